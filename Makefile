@@ -186,6 +186,7 @@ bench-gpu: $(GPU_SETUP)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/lint_names.py
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/lint-imports
 	$(BIN)/mypy

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from fusedops.parallel.context import plan
-from fusedops.parallel.context.layout import Layout, layout_of, order
-from fusedops.parallel.context.plan import Pattern
+from fusedops.parallel.context.layout import SequenceLayout, layout_of, order
+from fusedops.parallel.context.plan import AttentionPattern
 
 PICTURE = Path(__file__).resolve().parent / "context_parallel.svg"
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 RANKS, LENGTH, CELL, LEFT, TOP, GAP = len(COLOURS), 16, 13, 24, 92, 44
 SIDE = LENGTH * CELL
-CAUSAL = Pattern(-1, 0)
+CAUSAL = AttentionPattern(-1, 0)
 PANELS = (
     ("contiguous", "one document", None),
     ("zigzag", "one document", None),
@@ -57,7 +57,7 @@ def _legend() -> Iterator[str]:
     yield from _text(LEFT, 38, "full colour: keys of its own; light: keys that another rank sends")
 
 
-def _panel(x: int, title: str, layout: Layout) -> Iterator[str]:
+def _panel(x: int, title: str, layout: SequenceLayout) -> Iterator[str]:
     """Yield one square with the ranks of its tokens above and beside it."""
     yield from _text(x, TOP - 24, title, bold=True)
     share = LENGTH // RANKS

@@ -12,7 +12,7 @@ from typing import Any
 
 from fusedops.bench import models_report, svg
 from fusedops.bench.model_zoo import FAMILIES
-from fusedops.bench.results import Record, load_json
+from fusedops.bench.results import BenchRecord, load_json
 from fusedops.specs import Spec
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
@@ -141,7 +141,7 @@ def model_charts() -> dict[str, str]:
     return charts
 
 
-def _model_records() -> list[Record]:
+def _model_records() -> list[BenchRecord]:
     """Return one record per machine, with the rows of all of its files, in the families' order."""
     found = []
     for folder in sorted(each for each in RESULTS.glob("*") if each.is_dir()):

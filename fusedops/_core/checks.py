@@ -18,6 +18,8 @@ import torch
 # What kernels and references compute with. Torch calls float8 floating too, and can only cast it.
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STRIDED = torch.strided
+# Likeness of a misspelt word to a known one, from 0 to 1, from which on the known one is suggested.
+_CUTOFF = 0.5
 
 
 class UnsupportedError(RuntimeError):
@@ -133,12 +135,18 @@ def _size(op: str, argument: str, value: Any) -> None:
     raise TypeError(f"{op}: {argument} must be a tuple of ints, got {shown(value)} in it")
 
 
+def nearest(word: str, known: Collection[str]) -> str | None:
+    """Return the known word that a misspelt one is likely to mean, or ``None``."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=_CUTOFF)
+    return matches[0] if matches else None
+
+
 def choice(op: str, argument: str, value: Any, choices: Collection[str]) -> None:
     """Raise unless ``value`` is one of ``choices``; the message suggests the nearest."""
     if isinstance(value, str) and value in choices:
         return
-    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(value, choices) if isinstance(value, str) else None
+    hint = f" (did you mean {near!r}?)" if near else ""
     fail(op, argument, f"one of {', '.join(map(repr, choices))}", f"{shown(value)}{hint}")
 
 

@@ -1,8 +1,8 @@
-"""Former names: accepted for one release, with a warning that names the new one.
+"""Former names: accepted for one release, with a ``DeprecationWarning`` that has the new one.
 
 ``@renamed(old=Renamed("new", convert))`` above a dataclass lets its constructor, ``fill`` of a TOML
-table and the options of ``verify`` take the former name of a field. ``present_name`` does the same
-for the attributes of a module.
+table and the options of ``verify`` take the former name of a field. ``former_names`` makes the
+``__getattr__`` of a module that had other names for its classes or functions.
 """
 
 from __future__ import annotations
@@ -78,19 +78,24 @@ def present(kind: type, values: Mapping[str, Any], stacklevel: int = 3) -> dict[
     return result
 
 
-def present_name(module: str, name: str, **renamed: str) -> str:
-    """Return the present name of a module's attribute; a former one is a ``DeprecationWarning``.
+def former_names(module: str, **former: Any) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module that had other names for its classes or functions.
 
     Args:
-        module: the module, whose ``__getattr__`` calls this.
-        name: of the attribute.
-        renamed: present names by former names.
+        module: its name.
+        **former: by former name, the class or function, which knows its own module and name.
     """
-    if name not in renamed:
-        return name
-    warnings.warn(
-        f"{module}.{name} is now {renamed[name]}; the former name goes with the next release",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return renamed[name]
+
+    def lookup(name: str) -> Any:
+        if name not in former:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        value = former[name]
+        warnings.warn(
+            f"{module}.{name} is now {value.__module__}.{value.__qualname__}; the former name goes "
+            "with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return value
+
+    return lookup

@@ -15,14 +15,14 @@ from fusedops._core.timer import Clock, CpuClock, Timing, TimingPlan, Variant, m
 from fusedops.bench.contenders import (
     COMPILE,
     EAGER,
-    Call,
     Contender,
+    ContenderCall,
     backend_of,
     contenders,
     is_ours,
 )
-from fusedops.bench.limits import Limits, Work
-from fusedops.bench.results import DIRECTIONS, FORWARD, Row
+from fusedops.bench.limits import LeastWork, Limits
+from fusedops.bench.results import DIRECTIONS, FORWARD, BenchRow
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 
 # Above this many elements a float64 copy of all intermediates would not fit beside the rest.
@@ -35,7 +35,7 @@ Error = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Settings:
+class CaseSettings:
     """How to measure.
 
     Attributes:
@@ -46,7 +46,7 @@ class Settings:
         all_backends: time the reference and the automatically chosen backend by name too.
         allocator: ``"tuned"`` or ``"system"``: what the process was set to.
         cache_bytes: size of the last cache.
-        say: told what is being done.
+        report: is called with what is being measured.
     """
 
     device: torch.device
@@ -56,18 +56,18 @@ class Settings:
     all_backends: bool
     allocator: str
     cache_bytes: int
-    say: Callable[[str], None]
+    report: Callable[[str], None]
 
 
 def run_case(
     spec: Spec,
     case: BenchCase,
     dtype: torch.dtype,
-    settings: Settings,
+    settings: CaseSettings,
     limits: Limits,
     clock: Clock,
     host: dict[tuple[str, str], float],
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[BenchRow], list[str]]:
     """Measure all contenders at one size.
 
     Args:
@@ -84,14 +84,14 @@ def run_case(
     """
     title = f"{spec.name} {case.label} {_short(dtype)}"
     try:
-        call = Call.of(spec, case.make(settings.device, dtype))
+        call = ContenderCall.of(spec, case.make(settings.device, dtype))
     except (RuntimeError, ValueError, LookupError) as error:
         # Too large for this machine, a dtype that eager does not have on this device, or sizes of
         # the user's own that do not fit together.
-        told = repr(error) if isinstance(error, LookupError) else str(error)
-        return [], [f"{title}: no rows: {told.strip().splitlines()[0]}"]
+        message = repr(error) if isinstance(error, LookupError) else str(error)
+        return [], [f"{title}: no rows: {message.strip().splitlines()[0]}"]
     if settings.compiled:
-        settings.say("compiling")
+        settings.report("compiling")
     able, notes = contenders(
         spec,
         call,
@@ -101,33 +101,33 @@ def run_case(
     )
     if not able:
         return [], [f"{title}: {note}" for note in notes]
-    settings.say("errors")
+    settings.report("errors")
     errors, why_no_error = _errors(spec, call, able)
-    ran = {each.name: backend_of(each, call) for each in able if each.ours}
+    ran = {contender.name: backend_of(contender, call) for contender in able if contender.ours}
     rows = []
     for direction in _directions(able, call):
-        settings.say(direction)
-        there = [each for each in able if direction == FORWARD or each.trains]
-        variants = [variant_of(each, call, direction) for each in there]
+        settings.report(direction)
+        there = [contender for contender in able if direction == FORWARD or contender.trains]
+        variants = [variant_of(contender, call, direction) for contender in there]
         peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
         timing = measure(variants, clock, settings.plan)
         work = _work(case, direction, dtype, limits)
-        for each in there:
+        for contender in there:
             rows.append(
                 _row(
                     spec.name,
                     case.label,
                     dtype,
                     direction,
-                    each.name,
+                    contender.name,
                     timing,
                     work,
-                    backend=ran.get(each.name, ""),
+                    backend=ran.get(contender.name, ""),
                     allocator=settings.allocator,
                     in_cache=work.in_memory and work.bytes_moved < 2 * settings.cache_bytes,
-                    host=host.get((each.name, direction)),
-                    peak=peaks[each.name],
-                    error=errors.get((each.name, direction)),
+                    host=host.get((contender.name, direction)),
+                    peak=peaks[contender.name],
+                    error=errors.get((contender.name, direction)),
                     note=why_no_error,
                 )
             )
@@ -135,7 +135,7 @@ def run_case(
 
 
 def host_overhead(
-    spec: Spec, dtype: torch.dtype, settings: Settings
+    spec: Spec, dtype: torch.dtype, settings: CaseSettings
 ) -> dict[tuple[str, str], float]:
     """Return the least seconds of a call on a tiny input, per contender and direction.
 
@@ -146,18 +146,20 @@ def host_overhead(
     if sample is None:
         return {}
     try:
-        call = Call.of(spec, sample)
+        call = ContenderCall.of(spec, sample)
     except RuntimeError:
         return {}
     only = [name for name in settings.only if name != COMPILE]
     able, _ = contenders(spec, call, compiled=False, only=only, all_backends=settings.all_backends)
     overhead = {}
     for direction in _directions(able, call):
-        there = [each for each in able if direction == FORWARD or each.trains]
-        variants = [variant_of(each, call, direction, synced=settings.device) for each in there]
+        there = [contender for contender in able if direction == FORWARD or contender.trains]
+        variants = [
+            variant_of(contender, call, direction, synced=settings.device) for contender in there
+        ]
         timing = measure(variants, CpuClock(), _HOST_PLAN)
-        for each in there:
-            overhead[each.name, direction] = timing.best(each.name)
+        for contender in there:
+            overhead[contender.name, direction] = timing.best(contender.name)
     return overhead
 
 
@@ -165,21 +167,21 @@ def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample 
     """Return a call of the op that is all overhead: its first test sample of a tiny size."""
     for sample in spec.samples(device, dtype):
         # An empty tensor beside others only tells a dtype or a size.
-        sizes = [each.numel() for each in sample.leaves or sample.tensors if each.numel() > 0]
+        sizes = [tensor.numel() for tensor in sample.leaves or sample.tensors if tensor.numel() > 0]
         if sizes and min(sizes) > 1 and sum(sizes) < _TINY:
             return sample
     return None
 
 
-def _work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> Work:
+def _work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> LeastWork:
     """Return what a direction has to do at least."""
     forward = (case.bytes_forward(dtype), case.flops_forward)
     backward = (case.bytes_backward(dtype), case.flops_backward)
     parts = {"forward": [forward], "backward": [backward], "both": [forward, backward]}
-    return Work.of(parts[direction], _short(dtype), limits)
+    return LeastWork.of(parts[direction], _short(dtype), limits)
 
 
-def _directions(able: Sequence[Contender], call: Call) -> Sequence[str]:
+def _directions(able: Sequence[Contender], call: ContenderCall) -> Sequence[str]:
     """Return what can be measured: without eager there is nothing to compare a backward with."""
     return DIRECTIONS if able and able[0].trains and call.leaves else (FORWARD,)
 
@@ -191,7 +193,7 @@ def _row(
     direction: str,
     variant: str,
     timing: Timing,
-    work: Work,
+    work: LeastWork,
     *,
     backend: str,
     allocator: str,
@@ -200,12 +202,12 @@ def _row(
     peak: int,
     error: Error | None,
     note: str,
-) -> Row:
+) -> BenchRow:
     spread, ratio = timing.spread(variant), timing.ratio(EAGER, variant)
     against = lead(timing, variant)
     if against and not timing.trusted(against["rival"]):
         against = {}
-    return Row(
+    return BenchRow(
         op=op,
         case=case,
         dtype=_short(dtype),
@@ -239,14 +241,14 @@ def lead(timing: Timing, variant: str) -> dict[str, Any]:
     """Return the fields of a row that compare it with the fastest of those that are not ours."""
     if not is_ours(variant):
         return {}
-    others = [each for each in timing.rounds if not is_ours(each)]
-    rival = min(others, key=lambda each: timing.spread(each).median)
+    others = [name for name in timing.rounds if not is_ours(name)]
+    rival = min(others, key=lambda name: timing.spread(name).median)
     ratio = timing.ratio(rival, variant)
     return {"rival": rival, "lead": ratio.median, "lead_q1": ratio.q1, "lead_q3": ratio.q3}
 
 
 def variant_of(
-    contender: Contender, call: Call, direction: str, synced: torch.device | None = None
+    contender: Contender, call: ContenderCall, direction: str, synced: torch.device | None = None
 ) -> Variant:
     """Return what the timer runs for a contender in one direction."""
     function = contender.function
@@ -254,10 +256,10 @@ def variant_of(
     def context() -> contextlib.AbstractContextManager[Any]:
         return _synced(contender, synced)
 
-    def given() -> Call:
+    def given() -> ContenderCall:
         return call.given_to(contender)
 
-    def ran() -> tuple[Call, Any]:
+    def ran() -> tuple[ContenderCall, Any]:
         mine = given()
         return mine, mine.forward(function)
 
@@ -286,7 +288,7 @@ def _peak(variant: Variant, device: torch.device) -> int:
 
 
 def _errors(
-    spec: Spec, call: Call, able: Sequence[Contender]
+    spec: Spec, call: ContenderCall, able: Sequence[Contender]
 ) -> tuple[dict[tuple[str, str], Error], str]:
     """Return the errors per contender and direction, and why some have none.
 
@@ -312,7 +314,7 @@ def _errors(
 
 
 def _seeded(
-    contender: Contender, call: Call
+    contender: Contender, call: ContenderCall
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
     """Return results and gradients of a call after a fixed seed."""
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fusedops.bench.results import Record, Row
+from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.bench.table import DISTURBED
 from fusedops.terminal import files
 
@@ -16,7 +16,7 @@ _PEER_COLOURS = ("#009E73", "#CC79A7", "#D55E00")
 _TITLES = {"forward": "forward", "both": "forward + backward"}
 
 
-def save(path: str | os.PathLike[str], record: Record) -> None:
+def save(path: str | os.PathLike[str], record: BenchRecord) -> None:
     """Write the picture as PNG, all or nothing.
 
     Raises:
@@ -37,11 +37,11 @@ def check_installed() -> None:
         ) from None
 
 
-def _draw(record: Record) -> Any:
+def _draw(record: BenchRecord) -> Any:
     check_installed()
     from matplotlib.figure import Figure
 
-    directions = [each for each in _TITLES if any(row.direction == each for row in record.rows)]
+    directions = [title for title in _TITLES if any(row.direction == title for row in record.rows)]
     who = _shown(record.rows)
     labels = list(dict.fromkeys((row.op, row.case, row.dtype) for row in record.rows))
     height = 1.5 + len(directions) * (0.7 + 0.17 * len(labels) * (len(who) + 0.8))
@@ -53,7 +53,7 @@ def _draw(record: Record) -> Any:
             for row in record.rows
             if row.direction == direction
         }
-        faster = [each for each in who if each != "eager"]
+        faster = [contender for contender in who if contender != "eager"]
         _bars(line[0], labels, faster, rows, lambda row: row.speedup, "{:.2f}x", errors=True)
         _bars(line[1], labels, who, rows, lambda row: 100 * row.limit_share, "{:.0f}%")
         line[0].axvline(1.0, color="black", linewidth=1)
@@ -70,8 +70,8 @@ def _bars(
     axis: Any,
     labels: Sequence[tuple[str, str, str]],
     who: Sequence[str],
-    rows: dict[tuple[str, str, str, str], Row],
-    value: Callable[[Row], float],
+    rows: dict[tuple[str, str, str, str], BenchRow],
+    value: Callable[[BenchRow], float],
     text: str,
     *,
     errors: bool = False,
@@ -81,7 +81,7 @@ def _bars(
     for variant in who:
         found = []
         for at, label in enumerate(labels):
-            present = [each for each in who if (*label, each) in rows]
+            present = [contender for contender in who if (*label, contender) in rows]
             if variant in present:
                 offset = (present.index(variant) - (len(present) - 1) / 2) * thickness
                 found.append((at + offset, rows[(*label, variant)]))
@@ -101,8 +101,8 @@ def _bars(
         )
         for bar in bars:
             bar.set_edgecolor("white")
-        told = [text.format(value(row)) if row.trusted else DISTURBED for _, row in found]
-        axis.bar_label(bars, told, padding=3, fontsize=7)
+        bar_labels = [text.format(value(row)) if row.trusted else DISTURBED for _, row in found]
+        axis.bar_label(bars, bar_labels, padding=3, fontsize=7)
     axis.set_yticks(range(len(labels)), [f"{op} {case}\n{dtype}" for op, case, dtype in labels])
     axis.tick_params(labelsize=8)
     axis.set_ylim(len(labels) - 0.4, -0.6)
@@ -110,7 +110,7 @@ def _bars(
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _shown(rows: Sequence[Row]) -> list[str]:
+def _shown(rows: Sequence[BenchRow]) -> list[str]:
     """Return the contenders in the picture: single backends only in the table."""
     names = dict.fromkeys(row.variant for row in rows if ":" not in row.variant)
     first = [name for name in ("fusedops", "compile") if name in names]
@@ -125,7 +125,7 @@ def _colour(variant: str, who: Sequence[str]) -> str:
     return _PEER_COLOURS[peers.index(variant) % len(_PEER_COLOURS)]
 
 
-def _headline(record: Record) -> str:
+def _headline(record: BenchRecord) -> str:
     machine, versions = record.machine, record.versions
     copy = record.limits["copy"]["rate"] / 1e9
     commit = record.git.get("commit", "")[:10]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusedops.bench.results import Record, Row
+from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.terminal.files import UserError
 
 # What must agree before two times may be compared: the reader's word -> where it stands.
@@ -19,7 +19,7 @@ _MUST_AGREE = {
 
 
 @dataclass(frozen=True)
-class Change:
+class RowChange:
     """A row that both records have.
 
     Attributes:
@@ -27,8 +27,8 @@ class Change:
         after: the row of the second.
     """
 
-    before: Row
-    after: Row
+    before: BenchRow
+    after: BenchRow
 
     @property
     def slower_by(self) -> float:
@@ -51,7 +51,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RecordComparison:
     """The outcome of a comparison.
 
     Attributes:
@@ -63,10 +63,10 @@ class Verdict:
         drift: median change of the rows that are not ours: of the machine, not of fusedops.
     """
 
-    changes: tuple[Change, ...]
-    slower: tuple[Change, ...]
-    faster: tuple[Change, ...]
-    doubtful: tuple[Change, ...]
+    changes: tuple[RowChange, ...]
+    slower: tuple[RowChange, ...]
+    faster: tuple[RowChange, ...]
+    doubtful: tuple[RowChange, ...]
     missing: tuple[tuple[str, ...], ...]
     drift: float
 
@@ -88,8 +88,8 @@ def parse_share(text: str) -> float:
 
 
 def compare(
-    before: Record, after: Record, *, allowed: float, allow_different: bool = False
-) -> Verdict:
+    before: BenchRecord, after: BenchRecord, *, allowed: float, allow_different: bool = False
+) -> RecordComparison:
     """Match the rows of two records and judge those of fusedops.
 
     Args:
@@ -106,23 +106,23 @@ def compare(
     old, new = _by_key(before.rows), _by_key(after.rows)
     if allow_different and not old.keys() & new.keys():
         old, new = _by_key(_without_dtype(before)), _by_key(_without_dtype(after))
-    changes = tuple(Change(old[key], new[key]) for key in old if key in new)
+    changes = tuple(RowChange(old[key], new[key]) for key in old if key in new)
     if not changes:
         raise UserError("the two records have no row in common")
-    ours = [each for each in changes if each.after.ours and each.beyond_spread]
-    moved = [each for each in ours if abs(each.slower_by) > allowed]
-    theirs = sorted(each.slower_by for each in changes if not each.after.ours)
-    return Verdict(
+    ours = [change for change in changes if change.after.ours and change.beyond_spread]
+    moved = [change for change in ours if abs(change.slower_by) > allowed]
+    theirs = sorted(change.slower_by for change in changes if not change.after.ours)
+    return RecordComparison(
         changes,
-        slower=tuple(each for each in moved if each.trusted and each.slower_by > 0),
-        faster=tuple(each for each in moved if each.trusted and each.slower_by < 0),
-        doubtful=tuple(each for each in moved if not each.trusted),
+        slower=tuple(change for change in moved if change.trusted and change.slower_by > 0),
+        faster=tuple(change for change in moved if change.trusted and change.slower_by < 0),
+        doubtful=tuple(change for change in moved if not change.trusted),
         missing=tuple(key for key in old if key not in new),
         drift=theirs[len(theirs) // 2] if theirs else 0.0,
     )
 
 
-def _check_alike(before: Record, after: Record) -> None:
+def _check_alike(before: BenchRecord, after: BenchRecord) -> None:
     for word, (part, key) in _MUST_AGREE.items():
         one, two = _look_up(before, part, key), _look_up(after, part, key)
         if one != two:
@@ -139,15 +139,15 @@ def _check_alike(before: Record, after: Record) -> None:
         )
 
 
-def _look_up(record: Record, part: str, key: str) -> Any:
+def _look_up(record: BenchRecord, part: str, key: str) -> Any:
     return getattr(record, part).get(key)
 
 
-def _by_key(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
+def _by_key(rows: Iterable[BenchRow]) -> dict[tuple[str, ...], BenchRow]:
     return {row.key: row for row in rows}
 
 
-def _without_dtype(record: Record) -> list[Row]:
+def _without_dtype(record: BenchRecord) -> list[BenchRow]:
     """Return the rows of a record of one dtype under a common one; others have no match."""
     if len({row.dtype for row in record.rows}) > 1:
         return []

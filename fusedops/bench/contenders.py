@@ -57,7 +57,7 @@ def is_ours(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Call:
+class ContenderCall:
     """One sample to run, its leaves and the gradients that come in.
 
     Attributes:
@@ -71,7 +71,7 @@ class Call:
     grads: tuple[torch.Tensor, ...]
 
     @staticmethod
-    def of(spec: Spec, sample: Sample) -> Call:
+    def of(spec: Spec, sample: Sample) -> ContenderCall:
         """Return the call of ``spec``'s op on ``sample``, with random incoming gradients.
 
         They are the same for every dtype: values that bfloat16 has.
@@ -81,16 +81,18 @@ class Call:
         generator = torch.Generator().manual_seed(7)
         grads = [torch.randn(output.shape, generator=generator) for output in outputs]
         grads = [grad.bfloat16().to(out) for grad, out in zip(grads, outputs, strict=True)]
-        return Call(sample, leaves, tuple(grads))
+        return ContenderCall(sample, leaves, tuple(grads))
 
-    def given_to(self, contender: Contender) -> Call:
+    def given_to(self, contender: Contender) -> ContenderCall:
         """Return the call that ``contender`` may have: itself, or a copy to write on."""
         if not contender.overwrites:
             return self
         sample = self.sample.map(
-            lambda each: each.detach().clone().requires_grad_(each.requires_grad)
+            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
         )
-        return Call(sample, tuple(sample.leaves), tuple(grad.clone() for grad in self.grads))
+        return ContenderCall(
+            sample, tuple(sample.leaves), tuple(grad.clone() for grad in self.grads)
+        )
 
     def forward(self, function: Callable[..., Any]) -> Any:
         """Return what ``function`` makes of the arguments."""
@@ -104,7 +106,7 @@ class Call:
         ]
         return torch.autograd.grad(differentiable(outputs), self.leaves, grads, allow_unused=True)
 
-    def double(self) -> Call:
+    def double(self) -> ContenderCall:
         """Return the same call in float64."""
 
         def widen(value: torch.Tensor) -> torch.Tensor:
@@ -113,7 +115,9 @@ class Call:
             return value.detach().double().requires_grad_(value.requires_grad)
 
         sample = self.sample.map(widen)
-        return Call(sample, tuple(sample.leaves), tuple(grad.double() for grad in self.grads))
+        return ContenderCall(
+            sample, tuple(sample.leaves), tuple(grad.double() for grad in self.grads)
+        )
 
 
 def differentiable(outputs: Any) -> tuple[torch.Tensor, ...]:
@@ -122,7 +126,12 @@ def differentiable(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def contenders(
-    spec: Spec, call: Call, *, compiled: bool, only: Sequence[str], all_backends: bool = False
+    spec: Spec,
+    call: ContenderCall,
+    *,
+    compiled: bool,
+    only: Sequence[str],
+    all_backends: bool = False,
 ) -> tuple[list[Contender], list[str]]:
     """Return who can run ``call``, eager first, and a note for each who cannot.
 
@@ -157,18 +166,18 @@ def contenders(
         torch._dynamo.reset()
         admit(Contender(COMPILE, torch.compile(spec.eager, dynamic=False)))
     automatic = Contender(AUTOMATIC, spec.op)
-    taken = backend_of(able[-1], call) if admit(automatic) else "none"
-    for name in _backends_of(call) if taken else ():
-        if only or all_backends or name not in (*taken.split("+"), "torch"):
+    automatic_backends = backend_of(able[-1], call) if admit(automatic) else "none"
+    for name in _backends_of(call) if automatic_backends else ():
+        if only or all_backends or name not in (*automatic_backends.split("+"), "torch"):
             admit(Contender(f"{AUTOMATIC}:{name}", spec.op, name))
-    kinds = {each.device.type for each in call.sample.tensors}
+    kinds = {tensor.device.type for tensor in call.sample.tensors}
     for label, peer in spec.peers().items():
         if kinds <= set(getattr(peer, "devices", kinds)):
             admit(Contender(label, peer, overwrites=getattr(peer, "overwrites", False)))
     return able, notes
 
 
-def backend_of(contender: Contender, call: Call) -> str:
+def backend_of(contender: Contender, call: ContenderCall) -> str:
     """Return the backend that a contender's forward (and backward) really ran on."""
     before = backends.counters()
     with contender.context():
@@ -189,13 +198,13 @@ def names(spec: Spec) -> list[str]:
     return [*known, *spec.peers()]
 
 
-def _backends_of(call: Call) -> tuple[str, ...]:
+def _backends_of(call: ContenderCall) -> tuple[str, ...]:
     """Return the backends worth timing: not Triton's interpreter on CPU tensors."""
-    on_cpu = all(each.is_cpu for each in call.sample.tensors)
+    on_cpu = all(tensor.is_cpu for tensor in call.sample.tensors)
     return ("cpp", "torch") if on_cpu else ("cuda", "triton", "torch")
 
 
-def reason_against(contender: Contender, call: Call, *, backward: bool) -> str | None:
+def reason_against(contender: Contender, call: ContenderCall, *, backward: bool) -> str | None:
     """Run a contender once (this compiles); return ``None`` or in one line why it cannot run."""
     call = call.given_to(contender)
     try:

@@ -1,8 +1,8 @@
 """Tokens a second of decoding, beside transformers: ``fusedops bench generate``.
 
 One architecture, one set of random weights, three ways to go on from the same prompts: our model,
-that of transformers patched, and as it is. They take turns in one process, and each is compared
-with ours turn by turn, so that what disturbs the machine disturbs all.
+that of transformers patched, and as it is. They are interleaved in one process, and each is
+compared with ours round by round, so that what disturbs the machine disturbs all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAST_TURNS = 5
 
 
 @dataclass(frozen=True)
-class Work:
+class GenerationWork:
     """What is generated.
 
     Attributes:
@@ -63,7 +63,7 @@ class Work:
 
 
 @dataclass
-class Row:
+class GenerationRow:
     """What a way of generating reached.
 
     Attributes:
@@ -74,7 +74,7 @@ class Row:
         same: the share of its tokens that are ours.
     """
 
-    work: Work
+    work: GenerationWork
     name: str
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -92,23 +92,23 @@ class Row:
 
 
 def measure(
-    work: Work, seconds: float, threads: int, told: Callable[[str], None] = print
-) -> list[Row]:
-    """Measure the ways of generating, in turns.
+    work: GenerationWork, seconds: float, threads: int, report: Callable[[str], None] = print
+) -> list[GenerationRow]:
+    """Measure the ways of generating, interleaved.
 
     Args:
         work: what is generated.
         seconds: for each way, about.
         threads: of torch.
-        told: hears what is being done.
+        report: is called with what is being done.
 
     Returns:
         A row for each; ours is the first.
     """
     host.tune_host(threads=threads)
-    told(f"making {work.preset} in {work.dtype}")
+    report(f"making {work.preset} in {work.dtype}")
     ways = _ways(work)
-    rows = [Row(work, name) for name in ways]
+    rows = [GenerationRow(work, name) for name in ways]
     found = {name: run() for name, run in ways.items()}
     for row in rows:
         row.same = (found[row.name] == found[OURS]).double().mean().item()
@@ -119,11 +119,11 @@ def measure(
             ways[row.name]()
             row.seconds.append(time.perf_counter() - begin)
             row.ratios.append(row.seconds[-1] / rows[0].seconds[-1])
-        told(f"{work.preset} in {work.dtype}: {len(rows[0].seconds)} turns")
+        report(f"{work.preset} in {work.dtype}: {len(rows[0].seconds)} rounds")
     return rows
 
 
-def _ways(work: Work) -> dict[str, Callable[[], torch.Tensor]]:
+def _ways(work: GenerationWork) -> dict[str, Callable[[], torch.Tensor]]:
     """Return functions that generate and return the new tokens, ``[sequences, tokens]``."""
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, work.dtype)
@@ -132,7 +132,7 @@ def _ways(work: Work) -> dict[str, Callable[[], torch.Tensor]]:
 
     def ours() -> torch.Tensor:
         found = generate(model, prompts, tokens=work.tokens)
-        return torch.tensor([each.tokens for each in found])
+        return torch.tensor([result.tokens for result in found])
 
     from fusedops.integrations import patch
 
@@ -155,17 +155,19 @@ def _transformers(folder: str, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def _theirs(model: Any, prompts: torch.Tensor, work: Work) -> Callable[[], torch.Tensor]:
+def _theirs(model: Any, prompts: torch.Tensor, work: GenerationWork) -> Callable[[], torch.Tensor]:
     options = {"min_new_tokens": work.tokens, "max_new_tokens": work.tokens, "do_sample": False}
-    whole = torch.ones_like(prompts)
+    mask = torch.ones_like(prompts)
 
     def run() -> torch.Tensor:
-        found = model.generate(prompts, attention_mask=whole, pad_token_id=0, **options)
+        found = model.generate(prompts, attention_mask=mask, pad_token_id=0, **options)
         return found[:, prompts.shape[1] :]
 
     return run
 
 
-def works(base: Work, presets: Sequence[str], dtypes: Sequence[str]) -> list[Work]:
+def works(
+    base: GenerationWork, presets: Sequence[str], dtypes: Sequence[str]
+) -> list[GenerationWork]:
     """Return what is measured: each architecture in each dtype."""
-    return [replace(base, preset=each, dtype=dtype) for each in presets for dtype in dtypes]
+    return [replace(base, preset=preset, dtype=dtype) for preset in presets for dtype in dtypes]

@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Work:
+class LeastWork:
     """What a run has to do at least, and whether memory is what limits it."""
 
     bytes_moved: int
@@ -65,10 +65,10 @@ class Work:
     in_memory: bool
 
     @staticmethod
-    def of(parts: Sequence[tuple[int, int]], dtype: str, limits: Limits) -> Work:
+    def of(parts: Sequence[tuple[int, int]], dtype: str, limits: Limits) -> LeastWork:
         """Return the work of parts that follow each other: bytes and operations of each."""
         least = sum(limits.least_seconds(moved, flops, dtype) for moved, flops in parts)
-        return Work(
+        return LeastWork(
             bytes_moved=sum(moved for moved, _ in parts),
             flops=sum(flops for _, flops in parts),
             least_seconds=least,

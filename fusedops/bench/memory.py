@@ -1,6 +1,6 @@
 """One model's step of training under several memory policies: what it holds, and what it takes.
 
-All variants are copies of one patched model, take turns in one process, and must give the same
+All variants are copies of one patched model, are interleaved in one process, and must give the same
 loss and gradients to the bit.
 """
 
@@ -18,9 +18,9 @@ from torch import nn
 import fusedops
 from fusedops import memory
 from fusedops._core.timer import Clock, TimingPlan, Variant, measure
-from fusedops.bench.model_zoo import Family, Size
+from fusedops.bench.model_zoo import ModelFamily, ModelSize
 from fusedops.memory.layers import lists_of
-from fusedops.memory.measurement.measure import MemoryReport, report
+from fusedops.memory.measurement.measure import MemoryReport
 
 PLAIN = "plain"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -77,13 +77,13 @@ class MemoryRow:
 
 
 def run_case(
-    family: Family,
-    size: Size,
+    family: ModelFamily,
+    size: ModelSize,
     dtype: torch.dtype,
     device: torch.device,
     clock: Clock,
     plan: TimingPlan,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[list[MemoryRow], dict[str, MemoryReport]]:
     """Measure one model; return a row per policy, and the reports for a picture."""
     model = family.build(size).to(device, dtype).train()
@@ -94,13 +94,13 @@ def run_case(
     reports: dict[str, MemoryReport] = {}
     results: dict[str, list[torch.Tensor]] = {}
     for name, policy in chosen.items():
-        say(f"{name}: bytes")
+        report(f"{name}: bytes")
         models[name] = copy.deepcopy(model)
         memory.apply(models[name], policy)
-        reports[name] = report(models[name], batch)
+        reports[name] = memory.report(models[name], batch)
         results[name] = _results(models[name], batch)
-    say("timing")
-    variants = [Variant(name, partial(_step, each, batch)) for name, each in models.items()]
+    report("timing")
+    variants = [Variant(name, partial(_step, model, batch)) for name, model in models.items()]
     timing = measure(variants, clock, plan)
     rows = []
     for name in chosen:
@@ -138,6 +138,8 @@ def _results(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    found = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    found = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
     model.zero_grad(set_to_none=True)
     return [loss.detach(), *found]

@@ -23,7 +23,7 @@ Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """How large a model is, and what it reads.
 
     Attributes:
@@ -52,7 +52,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """A family of transformers.
 
     Attributes:
@@ -67,8 +67,8 @@ class Family:
     name: str
     model: str
     config: str
-    options: Callable[[Size], dict[str, Any]]
-    inputs: Callable[[Size], Inputs]
+    options: Callable[[ModelSize], dict[str, Any]]
+    inputs: Callable[[ModelSize], Inputs]
     kind: str
 
     @property
@@ -76,7 +76,7 @@ class Family:
         """Whether it generates token by token with a cache."""
         return self.kind in ("causal", "seq2seq")
 
-    def build(self, size: Size) -> nn.Module:
+    def build(self, size: ModelSize) -> nn.Module:
         """Return the model in float32, the same at every call."""
         import transformers
 
@@ -86,7 +86,7 @@ class Family:
         return getattr(transformers, self.model)(config)
 
     def batch(
-        self, size: Size, device: torch.device, dtype: torch.dtype, *, labels: bool
+        self, size: ModelSize, device: torch.device, dtype: torch.dtype, *, labels: bool
     ) -> Inputs:
         """Return what the model reads, on ``device``; pixels in ``dtype``.
 
@@ -103,14 +103,16 @@ class Family:
         return given | ({"use_cache": False} if self.decodes else {})
 
 
-class Decoder:
+class GivenTokenDecoder:
     """Generates given tokens with a cache, and keeps no state between two runs.
 
     The tokens are fixed: two models that round differently would else soon read different texts.
     The choice of the next token is made all the same, as ``generate`` would.
     """
 
-    def __init__(self, family: Family, model: Any, size: Size, device: torch.device) -> None:
+    def __init__(
+        self, family: ModelFamily, model: Any, size: ModelSize, device: torch.device
+    ) -> None:
         """Run the prompt (the encoder of an encoder-decoder) once."""
         self.model = model
         tokens = _tokens(size.batch, size.seq_len + size.steps, seed=11).to(device)
@@ -149,12 +151,12 @@ def _tokens(batch: int, seq_len: int, *, seed: int) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (batch, seq_len), generator=generator)
 
 
-def _causal_inputs(size: Size) -> Inputs:
+def _causal_inputs(size: ModelSize) -> Inputs:
     ids = _tokens(size.batch, size.seq_len, seed=7)
     return {"input_ids": ids, "labels": ids}
 
 
-def _masked_inputs(size: Size) -> Inputs:
+def _masked_inputs(size: ModelSize) -> Inputs:
     """Return tokens of which a sequence in two is padded by an eighth."""
     ids = _tokens(size.batch, size.seq_len, seed=7)
     mask = torch.ones_like(ids)
@@ -162,17 +164,17 @@ def _masked_inputs(size: Size) -> Inputs:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def _image_inputs(size: Size) -> Inputs:
+def _image_inputs(size: ModelSize) -> Inputs:
     generator = torch.Generator().manual_seed(7)
     pixels = torch.randn(size.batch, 3, _side(size), _side(size), generator=generator)
     return {"pixel_values": pixels, "labels": torch.arange(size.batch) % CLASSES}
 
 
-def _side(size: Size) -> int:
+def _side(size: ModelSize) -> int:
     return _PATCH * max(1, round(size.seq_len**0.5))
 
 
-def _text(size: Size) -> dict[str, Any]:
+def _text(size: ModelSize) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": size.hidden,
@@ -186,25 +188,25 @@ def _text(size: Size) -> dict[str, Any]:
     }
 
 
-def _inner(size: Size) -> int:
+def _inner(size: ModelSize) -> int:
     """Return the width of a gated layer, with as many weights as a plain one of four times."""
     return 64 * -(-8 * size.hidden // (3 * 64))
 
 
-def _causal(name: str, prefix: str, head: str = "ForCausalLM", **changes: Any) -> Family:
+def _causal(name: str, prefix: str, head: str = "ForCausalLM", **changes: Any) -> ModelFamily:
     """Return a causal family; a change that is a function gets the size."""
 
-    def options(size: Size) -> dict[str, Any]:
+    def options(size: ModelSize) -> dict[str, Any]:
         return _text(size) | {
             key: value(size) if callable(value) else value for key, value in changes.items()
         }
 
-    return Family(
+    return ModelFamily(
         name, f"{prefix}{head}", f"{prefix}Config", options, _causal_inputs, kind="causal"
     )
 
 
-def _gated(name: str, prefix: str, **changes: Any) -> Family:
+def _gated(name: str, prefix: str, **changes: Any) -> ModelFamily:
     given = {
         "intermediate_size": _inner,
         "num_key_value_heads": lambda size: size.heads // 2,
@@ -213,22 +215,22 @@ def _gated(name: str, prefix: str, **changes: Any) -> Family:
     return _causal(name, prefix, **(given | changes))
 
 
-def _sparse(name: str, prefix: str, **changes: Any) -> Family:
+def _sparse(name: str, prefix: str, **changes: Any) -> ModelFamily:
     return _gated(name, prefix, num_experts_per_tok=2, **changes)
 
 
-def _encoder(name: str, prefix: str) -> Family:
-    def options(size: Size) -> dict[str, Any]:
+def _encoder(name: str, prefix: str) -> ModelFamily:
+    def options(size: ModelSize) -> dict[str, Any]:
         wide = {"intermediate_size": 4 * size.hidden}
         none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
         return _text(size) | wide | none
 
-    return Family(
+    return ModelFamily(
         name, f"{prefix}ForMaskedLM", f"{prefix}Config", options, _masked_inputs, kind="encoder"
     )
 
 
-def _distilbert(size: Size) -> dict[str, Any]:
+def _distilbert(size: ModelSize) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
         "dim": size.hidden,
@@ -241,7 +243,7 @@ def _distilbert(size: Size) -> dict[str, Any]:
     }
 
 
-def _t5(size: Size) -> dict[str, Any]:
+def _t5(size: ModelSize) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
         "d_model": size.hidden,
@@ -256,7 +258,7 @@ def _t5(size: Size) -> dict[str, Any]:
     }
 
 
-def _vit(size: Size) -> dict[str, Any]:
+def _vit(size: ModelSize) -> dict[str, Any]:
     return {
         "hidden_size": size.hidden,
         "num_hidden_layers": size.layers,
@@ -281,15 +283,19 @@ _EXPERTS_OF_HALF = {"num_experts": 8, "moe_intermediate_size": lambda size: _inn
 _GEMMA2 = {"query_pre_attn_scalar": 64, "sliding_window": lambda size: size.seq_len // 2}
 
 FAMILIES = {
-    each.name: each
-    for each in (
+    entry.name: entry
+    for entry in (
         _causal("gpt2", "GPT2", "LMHeadModel", **_NO_GPT2_DROPOUT),
         _encoder("bert", "Bert"),
         _gated("llama", "Llama"),
         _gated("qwen3", "Qwen3"),
         _sparse("mixtral", "Mixtral", num_local_experts=8),
-        Family("t5", "T5ForConditionalGeneration", "T5Config", _t5, _masked_inputs, kind="seq2seq"),
-        Family("vit", "ViTForImageClassification", "ViTConfig", _vit, _image_inputs, kind="image"),
+        ModelFamily(
+            "t5", "T5ForConditionalGeneration", "T5Config", _t5, _masked_inputs, kind="seq2seq"
+        ),
+        ModelFamily(
+            "vit", "ViTForImageClassification", "ViTConfig", _vit, _image_inputs, kind="image"
+        ),
         _gated("mistral", "Mistral"),
         _gated("qwen2", "Qwen2"),
         _gated("gemma", "Gemma"),
@@ -299,7 +305,7 @@ FAMILIES = {
         _causal("gpt_neox", "GPTNeoX", **_FOUR_TIMES),
         _sparse("qwen3_moe", "Qwen3Moe", **_EXPERTS_OF_HALF),
         _encoder("roberta", "Roberta"),
-        Family(
+        ModelFamily(
             "distilbert",
             "DistilBertForMaskedLM",
             "DistilBertConfig",

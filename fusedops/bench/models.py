@@ -1,4 +1,4 @@
-"""Whole models: stock, compiled and patched, on the same inputs, in turns, with their values.
+"""Whole models: stock, compiled and patched, on the same inputs, interleaved, with their values.
 
 A row of ours counts only if its loss, logits and gradients are right: compared with the same model
 in float64 they may be off by twice what the stock model is off, plus rounding
@@ -21,9 +21,9 @@ from fusedops._core.peak import peak_bytes
 from fusedops._core.timer import Clock, Timing, TimingPlan, Variant, measure
 from fusedops.bench.cases import lead
 from fusedops.bench.contenders import AUTOMATIC, COMPILE, EAGER, is_ours
-from fusedops.bench.limits import Limits, Work
-from fusedops.bench.model_zoo import Decoder, Family, Inputs, Size
-from fusedops.bench.results import Row
+from fusedops.bench.limits import LeastWork, Limits
+from fusedops.bench.model_zoo import GivenTokenDecoder, Inputs, ModelFamily, ModelSize
+from fusedops.bench.results import BenchRow
 from fusedops.integrations import patch
 
 TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
@@ -33,7 +33,7 @@ Patch = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ModelSettings:
     """How to measure.
 
     Attributes:
@@ -43,7 +43,7 @@ class Settings:
         memory: measure the peak of a run too.
         allocator: ``"tuned"`` or ``"system"``: what the process was set to.
         cache_bytes: size of the last cache.
-        say: told what is being done.
+        report: is called with what is being measured.
         patch: what is done to the model that is ours.
     """
 
@@ -53,7 +53,7 @@ class Settings:
     memory: bool
     allocator: str
     cache_bytes: int
-    say: Callable[[str], None] = lambda what: None
+    report: Callable[[str], None] = lambda what: None
     patch: Patch = patch
 
 
@@ -67,7 +67,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FamilyResult:
     """What was found of one family in one mode and dtype.
 
     Attributes:
@@ -76,13 +76,13 @@ class Outcome:
         wrong: what our model computes wrong; there is no row of ours then.
     """
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[BenchRow, ...] = ()
     notes: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Contender:
+class ModelContender:
     """A model in one mode.
 
     Attributes:
@@ -100,7 +100,7 @@ class Contender:
     values: Callable[[], Values]
 
 
-def sizes(family: Family, mode: str, size: Size) -> tuple[Size, ...]:
+def sizes(family: ModelFamily, mode: str, size: ModelSize) -> tuple[ModelSize, ...]:
     """Return the sizes of a mode: decoding is measured for one sequence too, what chats are."""
     if mode != DECODING:
         return (size,)
@@ -109,7 +109,7 @@ def sizes(family: Family, mode: str, size: Size) -> tuple[Size, ...]:
     return tuple(replace(size, batch=batch) for batch in dict.fromkeys((1, size.batch)))
 
 
-def affordable(mode: str, size: Size, dtype: torch.dtype, device: torch.device) -> Size:
+def affordable(mode: str, size: ModelSize, dtype: torch.dtype, device: torch.device) -> ModelSize:
     """Return a smaller size where torch would need minutes for a step in training on a CPU.
 
     Its products for the gradients of float16 run at 1 GFLOP/s there (Zen 5, torch 2.13), and so do
@@ -123,20 +123,20 @@ def affordable(mode: str, size: Size, dtype: torch.dtype, device: torch.device) 
     return size
 
 
-def label(mode: str, size: Size) -> str:
+def label(mode: str, size: ModelSize) -> str:
     """Return what a size is called in a mode."""
     return size.label + (f"+{size.steps}" if mode == DECODING else "")
 
 
 def run_case(
-    family: Family,
+    family: ModelFamily,
     mode: str,
     dtype: torch.dtype,
-    size: Size,
-    settings: Settings,
+    size: ModelSize,
+    settings: ModelSettings,
     limits: Limits,
     clock: Clock,
-) -> Outcome:
+) -> FamilyResult:
     """Measure a family in one mode and dtype.
 
     Args:
@@ -150,18 +150,18 @@ def run_case(
     """
     title = f"{family.name} {mode} {label(mode, size)} {_short(dtype)}"
     try:
-        settings.say("building")
+        settings.report("building")
         stock = family.build(size).to(settings.device, dtype).train(mode == TRAINING)
         eager = _contender(EAGER, stock, stock, family, mode, size, settings.device)
-        settings.say("values")
+        settings.report("values")
         truth, flops = _truth(stock, family, mode, size, settings.device)
         known = eager.values()
     except Exception as error:
         # Too large for this machine, a dtype that torch lacks here, a transformers without it.
-        return Outcome(notes=(f"{title}: no rows: {_line(error)}",))
+        return FamilyResult(notes=(f"{title}: no rows: {_line(error)}",))
     able, notes, wrong = [eager], [], []
     errors = {EAGER: _ulps(known, truth)}
-    ours: Contender | None = None
+    ours: ModelContender | None = None
     backend = ""
     try:
         patched = copy.deepcopy(stock)
@@ -170,12 +170,12 @@ def run_case(
         before = backends.counters()
         found = ours.values()
         backend = _backends_since(before)
-        wrong = [f"{title}: {each}" for each in differences(found, known, truth, dtype)]
+        wrong = [f"{title}: {difference}" for difference in differences(found, known, truth, dtype)]
         errors[AUTOMATIC] = _ulps(found, truth)
     except Exception as error:
         wrong = [f"{title}: the patched model raises {_line(error)}"]
     if settings.compiled:
-        settings.say("compiling")
+        settings.report("compiling")
         try:
             torch._dynamo.reset()
             compiled = torch.compile(stock)
@@ -187,18 +187,32 @@ def run_case(
     if ours is not None and not wrong:
         able.append(ours)
     del truth, known
-    settings.say("memory")
+    settings.report("memory")
     work = _work(stock, flops, mode, dtype, size, limits)
-    peaks = {each.name: _peak(each, settings) for each in able}
-    settings.say("timing")
+    peaks = {contender.name: _peak(contender, settings) for contender in able}
+    settings.report("timing")
     timing = measure(
-        [Variant(each.name, each.run, each.prepare) for each in able], clock, settings.plan
+        [Variant(contender.name, contender.run, contender.prepare) for contender in able],
+        clock,
+        settings.plan,
     )
     rows = [
-        _row(family, mode, dtype, size, each.name, timing, work, settings, errors, peaks, backend)
-        for each in able
+        _row(
+            family,
+            mode,
+            dtype,
+            size,
+            contender.name,
+            timing,
+            work,
+            settings,
+            errors,
+            peaks,
+            backend,
+        )
+        for contender in able
     ]
-    return Outcome(tuple(rows), tuple(notes), tuple(wrong))
+    return FamilyResult(tuple(rows), tuple(notes), tuple(wrong))
 
 
 def differences(ours: Values, stock: Values, truth: Values, dtype: torch.dtype) -> tuple[str, ...]:
@@ -247,16 +261,16 @@ def _contender(
     name: str,
     model: nn.Module,
     call: Any,
-    family: Family,
+    family: ModelFamily,
     mode: str,
-    size: Size,
+    size: ModelSize,
     device: torch.device,
-) -> Contender:
+) -> ModelContender:
     """Return ``call``, the model itself or its compilation, as what the timer runs."""
     if mode == DECODING:
-        decoder = Decoder(family, model, size, device)
+        decoder = GivenTokenDecoder(family, model, size, device)
         decoder.model = call
-        return Contender(
+        return ModelContender(
             name,
             model,
             decoder.prepare,
@@ -266,14 +280,14 @@ def _contender(
     dtype = next(model.parameters()).dtype
     inputs = family.batch(size, device, dtype, labels=mode == TRAINING)
     if mode == FORWARD:
-        return Contender(
+        return ModelContender(
             name,
             model,
             lambda: None,
             lambda _: _forward(call, inputs),
             lambda: Values(_forward(call, inputs).logits),
         )
-    return Contender(
+    return ModelContender(
         name,
         model,
         lambda: model.zero_grad(set_to_none=True),
@@ -292,13 +306,13 @@ def _step(model: nn.Module, call: Any, inputs: Inputs) -> Values:
     output = call(**inputs)
     output.loss.backward()
     named = model.named_parameters()
-    grads = {name: each.grad for name, each in named if each.grad is not None}
+    grads = {name: module.grad for name, module in named if module.grad is not None}
     model.zero_grad(set_to_none=True)
     return Values(output.logits.detach(), output.loss.detach(), grads)
 
 
 def _truth(
-    stock: nn.Module, family: Family, mode: str, size: Size, device: torch.device
+    stock: nn.Module, family: ModelFamily, mode: str, size: ModelSize, device: torch.device
 ) -> tuple[Values, int]:
     """Return what the stock model computes in float64, and the operations of its products."""
     model: Any = copy.deepcopy(stock).double()
@@ -322,7 +336,7 @@ def _ulps(values: Values, truth: Values) -> tuple[float, float]:
     return float(error.max()), float(error.mean())
 
 
-def _peak(contender: Contender, settings: Settings) -> int | None:
+def _peak(contender: ModelContender, settings: ModelSettings) -> int | None:
     if not settings.memory:
         return None
     value = contender.prepare()
@@ -332,48 +346,48 @@ def _peak(contender: Contender, settings: Settings) -> int | None:
 
 
 def _work(
-    model: nn.Module, flops: int, mode: str, dtype: torch.dtype, size: Size, limits: Limits
-) -> Work:
+    model: nn.Module, flops: int, mode: str, dtype: torch.dtype, size: ModelSize, limits: Limits
+) -> LeastWork:
     """Return the least that a run has to do: its products, and weights to read and to write."""
     rows = size.batch * (1 if mode == DECODING else size.seq_len)
     # In training weights are read twice and their gradients written.
     passes = {TRAINING: 3, FORWARD: 1, DECODING: size.steps}[mode]
     moved = int(passes * _weight_bytes(model, rows))
-    return Work.of([(moved, flops)], _short(dtype), limits)
+    return LeastWork.of([(moved, flops)], _short(dtype), limits)
 
 
 def _weight_bytes(model: Any, rows: int) -> float:
     """Return the bytes of weights that ``rows`` rows need: of experts those that are chosen."""
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     tables -= {id(head.weight)} if head is not None else set()
     chosen = getattr(model.config, "num_experts_per_tok", 0)
     total = 0.0
-    for each in model.parameters():
-        if id(each) in tables:
+    for parameter in model.parameters():
+        if id(parameter) in tables:
             continue
-        experts = each.dim() == 3 and chosen > 0
-        share = min(1.0, rows * chosen / each.shape[0]) if experts else 1.0
-        total += share * each.numel() * each.element_size()
+        experts = parameter.dim() == 3 and chosen > 0
+        share = min(1.0, rows * chosen / parameter.shape[0]) if experts else 1.0
+        total += share * parameter.numel() * parameter.element_size()
     return total
 
 
 def _row(
-    family: Family,
+    family: ModelFamily,
     mode: str,
     dtype: torch.dtype,
-    size: Size,
+    size: ModelSize,
     name: str,
     timing: Timing,
-    work: Work,
-    settings: Settings,
+    work: LeastWork,
+    settings: ModelSettings,
     errors: dict[str, tuple[float, float]],
     peaks: dict[str, int | None],
     backend: str,
-) -> Row:
+) -> BenchRow:
     spread, ratio = timing.spread(name), timing.ratio(EAGER, name)
     against = lead(timing, name)
-    return Row(
+    return BenchRow(
         op=family.name,
         case=label(mode, size),
         dtype=_short(dtype),
@@ -402,7 +416,7 @@ def _row(
     )
 
 
-def slower(rows: Sequence[Row], ratio: float) -> tuple[list[Row], list[Row]]:
+def slower(rows: Sequence[BenchRow], ratio: float) -> tuple[list[BenchRow], list[BenchRow]]:
     """Return our rows below ``ratio`` of the fastest other, apart those that were disturbed."""
     below = [row for row in rows if row.lead is not None and row.lead < ratio]
     return [row for row in below if row.trusted], [row for row in below if not row.trusted]

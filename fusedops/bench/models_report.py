@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fusedops.bench import svg
 from fusedops.bench.contenders import COMPILE, EAGER
-from fusedops.bench.results import Record, Row
+from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.bench.table import DISTURBED, show_limits, warnings
 from fusedops.terminal.console import print_table
 
@@ -26,7 +26,7 @@ _COLUMNS = (
 )
 
 
-def show(record: Record, out: Console) -> None:
+def show(record: BenchRecord, out: Console) -> None:
     """Print machine and limits, a line per model, mode and dtype, and what to know about them."""
     show_limits(record, out)
     table = Table(
@@ -58,7 +58,7 @@ def show(record: Record, out: Console) -> None:
         out.print(Text(f"note: {note}", style="red" if wrong else "yellow"))
 
 
-def chart(record: Record) -> str:
+def chart(record: BenchRecord) -> str:
     """Return an SVG with a bar per row of ours: times faster than eager."""
     lines = [
         svg.Bar(
@@ -73,7 +73,9 @@ def chart(record: Record) -> str:
     return svg.bars(f"Whole models: times faster than eager ({where})", lines)
 
 
-def verdict(slower: Sequence[Row], doubtful: Sequence[Row], ratio: float, judged: int) -> list[str]:
+def verdict(
+    slower: Sequence[BenchRow], doubtful: Sequence[BenchRow], ratio: float, judged: int
+) -> list[str]:
     """Return the lines that name the rows which are slower than they may be."""
     lines = [f"{judged} rows of fusedops judged, at least {ratio:g} of the fastest other wanted"]
     lines += [f"slower: {_line(row)}" for row in slower]
@@ -81,7 +83,7 @@ def verdict(slower: Sequence[Row], doubtful: Sequence[Row], ratio: float, judged
     return lines if slower else [*lines, "no row is slower"]
 
 
-def _line(row: Row) -> str:
+def _line(row: BenchRow) -> str:
     assert row.lead is not None
     return (
         f"{' '.join(row.key[:-1])}: {row.lead:.2f}x of {row.rival} "
@@ -89,15 +91,15 @@ def _line(row: Row) -> str:
     )
 
 
-def _cases(rows: Sequence[Row]) -> list[dict[str, Row]]:
+def _cases(rows: Sequence[BenchRow]) -> list[dict[str, BenchRow]]:
     """Return the rows of one model, size, mode and dtype together, by contender."""
-    cases: dict[tuple[str, ...], dict[str, Row]] = {}
+    cases: dict[tuple[str, ...], dict[str, BenchRow]] = {}
     for row in rows:
         cases.setdefault(row.key[:-1], {})[row.variant] = row
     return list(cases.values())
 
 
-def _figures(case: dict[str, Row]) -> list[str | Text]:
+def _figures(case: dict[str, BenchRow]) -> list[str | Text]:
     ours = case.get("fusedops")
     times: list[str | Text] = [
         _ms(case[who]) if who in case else "-" for who in (EAGER, COMPILE, "fusedops")
@@ -116,12 +118,12 @@ def _figures(case: dict[str, Row]) -> list[str | Text]:
     return [
         *times,
         *compared,
-        " ".join("-" if each is None else f"{each / 2**20:.0f}" for each in peaks),
-        " ".join(f"{each.error_mean_ulps:.2g}" for each in (case[EAGER], ours)),
+        " ".join("-" if peak is None else f"{peak / 2**20:.0f}" for peak in peaks),
+        " ".join(f"{row.error_mean_ulps:.2g}" for row in (case[EAGER], ours)),
     ]
 
 
-def _ms(row: Row) -> str:
+def _ms(row: BenchRow) -> str:
     if not row.trusted:
         return DISTURBED
     return f"{row.median_us / 1e3:.1f}" if row.median_us < 1e6 else f"{row.median_us / 1e3:.0f}"

@@ -22,7 +22,7 @@ DIRECTIONS = (FORWARD, BACKWARD, BOTH)
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One contender at one case in one direction. ``None``: not measured, or without meaning.
 
     Attributes:
@@ -101,7 +101,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Record:
+class BenchRecord:
     """A whole measurement.
 
     Attributes:
@@ -120,7 +120,7 @@ class Record:
     git: dict[str, Any]
     settings: dict[str, Any]
     limits: dict[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     notes: tuple[str, ...]
     created: str
 
@@ -134,10 +134,10 @@ def record_of(
     here: dict[str, Any],
     plan: TimingPlan,
     limits: Limits,
-    rows: Sequence[Row],
+    rows: Sequence[BenchRow],
     notes: Sequence[str],
     **settings: Any,
-) -> Record:
+) -> BenchRecord:
     """Return the record of a measurement that ends now.
 
     Args:
@@ -152,7 +152,7 @@ def record_of(
         # The first state is of an idle GPU, this one of a warm one.
         here = here | {"gpu_state_after": machine.gpu_state()}
     rounds = {"least_rounds": plan.least, "most_rounds": plan.most}
-    return Record(
+    return BenchRecord(
         machine=here,
         versions=machine.versions(),
         git=machine.git_commit(),
@@ -164,12 +164,12 @@ def record_of(
     )
 
 
-def save_json(path: str | os.PathLike[str], record: Record) -> None:
+def save_json(path: str | os.PathLike[str], record: BenchRecord) -> None:
     """Write a record, all or nothing."""
     files.write_json(path, {"format": FORMAT, **asdict(record)})
 
 
-def load_json(path: str | os.PathLike[str]) -> Record:
+def load_json(path: str | os.PathLike[str]) -> BenchRecord:
     """Return the record of a file.
 
     Raises:
@@ -182,14 +182,16 @@ def load_json(path: str | os.PathLike[str]) -> Record:
         found = data.get("format")
         raise files.UserError(f"{path} has format {found!r}, this version reads format {FORMAT}")
     try:
-        rows = tuple(Row(**row) for row in data["rows"])
-        others = {field.name: data[field.name] for field in fields(Record) if field.name != "rows"}
-        return Record(**{**others, "rows": rows, "notes": tuple(data["notes"])})
+        rows = tuple(BenchRow(**row) for row in data["rows"])
+        others = {
+            field.name: data[field.name] for field in fields(BenchRecord) if field.name != "rows"
+        }
+        return BenchRecord(**{**others, "rows": rows, "notes": tuple(data["notes"])})
     except (TypeError, KeyError) as error:
         raise files.UserError(f"{path} is a damaged record: {error}") from None
 
 
-def to_csv(record: Record, rows: Sequence[Row]) -> str:
+def to_csv(record: BenchRecord, rows: Sequence[BenchRow]) -> str:
     """Return rows as CSV, each with where, when and with what it was measured."""
     common = {
         "device": record.machine["slug"],
@@ -203,7 +205,7 @@ def to_csv(record: Record, rows: Sequence[Row]) -> str:
     }
     out = io.StringIO()
     writer = csv.DictWriter(
-        out, [field.name for field in fields(Row)] + list(common), lineterminator="\n"
+        out, [field.name for field in fields(BenchRow)] + list(common), lineterminator="\n"
     )
     writer.writeheader()
     for row in rows:
@@ -211,7 +213,7 @@ def to_csv(record: Record, rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def save_results(folder: str | os.PathLike[str], record: Record) -> list[Path]:
+def save_results(folder: str | os.PathLike[str], record: BenchRecord) -> list[Path]:
     """Write ``folder/<device>/<op>-<dtype>.csv`` for each op and dtype measured; return them."""
     target = files.make_folder(Path(folder) / record.machine["slug"])
     written = []
@@ -222,7 +224,7 @@ def save_results(folder: str | os.PathLike[str], record: Record) -> list[Path]:
     return written
 
 
-def save_model_results(folder: str | os.PathLike[str], record: Record) -> list[Path]:
+def save_model_results(folder: str | os.PathLike[str], record: BenchRecord) -> list[Path]:
     """Write ``folder/<device>/models-<family>-<dtype>.json`` for each measured; return them."""
     target = files.make_folder(Path(folder) / record.machine["slug"])
     written = []

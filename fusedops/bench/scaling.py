@@ -1,8 +1,8 @@
 """What two processes of one thread reach of one process of two: ``fusedops bench scaling``.
 
 A training step (forward, backward, clipping, AdamW) of one model in several settings, each in
-processes of its own that stay. The settings take turns: while one makes its steps the processes of
-the others wait for a word, and each is compared with the first one turn by turn, so that what
+processes of its own that stay. The settings are interleaved: while one makes its steps the
+processes of the others wait, and each is compared with the first one round by round, so that what
 disturbs the machine disturbs all.
 """
 
@@ -36,7 +36,7 @@ _WARM_UP = 2
 
 
 @dataclass(frozen=True)
-class Setting:
+class ScalingSetting:
     """A way of training the same model.
 
     Attributes:
@@ -54,20 +54,22 @@ class Setting:
 
 
 SETTINGS = {
-    each.name: each
-    for each in (
-        Setting("one process", 1, 2, {}),
-        Setting("one process, 8 parts", 1, 2, {"microbatches": 8}),
-        Setting("patched transformers", 1, 2, None),
-        Setting("dp 2", 2, 1, {"dp": 2}),
-        Setting("dp 2, zero 1", 2, 1, {"dp": 2, "zero": 1}),
-        Setting("tp 2", 2, 1, {"tp": 2}),
-        Setting("tp 2, overlap_microbatches", 2, 1, {"tp": 2, "overlap_microbatches": True}),
-        Setting("tp 2, sp", 2, 1, {"tp": 2, "sp": True}),
-        Setting("cp 2", 2, 1, {"cp": 2}),
-        Setting("pp 2", 2, 1, {"pp": 2, "microbatches": 8}),
+    entry.name: entry
+    for entry in (
+        ScalingSetting("one process", 1, 2, {}),
+        ScalingSetting("one process, 8 parts", 1, 2, {"microbatches": 8}),
+        ScalingSetting("patched transformers", 1, 2, None),
+        ScalingSetting("dp 2", 2, 1, {"dp": 2}),
+        ScalingSetting("dp 2, zero 1", 2, 1, {"dp": 2, "zero": 1}),
+        ScalingSetting("tp 2", 2, 1, {"tp": 2}),
+        ScalingSetting("tp 2, overlap_microbatches", 2, 1, {"tp": 2, "overlap_microbatches": True}),
+        ScalingSetting("tp 2, sp", 2, 1, {"tp": 2, "sp": True}),
+        ScalingSetting("cp 2", 2, 1, {"cp": 2}),
+        ScalingSetting("pp 2", 2, 1, {"pp": 2, "microbatches": 8}),
         *(
-            Setting(f"pp 2, {name}", 2, 1, {"pp": 2, "microbatches": 8, "pipeline_schedule": name})
+            ScalingSetting(
+                f"pp 2, {name}", 2, 1, {"pp": 2, "microbatches": 8, "pipeline_schedule": name}
+            )
             for name in ("zero_bubble", "zbv")
         ),
     )
@@ -76,7 +78,7 @@ FIRST = "one process"
 
 
 @dataclass(frozen=True)
-class Work:
+class ScalingWork:
     """What is trained.
 
     Attributes:
@@ -108,7 +110,7 @@ class Work:
 
 
 @dataclass
-class Row:
+class ScalingRow:
     """What a setting reached.
 
     Attributes:
@@ -119,7 +121,7 @@ class Row:
         tokens: of a step.
     """
 
-    setting: Setting
+    setting: ScalingSetting
     tokens: int
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -137,15 +139,15 @@ class Row:
 
 
 def measure(
-    work: Work, names: Sequence[str], seconds: float, told: Callable[[str], None] = print
-) -> list[Row]:
-    """Measure settings in turns.
+    work: ScalingWork, names: Sequence[str], seconds: float, report: Callable[[str], None] = print
+) -> list[ScalingRow]:
+    """Measure interleaved settings.
 
     Args:
         work: what is trained.
         names: of ``SETTINGS``; the first one measured is ``FIRST``.
         seconds: for each setting, about.
-        told: hears what is being done.
+        report: is called with what is being done.
 
     Returns:
         A row for each setting.
@@ -153,12 +155,12 @@ def measure(
     Raises:
         RuntimeError: a process failed; with what it said.
     """
-    chosen = [SETTINGS[each] for each in dict.fromkeys((FIRST, *names))]
-    rows = [Row(each, work.sequences * work.tokens) for each in chosen]
+    chosen = [SETTINGS[name] for name in dict.fromkeys((FIRST, *names))]
+    rows = [ScalingRow(setting, work.sequences * work.tokens) for setting in chosen]
     with ExitStack() as stack:
         teams = []
         for setting in chosen:
-            told(f"starting {setting.name}")
+            report(f"starting {setting.name}")
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             team = _Team(setting, work, Path(folder) / "store")
             stack.callback(team.close)
@@ -171,14 +173,14 @@ def measure(
             for team, row, count in zip(teams, rows, steps, strict=True):
                 row.seconds.append(team.run(count)[0])
                 row.ratios.append(rows[0].seconds[-1] / row.seconds[-1])
-            told(f"{len(rows[0].seconds)} turns")
+            report(f"{len(rows[0].seconds)} rounds")
     return rows
 
 
 class _Team:
     """The processes of a setting, waiting for a word."""
 
-    def __init__(self, setting: Setting, work: Work, store: Path) -> None:
+    def __init__(self, setting: ScalingSetting, work: ScalingWork, store: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._name = setting.name
         self._links: list[Connection] = []
@@ -198,7 +200,7 @@ class _Team:
         for link in self._links:
             link.send(steps)
         answers = [self._answer(link) for link in self._links]
-        return max(each[0] for each in answers) / steps, answers[0][1]
+        return max(answer[0] for answer in answers) / steps, answers[0][1]
 
     def _answer(self, link: Connection) -> tuple[float, float]:
         if not link.poll(_PATIENCE):
@@ -218,7 +220,9 @@ class _Team:
             process.join()
 
 
-def _serve(setting: Setting, work: Work, rank: int, store: str, link: Connection) -> None:
+def _serve(
+    setting: ScalingSetting, work: ScalingWork, rank: int, store: str, link: Connection
+) -> None:
     """Train for as many steps as the other end says, again and again."""
     try:
         host.tune_host(threads=setting.threads)
@@ -242,7 +246,7 @@ def _serve(setting: Setting, work: Work, rank: int, store: str, link: Connection
         link.send((True, f"{type(error).__name__}: {error}"))
 
 
-def _step_of(setting: Setting, work: Work) -> Callable[[], float]:
+def _step_of(setting: ScalingSetting, work: ScalingWork) -> Callable[[], float]:
     """Return a function that makes a step and returns its loss."""
     config = work.config
     generator = torch.Generator().manual_seed(_SEED)
@@ -259,9 +263,9 @@ def _step_of(setting: Setting, work: Work) -> Callable[[], float]:
         parallelize(model, ParallelConfig(**setting.parallel), seed=_SEED)
     run = replace(parallelized(model), config=ParallelConfig(**setting.parallel))
     optimizer = run.optimizer(lr=1e-4, max_norm=None if run.pipeline else 1.0)
-    parts = [run.rows(each).chunk(run.config.microbatches) for each in (tokens, labels)]
-    shards = [run.shard_batch(*each) for each in zip(*parts, strict=True)]
-    count = run.count(torch.stack([each.labels for each in shards if each.labels is not None]))
+    parts = [run.rows(tensor).chunk(run.config.microbatches) for tensor in (tokens, labels)]
+    shards = [run.shard_batch(*part) for part in zip(*parts, strict=True)]
+    count = run.count(torch.stack([shard.labels for shard in shards if shard.labels is not None]))
 
     def step() -> float:
         outputs = run.step(shards, count)

@@ -27,7 +27,7 @@ class Bar:
 
 def bars(title: str, lines: Sequence[Bar]) -> str:
     """Return the SVG, a line per bar in the given order."""
-    left = max(_LEFT, round(_PER_LETTER * max((len(each.label) for each in lines), default=0)) + 16)
+    left = max(_LEFT, round(_PER_LETTER * max((len(line.label) for line in lines), default=0)) + 16)
     height = _TOP + _STEP * len(lines) + 10
     longest = max(1.0, *(max(line.ours or 0.0, line.compiled or 0.0) for line in lines))
     scale = (_WIDTH - left - _RIGHT) / longest
@@ -42,19 +42,19 @@ def bars(title: str, lines: Sequence[Bar]) -> str:
         f'<rect x="{left + 95}" y="29" width="10" height="9" fill="#b9c2cb"/>',
         f'<text x="{left + 110}" y="38" fill="#222">torch.compile</text>',
     ]
-    for index, each in enumerate(lines):
+    for index, bar in enumerate(lines):
         y = _TOP + _STEP * index
-        end = (each.ours or 0.0) * scale
-        figure = "disturbed" if each.ours is None else f"{each.ours:.2f}"
+        end = (bar.ours or 0.0) * scale
+        figure = "disturbed" if bar.ours is None else f"{bar.ours:.2f}"
         parts += [
             f'<text x="{left - 8}" y="{y + 12}" text-anchor="end" fill="#222">'
-            f"{escape(each.label)}</text>",
+            f"{escape(bar.label)}</text>",
             f'<rect x="{left}" y="{y}" width="{end:.1f}" height="{_THICK}" fill="#1f6fb4"/>',
             f'<text x="{left + end + 5:.1f}" y="{y + 10}" fill="#222">{figure}</text>',
         ]
-        if each.compiled:
+        if bar.compiled:
             parts.append(
-                f'<rect x="{left}" y="{y + _THICK}" width="{each.compiled * scale:.1f}" height="5"'
+                f'<rect x="{left}" y="{y + _THICK}" width="{bar.compiled * scale:.1f}" height="5"'
                 ' fill="#b9c2cb"/>'
             )
     x = left + scale

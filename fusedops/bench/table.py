@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fusedops.bench.results import Record, Row
+from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.terminal.console import print_table
 
 _WIDE = 132
@@ -17,7 +17,7 @@ _WIDE = 132
 DISTURBED = "disturbed"
 
 
-def show(record: Record, out: Console) -> None:
+def show(record: BenchRecord, out: Console) -> None:
     """Print machine, limits and one table per op and dtype."""
     show_limits(record, out)
     narrow = out.width < _WIDE
@@ -34,7 +34,7 @@ def show(record: Record, out: Console) -> None:
         out.print(Text(f"note: {note}", style="yellow"))
 
 
-def show_limits(record: Record, out: Console) -> None:
+def show_limits(record: BenchRecord, out: Console) -> None:
     """Print where it was measured and what that machine can do."""
     machine, limits = record.machine, record.limits
     threads = f", {machine['threads']} threads" if machine["threads"] else ""
@@ -55,7 +55,7 @@ def _others(limit: dict[str, Any]) -> str:
     return "".join(f"; {way} {rate / 1e12:.2f}" for way, rate in limit["others"].items())
 
 
-def _table(op: str, dtype: str, rows: list[Row], record: Record, narrow: bool) -> Table:
+def _table(op: str, dtype: str, rows: list[BenchRow], record: BenchRecord, narrow: bool) -> Table:
     allocator = record.settings["allocator"]
     table = Table(
         title=f"{op}  {dtype}  (allocator {allocator} for all rows)",
@@ -97,7 +97,7 @@ def _table(op: str, dtype: str, rows: list[Row], record: Record, narrow: bool) -
     return table
 
 
-def _figures(row: Row, has_products: bool) -> list[str | Text]:
+def _figures(row: BenchRow, has_products: bool) -> list[str | Text]:
     return [
         *(_times(row, has_products) if row.trusted else (DISTURBED, "-", "-", "-", "-")),
         _number(row.host_us),
@@ -107,7 +107,7 @@ def _figures(row: Row, has_products: bool) -> list[str | Text]:
     ]
 
 
-def _times(row: Row, has_products: bool) -> list[str | Text]:
+def _times(row: BenchRow, has_products: bool) -> list[str | Text]:
     """Return what follows from the time of a row."""
     return [
         Text(f"{row.speedup:.2f}", style=_style(row)),
@@ -118,11 +118,11 @@ def _times(row: Row, has_products: bool) -> list[str | Text]:
     ]
 
 
-def _who(row: Row) -> str:
+def _who(row: BenchRow) -> str:
     return f"{row.variant} ({row.backend})" if row.variant == "fusedops" else row.variant
 
 
-def _style(row: Row) -> str:
+def _style(row: BenchRow) -> str:
     """Green where the whole spread is above eager, red where it is below."""
     if not row.ours or ":" in row.variant:
         return ""
@@ -135,14 +135,14 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def warnings(record: Record) -> list[str]:
+def warnings(record: BenchRecord) -> list[str]:
     """Return what the reader must know before trusting the times."""
     warnings = []
     discarded = sum(row.discarded for row in record.rows)
-    taken = discarded + sum(row.samples for row in record.rows)
+    samples = discarded + sum(row.samples for row in record.rows)
     if discarded:
         warnings.append(
-            f"{discarded} of {taken} samples were disturbed by other work and do not count"
+            f"{discarded} of {samples} samples were disturbed by other work and do not count"
         )
     limits = (record.limits["copy"], *record.limits["matmul"].values())
     if not all(limit.get("trusted", True) for limit in limits):

@@ -22,7 +22,7 @@ from fusedops._core.architecture import architecture
 from fusedops._core.timer import Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.bench import machine
 from fusedops.bench.cases import tiny_sample
-from fusedops.bench.contenders import Call
+from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.results import now
 from fusedops.specs import BenchCase, Sample, Spec
 from fusedops.terminal import files
@@ -36,7 +36,7 @@ _VERSIONS = ("torch", "triton", "fusedops", "cuda", "driver")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCall:
     """All contenders on one call of a registered op.
 
     Attributes:
@@ -106,8 +106,8 @@ def measure_table(
     )
     measured, notes = _measure_all(plan, [getattr(torch, name) for name in names], device, timing)
     entries = []
-    for key in dict.fromkeys(each.key for each in measured):
-        entry = choose([each for each in measured if each.key == key])
+    for key in dict.fromkeys(call.key for call in measured):
+        entry = choose([call for call in measured if call.key == key])
         if entry is not None:
             entries.append(entry)
         else:
@@ -134,22 +134,22 @@ def _measure_all(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     timing: TimingPlan,
-) -> tuple[list[Measured], list[str]]:
+) -> tuple[list[MeasuredCall], list[str]]:
     clock = clock_for(device)
-    measured: list[Measured] = []
+    measured: list[MeasuredCall] = []
     notes: list[str] = []
     work: list[tuple[Spec, str, torch.dtype, Callable[[], Sample | None]]] = []
     for name in dict.fromkeys(spec.name for spec, _ in plan):
-        cases = [(each, case) for each, case in plan if each.name == name]
+        cases = [(spec, case) for spec, case in plan if spec.name == name]
         for dtype in dtypes:
             first = cases[0][0]
             work.append((first, TINY, dtype, partial(tiny_sample, first, device, dtype)))
-            work += [(each, c.label, dtype, partial(c.make, device, dtype)) for each, c in cases]
+            work += [(case, c.label, dtype, partial(c.make, device, dtype)) for case, c in cases]
     with steps(len(work)) as progress:
         for spec, label, dtype, make in work:
             title = f"{spec.name} {label} {str(dtype).removeprefix('torch.')}"
-            progress.say(title)
-            found: list[Measured] = []
+            progress.describe(title)
+            found: list[MeasuredCall] = []
             why: list[str] = []
             try:
                 sample = make()
@@ -158,8 +158,8 @@ def _measure_all(
             except RuntimeError as error:
                 # Too large for this machine, or a dtype that eager does not have on this device.
                 why = [str(error).strip().splitlines()[0]]
-            measured += [replace(each, case=label) for each in found]
-            notes += [f"{title}: {each}" for each in why]
+            measured += [replace(call, case=label) for call in found]
+            notes += [f"{title}: {reason}" for reason in why]
             progress.advance()
     return measured, notes
 
@@ -175,7 +175,7 @@ def deliver(table: tuning.TuningTable, notes: Sequence[str], path: Path) -> None
     shown = Table(title=f"{table.architecture}: {table.measured['device']}", title_justify="left")
     for column in ("op", "dtype", "elements", "winner", "x default", "us"):
         shown.add_column(column, justify="right" if column == "x default" else "left")
-    for entry in sorted(table.entries, key=lambda each: each.sort_key):
+    for entry in sorted(table.entries, key=lambda row: row.sort_key):
         times = ", ".join(f"{name} {us:.1f}" for name, us in entry.median_us.items())
         winner = tuning.label(entry.backend, entry.config)
         size = f"2^{entry.size_class}"
@@ -189,14 +189,14 @@ def deliver(table: tuning.TuningTable, notes: Sequence[str], path: Path) -> None
 
 def measure_case(
     spec: Spec, sample: Sample, device: torch.device, clock: Clock, plan: TimingPlan
-) -> tuple[list[Measured], list[str]]:
+) -> tuple[list[MeasuredCall], list[str]]:
     """Time the backends of an op's forward and backward against each other on one call.
 
     Returns:
         Forward and backward, where there is a choice; and notes on what could not be measured.
     """
-    call = Call.of(spec, sample)
-    found: list[Measured] = []
+    call = ContenderCall.of(spec, sample)
+    found: list[MeasuredCall] = []
     notes: list[str] = []
 
     def forward() -> Any:
@@ -222,21 +222,21 @@ def measure_case(
     return found, notes
 
 
-def choose(measured: Sequence[Measured]) -> tuning.Entry | None:
+def choose(measured: Sequence[MeasuredCall]) -> tuning.Entry | None:
     """Return the entry of one key: another backend only where it wins every time.
 
     Of sizes that share a class the one with the least gain stands in the table.
     """
     key, default = measured[0].key, measured[0].default
-    if any(each.default != default for each in measured):
+    if any(call.default != default for call in measured):
         return None
     winner = default
     least = 1 + MARGIN
     for label in measured[0].ratio:
-        gain = min(each.ratio[label] if each.sure.get(label) else 0.0 for each in measured)
+        gain = min(call.ratio[label] if call.sure.get(label) else 0.0 for call in measured)
         if gain > least:
             winner, least = label, gain
-    shown = min(measured, key=lambda each: each.ratio[winner])
+    shown = min(measured, key=lambda call: call.ratio[winner])
     backend, _, config = winner.partition(":")
     return tuning.Entry(
         op=key[0],
@@ -246,7 +246,7 @@ def choose(measured: Sequence[Measured]) -> tuning.Entry | None:
         config=config or None,
         median_us={name: float(f"{us:.4g}") for name, us in shown.median_us.items()},
         ratio=round(shown.ratio[winner], 3),
-        cases=tuple(each.case for each in measured),
+        cases=tuple(call.case for call in measured),
     )
 
 
@@ -258,7 +258,7 @@ def _compare(
     device: torch.device,
     clock: Clock,
     plan: TimingPlan,
-) -> Measured | None:
+) -> MeasuredCall | None:
     """Time all that can run; ``None`` when there is no choice."""
 
     def force(backend: str, config: str | None) -> AbstractContextManager[None]:
@@ -274,8 +274,8 @@ def _compare(
     if default is None:
         return None
     variants = [Variant(default, run, prepare, nothing)]
-    offered: list[tuple[str, str | None]] = [(each, None) for each in backends.order(device)]
-    offered += [("triton", each) for each in backends.configurations(name)]
+    offered: list[tuple[str, str | None]] = [(known, None) for known in backends.order(device)]
+    offered += [("triton", configuration) for configuration in backends.configurations(name)]
     for backend, config in offered:
         context = partial(force, backend, config)
         label = tuning.label(backend, config)
@@ -284,15 +284,15 @@ def _compare(
     if len(variants) == 1:
         return None
     timing = measure(variants, clock, plan)
-    ratios = {each.name: timing.ratio(default, each.name) for each in variants}
-    return Measured(
+    ratios = {variant.name: timing.ratio(default, variant.name) for variant in variants}
+    return MeasuredCall(
         key=key,
         default=default,
-        median_us={each.name: timing.spread(each.name).median * 1e6 for each in variants},
-        ratio={each: ratio.median for each, ratio in ratios.items()},
+        median_us={variant.name: timing.spread(variant.name).median * 1e6 for variant in variants},
+        ratio={label: ratio.median for label, ratio in ratios.items()},
         sure={
-            each: ratio.q1 > 1 and timing.trusted(each) and timing.trusted(default)
-            for each, ratio in ratios.items()
+            label: ratio.q1 > 1 and timing.trusted(label) and timing.trusted(default)
+            for label, ratio in ratios.items()
         },
     )
 
@@ -314,6 +314,8 @@ def _ran(
             return None
         after = backends.counters()
     ran = [
-        each for (name, each), n in after.items() if name == op and n > before.get((name, each), 0)
+        backend
+        for (name, backend), n in after.items()
+        if name == op and n > before.get((name, backend), 0)
     ]
     return ran[0] if ran else None

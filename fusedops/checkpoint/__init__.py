@@ -1,21 +1,23 @@
 """Checkpoints that survive a killed process, a full disk and a damaged file (``checkpoint.md``)."""
 
+from fusedops._core.deprecation import former_names
 from fusedops.checkpoint.checkpointer import (
     Checkpointer,
     CheckpointError,
+    CheckpointInfo,
     Restored,
-    Saved,
     newest,
 )
-from fusedops.checkpoint.guard import Guard, GuardError, Verdict
+from fusedops.checkpoint.guard import Guard, GuardDecision, GuardError
 
 __all__ = [
     "CheckpointError",
+    "CheckpointInfo",
     "Checkpointer",
     "Guard",
+    "GuardDecision",
     "GuardError",
     "Restored",
-    "Saved",
-    "Verdict",
     "newest",
 ]
+__getattr__ = former_names(__name__, Saved=CheckpointInfo, Verdict=GuardDecision)

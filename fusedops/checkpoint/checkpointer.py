@@ -58,7 +58,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointInfo:
     """What a checkpoint says of itself.
 
     Attributes:
@@ -72,7 +72,7 @@ class Saved:
     folder: Path
 
 
-def newest(root: str | os.PathLike[str], step: int | None = None) -> Saved | None:
+def newest(root: str | os.PathLike[str], step: int | None = None) -> CheckpointInfo | None:
     """Return what the newest checkpoint says of itself, for who has no model to load it into yet.
 
     Of its files the first rank's alone is looked at; ``Checkpointer.load`` looks at all.
@@ -84,16 +84,16 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> Saved | Non
     Returns:
         ``None`` where there is no checkpoint whose first file is whole.
     """
-    for each in folders.checkpoints(Path(root)):
-        if step is not None and folders.step_of(each) != step:
+    for folder in folders.checkpoints(Path(root)):
+        if step is not None and folders.step_of(folder) != step:
             continue
         try:
-            record = folders.manifest(each)
-            folders.verify(each, record, [_file_of(0)])
+            record = folders.manifest(folder)
+            folders.verify(folder, record, [_file_of(0)])
         except folders.Damaged:
             continue
-        extra = _unpacked((each / _file_of(0)).read_bytes())["extra"]
-        return Saved(record["step"], extra, each)
+        extra = _unpacked((folder / _file_of(0)).read_bytes())["extra"]
+        return CheckpointInfo(record["step"], extra, folder)
     return None
 
 
@@ -127,10 +127,10 @@ class Checkpointer:
         >>> from fusedops.checkpoint import Checkpointer
         >>> model = torch.nn.Linear(2, 2)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with Checkpointer(tempfile.mkdtemp(), model, optimizer) as keeper:
-        ...     restored = keeper.load()  # None: there is nothing yet
-        ...     folder = keeper.save(100, data={"batch": 100})
-        ...     keeper.load().data
+        >>> with Checkpointer(tempfile.mkdtemp(), model, optimizer) as checkpointer:
+        ...     restored = checkpointer.load()  # None: there is nothing yet
+        ...     folder = checkpointer.save(100, data={"batch": 100})
+        ...     checkpointer.load().data
         {'batch': 100}
     """
 
@@ -169,7 +169,7 @@ class Checkpointer:
     def add(self, **stateful: Any) -> None:
         """Also save and load these, as those given to the constructor.
 
-        For what needs the checkpointer itself: ``keeper.add(guard=Guard(keeper))``.
+        For what needs the checkpointer itself: ``checkpointer.add(guard=Guard(checkpointer))``.
 
         Args:
             **stateful: by name, what has ``state_dict`` and ``load_state_dict``.
@@ -177,10 +177,10 @@ class Checkpointer:
         Raises:
             TypeError: one has not.
         """
-        for name, each in stateful.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+        for name, owner in stateful.items():
+            if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
                 wanted = "something with state_dict and load_state_dict"
-                raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(each)}")
+                raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(owner)}")
         self._stateful |= stateful
 
     def save(self, step: int, *, data: Any = None, extra: Any = None, block: bool = True) -> Path:
@@ -273,7 +273,7 @@ class Checkpointer:
     def last_confirmed(self) -> Path | None:
         """Return the folder of the newest checkpoint that is confirmed, if there is one."""
         found = folders.checkpoints(self.root)
-        return next((each for each in found if folders.is_confirmed(each)), None)
+        return next((folder for folder in found if folders.is_confirmed(folder)), None)
 
     def load(self, step: int | None = None) -> Restored | None:
         """Restore the newest good checkpoint, or that of a step.
@@ -295,8 +295,8 @@ class Checkpointer:
         found = self._from_first(folders.checkpoints(self.root) if self._rank == 0 else None)
         if step is not None:
             checks.integer(_OP, "step", step, least=0)
-            there = sorted({folders.step_of(each) for each in found})
-            found = [each for each in found if folders.step_of(each) == step]
+            there = sorted({folders.step_of(folder) for folder in found})
+            found = [folder for folder in found if folders.step_of(folder) == step]
             if not found:
                 has = ", ".join(map(str, there)) or "none"
                 raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {has}")
@@ -320,32 +320,34 @@ class Checkpointer:
         """
         checks.integer(_OP, "step", step, least=0)
         self.wait()
-        before = [each for each in folders.checkpoints(self.root) if folders.step_of(each) <= step]
+        before = [
+            folder for folder in folders.checkpoints(self.root) if folders.step_of(folder) <= step
+        ]
         before.sort(key=folders.is_confirmed, reverse=True)  # stable: the newest first of either
         restored = self._load_first(self._from_first(before))
         if restored is not None and self._rank == 0:
-            for each in folders.checkpoints(self.root):
-                if each == restored.folder:
+            for folder in folders.checkpoints(self.root):
+                if folder == restored.folder:
                     break
-                folders.remove(each)
+                folders.remove(folder)
         return restored
 
     def _load_first(self, found: list[Path]) -> Restored | None:
         """Restore the first of these checkpoints that is not damaged."""
         passed_over: list[tuple[Path, str]] = []
-        for each in found:
-            reason, record = self._check(each)
+        for folder in found:
+            reason, record = self._check(folder)
             if reason is None:
                 assert record is not None
-                return self._restore(each, record, tuple(passed_over))
-            passed_over.append((each, reason))
-            self._damaged.append(each)
+                return self._restore(folder, record, tuple(passed_over))
+            passed_over.append((folder, reason))
+            self._damaged.append(folder)
             if self._rank == 0:
-                _log.warning("checkpoint %s is passed over: %s", each, reason)
+                _log.warning("checkpoint %s is passed over: %s", folder, reason)
         if not passed_over:
             return None
-        told = "; ".join(f"{each.name}: {reason}" for each, reason in passed_over)
-        raise CheckpointError(f"no checkpoint in {self.root} is good: {told}")
+        failures = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
+        raise CheckpointError(f"no checkpoint in {self.root} is good: {failures}")
 
     def close(self) -> None:
         """Wait for what is being written, and let another process save here.
@@ -372,7 +374,7 @@ class Checkpointer:
 
     def _of_rank(self, step: int, data: Any, extra: Any) -> bytes:
         """Return the file of this rank; what is in it is what it was when this was called."""
-        states = {name: each.state_dict() for name, each in self._stateful.items()}
+        states = {name: owner.state_dict() for name, owner in self._stateful.items()}
         parts = {"step": step, "data": data, "extra": extra, "stateful": states}
         parts["generators"] = generators.capture()
         parts["groups"] = self._state.groups()
@@ -423,7 +425,7 @@ class Checkpointer:
         parts: dict[str, dict[str, Any]] = {}
 
         def mine() -> None:
-            names = sorted(each.name for each in partial.iterdir())
+            names = sorted(path.name for path in partial.iterdir())
             parts.update(folders.fingerprints(partial, names[self._rank :: self._ranks]))
 
         problem = self._agree(reasons.attempt(mine))
@@ -435,38 +437,38 @@ class Checkpointer:
                 "ranks": self._ranks,
                 "flat": flat,
                 "torch": torch.__version__,
-                "files": {name: entry for each in gathered for name, entry in each.items()},
+                "files": {name: entry for entries in gathered for name, entry in entries.items()},
             }
             problem = reasons.attempt(lambda: folders.commit(partial, final, record))
             if problem is None:
                 folders.keep_last(self.root, self.keep, self._damaged)
         return self._agree(problem)
 
-    def _check(self, each: Path) -> tuple[str | None, dict[str, Any] | None]:
+    def _check(self, folder: Path) -> tuple[str | None, dict[str, Any] | None]:
         """Return why a checkpoint is not whole, and its manifest; each rank reads a share."""
         reason, record = None, None
         try:
-            record = folders.manifest(each)
+            record = folders.manifest(folder)
             names = sorted(record["files"])
-            folders.verify(each, record, names[self._rank :: self._ranks])
+            folders.verify(folder, record, names[self._rank :: self._ranks])
         except folders.Damaged as error:
             reason = str(error)
         return self._agree(reason), record
 
     def _restore(
-        self, each: Path, record: dict[str, Any], passed_over: tuple[tuple[Path, str], ...]
+        self, folder: Path, record: dict[str, Any], passed_over: tuple[tuple[Path, str], ...]
     ) -> Restored:
         saved = record["ranks"]
-        parts = [_unpacked((each / _file_of(rank)).read_bytes()) for rank in range(saved)]
+        parts = [_unpacked((folder / _file_of(rank)).read_bytes()) for rank in range(saved)]
         mine = parts[self._rank] if self._rank < saved else parts[0]
         missing = sorted(self._stateful.keys() - mine["stateful"].keys())
         names = {name for of_rank in self._gather(self._state.names()) for name in of_rank}
         with raise_on_all(ValueError, lambda errors: ValueError(self._joined(errors)), self._group):
-            loading = self._state.prepare(each, names, mine["groups"], flat=record["flat"])
+            loading = self._state.prepare(folder, names, mine["groups"], flat=record["flat"])
             if missing:
                 has = ", ".join(sorted(mine["stateful"])) or "none"
                 raise ValueError(
-                    f"{each} has no state of {', '.join(missing)}; beside model and optimizer it "
+                    f"{folder} has no state of {', '.join(missing)}; beside model and optimizer it "
                     f"has {has}"
                 )
         self._state.load(loading, self._group)
@@ -482,21 +484,21 @@ class Checkpointer:
                 f"saved by {saved} ranks and loaded by {self._ranks}: random numbers are others "
                 "than if the run had not stopped"
             )
-        self.last_step, self._unconfirmed = record["step"], each
+        self.last_step, self._unconfirmed = record["step"], folder
         if self._rank == 0:
-            _log.info("restored %s", each)
+            _log.info("restored %s", folder)
         return Restored(
             step=record["step"],
             data=mine["data"],
             positions=tuple(part["data"] for part in parts),
             extra=mine["extra"],
-            folder=each,
+            folder=folder,
             passed_over=passed_over,
             notes=tuple(notes),
         )
 
     def _failed(self, step: int, problem: str) -> CheckpointError:
-        good = [each for each in folders.checkpoints(self.root) if each not in self._damaged]
+        good = [folder for folder in folders.checkpoints(self.root) if folder not in self._damaged]
         last = f"the last good one is {good[0]}" if good else "there is none before it"
         return CheckpointError(f"the checkpoint of step {step} was not written: {problem}; {last}")
 
@@ -519,7 +521,7 @@ class Checkpointer:
 
     def _differs(self, names: Any) -> bool:
         """Whether ranks have parameters of other names, as the stages of a pipeline do."""
-        return len({tuple(each) for each in self._gather(names)}) > 1
+        return len({tuple(of_rank) for of_rank in self._gather(names)}) > 1
 
     def _gather(self, value: Any) -> list[Any]:
         if self._group is None:
@@ -536,11 +538,10 @@ def _optimizers(
     given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
     found = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
-    for each in found:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(
-                f"{_OP}: optimizer must be a torch.optim.Optimizer, got {checks.type_name(each)}"
-            )
+    for optimizer in found:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            got = checks.type_name(optimizer)
+            raise TypeError(f"{_OP}: optimizer must be a torch.optim.Optimizer, got {got}")
     return found
 
 

@@ -40,7 +40,7 @@ class Damaged(Exception):
 def checkpoints(root: Path) -> list[Path]:
     """Return the folders of all checkpoints, the newest first; damaged ones are among them."""
     try:
-        found = [each for each in root.iterdir() if _NAME.fullmatch(each.name)]
+        found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(found, key=_order, reverse=True)
@@ -67,10 +67,10 @@ def begin(root: Path, step: int) -> tuple[Path, Path]:
         OSError: it cannot be made.
     """
     root.mkdir(parents=True, exist_ok=True)
-    for each in root.iterdir():
-        if each.name.startswith((_PARTIAL, _REMOVED)):
-            shutil.rmtree(each, ignore_errors=True)
-    again = [_order(each)[1] + 1 for each in checkpoints(root) if step_of(each) == step]
+    for path in root.iterdir():
+        if path.name.startswith((_PARTIAL, _REMOVED)):
+            shutil.rmtree(path, ignore_errors=True)
+    again = [_order(folder)[1] + 1 for folder in checkpoints(root) if step_of(folder) == step]
     final = root / f"step-{step:010d}.{max(again, default=0)}"
     partial = root / f"{_PARTIAL}{final.name}"
     partial.mkdir()
@@ -89,8 +89,8 @@ def commit(partial: Path, final: Path, record: dict[str, Any]) -> None:
         OSError: the checkpoint does not exist then.
     """
     text = json.dumps(record, sort_keys=True)
-    whole = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "record": record}
-    write(partial / MANIFEST, json.dumps(whole, indent=1, sort_keys=True).encode())
+    document = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "record": record}
+    write(partial / MANIFEST, json.dumps(document, indent=1, sort_keys=True).encode())
     _flush_folder(partial)
     partial.rename(final)
     _flush_folder(final.parent)
@@ -119,10 +119,10 @@ def manifest(folder: Path) -> dict[str, Any]:
         Damaged: it is not there, not whole, or of a later version.
     """
     try:
-        whole = json.loads((folder / MANIFEST).read_bytes())
-        record = whole["record"]
+        document = json.loads((folder / MANIFEST).read_bytes())
+        record = document["record"]
         text = json.dumps(record, sort_keys=True)
-        same = whole["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+        same = document["sha256"] == hashlib.sha256(text.encode()).hexdigest()
     except OSError as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):

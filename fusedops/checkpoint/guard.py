@@ -35,7 +35,7 @@ class GuardError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardDecision:
     """What to do with a step.
 
     Attributes:
@@ -115,7 +115,7 @@ class Guard:
         self.checkpointer = checkpointer
         self.on_nonfinite, self.on_spike = on_nonfinite, on_spike
         self.spike, self.patience, self.max_rollbacks = spike, patience, max_rollbacks
-        self.events: list[Verdict] = []
+        self.events: list[GuardDecision] = []
         self._group = group
         self._history: dict[str, deque[float]] = {
             name: deque(maxlen=window) for name in ("loss", "gradient norm")
@@ -130,7 +130,7 @@ class Guard:
         step: int,
         loss: float | torch.Tensor,
         grad_norm: float | torch.Tensor | None = None,
-    ) -> Verdict:
+    ) -> GuardDecision:
         """Return what to do with a step, between its backward and the optimizer's step.
 
         Args:
@@ -151,7 +151,7 @@ class Guard:
                 self.checkpointer.confirm()
             for name, value in values.items():
                 self._history[name].append(value)
-            return Verdict(step, "go")
+            return GuardDecision(step, "go")
         self._bad_steps.add(step)
         self._bad_in_a_row += 1
         if self._bad_in_a_row == 1 and self.checkpointer is not None:
@@ -160,8 +160,8 @@ class Guard:
             reason = f"{reason}; {self._bad_in_a_row} bad steps in a row"
             action = "stop" if self.checkpointer is None else "rollback"
         verdict = self._rolled_back(step, reason) if action == "rollback" else None
-        verdict = verdict or Verdict(step, action, reason)
-        before = self._told()
+        verdict = verdict or GuardDecision(step, action, reason)
+        before = self._earlier_events()
         self.events.append(verdict)
         done = {"go": "taken all the same", "skip": "skipped", "stop": "training stops"}
         restored = verdict.restored
@@ -174,9 +174,9 @@ class Guard:
     def report(self) -> str:
         """Return what was seen and done, a line for each step that was not like the others."""
         lines = []
-        for each in self.events:
-            went = f" to step {each.restored.step}" if each.restored else ""
-            lines.append(f"step {each.step}: {each.action}{went}: {each.reason}")
+        for event in self.events:
+            went = f" to step {event.restored.step}" if event.restored else ""
+            lines.append(f"step {event.step}: {event.action}{went}: {event.reason}")
         return "\n".join(lines) or "nothing unusual"
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,7 +204,9 @@ class Guard:
         if self._group is None and not (dist.is_available() and dist.is_initialized()):
             return values
         # Ranks must not differ in what they do. NaN is more than infinity here.
-        order = [[math.isnan(each), 0.0 if math.isnan(each) else each] for each in values.values()]
+        order = [
+            [math.isnan(value), 0.0 if math.isnan(value) else value] for value in values.values()
+        ]
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, order, group=self._group)
         worst = [max(column) for column in zip(*found, strict=True)]
@@ -236,11 +238,11 @@ class Guard:
         if len(values) < _LEAST_HISTORY:
             return None
         middle = statistics.median(values)
-        spread = statistics.median(abs(each - middle) for each in values)
+        spread = statistics.median(abs(value - middle) for value in values)
         least = max(_LEAST_DEVIATION * abs(middle), torch.finfo(torch.float32).tiny)
         return middle, max(_NORMAL * spread, least)
 
-    def _rolled_back(self, step: int, reason: str) -> Verdict:
+    def _rolled_back(self, step: int, reason: str) -> GuardDecision:
         assert self.checkpointer is not None
         # What was saved since the first of the bad steps has the weights that they were bad with.
         last = self.checkpointer.last_step if self._last_saved is None else self._last_saved
@@ -252,15 +254,15 @@ class Guard:
         if count > self.max_rollbacks:
             raise GuardError(
                 f"step {step}: {reason}; went back to step {restored.step} {count - 1} times "
-                f"already{self._last_confirmed()}{self._told()}"
+                f"already{self._last_confirmed()}{self._earlier_events()}"
             )
-        return Verdict(step, "rollback", reason, restored)
+        return GuardDecision(step, "rollback", reason, restored)
 
     def _last_confirmed(self) -> str:
         folder = self.checkpointer and self.checkpointer.last_confirmed()
         return f"; the last good checkpoint is {folder}" if folder else ""
 
-    def _told(self) -> str:
+    def _earlier_events(self) -> str:
         return f"\nbefore:\n{self.report()}" if self.events else ""
 
 

@@ -75,13 +75,15 @@ class State:
                 have other parameters.
         """
         # torch makes the states of an optimizer that has none yet, and counts that as a step.
-        return self._content([each for each in self.optimizers if each.state], flat=flat)
+        return self._content(
+            [optimizer for optimizer in self.optimizers if optimizer.state], flat=flat
+        )
 
     def groups(self) -> list[list[dict[str, Any]]]:
         """Return what the groups of each optimizer say, beside their parameters."""
         return [
             [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            for groups in (each.param_groups for each in self.optimizers)
+            for groups in (optimizer.param_groups for optimizer in self.optimizers)
         ]
 
     def prepare(
@@ -104,14 +106,15 @@ class State:
         _check_groups(self.optimizers, groups, folder)
         known = self._parameters()
         with_state = {
-            each for name, each in known.items() if _has(there, f"optimizer.state.{name}.")
+            owner for name, owner in known.items() if _has(there, f"optimizer.state.{name}.")
         }
-        stepped = [each for each in self.optimizers if with_state & _of(each)]
-        for each in self.optimizers:
-            each.zero_grad(set_to_none=True)  # with gradients torch would not make empty states
+        stepped = [optimizer for optimizer in self.optimizers if with_state & _of(optimizer)]
+        for optimizer in self.optimizers:
+            # With gradients torch would not make empty states.
+            optimizer.zero_grad(set_to_none=True)
         content = self._content(stepped, flat=flat)
         # Of a parameter that no step has reached there is nothing; what stands in is removed after.
-        bare = {name for name, each in known.items() if each not in with_state}
+        bare = {name for name, owner in known.items() if owner not in with_state}
         _check_fits(content, names, there, folder, bare)
         without_master = {
             name
@@ -124,8 +127,11 @@ class State:
         """Load what was prepared; all ranks of the group do."""
         content, stepped = loading.content, loading.stepped
         # Ranks may have other parameters now than when it was written: names are theirs.
-        mine = [each["params"] for each in _groups_of(content)]
-        names = [[each.get("param_names") for each in o.param_groups] for o in self.optimizers]
+        mine = [saved_group["params"] for saved_group in _groups_of(content)]
+        names = [
+            [param_group.get("param_names") for param_group in o.param_groups]
+            for o in self.optimizers
+        ]
         dcp.load(
             content,
             storage_reader=loading.reader,
@@ -143,7 +149,7 @@ class State:
             options=StateDictOptions(flatten_optimizer_state_dict=loading.flat),
         )
         for optimizer, saved in zip(self.optimizers, loading.groups, strict=False):
-            surplus = [each for each in optimizer.state if each not in loading.with_state]
+            surplus = [param for param in optimizer.state if param not in loading.with_state]
             for parameter in surplus:
                 del optimizer.state[parameter]
             if surplus:  # one that makes its states before the first step makes them anew
@@ -163,7 +169,7 @@ class State:
         A run that keeps masters only now (``offload``, or weights in half precision) goes on from
         one that did not.
         """
-        states = {each: state for o in self.optimizers for each, state in o.state.items()}
+        states = {param: state for o in self.optimizers for param, state in o.state.items()}
         known = self._parameters()
         masters = {
             name: states[known[name]]["master"]
@@ -191,11 +197,11 @@ class State:
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by the names that torch's checkpoint gives them."""
         found = {}
-        for name, each in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "")
             unwrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
-            found[name.removeprefix("module.") if unwrapped else name] = each
+            found[name.removeprefix("module.") if unwrapped else name] = parameter
         return found
 
 
@@ -220,9 +226,9 @@ def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
+        return {key: copied(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(copied(each) for each in value)
+        return type(value)(copied(element) for element in value)
     return value
 
 
@@ -236,7 +242,7 @@ def _has(there: Mapping[str, Any], prefix: str) -> bool:
 
 
 def _of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-    return {each for group in optimizer.param_groups for each in group["params"]}
+    return {param for group in optimizer.param_groups for param in group["params"]}
 
 
 def _check_groups(
@@ -248,11 +254,11 @@ def _check_groups(
 
     Weights alone may be loaded, without any optimizer.
     """
-    saved = [len(each) for each in groups]
-    here = [len(each.param_groups) for each in optimizers]
+    saved = [len(group) for group in groups]
+    here = [len(optimizer.param_groups) for optimizer in optimizers]
     if here and saved != here:
-        told = f"groups of its optimizers {saved} for {here}"
-        raise ValueError(f"{folder} is of another model or optimizer: {told}")
+        mismatch = f"groups of its optimizers {saved} for {here}"
+        raise ValueError(f"{folder} is of another model or optimizer: {mismatch}")
 
 
 def _check_fits(
@@ -280,11 +286,11 @@ def _check_fits(
     model = {name for name in there if name.startswith("model.")}
     surplus = sorted(model - {f"model.{name}" for name in names})
     other = []
-    for name, each in wanted.items():
+    for name, tensor in wanted.items():
         size = getattr(there.get(name), "size", None)
-        if isinstance(each, torch.Tensor) and size is not None and size != each.shape:
-            other.append(f"{name} {list(size)} for {list(each.shape)}")
-    told = [
+        if isinstance(tensor, torch.Tensor) and size is not None and size != tensor.shape:
+            other.append(f"{name} {list(size)} for {list(tensor.shape)}")
+    mismatches = [
         f"{what} {', '.join(names[:_SHOWN])}{' and more' if len(names) > _SHOWN else ''}"
         for what, names in (
             ("it lacks", missing),
@@ -293,8 +299,8 @@ def _check_fits(
         )
         if names
     ]
-    if told:
-        raise ValueError(f"{folder} is of another model or optimizer: {'; '.join(told)}")
+    if mismatches:
+        raise ValueError(f"{folder} is of another model or optimizer: {'; '.join(mismatches)}")
 
 
 def _parameter_of(name: str) -> str | None:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from fusedops._core import backends
 from fusedops._core.timer import BriefClock, Clock, TimingPlan, Variant, clock_for, measure
-from fusedops.bench.contenders import AUTOMATIC, EAGER, Call, Contender, backend_of
+from fusedops.bench.contenders import AUTOMATIC, EAGER, Contender, ContenderCall, backend_of
 from fusedops.ops.linear_act import linear_act
 from fusedops.specs import BenchCase, all_specs
 from fusedops.terminal.console import print_table
@@ -75,15 +75,15 @@ def show(out: Console, device: torch.device) -> None:
         rates: list[Rate] = []
         ends = time.perf_counter() + BUDGET
         for title, measured in work:
-            progress.say(title)
+            progress.describe(title)
             share = (ends - time.perf_counter()) / (len(work) - len(rates))
             rates.append(measured(share))
             progress.advance()
-    products = [each for each in rates if each.what.startswith("linear")]
+    products = [rate for rate in rates if rate.what.startswith("linear")]
     print_table(out, _table("products: linear_act beside F.linear, forward", products))
-    others = [each for each in rates if each not in products]
+    others = [rate for rate in rates if rate not in products]
     print_table(out, _table("ops beside eager torch, forward and backward", others))
-    if not all(each.trusted for each in rates):
+    if not all(rate.trusted for rate in rates):
         out.print(
             "  disturbed: by other work on this machine, or a single round; `fusedops bench` has\n"
             "  more time"
@@ -135,8 +135,8 @@ def product_rate(
         others = itertools.cycle(weights)
         return lambda: function(next(others))
 
-    ours = over(lambda each: linear_act(x, each, bias, activation="identity"))
-    theirs = over(lambda each: F.linear(x, each, bias))
+    ours = over(lambda weight: linear_act(x, weight, bias, activation="identity"))
+    theirs = over(lambda weight: F.linear(x, weight, bias))
     work = 2 * rows * columns * outputs
     with torch.no_grad():
         return _rate(what, dtype, ours, theirs, clock, seconds, work)
@@ -168,7 +168,9 @@ def affordable(cases: tuple[BenchCase, ...]) -> BenchCase:
         return moved / _BYTES_PER_SECOND + flops / _FLOPS
 
     ordered = sorted(cases, key=seconds)
-    return next((each for each in reversed(ordered) if seconds(each) <= _LONGEST), ordered[0])
+    return next(
+        (candidate for candidate in reversed(ordered) if seconds(candidate) <= _LONGEST), ordered[0]
+    )
 
 
 def op_rate(
@@ -183,7 +185,7 @@ def op_rate(
     spec = all_specs()[name]
     what = f"{name} {case.label}"
     try:
-        call = Call.of(spec, case.make(device, dtype))
+        call = ContenderCall.of(spec, case.make(device, dtype))
     except RuntimeError as error:
         return Rate(what, _short(dtype), problem=_line(error))
     return _rate(
@@ -230,7 +232,7 @@ def _rate(
 
 
 def _table(title: str, rates: list[Rate]) -> Table:
-    with_rates = any(each.gflops for each in rates)
+    with_rates = any(rate.gflops for rate in rates)
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("")
     table.add_column("dtype")
@@ -238,21 +240,21 @@ def _table(title: str, rates: list[Rate]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("x torch", justify="right")
     table.add_column("runs on")
-    for each in rates:
-        if each.ratio is None:
-            table.add_row(each.what, each.dtype, *["-"] * (3 if with_rates else 1), each.problem)
+    for row in rates:
+        if row.ratio is None:
+            table.add_row(row.what, row.dtype, *["-"] * (3 if with_rates else 1), row.problem)
             continue
-        if not each.trusted:
-            dashes = ["-"] * len(each.gflops or ())
-            table.add_row(each.what, each.dtype, *dashes, "disturbed", each.runs_on)
+        if not row.trusted:
+            dashes = ["-"] * len(row.gflops or ())
+            table.add_row(row.what, row.dtype, *dashes, "disturbed", row.runs_on)
             continue
-        style = "green" if each.ratio > 1 else "red"
+        style = "green" if row.ratio > 1 else "red"
         table.add_row(
-            each.what,
-            each.dtype,
-            *(f"{rate:.0f}" for rate in each.gflops or ()),
-            f"[{style}]{each.ratio:.2f}[/]",
-            each.runs_on,
+            row.what,
+            row.dtype,
+            *(f"{rate:.0f}" for rate in row.gflops or ()),
+            f"[{style}]{row.ratio:.2f}[/]",
+            row.runs_on,
         )
     return table
 

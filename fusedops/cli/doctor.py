@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from fusedops.cli.selftest import Outcome
+    from fusedops.cli.selftest import SelftestResult
 
 # Of all self-tests on one device: a doctor must not keep the patient waiting.
 _SECONDS = 24.0
@@ -48,14 +48,14 @@ def doctor(
     _show_installed(out)
     out.print(Rule("host", align="left"))
     _show_host(out)
-    failed: list[Outcome] = []
+    failed: list[SelftestResult] = []
     wrong = env.mistakes(backends.BACKENDS)
     with backends.use_backend(None) if wrong else nullcontext():
-        for each in devices:
-            out.print(Rule(f"ops on {each.type}", align="left"))
-            failed += _show_ops(out, each)
+        for name in devices:
+            out.print(Rule(f"ops on {name.type}", align="left"))
+            failed += _show_ops(out, name)
             if calibrate:
-                _show_speed(out, each)
+                _show_speed(out, name)
     if failed:
         _show_conclusion(out, failed)
     with files.one_line_errors():
@@ -72,9 +72,9 @@ def _devices(text: str) -> list[torch.device]:
         here.append(torch.device("cuda"))
     if not text:
         return here
-    found = [each for each in here if each.type == text]
+    found = [device for device in here if device.type == text]
     if not found:
-        known = ", ".join(each.type for each in here)
+        known = ", ".join(device.type for device in here)
         raise files.UserError(f"no device {text!r} here; this torch sees: {known}")
     return found
 
@@ -154,7 +154,7 @@ def _show_host(out: Console) -> None:
             out.print(f"         cure: {finding.cure}")
 
 
-def _show_ops(out: Console, device: torch.device) -> list[Outcome]:
+def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
     """Test every op; print what it runs on and whether it is right. Return those that failed."""
     from fusedops.cli.selftest import check_op
     from fusedops.specs import all_specs
@@ -165,7 +165,7 @@ def _show_ops(out: Console, device: torch.device) -> list[Outcome]:
     with steps(len(specs)) as progress:
         start = time.perf_counter()
         for number, spec in enumerate(specs.values(), start=1):
-            progress.say(f"testing {spec.name}")
+            progress.describe(f"testing {spec.name}")
             # What the ops before it left over is its own.
             deadline = start + _SECONDS * number / len(specs)
             with warnings.catch_warnings():
@@ -195,7 +195,7 @@ def _show_speed(out: Console, device: torch.device) -> None:
     calibrate.show(out, device)
 
 
-def _show_conclusion(out: Console, failed: list[Outcome]) -> None:
+def _show_conclusion(out: Console, failed: list[SelftestResult]) -> None:
     from fusedops._core import backends
 
     if any(outcome.checks for outcome in failed):
@@ -207,7 +207,7 @@ def _show_conclusion(out: Console, failed: list[Outcome]) -> None:
         out.print(f"Backend {backends.requested()} is asked for: {cure}.", markup=False)
 
 
-def _show_outcome(out: Console, outcome: Outcome) -> None:
+def _show_outcome(out: Console, outcome: SelftestResult) -> None:
     mark = "[green]right[/]"
     if outcome.failures:
         mark = "[red]WRONG[/]" if outcome.checks else "[red]fails[/]"

@@ -13,7 +13,7 @@ from fusedops.terminal import files
 
 
 @contextmanager
-def told_once(*, first: bool, lost: str = "") -> Iterator[None]:
+def report_errors_once(*, first: bool, lost: str = "") -> Iterator[None]:
     """Turn errors that a command may end with into a line and an exit code.
 
     Args:
@@ -28,13 +28,13 @@ def told_once(*, first: bool, lost: str = "") -> Iterator[None]:
             raise
         if code is None:
             text = str(error).strip().splitlines()[0]
-            say(f"fusedops: error: the other processes are gone ({text}){lost}")
+            print_message(f"fusedops: error: the other processes are gone ({text}){lost}")
         elif first:
-            say(f"fusedops: error: {error}")
+            print_message(f"fusedops: error: {error}")
         raise SystemExit(code or 1) from None
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a line beside the output."""
     print(text, file=sys.stderr, flush=True)
 

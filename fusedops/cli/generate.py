@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fusedops._core import env
-from fusedops.cli.errors import say, told_once
+from fusedops.cli.errors import print_message, report_errors_once
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
@@ -83,25 +83,21 @@ def generate(
     A checkpoint of any number of processes is loaded by any other: docs/generation.md.
     """
     launched = env.launched()
-    with told_once(first=launched is None or launched[0] == 0):
+    with report_errors_once(first=launched is None or launched[0] == 0):
         files.check_environment()
-        from fusedops.launch import config_table
-
-        given = config_table.override({}, overrides or [])
-        if given.keys() - {"parallel"} or not isinstance(given.get("parallel", {}), dict):
-            raise files.UserError("--set must be of [parallel], such as parallel.tp=2")
-        if not prompt:
-            raise files.UserError("what is there to go on from? --prompt TEXT")
-        _check_texts("--prompt", prompt)
-        _check_texts("--stop", stop or [])
-        _check_texts("--tokenizer", [] if tokenizer is None else [tokenizer])
-        _check_texts("CHECKPOINT", [checkpoint])
-        if dtype is not None and dtype not in _DTYPES:
-            raise files.UserError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
-        if device not in _DEVICES:
-            raise files.UserError(f"--device must be one of {', '.join(_DEVICES)}, got {device}")
-        if beams > 1 and stop:
-            raise files.UserError("--stop is not known to --beams, which only tokens end")
+        request = _Request(
+            checkpoint=checkpoint,
+            prompts=prompt or [],
+            stops=stop or [],
+            tokenizer=tokenizer,
+            step=step,
+            dtype=dtype,
+            device=device,
+            parallel=_parallel_table(overrides or []),
+            fits_tokens=tokens is None,
+            compare=compare,
+        )
+        request.check(beams)
         if launched is None and processes > 1:
             from fusedops.train import launch
 
@@ -121,25 +117,91 @@ def generate(
                 length_penalty=length_penalty,
                 cache_size=cache_size,
             )
-        from fusedops.generation.load import load
-        from fusedops.launch.processes import joined
+        _generate(request, options)
 
-        with joined(device) as ranks:
-            loaded = load(
-                checkpoint,
-                ranks,
-                parallel=given.get("parallel"),
-                dtype=dtype,
-                tokenizer=tokenizer,
-                step=step,
-            )
-            run = _Run(loaded, prompt, stop or [], options, first=ranks.rank == 0)
-            with _as_mistakes():
-                run.fit(exact=tokens is not None)
-            run.say(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
-            run.show(run.generate())
-            if compare:
-                run.compare()
+
+@dataclass(frozen=True)
+class _Request:
+    """What is generated from, beside the options of the generation.
+
+    Attributes:
+        checkpoint: folder of a run, or of a Hugging Face model.
+        prompts: texts to continue.
+        stops: texts that end a continuation.
+        tokenizer: ``"bytes"`` or a file; ``None``: the checkpoint's.
+        step: of the run's checkpoint; ``None``: the last.
+        dtype: of the weights; ``None``: as saved.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        parallel: a table of ``ParallelConfig``.
+        fits_tokens: whether fewer tokens are generated where there is no room for all.
+        compare: whether the texts are generated again without the cache.
+    """
+
+    checkpoint: str
+    prompts: list[str]
+    stops: list[str]
+    tokenizer: str | None
+    step: int | None
+    dtype: str | None
+    device: str
+    parallel: dict[str, Any] | None
+    fits_tokens: bool
+    compare: bool
+
+    def check(self, beams: int) -> None:
+        """Raise unless each value has a meaning.
+
+        Raises:
+            UserError: one has none.
+        """
+        if not self.prompts:
+            raise files.UserError("what is there to go on from? --prompt TEXT")
+        _check_texts("--prompt", self.prompts)
+        _check_texts("--stop", self.stops)
+        _check_texts("--tokenizer", [] if self.tokenizer is None else [self.tokenizer])
+        _check_texts("CHECKPOINT", [self.checkpoint])
+        for name, value, known in (
+            ("dtype", self.dtype or _DTYPES[0], _DTYPES),
+            ("device", self.device, _DEVICES),
+        ):
+            if value not in known:
+                raise files.UserError(f"--{name} must be one of {', '.join(known)}, got {value}")
+        if beams > 1 and self.stops:
+            raise files.UserError("--stop is not known to --beams, which only tokens end")
+
+
+def _parallel_table(overrides: list[str]) -> dict[str, Any] | None:
+    """Return the table ``[parallel]`` that ``--set`` gives, if it gives one."""
+    from fusedops.launch import config_table
+
+    given = config_table.override({}, overrides)
+    if given.keys() - {"parallel"} or not isinstance(given.get("parallel", {}), dict):
+        raise files.UserError("--set must be of [parallel], such as parallel.tp=2")
+    return given.get("parallel")
+
+
+def _generate(request: _Request, options: Options) -> None:
+    """Load the model, generate and print."""
+    from fusedops.generation.load import load
+    from fusedops.launch.processes import initialize_distributed
+
+    with initialize_distributed(request.device) as ranks:
+        loaded = load(
+            request.checkpoint,
+            ranks,
+            parallel=request.parallel,
+            dtype=request.dtype,
+            tokenizer=request.tokenizer,
+            step=request.step,
+        )
+        first = ranks.rank == 0
+        run = _Run(loaded, request.prompts, request.stops, options, first=first)
+        with _as_mistakes():
+            run.fit(exact=not request.fits_tokens)
+        run.log(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
+        run.show(run.generate())
+        if request.compare:
+            run.compare()
 
 
 def _check_texts(option: str, texts: list[str]) -> None:
@@ -177,12 +239,12 @@ class _Run:
     ) -> None:
         self._model, self._text = loaded.model, loaded.text
         self._texts, self._stops, self._first = prompts, stops, first
-        self._prompts = [loaded.text.encode(each) for each in prompts]
-        for text, each in zip(prompts, self._prompts, strict=True):
-            if not each:
+        self._prompts = [loaded.text.encode(prompt) for prompt in prompts]
+        for text, tokens in zip(prompts, self._prompts, strict=True):
+            if not tokens:
                 raise files.UserError(f"the prompt {text!r} has no token")
         words = loaded.model.config.vocab_size
-        ends = tuple(each for each in loaded.text.stop if each < words)
+        ends = tuple(token for token in loaded.text.stop if token < words)
         self._options = replace(options, stop=ends)
         self._seconds = 0.0
         self._found: list[Generated] = []
@@ -197,7 +259,7 @@ class _Run:
         from fusedops.generation.sequences import check
 
         rooms = [_TOKENS]
-        longest, config = max(len(each) for each in self._prompts), self._model.config
+        longest, config = max(len(tokens) for tokens in self._prompts), self._model.config
         if config.position_tables:
             rooms.append(config.seq_len - longest)
         if self._options.cache_size is not None:
@@ -206,10 +268,10 @@ class _Run:
             self._options = replace(self._options, tokens=max(1, min(rooms)))
         check(self._model, self._prompts, self._options)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line beside the text, on the first rank."""
         if self._first:
-            say(text)
+            print_message(text)
 
     def generate(self) -> list[str]:
         """Return the texts; a single one is written as it comes."""
@@ -221,26 +283,26 @@ class _Run:
             Words(self._text, self._stops, self._prompts[number // samples])
             for number in range(count)
         ]
-        whole = [""] * count
+        texts = [""] * count
         alone = count == 1 and self._options.beams == 1
         if alone:
             self._write(self._texts[0])
         try:
-            return self._generate(whole, alone)
+            return self._generate(texts, alone)
         finally:
             if alone:  # also behind a text that an error ends
                 self._write("\n")
 
-    def _generate(self, whole: list[str], alone: bool) -> list[str]:
-        """Return the texts, ``whole`` so far; a single one is written as it comes."""
+    def _generate(self, texts: list[str], alone: bool) -> list[str]:
+        """Return the texts, ``texts`` so far; a single one is written as it comes."""
         from fusedops.generation import generate, stream
 
-        samples, count = self._options.samples, len(whole)
+        samples, count = self._options.samples, len(texts)
         begin = time.perf_counter()
         if self._options.beams > 1:
             self._found = generate(self._model, self._prompts, self._options)
-            for words, each in zip(self._words, self._found, strict=True):
-                for token in each.tokens[: -1 if each.reason == "stop" else None]:
+            for words, result in zip(self._words, self._found, strict=True):
+                for token in result.tokens[: -1 if result.reason == "stop" else None]:
                     words.feed(token)
         else:
             until = replace(self._options, until=lambda n, made: self._words[n].feed(made[-1]))
@@ -249,15 +311,15 @@ class _Run:
             for number, token, reason in stream(self._model, self._prompts, until):
                 made[number].append(token)
                 reasons[number] = reason or ""
-                whole[number] += self._told(number, alone)
+                texts[number] += self._new_text(number, alone)
             self._found = _generated(made, reasons, samples)
         self._seconds = time.perf_counter() - begin
         for number, words in enumerate(self._words):
             words.feed(None)
-            whole[number] += self._told(number, alone)
-        return [] if alone else whole
+            texts[number] += self._new_text(number, alone)
+        return [] if alone else texts
 
-    def _told(self, number: int, alone: bool) -> str:
+    def _new_text(self, number: int, alone: bool) -> str:
         fresh = self._words[number].take()
         if alone:
             self._write(fresh)
@@ -271,14 +333,14 @@ class _Run:
             name = f"{prompt + 1}.{sample + 1}" if samples > 1 else f"{prompt + 1}"
             head = f"[{name}] " if len(texts) > 1 else ""
             self._write(f"{head}{self._texts[prompt]}{text}\n")
-        count = sum(len(each.tokens) for each in self._found)
-        self.say(f"{count} tokens, {count / self._seconds:,.0f} tokens/s")
+        count = sum(len(result.tokens) for result in self._found)
+        self.log(f"{count} tokens, {count / self._seconds:,.0f} tokens/s")
 
     def compare(self) -> None:
         """Generate again without a cache, and tell whether tokens differ."""
         from fusedops.generation import generate
 
-        lengths = [len(each.tokens) for each in self._found]
+        lengths = [len(result.tokens) for result in self._found]
         again = replace(self._options, cache=False, cache_size=None)
         if again.beams == 1:
             # Strings that end a text are not looked for again: as many tokens are compared. Which
@@ -289,11 +351,11 @@ class _Run:
         seconds = time.perf_counter() - begin
         same = sum(
             mine == other
-            for each, others_ in zip(self._found, others, strict=True)
-            for mine, other in zip(each.tokens, others_.tokens, strict=False)
+            for result, others_ in zip(self._found, others, strict=True)
+            for mine, other in zip(result.tokens, others_.tokens, strict=False)
         )
-        made = sum(len(each.tokens) for each in others)
-        self.say(
+        made = sum(len(other.tokens) for other in others)
+        self.log(
             f"without the cache: {same} of {sum(lengths)} tokens are the same, "
             f"{made / seconds:,.0f} tokens/s"
         )

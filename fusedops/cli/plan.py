@@ -6,7 +6,6 @@ The estimates are those of ``fusedops.planner``; here are the command line, the 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +15,9 @@ from fusedops.cli.bench import options
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    from fusedops.planner import Layout, Plan, Transformer
-    from fusedops.planner.search import Row
+    from fusedops.models import TransformerConfig
+    from fusedops.planner import Layout, Plan
+    from fusedops.planner.search import PlannedLayout
 
 _MOST_DEVICES = 1 << 16
 # Columns of a terminal that shows every part.
@@ -86,26 +86,18 @@ def plan(
     The command exits with 1 if nothing fits. The formulas, and how far measured peaks are from
     them, are in docs/planning.md.
     """
-    from fusedops.terminal.console import console
-
     with files.one_line_errors():
-        if model == "list":
-            _show_models(console())
+        if _shows_others(model, measure=measure):
             return
-        if measure:
-            _measure(console())
-            return
-        if not model:
-            raise files.UserError("--model is missing: a name (--model list) or a config.json")
         if json_file not in ("", "-"):
             files.check_writable(json_file)
-        asked = _choices(tp, pp, ep, zero, recompute, offload)
-        asked["schedule"] = _schedules(schedule)
-        shape, found = _plan(
+        choices = _choices(tp, pp, ep, zero, recompute, offload)
+        choices |= {"schedule": _schedules(schedule), "virtual": virtual or None}
+        sizes, result = _plan(
             model,
             devices,
             memory,
-            asked,
+            choices,
             micro_batch=micro_batch,
             microbatches=microbatches,
             seq_len=seq_len or None,
@@ -113,23 +105,51 @@ def plan(
             kernels=kernels,
             cp=cp,
             chunked_loss=chunked_loss,
-            pipeline_virtual=virtual or None,
         )
-        if json_file == "-":
-            print(json.dumps(_record(model, shape, devices, found), indent=1))
-        else:
-            out = console()
-            _show(model, shape, devices, found, rows, out)
-            if json_file:
-                files.write_json(Path(json_file), _record(model, shape, devices, found))
-                out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
-    if not found.fitting:
+        _deliver(model, sizes, devices, result, rows, json_file)
+    if not result.fitting:
         raise typer.Exit(1)
 
 
+def _shows_others(model: str, *, measure: bool) -> bool:
+    """Show the known models or measured peaks if that was asked for; return whether it was.
+
+    Raises:
+        UserError: neither was, and there is no model.
+    """
+    from fusedops.terminal.console import console
+
+    if model == "list":
+        _show_models(console())
+    elif measure:
+        _measure(console())
+    elif not model:
+        raise files.UserError("--model is missing: a name (--model list) or a config.json")
+    else:
+        return False
+    return True
+
+
+def _deliver(
+    name: str, model: TransformerConfig, devices: int, result: Plan, rows: int, json_file: str
+) -> None:
+    """Print the plan, as JSON or as a table, and write the file that was asked for."""
+    from fusedops.terminal.console import console
+
+    record = _record(name, model, devices, result)
+    if json_file == "-":
+        print(json.dumps(record, indent=1))
+        return
+    out = console()
+    _show(name, model, devices, result, rows, out)
+    if json_file:
+        files.write_json(Path(json_file), record)
+        out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
+
+
 def _plan(
-    name: str, devices: int, memory: str, asked: dict[str, Any], **base: Any
-) -> tuple[Transformer, Plan]:
+    name: str, devices: int, memory: str, choices: dict[str, Any], **base: Any
+) -> tuple[TransformerConfig, Plan]:
     """Return the model and what was found; whatever is wrong is the user's."""
     from fusedops.planner import Layout, from_config, parse_bytes, preset
     from fusedops.planner import plan as search
@@ -145,7 +165,7 @@ def _plan(
         raise files.UserError(f"{where}{error}") from None
     try:
         size = parse_bytes(memory)
-        return shape, search(shape, devices, size, Layout(**base), **asked)
+        return shape, search(shape, devices, size, Layout.of(**base), **choices)
     except (ValueError, TypeError) as error:
         raise files.UserError(str(error)) from None
 
@@ -220,9 +240,9 @@ def _measure(out: Any) -> None:
     work = list(cases())
     rows = []
     with steps(len(work)) as progress:
-        for each in work:
-            progress.say(" ".join(str(word) for word in each))
-            rows.append(measure(*each))
+        for case in work:
+            progress.describe(" ".join(str(word) for word in case))
+            rows.append(measure(*case))
             progress.advance()
     lines = [
         "| model | width x layers, tokens, words | dtype | recompute | kernels | measured MiB "
@@ -234,7 +254,7 @@ def _measure(out: Any) -> None:
         lines.append(
             f"| {row.family} | {hidden} x {layers}, {batch} x {seq_len}, {vocabulary} "
             f"| {row.dtype} | {row.recompute} | {row.kernels} | {row.peak / 2**20:.1f} "
-            f"| {row.error:+.1%} | {row.error_beside:+.1%} |"
+            f"| {row.error:+.1%} | {row.error_of_temporary:+.1%} |"
         )
     worst = max(abs(row.error) for row in rows)
     lines += ["", f"The largest difference of a peak is {worst:.1%}."]
@@ -251,30 +271,34 @@ def _show_models(out: Any) -> None:
     table = Table(header_style="bold")
     for name in ("model", "parameters", "layers", "hidden", "heads", "experts", "tokens"):
         table.add_column(name, justify="left" if name == "model" else "right")
-    for name, each in PRESETS.items():
+    for name, model in PRESETS.items():
         table.add_row(
             name,
-            show_count(each.parameters().total),
-            str(each.depth),
-            str(each.hidden_size),
-            str(each.num_heads),
-            str(each.num_experts or "-"),
-            str(each.seq_len),
+            show_count(model.parameters().total),
+            str(model.depth),
+            str(model.hidden_size),
+            str(model.num_heads),
+            str(model.num_experts or "-"),
+            str(model.seq_len),
         )
     print_table(out, table)
 
 
-def _show(name: str, model: Transformer, devices: int, found: Plan, rows: int, out: Any) -> None:
+def _show(
+    name: str, model: TransformerConfig, devices: int, found: Plan, rows: int, out: Any
+) -> None:
     """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
     from fusedops.planner import show_bytes, show_count
     from fusedops.planner.search import CRITERION
     from fusedops.terminal.console import print_table
 
     fits, first = found.fitting, found.rows[0].layout
+    training = first.training
     out.print(
         f"[bold]{name}[/]: {show_count(model.parameters().total)} parameters, "
-        f"{first.length(model)} tokens x {first.micro_batch} x {first.microbatches} micro-batches, "
-        f"{first.precision}, {first.kernels} kernels, {devices} x {show_bytes(found.memory)}",
+        f"{first.length(model)} tokens x {training.micro_batch} x {first.parallel.microbatches} "
+        f"micro-batches, {training.precision}, {training.kernels} kernels, "
+        f"{devices} x {show_bytes(found.memory)}",
         highlight=False,
     )
     shown = [*found.rows[: min(fits, rows)], *found.rows[fits : fits + rows // 2 + 1]]
@@ -290,7 +314,7 @@ def _show(name: str, model: Transformer, devices: int, found: Plan, rows: int, o
     out.print(found.advice, style="green" if fits else "yellow", highlight=False)
 
 
-def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
+def _table(shown: list[PlannedLayout], memory: int, *, narrow: bool) -> Any:
     from rich.table import Table
 
     table = Table(header_style="bold", padding=(0, 0) if narrow else (0, 1))
@@ -302,33 +326,34 @@ def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
     for row in shown:
         left = row.left(memory)
         style = "green" if left >= 0 else "red"
-        offload = "+".join(row.layout.offload) or "-"
+        config = row.layout.parallel
+        offload = "+".join(config.offload) or "-"
         table.add_row(
-            *(str(getattr(row.layout, each)) for each in sizes),
+            *(str(getattr(config, size)) for size in sizes),
             _bubble(row.layout),
             row.layout.recompute.replace("none", "-"),
-            "".join(each[0] for each in row.layout.offload) or "-" if narrow else offload,
+            "".join(word[0] for word in config.offload) or "-" if narrow else offload,
             _gib(row.estimate.peak),
             f"[{style}]{_gib(left)}[/]",
             _gib(row.estimate.host) if row.estimate.host else "-",
-            *(_gib(size) for size in _parts(row, narrow=narrow).values()),
+            *(_gib(part) for part in _parts(row, narrow=narrow).values()),
         )
     return table
 
 
 def _bubble(layout: Layout) -> str:
     """Return the share of a step that a pipeline loses, and its schedule."""
-    if layout.pp == 1:
+    if layout.parallel.pp == 1:
         return "-"
-    return f"{100 * layout.bubble:.0f} {layout.pipeline_schedule}"
+    return f"{100 * layout.bubble:.0f} {layout.parallel.pipeline_schedule}"
 
 
-def _parts(row: Row, *, narrow: bool) -> dict[str, int]:
+def _parts(row: PlannedLayout, *, narrow: bool) -> dict[str, int]:
     """Return the parts of the peak; in a narrow terminal, what is static and the rest."""
     parts = row.estimate.parts
     if not narrow:
         return parts
-    static = sum(parts[each] for each in ("weights", "gradients", "states"))
+    static = sum(parts[name] for name in ("weights", "gradients", "states"))
     return {"static": static, "rest": row.estimate.peak - static}
 
 
@@ -337,7 +362,7 @@ def _gib(size: int) -> str:
     return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def _record(name: str, model: Transformer, devices: int, found: Plan) -> dict[str, Any]:
+def _record(name: str, model: TransformerConfig, devices: int, found: Plan) -> dict[str, Any]:
     """Return everything as JSON has it; bytes are whole numbers."""
     from fusedops.models.config import describe
 
@@ -354,11 +379,11 @@ def _record(name: str, model: Transformer, devices: int, found: Plan) -> dict[st
     }
 
 
-def _row_record(row: Row, memory: int) -> dict[str, Any]:
-    layout: Layout = row.layout
+def _row_record(row: PlannedLayout, memory: int) -> dict[str, Any]:
+    layout = row.layout
     return {
         "fits": row.left(memory) >= 0,
-        "layout": asdict(layout),
+        "layout": layout.options(),
         "bubble": layout.bubble,
         "bytes": row.estimate.parts,
         "peak": row.estimate.peak,

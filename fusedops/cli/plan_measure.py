@@ -29,7 +29,7 @@ NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One small run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Measured:
         return self.estimated.peak / self.peak - 1
 
     @property
-    def error_beside(self) -> float:
+    def error_of_temporary(self) -> float:
         """The same of what comes to weights and states: gradients, activations, logits."""
         return (self.estimated.peak - self.before) / (self.peak - self.before) - 1
 
@@ -88,7 +88,7 @@ def measure(
     microbatches: int = 1,
     ours: bool = False,
     offload: tuple[str, ...] = (),
-) -> Measured:
+) -> MeasuredStep:
     """Train a small model for a step and return what it took.
 
     Args:
@@ -108,7 +108,7 @@ def measure(
 
     hidden, layers, batch, seq_len, vocabulary = size
     model = build(family, hidden, layers, seq_len, vocabulary)
-    layout = Layout(
+    layout = Layout.of(
         micro_batch=batch,
         microbatches=microbatches,
         kernels=kernels,
@@ -116,7 +116,7 @@ def measure(
         recompute=recompute,
         offload=offload,
     )
-    found = estimate(from_config(model.config), layout)
+    estimated = estimate(from_config(model.config), layout)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast")
     model = model.to(torch.float32 if dtype == "autocast" else getattr(torch, dtype)).train()
     if recompute == "full" and not ours:
@@ -147,17 +147,23 @@ def measure(
 
     step()
     optimizer.zero_grad(set_to_none=True)
-    before = sum(each.nbytes for each in model.parameters())
+    before = sum(parameter.nbytes for parameter in model.parameters())
     if "optimizer" not in offload:
-        before += sum(each.nbytes for state in optimizer.state.values() for each in state.values())
+        before += sum(
+            value.nbytes for state in optimizer.state.values() for value in state.values()
+        )
     kept = _kept(model, loss)
     peak = before + peak_bytes(step, torch.device("cpu"))
     state = policy_state_of(model)
-    host = sum(each.host_bytes for each in state.offloaders.values()) if state is not None else 0
+    host = (
+        sum(offloader.host_bytes for offloader in state.offloaders.values())
+        if state is not None
+        else 0
+    )
     if isinstance(optimizer, OffloadedAdamW):
         host += optimizer.host_bytes
         optimizer.close()
-    return Measured(
+    return MeasuredStep(
         family=family,
         size=size,
         kernels=kernels,
@@ -167,7 +173,7 @@ def measure(
         peak=peak,
         before=before,
         host=host,
-        estimated=found,
+        estimated=estimated,
     )
 
 
@@ -192,7 +198,7 @@ def _kept(model: nn.Module, run: Any) -> int:
     """Return the bytes of all storages that autograd saves in a call, parameters apart."""
     import torch
 
-    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,10 +209,10 @@ def _kept(model: nn.Module, run: Any) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()
-    found = sum(each.untyped_storage().nbytes() for each in seen.values())
+    nbytes = sum(saved.untyped_storage().nbytes() for saved in seen.values())
     seen.clear()  # the graph holds `pack`, and a result of its own would hold the graph
     del result
-    return found
+    return nbytes
 
 
 def build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends
-from fusedops.bench.contenders import Call
+from fusedops.bench.contenders import ContenderCall
 from fusedops.specs import Sample, Spec
 from fusedops.specs.comparison import difference_from_truth, fresh, run
 
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SelftestResult:
     """What the self-test of one op found.
 
     Attributes:
@@ -43,7 +43,7 @@ class Outcome:
     seconds: float
 
 
-def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> Outcome:
+def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> SelftestResult:
     """Run the self-test of one op on a device.
 
     Args:
@@ -76,7 +76,7 @@ def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> Out
             if wrong is not None:
                 failures.append(f"{spec.name} {name} {sample.name}: {wrong}")
     elapsed = time.perf_counter() - start
-    return Outcome(spec.name, runs_on, checks, skipped, tuple(failures), elapsed)
+    return SelftestResult(spec.name, runs_on, checks, skipped, tuple(failures), elapsed)
 
 
 def _first_line(error: Exception) -> str:
@@ -89,7 +89,7 @@ def _resolution(spec: Spec, samples: list[Sample]) -> str:
     with _Listener() as heard:
         outputs = spec.op(*given.args, **given.kwargs)
         if given.leaves:
-            Call.of(spec, given).backward(outputs)
+            ContenderCall.of(spec, given).backward(outputs)
     parts = dict.fromkeys(
         str(backends.resolve(name, *args, backward=backward))
         for name, args, backward in heard.calls
@@ -110,6 +110,8 @@ class _Listener(TorchDispatchMode):
         if namespace == "fusedops" and name in backends.op_names():
             # The dispatcher leaves trailing defaults out; the backends' checks want them all.
             rest = func._schema.arguments[len(args) :]
-            filled = [(kwargs or {}).get(each.name, each.default_value) for each in rest]
+            filled = [
+                (kwargs or {}).get(argument.name, argument.default_value) for argument in rest
+            ]
             self.calls.append((name, (*args, *filled), full != name))
         return func(*args, **(kwargs or {}))

@@ -18,11 +18,11 @@ import typer
 
 from fusedops._core import env
 from fusedops.cli import train_memory
-from fusedops.cli.errors import say, told_once
+from fusedops.cli.errors import print_message, report_errors_once
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    from fusedops.train import Result
+    from fusedops.train import TrainResult
     from fusedops.train.builder import Run
 
 
@@ -46,7 +46,7 @@ def train(
     """
     launched = env.launched()
     again = "; the same command goes on from the last checkpoint"
-    with told_once(first=launched is None or launched[0] == 0, lost=again):
+    with report_errors_once(first=launched is None or launched[0] == 0, lost=again):
         files.check_environment()
         if example:
             _write_example(Path(config or "train.toml"))
@@ -73,7 +73,7 @@ def _launch(config: str, overrides: list[str], processes: int, restarts: int) ->
     from fusedops.train import launch, load_config
 
     load_config(config, overrides)  # a mistake is told before anything is started
-    given = [part for each in overrides for part in ("--set", each)]
+    given = [part for assignment in overrides for part in ("--set", assignment)]
     raise SystemExit(launch(processes, ["train", config, *given], restarts=restarts))
 
 
@@ -83,32 +83,32 @@ def _train(config: str, overrides: list[str]) -> None:
     logging.basicConfig(format="fusedops: %(message)s", level=logging.WARNING)
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in C tells where
-    watcher = _Watcher()
+    progress = _ProgressPrinter()
     try:
-        with watcher:
-            result = train.train(config, overrides, watcher=watcher)
+        with progress:
+            result = train.train(config, overrides, callback=progress)
     except (MemoryError, RuntimeError) as error:
-        told = train_memory.out_of_memory(error, watcher.run)
-        if told is None:
+        message = train_memory.out_of_memory(error, progress.run)
+        if message is None:
             raise
-        say(f"fusedops: error: {told}")
+        print_message(f"fusedops: error: {message}")
         raise SystemExit(1) from None
-    if watcher.began:
-        say(_ending(result))
+    if progress.began:
+        print_message(_ending(result))
 
 
-def _ending(result: Result) -> str:
+def _ending(result: TrainResult) -> str:
     if not result.finished:
         return f"stopped at step {result.step} and saved; the same command goes on from there"
     if result.loss is None:
         return f"all {result.step} steps were done before: {result.folder}"
-    told = f"loss {result.loss:.4f}"
+    losses = f"loss {result.loss:.4f}"
     if result.validation_loss is not None:
-        told += f", validation {result.validation_loss:.4f}"
-    return f"done: {result.step} steps, {told}: {result.folder}"
+        losses += f", validation {result.validation_loss:.4f}"
+    return f"done: {result.step} steps, {losses}: {result.folder}"
 
 
-class _Watcher:
+class _ProgressPrinter:
     """A progress bar on a terminal, else a line each ``log.every`` steps."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class _Watcher:
         self._every, self._steps = 1, 0
         self._bar: Any = None
 
-    def __enter__(self) -> _Watcher:
+    def __enter__(self) -> _ProgressPrinter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,14 +129,14 @@ class _Watcher:
         self.began, self.run = True, run
         warning = train_memory.check_memory(run)
         self._every, self._steps = run.config.log.every, run.config.steps
-        count = sum(each.numel() for each in run.parallel.model.parameters())
+        count = sum(parameter.numel() for parameter in run.parallel.model.parameters())
         tokens = run.train.count * run.train.seq_len
-        say(
+        print_message(
             f"{count:,} parameters, {tokens:,} tokens, {run.ranks.size} processes on "
             f"{run.ranks.device.type}: {run.config.out}"
         )
         for note in (*run.notes, *([warning] if warning else [])):
-            say(note)
+            print_message(note)
         if not sys.stderr.isatty():
             return
         from rich.console import Console
@@ -155,18 +155,18 @@ class _Watcher:
         self._bar.start()
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Tell of a step."""
+        """Print the figures of a step."""
         step = record["step"]
-        told = (
+        figures = (
             f"loss {record['loss']:.4f}  norm {record['grad_norm']:.2f}  "
             f"lr {record['lr']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
             f"MFU {record['mfu']:.1%}"
         )
         if record["action"] != "go":
-            told += f"  not taken: {record['action']}"
+            figures += f"  not taken: {record['action']}"
         if "validation_loss" in record:
-            told += f"  validation {record['validation_loss']:.4f}"
+            figures += f"  validation {record['validation_loss']:.4f}"
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=told)
+            self._bar.update(self._bar.task_ids[0], completed=step, description=figures)
         elif step % self._every == 0 or step == self._steps or "validation_loss" in record:
-            say(f"step {step}/{self._steps}  {told}")
+            print_message(f"step {step}/{self._steps}  {figures}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,37 +44,32 @@ _ADVICE = (
 
 def estimated_bytes(run: Run) -> int | None:
     """Return the planner's estimate for one process; ``None`` where it knows no such layout."""
-    from fusedops.planner import Layout, estimate
+    from fusedops.planner import Layout, TrainingShape, estimate
 
     config, parallel = run.config, run.parallel.config
     model: Any = run.parallel.model.config
     halves = config.precision.compute != "float32", config.precision.parameters != "float32"
-    rows = config.batch // (parallel.dp * parallel.microbatches)
-    shared = ("dp", "tp", "pp", "cp", "ep", "zero", "sp", "microbatches", "pipeline_schedule")
+    offload = tuple(name for name in parallel.offload if name != "experts")
+    shape = TrainingShape(
+        micro_batch=config.batch // (parallel.dp * parallel.microbatches),
+        seq_len=config.data.seq_len,
+        precision=("float32", "autocast", "half-gradients")[sum(halves)],
+    )
     try:
-        layout = Layout(
-            **{name: getattr(parallel, name) for name in shared},
-            pipeline_virtual=parallel.pipeline_virtual,
-            micro_batch=rows,
-            seq_len=config.data.seq_len,
-            precision=("float32", "autocast", "half-gradients")[sum(halves)],
-            recompute=parallel.recompute,
-            offload=tuple(each for each in parallel.offload if each != "experts"),
-        )
-        found = estimate(model, layout)
+        needed = estimate(model, Layout(replace(parallel, offload=offload), shape))
     except (ValueError, TypeError, checks.UnsupportedError):
         return None
     # Without a GPU what is offloaded is in the same memory.
-    return found.peak + (found.host if run.ranks.device.type == "cpu" else 0)
+    return needed.peak + (needed.host if run.ranks.device.type == "cpu" else 0)
 
 
 def compared(peak: int | None, available: int | None) -> str:
     """Return the estimate and the memory in words."""
     from fusedops.planner import show_bytes
 
-    told = "no estimate" if peak is None else f"an estimated {show_bytes(peak)}"
+    needed = "no estimate" if peak is None else f"an estimated {show_bytes(peak)}"
     has = "an unknown amount" if available is None else show_bytes(available)
-    return f"a step takes {told} of memory in each process, and {has} is available"
+    return f"a step takes {needed} of memory in each process, and {has} is available"
 
 
 def out_of_memory(error: BaseException, run: Run | None) -> str | None:

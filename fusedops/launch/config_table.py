@@ -7,7 +7,6 @@ Knows no key by name. What a value may be stands in the dataclass: its types her
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -85,7 +84,7 @@ def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
             another type or is out of range.
     """
     hints = typing.get_type_hints(kind)
-    fields = {each.name: each for each in dataclasses.fields(kind) if each.init}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     try:
         table = deprecation.present(kind, table)
     except TypeError as error:
@@ -111,8 +110,8 @@ def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
 def unknown(key: str, known: Iterable[str], where: str) -> str:
     """Return the sentence for a key that does not exist, with the nearest that does."""
     names = list(known)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    near = checks.nearest(key, names)
+    hint = f"did you mean {near!r}?" if near else f"known are {', '.join(names)}"
     return f"unknown key {key!r} in {f'[{where}]' if where else 'the configuration'}: {hint}"
 
 
@@ -121,10 +120,10 @@ def _value(hint: Any, value: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
             raise InputError(f"{path} must be a table, got {checks.shown(value)}")
         return fill(hint, value, path)  # type: ignore[arg-type]
-    fits, found = _fitting(hint, value)
+    fits, converted = _fitting(hint, value)
     if not fits:
         raise InputError(f"{path} must be {_named(hint)}, got {checks.shown(value)}")
-    return found
+    return converted
 
 
 def _fitting(hint: Any, value: Any) -> tuple[bool, Any]:
@@ -135,10 +134,10 @@ def _fitting(hint: Any, value: Any) -> tuple[bool, Any]:
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return True, fill(hint, value)  # type: ignore[arg-type]
     if origin in (typing.Union, types.UnionType):
-        for each in inner:
-            fits, found = _fitting(each, value)
+        for alternative in inner:
+            fits, converted = _fitting(alternative, value)
             if fits:
-                return True, found
+                return True, converted
         return False, value
     if origin is typing.Literal:
         return value in inner, value
@@ -149,7 +148,7 @@ def _fitting(hint: Any, value: Any) -> tuple[bool, Any]:
         if len(hints) != len(value):
             return False, value
         parts = [_fitting(*pair) for pair in zip(hints, value, strict=True)]
-        return all(fits for fits, _ in parts), tuple(found for _, found in parts)
+        return all(fits for fits, _ in parts), tuple(converted for _, converted in parts)
     if origin in (dict, Mapping):
         return isinstance(value, dict), value
     if hint is float:
@@ -169,7 +168,7 @@ def _named(hint: Any) -> str:
     if hint in words:
         return words[hint]
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_named(each) for each in inner if each is not type(None))
+        return " or ".join(_named(kind) for kind in inner if kind is not type(None))
     if origin is typing.Literal:
         return f"one of {', '.join(map(repr, inner))}"
     if origin is tuple:

@@ -1,4 +1,4 @@
-"""What this process communicated last, and where it stands: the record that a fault leaves behind.
+"""The last collectives of this process and its stack: the record that a fault leaves behind.
 
 Torch's flight recorder keeps the last collectives of every backend, gloo's too, in a ring of memory
 that costs nothing to speak of; point-to-point communications of gloo are not in it. Those through
@@ -23,12 +23,15 @@ from fusedops.parallel.comm import shared_memory
 # Torch's stubs do not know the recorder.
 _c10d: Any = _distributed_c10d
 # In the frames of a thread that waits for another process.
-_WAITING = (os.path.join("torch", "distributed", ""), os.path.join("parallel", "communication.py"))
+_WAITING = (
+    os.path.join("torch", "distributed", ""),
+    os.path.join("parallel", "comm", "collectives.py"),
+)
 
 
 @dataclass(frozen=True)
-class Record:
-    """Where a rank stands.
+class FlightRecord:
+    """What a rank does.
 
     Attributes:
         rank: of all.
@@ -55,28 +58,28 @@ class Record:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def of(text: str | bytes) -> Record:
+    def of(text: str | bytes) -> FlightRecord:
         """Return what ``text`` gave."""
-        return Record(**json.loads(text))
+        return FlightRecord(**json.loads(text))
 
 
-def taken(rank: int, step: int, what: str) -> Record:
-    """Return where this process stands now; any thread may ask."""
+def current_record(rank: int, step: int, what: str) -> FlightRecord:
+    """Return the record of this process now; any thread may ask."""
     frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
     calls = traceback.extract_stack(frame) if frame is not None else []
     stack = "".join(traceback.format_list(calls))
     entries = collectives()
     groups: dict[str, int] = {}
-    for each in entries:
-        name = each["process_group"][0]
-        groups[name] = max(groups.get(name, 0), each["collective_seq_id"])
+    for entry in entries:
+        name = entry["process_group"][0]
+        groups[name] = max(groups.get(name, 0), entry["collective_seq_id"])
     # What is only posted waits for nobody yet.
-    pending = (each for each in entries if not each["retired"] and each["state"] != "posted")
+    pending = (entry for entry in entries if not entry["retired"] and entry["state"] != "posted")
     waits = next(map(_words, pending), None)
     if waits is None and calls and any(part in calls[-1].filename for part in _WAITING):
         waits = calls[-1].name.strip("_")
     here = socket.gethostname(), os.getpid()
-    return Record(rank, *here, step, what, waits, groups, stack)
+    return FlightRecord(rank, *here, step, what, waits, groups, stack)
 
 
 def collectives() -> list[dict[str, Any]]:
@@ -84,17 +87,19 @@ def collectives() -> list[dict[str, Any]]:
 
     Of torch's none where it is switched off (``TORCH_FR_BUFFER_SIZE``).
     """
-    found = [each for found in _dumps() for each in found.get("entries", [])]
-    found += map(_entry, tuple(shared_memory.calls))
-    return sorted(found, key=lambda each: each["time_created_ns"])
+    entries = [entry for dump in _dumps() for entry in dump.get("entries", [])]
+    entries += map(_entry, tuple(shared_memory.calls))
+    return sorted(entries, key=lambda entry: entry["time_created_ns"])
 
 
-def count() -> int:
+def num_collectives() -> int:
     """Return a number that changes when this process begins or ends a collective."""
-    groups = [found.get("pg_status", {}) for found in _dumps(includeCollectives=False)]
-    numbers = ("last_enqueued_collective", "last_completed_collective")
-    torchs = sum(int(each[name]) for some in groups for each in some.values() for name in numbers)
-    return torchs + shared_memory.count()
+    dumps = [dump.get("pg_status", {}) for dump in _dumps(includeCollectives=False)]
+    names = ("last_enqueued_collective", "last_completed_collective")
+    of_torch = sum(
+        int(status[name]) for dump in dumps for status in dump.values() for name in names
+    )
+    return of_torch + shared_memory.count()
 
 
 def _dumps(**options: bool) -> list[dict[str, Any]]:
@@ -104,10 +109,10 @@ def _dumps(**options: bool) -> list[dict[str, Any]]:
 
 
 def _entry(call: shared_memory.CollectiveCall) -> dict[str, Any]:
-    """Return it as torch's recorder tells its own."""
-    name, told = call.group
+    """Return an entry in the form of torch's recorder."""
+    name, description = call.group
     return {
-        "process_group": [f"{name} in shared memory", told],
+        "process_group": [f"{name} in shared memory", description],
         "collective_seq_id": call.number,
         "profiling_name": f"shared:{call.kind}",
         "input_sizes": [list(call.shape)],
@@ -120,6 +125,6 @@ def _entry(call: shared_memory.CollectiveCall) -> dict[str, Any]:
 
 def _words(entry: dict[str, Any]) -> str:
     kind = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-    name, told = entry["process_group"]
-    group = name if told in ("", "undefined") else told
+    name, description = entry["process_group"]
+    group = name if description in ("", "undefined") else description
     return f"{kind} {entry['collective_seq_id']} of the group {group}"

@@ -81,7 +81,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def initialize_distributed(device: str) -> Iterator[Ranks]:
     """Join the processes that ``torchrun`` started; alone where it did not.
 
     Args:
@@ -121,7 +121,7 @@ def _check_device(device: str, kind: str, local: int, count: int) -> None:
         )
 
 
-def outlast(seconds: float) -> None:
+def set_collective_timeout(seconds: float) -> None:
     """Let every communication wait for twice as long as the watch, which says who hangs.
 
     Torch's own patience (30 minutes of gloo, 10 of NCCL) ends a run without a word of that. It is
@@ -150,7 +150,7 @@ def _store() -> dist.Store:
     return dist.PrefixStore(f"fusedops-{env.restarts()}", store)
 
 
-class Stop:
+class StopSignals:
     """Notes SIGTERM and Ctrl-C instead of dying: the loop saves and ends after its step.
 
     A second signal, later than two seconds, ends the process as ever.
@@ -161,7 +161,7 @@ class Stop:
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             # Only the main thread may; elsewhere a run is stopped by its caller.
             with contextlib.suppress(ValueError):
@@ -212,13 +212,13 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     except _Stopped as stopped:
         return passing.code(stopped.codes)
     except ChildFailedError as error:
-        codes = {rank: each.exitcode for rank, each in error.failures.items()}
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         # The agent ends the others by SIGTERM; who was killed otherwise could not tell by itself.
         killed = {rank: -code for rank, code in codes.items() if code < 0}
         causes = {rank: code for rank, code in killed.items() if code != signal.SIGTERM}
         # Where one has told its reason, those that only were ended have none.
-        told = any(code > 0 for code in codes.values())
-        for rank, code in (causes if causes or told else killed).items():
+        explained = any(code > 0 for code in codes.values())
+        for rank, code in (causes if causes or explained else killed).items():
             name = signal.Signals(code).name
             print(f"fusedops: error: process {rank} was killed: {name}", file=sys.stderr)
         return next((code for code in codes.values() if code > 0), 1)
@@ -253,23 +253,23 @@ class _Passing:
                 child.send_signal(number)
         while alive:
             gone, alive = psutil.wait_procs(alive, timeout=1.0)
-            codes += [each.returncode or 0 for each in gone]
+            codes += [process.returncode or 0 for process in gone]
             # One that had not come as far as to note the signal leaves the others without it.
             if any(codes) and since is None:
                 since = time.monotonic()
             if since is not None and time.monotonic() - since > _GRACE_SECONDS:
-                for each in alive:
+                for process in alive:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        each.kill()
+                        process.kill()
         raise _Stopped(codes)
 
     def code(self, codes: list[int]) -> int:
         """Return the exit code of processes that were asked to stop; tell what they could not."""
-        failed = [each for each in codes if each > 0]
+        failed = [code for code in codes if code > 0]
         killed = any(codes) or not codes
         if failed or (killed and self.count > 1):
             return failed[0] if failed else 1
         if killed:
-            told = "stopped before the first step; the same command begins again, or goes on"
-            print(f"fusedops: {told}", file=sys.stderr)
+            message = "stopped before the first step; the same command begins again, or goes on"
+            print(f"fusedops: {message}", file=sys.stderr)
         return 0

@@ -15,7 +15,7 @@ FAULTS = "faults"
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def lock_run_folder(folder: Path) -> Iterator[None]:
     """Make a folder and keep other runs out of it; the system gives it back when this one dies.
 
     Raises:

@@ -1,12 +1,12 @@
-"""A watch over the progress of all processes: one that hangs is named, and the job ends.
+"""A watchdog over the progress of all processes: one that hangs is named, and the job ends.
 
 A process that hangs leaves the others waiting for it in a communication, which no timeout of theirs
-can tell from one that is slow. On each process a thread looks whether anything goes on. Where
-nothing has for the time that the configuration says, it writes down where its process stands
-(``flight.py``), another thread tells it to the others through the store by which they found each
-other, one of them tells the user who keeps all waiting, and every process ends. What cannot tell
-any more is known by its silence: the interpreter's lock is held (the C library's timer writes the
-stack then), the process is stopped, its machine is gone, the link is cut.
+can tell from one that is slow. On each process a thread looks for progress. Where there is none for
+the time that the configuration gives, it writes a record of its process (``flight_record.py``),
+another thread shares the record through the store of the rendezvous, one process names the rank
+that all wait for, and every process ends. A process that writes no record is known by its missing
+heartbeat: it holds the interpreter's lock (the C library's timer writes the stack then), it is
+stopped, its machine is gone, or the link is cut.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ import torch.distributed as dist
 
 from fusedops._core import env
 from fusedops.launch import flight_record
-from fusedops.launch.flight_record import Record
+from fusedops.launch.flight_record import FlightRecord
 from fusedops.launch.processes import Ranks
 from fusedops.launch.run_folder import FAULTS
 
-_LOOKS = 10  # in the time after which a process is said to hang
-_LONGEST_LOOK_SECONDS = 5.0
+_CHECKS = 10  # in the time after which a process is said to hang
+_LONGEST_PERIOD_SECONDS = 5.0
 _SHOWN_CALLS = 8
 
 
-class Watch:
-    """Looks after the progress of this process while it is open.
+class Watchdog:
+    """Ends the job when this process makes no progress; a context manager.
 
     Args:
         ranks: the processes.
         folder: of the run; what a fault leaves goes into ``faults`` there.
-        seconds: after which a process without any progress is said to hang; 0: there is no watch.
+        seconds: without progress after which a process is said to hang; 0: no watchdog.
     """
 
     def __init__(self, ranks: Ranks, folder: Path, seconds: float) -> None:
         self._ranks, self._folder, self._seconds = ranks, folder / FAULTS, seconds
-        self._period = min(_LONGEST_LOOK_SECONDS, seconds / _LOOKS)
-        self._place = (0, "step")
-        self._ended, self._stuck, self._told = (threading.Event() for _ in range(3))
-        self._record: Record | None = None
+        self._period = min(_LONGEST_PERIOD_SECONDS, seconds / _CHECKS)
+        self._phase = (0, "step")
+        self._ended, self._stuck, self._reported = (threading.Event() for _ in range(3))
+        self._record: FlightRecord | None = None
         self._threads: list[threading.Thread] = []
 
-    def at(self, step: int, what: str) -> None:
-        """Note that this process has come to a place; costs nothing."""
-        self._place = (step, what)
+    def set_phase(self, step: int, what: str) -> None:
+        """Note what this process does from now on; costs nothing."""
+        self._phase = (step, what)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if self._seconds:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._stacks = self._stacks_of(self._ranks.rank).open("w")
             self._arm()
-            for work in (self._look, self._speak):
+            for work in (self._check_progress, self._send_heartbeats):
                 self._threads.append(threading.Thread(target=work, daemon=True))
                 self._threads[-1].start()
         return self
@@ -81,30 +81,32 @@ class Watch:
         for thread in self._threads:
             thread.join(self._period)
         if isinstance(error, RuntimeError) and self._ranks.size > 1:
-            self._keep(self._standing(), f"{error}")
+            self._save_record(self._current_record(), f"{error}")
         self._stacks.close()
         self._stacks_of(self._ranks.rank).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._folder.rmdir()  # unless something is in it
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """Look for progress, and end the process where there is none."""
-        before, idle, looked = None, 0.0, time.monotonic()
+        last, idle, checked = None, 0.0, time.monotonic()
         while not self._ended.wait(self._period):
-            now, place = time.monotonic(), (*self._place, flight_record.count())
-            # A whole machine that was suspended is no process that hangs.
-            idle += min(now - looked, 2 * self._period)
-            looked = now
-            if place != before:
-                before, idle = place, 0.0
+            now, progress = time.monotonic(), (*self._phase, flight_record.num_collectives())
+            # A machine that was suspended is no process that hangs.
+            idle += min(now - checked, 2 * self._period)
+            checked = now
+            if progress != last:
+                last, idle = progress, 0.0
                 self._arm()
             elif idle >= self._seconds:
-                self._record = self._standing()
-                self._keep(self._record, "hangs, or waits for one that does")
+                self._record = self._current_record()
+                self._save_record(self._record, "hangs, or waits for one that does")
                 self._stuck.set()
-                if not self._told.wait(2 * self._grace):
-                    rank = self._ranks.rank
-                    _say(f"process {rank} waits in vain, and cannot reach the others: {self._way}")
+                if not self._reported.wait(2 * self._grace):
+                    rank, folder = self._ranks.rank, self._folder
+                    _print_error(
+                        f"process {rank} waits in vain, and cannot reach the others: see {folder}"
+                    )
                 sys.stderr.flush()
                 os._exit(1)
 
@@ -112,8 +114,8 @@ class Watch:
         """Set the timer of C that writes all stacks; it needs no lock of the interpreter."""
         faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
 
-    def _speak(self) -> None:
-        """Tell the others that this process is there; when it is stuck, ask who is to blame."""
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats to the others; when this process is stuck, find the stragglers."""
         rank, size = self._ranks.rank, self._ranks.size
         mine: Any = self._ranks.store
         store = dist.PrefixStore("watch", mine.clone())  # a connection for each thread
@@ -126,36 +128,32 @@ class Watch:
             if self._record is None:
                 return
             store.set(f"record-{rank}", self._record.text())
-            before = _found(store, "beat", size)
+            before = _values(store, "beat", size)
             # The others come to their end at about the same time: when one has begun the
             # communication that another never comes to.
             time.sleep(self._grace)
             records = {
-                rank: Record.of(each) for rank, each in _found(store, "record", size).items()
+                rank: FlightRecord.of(text) for rank, text in _values(store, "record", size).items()
             }
-            after = _found(store, "beat", size)
-            slow = [each for each, beat in after.items() if beat != before.get(each)]
-            if store.add("told", 1) == 1:
-                _say(self._sentence(records, slow))
-                store.set("said", "")
-            store.wait(["said"])  # the first process that ends, ends all
+            after = _values(store, "beat", size)
+            slow = [rank for rank, beat in after.items() if beat != before.get(rank)]
+            if store.add("reporters", 1) == 1:
+                _print_error(self._diagnosis(records, slow))
+                store.set("reported", "")
+            store.wait(["reported"])  # the first process that ends, ends all
         except dist.DistError:
             return
-        self._told.set()
+        self._reported.set()
 
     @property
     def _grace(self) -> float:
         """Seconds in which processes that hang together notice it."""
         return max(1.0, 4 * self._period)
 
-    @property
-    def _way(self) -> str:
-        return f"see {self._folder}"
+    def _current_record(self) -> FlightRecord:
+        return flight_record.current_record(self._ranks.rank, *self._phase)
 
-    def _standing(self) -> Record:
-        return flight_record.taken(self._ranks.rank, *self._place)
-
-    def _keep(self, record: Record, why: str) -> None:
+    def _save_record(self, record: FlightRecord, why: str) -> None:
         """Write a record and the last collectives into the folder."""
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         name = f"{now}.{env.restarts()}-rank-{record.rank:05d}.json"
@@ -166,24 +164,26 @@ class Watch:
     def _stacks_of(self, rank: int) -> Path:
         return self._folder / f"rank-{rank:05d}.stack"
 
-    def _sentence(self, records: Mapping[int, Record], slow: Sequence[int]) -> str:
-        """Return who keeps all others waiting, and its stack."""
-        blamed, why = blame(records, self._ranks.size, slow)
-        told = [f"no progress for {self._seconds:g} seconds: {why}"]
-        for rank in blamed[:2]:
+    def _diagnosis(self, records: Mapping[int, FlightRecord], slow: Sequence[int]) -> str:
+        """Return which ranks all others wait for, and their stacks."""
+        stragglers, why = find_stragglers(records, self._ranks.size, slow)
+        lines = [f"no progress for {self._seconds:g} seconds: {why}"]
+        for rank in stragglers[:2]:
             if rank in records:
-                found = records[rank]
-                told.append(f"process {rank} ({found.host}, pid {found.pid}) stands here:")
-                told += found.stack.splitlines()[-2 * _SHOWN_CALLS :]
+                record = records[rank]
+                lines.append(f"process {rank} ({record.host}, pid {record.pid}) stands here:")
+                lines += record.stack.splitlines()[-2 * _SHOWN_CALLS :]
             else:
                 with contextlib.suppress(OSError):
-                    lines = self._stacks_of(rank).read_text().splitlines()
-                    told += [f"process {rank} stands here:", *lines] if lines else []
-        return "\n".join([*told, f"the records of all are in {self._folder}"])
+                    stack = self._stacks_of(rank).read_text().splitlines()
+                    lines += [f"process {rank} stands here:", *stack] if stack else []
+        return "\n".join([*lines, f"the records of all are in {self._folder}"])
 
 
-def blame(records: Mapping[int, Record], size: int, slow: Sequence[int]) -> tuple[list[int], str]:
-    """Return which ranks keep the others waiting, and a sentence that says so.
+def find_stragglers(
+    records: Mapping[int, FlightRecord], size: int, slow: Sequence[int]
+) -> tuple[list[int], str]:
+    """Return which ranks the others wait for, and a sentence that says so.
 
     Args:
         records: of the ranks that found themselves without progress.
@@ -196,27 +196,29 @@ def blame(records: Mapping[int, Record], size: int, slow: Sequence[int]) -> tupl
         return silent, f"{_named(silent)} silent: stopped, cut off, or holding Python's lock"
     if missing:
         return missing, f"{_named(missing)} still at work, and the others wait"
-    working = [rank for rank, each in records.items() if each.waits is None]
+    working = [rank for rank, record in records.items() if record.waits is None]
     if working:
         places = sorted({f"{records[rank].what} {records[rank].step}" for rank in working})
         return working, f"{_named(working)} hanging in {', '.join(places)}, waiting for nobody"
     behind = _behind(records)
-    waits = "; ".join(f"process {rank} in {each.waits}" for rank, each in sorted(records.items()))
+    waits = "; ".join(
+        f"process {rank} in {record.waits}" for rank, record in sorted(records.items())
+    )
     if behind:
         return behind, f"{_named(behind)} behind the others, and all wait: {waits}"
     return [], f"all wait for each other, as where a link is cut: {waits}"
 
 
-def _behind(records: Mapping[int, Record]) -> list[int]:
+def _behind(records: Mapping[int, FlightRecord]) -> list[int]:
     """Return the ranks that began fewer collectives of a group than others of it."""
     most: dict[str, int] = {}
-    for each in records.values():
-        for name, number in each.groups.items():
+    for record in records.values():
+        for name, number in record.groups.items():
             most[name] = max(most.get(name, 0), number)
     return [
         rank
-        for rank, each in sorted(records.items())
-        if any(number < most[name] for name, number in each.groups.items())
+        for rank, record in sorted(records.items())
+        if any(number < most[name] for name, number in record.groups.items())
     ]
 
 
@@ -226,11 +228,11 @@ def _named(ranks: Sequence[int]) -> str:
     return f"processes {', '.join(map(str, ranks))} are"
 
 
-def _found(store: dist.Store, name: str, size: int) -> dict[int, bytes]:
+def _values(store: dist.Store, name: str, size: int) -> dict[int, bytes]:
     """Return what ranks have written under a name; those that have not are left out."""
-    there = [rank for rank in range(size) if store.check([f"{name}-{rank}"])]
-    return {rank: store.get(f"{name}-{rank}") for rank in there}
+    ranks = [rank for rank in range(size) if store.check([f"{name}-{rank}"])]
+    return {rank: store.get(f"{name}-{rank}") for rank in ranks}
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"fusedops: error: {text}", file=sys.stderr, flush=True)

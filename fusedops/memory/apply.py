@@ -17,14 +17,16 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
 from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import OffloadSettings
-from fusedops.memory.policy import Policy, Rule, recomputed
+from fusedops.memory.policy import MemoryRule, Policy, recomputed
 from fusedops.memory.policy_state import PolicyState, keeps_results
 
 
 class WrappedLayer:
     """What runs around a module that a rule names."""
 
-    def __init__(self, state: PolicyState, name: str, module: nn.Module, rules: list[Rule]) -> None:
+    def __init__(
+        self, state: PolicyState, name: str, module: nn.Module, rules: list[MemoryRule]
+    ) -> None:
         self.state = state
         self.name = name
         self._module = module
@@ -42,7 +44,7 @@ class WrappedLayer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what can be pickled: not the function inside of a function."""
-        return {name: each for name, each in self.__dict__.items() if name != "contexts"}
+        return {name: value for name, value in self.__dict__.items() if name != "contexts"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -110,14 +112,14 @@ def apply(
     remove(model)
     named = dict(model.named_modules())
     _check_patterns(policy, named)
-    aside = {module for module in named.values() if wrap.steps_aside(module) is not None}
+    aside = {module for module in named.values() if wrap.unsupported_reason(module) is not None}
     state = PolicyState(model, policy, settings)
     for name, module in named.items():
         rules = [rule for rule in policy.rules if rule.names_module(name, module)]
         if rules or (module is model and any(not rule.modules for rule in policy.rules)):
             wrap.wrap(module, WrappedLayer(state, name, module, rules))
     for name, module in named.items():
-        reason = wrap.steps_aside(module)
+        reason = wrap.unsupported_reason(module)
         if reason is not None and module not in aside:
             remove(model)
             raise UnsupportedError(
@@ -141,7 +143,7 @@ def remove(model: nn.Module) -> None:
         >>> fusedops.memory.remove(torch.nn.Linear(2, 2))
     """
     _check_model("remove", model)
-    ours = [each for each in model.modules() if _layer_of(each) is not None]
+    ours = [module for module in model.modules() if _layer_of(module) is not None]
     for name, module in model.named_modules():
         if _covered(module):
             raise UnsupportedError(
@@ -181,14 +183,14 @@ def _check_model(op: str, model: Any) -> None:
 def _check_patterns(policy: Policy, named: dict[str, nn.Module]) -> None:
     """Raise where a rule's modules name nothing in the model."""
     for rule in policy.rules:
-        if rule.modules and not any(rule.names_module(*each) for each in named.items()):
-            words = [each for each in rule.modules if isinstance(each, str)]
+        if rule.modules and not any(rule.names_module(*item) for item in named.items()):
+            words = [module for module in rule.modules if isinstance(module, str)]
             near = difflib.get_close_matches(words[0] if words else "", named, n=3, cutoff=0.4)
             hint = f"; the nearest names are {', '.join(map(repr, near))}" if near else ""
             raise ValueError(f"apply: {rule} names no module of the model{hint}")
 
 
-def _reshard(module: nn.Module, rule: Rule) -> None:
+def _reshard(module: nn.Module, rule: MemoryRule) -> None:
     """Let FSDP2 free a region's weights after the forward, or keep them, where the rule says so."""
     again = rule.communication.parallel_optimizer_comm_recompute
     reshard = getattr(module, "set_reshard_after_forward", None)

@@ -32,14 +32,16 @@ class _Owner:
     def versions(self) -> tuple[Any, ...]:
         """Return what changes when a buffer is replaced or, by most operators, written to."""
         return tuple(
-            (name, id(each), None if each is None or each.is_inference() else each._version)
-            for name, each in self.module._buffers.items()
+            (name, id(buffer), None if buffer is None or buffer.is_inference() else buffer._version)
+            for name, buffer in self.module._buffers.items()
         )
 
     def copy(self) -> None:
         """Keep the values that the buffers have now."""
         self.copies = {
-            name: _local(each).clone() for name, each in self.buffers.items() if each is not None
+            name: _local(buffer).clone()
+            for name, buffer in self.buffers.items()
+            if buffer is not None
         }
 
     @property
@@ -74,10 +76,10 @@ class Written:
         """Take the modules that have such buffers, as they were before the forward."""
         self._owners = owners
         self._memory = frozenset(
-            _local(each).untyped_storage()._cdata
+            _local(buffer).untyped_storage()._cdata
             for owner in owners
-            for each in owner.buffers.values()
-            if each is not None and each.layout is torch.strided
+            for buffer in owner.buffers.values()
+            if buffer is not None and buffer.layout is torch.strided
         )
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -95,7 +97,7 @@ class Written:
         Raises:
             RuntimeError: there is no copy of a buffer.
         """
-        lost = next((each for each in self._owners if each.copies is None), None)
+        lost = next((owner for owner in self._owners if owner.copies is None), None)
         if lost is not None:
             place = f"{name}.{lost.name}" if name and lost.name else name or lost.name
             raise RuntimeError(
@@ -103,23 +105,23 @@ class Written:
                 f"{place or 'the model'} ({', '.join(lost.buffers)}), which no earlier forward "
                 "did, and their values before it are lost. Leave that module out of recompute()"
             )
-        now = [_Owner(each.name, each.module) for each in self._owners]
-        for each in now:
-            each.copy()
+        now = [_Owner(owner.name, owner.module) for owner in self._owners]
+        for current in now:
+            current.copy()
         tensors = {
-            id(each): each
+            id(buffer): buffer
             for owner in (*self._owners, *now)
-            for each in owner.buffers.values()
-            if each is not None and not each.is_inference()
+            for buffer in owner.buffers.values()
+            if buffer is not None and not buffer.is_inference()
         }
         with torch.autograd._unsafe_preserve_version_counter(tuple(tensors.values())):
             try:
-                for each in self._owners:
-                    each.rewind()
+                for recorded in self._owners:
+                    recorded.rewind()
                 yield
             finally:
-                for each in now:
-                    each.rewind()
+                for current in now:
+                    current.rewind()
 
 
 class Buffers:
@@ -139,29 +141,31 @@ class Buffers:
     def watched(self) -> Iterator[Written]:
         """Run a forward inside; what it wrote to is known afterwards."""
         owners = [
-            _Owner(name, each) for name, each in self._module.named_modules() if each._buffers
+            _Owner(name, module) for name, module in self._module.named_modules() if module._buffers
         ]
         found = Written()
         if not owners:
             yield found
             return
-        modes = (self._module.training, *(each.module.training for each in owners))
+        modes = (self._module.training, *(owner.module.training for owner in owners))
         is_first = modes != self._modes
         is_known = not is_first and self._rest == self._versions_of_rest(owners)
-        for each in owners:
-            if not is_known or each.name in self._written:
-                each.copy()
+        for owner in owners:
+            if not is_known or owner.name in self._written:
+                owner.copy()
         yield found
-        for each in owners:
+        for owner in owners:
             # Values are compared once: on a GPU the host waits for that.
-            if each.counted_as_written or (is_first and each.has_other_values):
-                self._written.add(each.name)
-        found.keep([each for each in owners if each.name in self._written])
+            if owner.counted_as_written or (is_first and owner.has_other_values):
+                self._written.add(owner.name)
+        found.keep([owner for owner in owners if owner.name in self._written])
         self._modes, self._rest = modes, self._versions_of_rest(owners)
 
     def _versions_of_rest(self, owners: list[_Owner]) -> Any:
         """Return the versions of the buffers that no forward has written to."""
-        return [(each.name, each.versions()) for each in owners if each.name not in self._written]
+        return [
+            (owner.name, owner.versions()) for owner in owners if owner.name not in self._written
+        ]
 
 
 def _replace(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:

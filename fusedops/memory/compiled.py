@@ -27,18 +27,18 @@ from fusedops.memory.policy import (
     OFFLOAD,
     RECOMPUTE,
     SAVE,
-    Rule,
-    Saved,
-    kept_by,
+    MemoryRule,
+    SavedTensorInfo,
     recomputed,
+    saving_rule,
 )
 from fusedops.memory.recomputation.selective import communicates
 
-Fitting = Callable[[Saved], Sequence[Rule]]
+Fitting = Callable[[SavedTensorInfo], Sequence[MemoryRule]]
 
 
 def contexts_for(
-    name: str, rules: tuple[Rule, ...], region: Rule | None
+    name: str, rules: tuple[MemoryRule, ...], region: MemoryRule | None
 ) -> Callable[[], Any] | None:
     """Return the ``context_fn`` of a module's checkpoint in compiled code, or ``None`` without one.
 
@@ -58,7 +58,7 @@ def contexts_for(
     return contexts
 
 
-def left_out(rules: tuple[Rule, ...]) -> str:
+def left_out(rules: tuple[MemoryRule, ...]) -> str:
     """Return a sentence about the rules that compiled code does not follow, ``""`` without any."""
     named = [str(rule) for rule in rules if rule.treatment in (OFFLOAD, LOWER)]
     if not named:
@@ -90,8 +90,8 @@ def run(
 
 def _decide(
     name: str,
-    rules: tuple[Rule, ...],
-    region: Rule | None,
+    rules: tuple[MemoryRule, ...],
+    region: MemoryRule | None,
     context: Any,
     op: Any,
     *args: Any,
@@ -105,21 +105,21 @@ def _decide(
         return CheckpointPolicy.PREFER_RECOMPUTE if region else CheckpointPolicy.MUST_RECOMPUTE
     if region is None and not any(rule.treatment == SAVE for rule in fitting):
         return CheckpointPolicy.PREFER_SAVE
-    rule = kept_by(fitting)
+    rule = saving_rule(fitting)
     if rule is not None and rule.treatment == OFFLOAD:
         return CheckpointPolicy.MUST_CPU_OFFLOAD
     return CheckpointPolicy.MUST_SAVE
 
 
-def _fitting(name: str, rules: tuple[Rule, ...], op: str, output: Any) -> list[Rule]:
+def _fitting(name: str, rules: tuple[MemoryRule, ...], op: str, output: Any) -> list[MemoryRule]:
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, torch.Tensor):
         return [rule for rule in rules if not rule.of_tensors]
     nbytes = first.numel() * first.element_size()
-    saved = Saved(name, op, None, tuple(first.shape), first.dtype, first.device, nbytes)
+    saved = SavedTensorInfo(name, op, None, tuple(first.shape), first.dtype, first.device, nbytes)
     return [rule for rule in rules if rule.fits(saved) or _by_output(rule, op)]
 
 
-def _by_output(rule: Rule, op: str) -> bool:
+def _by_output(rule: MemoryRule, op: str) -> bool:
     """Return whether a rule names a result of this operator: an operator is one node there."""
     return bool(rule.outputs) and rule.when is None and (not rule.ops or op in rule.ops)

@@ -22,18 +22,18 @@ Group = dict[str, nn.Module]
 
 def lists_of(model: nn.Module) -> Group:
     """Return the layers of a model that a policy may treat one by one, by name, in their order."""
-    named = {name: each for name, each in model.named_modules() if name}
+    named = {name: module for name, module in model.named_modules() if name}
     found: Group = {}
     while group := _largest_class(named):
         found |= group
-        taken = found.keys() | {outer for name in found for outer in _outer_names(name)}
+        excluded = found.keys() | {outer for name in found for outer in _outer_names(name)}
         named = {
-            name: each
-            for name, each in named.items()
-            if name not in taken and not any(outer in found for outer in _outer_names(name))
+            name: module
+            for name, module in named.items()
+            if name not in excluded and not any(outer in found for outer in _outer_names(name))
         }
     found = found or _largest_container(model)
-    return {name: each for name, each in model.named_modules() if name in found}
+    return {name: module for name, module in model.named_modules() if name in found}
 
 
 def _largest_class(named: Group) -> Group:
@@ -43,11 +43,11 @@ def _largest_class(named: Group) -> Group:
     stacks of an encoder and a decoder may be of one class as well.
     """
     by_class: dict[type[nn.Module], Group] = defaultdict(dict)
-    for name, each in named.items():
-        group = by_class[type(each)]
-        is_block = _runs(each) and type(each) is not nn.Sequential and any(each.children())
+    for name, module in named.items():
+        group = by_class[type(module)]
+        is_block = _runs(module) and type(module) is not nn.Sequential and any(module.children())
         if is_block and not any(outer in group for outer in _outer_names(name)):
-            group[name] = each
+            group[name] = module
     groups = [group for group in by_class.values() if len(group) > 1]
     most = max(map(_size, groups), default=0)
     lists = [group for group in groups if all(_is_listed(name, named) for name in group)]
@@ -58,16 +58,16 @@ def _largest_class(named: Group) -> Group:
 def _largest_container(model: nn.Module) -> Group:
     """Return the members of the container with most parameters; empty where there is none."""
     groups = []
-    for name, each in model.named_modules():
-        if isinstance(each, _CONTAINERS):
+    for name, module in model.named_modules():
+        if isinstance(module, _CONTAINERS):
             prefix = f"{name}." if name else ""
-            groups.append({f"{prefix}{child}": member for child, member in each.named_children()})
+            groups.append({f"{prefix}{child}": member for child, member in module.named_children()})
     return max(groups, key=_size, default={})
 
 
 def _size(group: Group) -> int:
-    found = {parameter for each in group.values() for parameter in each.parameters()}
-    return sum(each.numel() for each in found)
+    found = {parameter for module in group.values() for parameter in module.parameters()}
+    return sum(parameter.numel() for parameter in found)
 
 
 def _is_listed(name: str, named: Group) -> bool:
@@ -93,8 +93,8 @@ def names_of(model: nn.Module) -> dict[str, str]:
         if layer is None and name and name not in holders and _runs(module):
             layer = name
         found[name] = name if layer is None else layer
-        for child, each in module.named_children():
-            look(f"{name}.{child}" if name else child, each, layer)
+        for child, submodule in module.named_children():
+            look(f"{name}.{child}" if name else child, submodule, layer)
 
     look("", model, None)
     return found
@@ -120,7 +120,7 @@ def placed(
     """
     places: dict[str, PlannedBlock] = {}
     named = dict(model.named_modules())
-    before = {each for each in named.values() if wrap.steps_aside(each) is not None}
+    before = {module for module in named.values() if wrap.unsupported_reason(module) is not None}
     try:
         for name, layer in names_of(model).items():
             speaks = name and (name == layer or layer in idle) and _runs(named.get(name))
@@ -128,8 +128,11 @@ def placed(
                 continue
             places[name] = PlannedBlock(trace, layer)
             wrap.wrap(named[name], places[name])
-            above = [named[each] for each in ("", *_outer_names(name), name)]
-            if any(wrap.steps_aside(each) is not None and each not in before for each in above):
+            above = [named[parent_name] for parent_name in ("", *_outer_names(name), name)]
+            if any(
+                wrap.unsupported_reason(parent) is not None and parent not in before
+                for parent in above
+            ):
                 wrap.unwrap(named[name])
                 del places[name]
         yield places

@@ -26,7 +26,7 @@ Ops = Any  # a name, an operator of torch.ops, or several of them
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensorInfo:
     """What a rule may know of a tensor that is kept for the backward.
 
     Attributes:
@@ -69,14 +69,14 @@ class CommunicationOptions:
 
 
 @dataclass(frozen=True)
-class Rule:
+class MemoryRule:
     """One sentence of a policy; made by ``save``, ``recompute``, ``offload`` and ``lower``."""
 
     treatment: str
     modules: tuple[str | type[nn.Module], ...] = ()
     ops: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    when: Callable[[Saved], bool] | None = None
+    when: Callable[[SavedTensorInfo], bool] | None = None
     dtype: torch.dtype | None = None
     communication: CommunicationOptions = CommunicationOptions()
 
@@ -85,7 +85,7 @@ class Rule:
         """Whether it looks at single tensors, not only at the module that runs."""
         return bool(self.ops or self.outputs or self.when is not None)
 
-    def __deepcopy__(self, memo: Any) -> Rule:
+    def __deepcopy__(self, memo: Any) -> MemoryRule:
         """Return the rule: nothing of it changes, and a process group has no copy."""
         return self
 
@@ -93,7 +93,7 @@ class Rule:
         """Return whether its ``modules`` name this one; a rule without them names none."""
         return any(_names(pattern, name, module) for pattern in self.modules)
 
-    def fits(self, saved: Saved) -> bool:
+    def fits(self, saved: SavedTensorInfo) -> bool:
         """Return whether a tensor is one of those that its other words name."""
         if self.ops and saved.op not in self.ops:
             return False
@@ -117,8 +117,8 @@ def save(
     *,
     ops: Ops = (),
     outputs: str | Iterable[str] = (),
-    when: Callable[[Saved], bool] | None = None,
-) -> Rule:
+    when: Callable[[SavedTensorInfo], bool] | None = None,
+) -> MemoryRule:
     """Keep tensors as they are: inside a recomputed module, or against an earlier rule.
 
     Args:
@@ -128,7 +128,7 @@ def save(
         ops: the operators that made the tensors: names (``"mlp"``, ``"aten::mm"``) or
             ``torch.ops`` objects; by default any.
         outputs: names of results in the operators' schemas, such as ``"preactivation"``.
-        when: decides by anything else; receives a ``Saved``.
+        when: decides by anything else; receives a ``SavedTensorInfo``.
 
     Returns:
         A rule for ``Policy``.
@@ -150,12 +150,12 @@ def recompute(
     *,
     ops: Ops = (),
     outputs: str | Iterable[str] = (),
-    when: Callable[[Saved], bool] | None = None,
+    when: Callable[[SavedTensorInfo], bool] | None = None,
     mp_comm_recompute: bool = True,
     parallel_optimizer_comm_recompute: bool | None = None,
     recompute_slice_activation: bool = False,
     group: Any = None,
-) -> Rule:
+) -> MemoryRule:
     """Compute tensors again in the backward, once, instead of keeping them.
 
     With ``modules`` alone each of these is a region: its inputs are kept and its forward runs a
@@ -211,12 +211,12 @@ def recompute(
             "names single tensors: give it modules alone"
         )
     for name in rule.ops:
-        if any(torch.Tag.nondeterministic_seeded in each.tags for each in _overloads(name)):
+        if any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(name)):
             raise ValueError(
                 f"recompute: {name} draws random numbers, which a second call would draw anew; "
                 "recompute the module that calls it, which replays them"
             )
-        if any(updates_statistics(each) for each in _overloads(name)):
+        if any(updates_statistics(overload) for overload in _overloads(name)):
             raise ValueError(
                 f"recompute: {name} updates running statistics, which a second call would update "
                 "again; recompute the module that calls it, whose buffers are kept"
@@ -229,8 +229,8 @@ def offload(
     *,
     ops: Ops = (),
     outputs: str | Iterable[str] = (),
-    when: Callable[[Saved], bool] | None = None,
-) -> Rule:
+    when: Callable[[SavedTensorInfo], bool] | None = None,
+) -> MemoryRule:
     """Move tensors to host memory after the forward and back before the backward wants them.
 
     Args:
@@ -260,8 +260,8 @@ def lower(
     dtype: torch.dtype = torch.bfloat16,
     ops: Ops = (),
     outputs: str | Iterable[str] = (),
-    when: Callable[[Saved], bool] | None = None,
-) -> Rule:
+    when: Callable[[SavedTensorInfo], bool] | None = None,
+) -> MemoryRule:
     """Keep floating-point tensors in a narrower dtype. This changes the gradients.
 
     Args:
@@ -315,9 +315,9 @@ class Policy:
         Policy(recompute(modules='layers.*'), save(ops=fusedops::attention))
     """
 
-    def __init__(self, *rules: Rule) -> None:
+    def __init__(self, *rules: MemoryRule) -> None:
         for rule in rules:
-            if not isinstance(rule, Rule):
+            if not isinstance(rule, MemoryRule):
                 raise TypeError(
                     "Policy: each rule must come from save(), recompute(), offload() or lower(), "
                     f"got {checks.shown(rule)}"
@@ -341,7 +341,7 @@ class Policy:
         return any(rule.of_tensors for rule in self.rules)
 
 
-def recomputed(fitting: Sequence[Rule]) -> Rule | None:
+def recomputed(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
     """Return the rule by which a tensor is computed again, of all rules that fit it, or ``None``.
 
     Asked of the rules that name a module as a whole, it tells whether the module is a region.
@@ -350,7 +350,7 @@ def recomputed(fitting: Sequence[Rule]) -> Rule | None:
     return rule if rule is not None and rule.treatment == RECOMPUTE else None
 
 
-def kept_by(fitting: Sequence[Rule]) -> Rule | None:
+def saving_rule(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
     """Return the rule that tells how a tensor is kept, of all rules that fit it.
 
     ``None`` where it is kept as it is.
@@ -359,7 +359,7 @@ def kept_by(fitting: Sequence[Rule]) -> Rule | None:
     return rule if rule is not None and rule.treatment != SAVE else None
 
 
-def _last(fitting: Sequence[Rule], treatments: tuple[str, ...]) -> Rule | None:
+def _last(fitting: Sequence[MemoryRule], treatments: tuple[str, ...]) -> MemoryRule | None:
     answers = [rule for rule in fitting if rule.treatment in treatments]
     single = [rule for rule in answers if rule.of_tensors]
     chosen = single or answers
@@ -371,15 +371,15 @@ def _rule(
     modules: Modules,
     ops: Ops,
     outputs: str | Iterable[str],
-    when: Callable[[Saved], bool] | None,
+    when: Callable[[SavedTensorInfo], bool] | None,
     **others: Any,
-) -> Rule:
+) -> MemoryRule:
     if when is not None and not callable(when):
         raise TypeError(f"{treatment}: when must be a function, got {checks.type_name(when)}")
-    rule = Rule(
+    rule = MemoryRule(
         treatment,
         _patterns(treatment, modules),
-        tuple(_op_name(treatment, each) for each in _several(ops)),
+        tuple(_op_name(treatment, op) for op in _several(ops)),
         _words(treatment, outputs),
         when,
         **others,
@@ -395,26 +395,26 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def _patterns(treatment: str, modules: Modules) -> tuple[str | type[nn.Module], ...]:
-    found = _several(modules)
-    for each in found:
-        is_class = isinstance(each, type) and issubclass(each, nn.Module)
-        if not isinstance(each, str) and not is_class:
+    patterns = _several(modules)
+    for pattern in patterns:
+        is_class = isinstance(pattern, type) and issubclass(pattern, nn.Module)
+        if not isinstance(pattern, str) and not is_class:
             raise TypeError(
                 f"{treatment}: modules must be names such as 'layers.*' or classes of modules, "
-                f"got {checks.shown(each)}"
+                f"got {checks.shown(pattern)}"
             )
-    return found
+    return patterns
 
 
 def _words(treatment: str, outputs: str | Iterable[str]) -> tuple[str, ...]:
-    found = _several(outputs)
-    for each in found:
-        if not isinstance(each, str):
+    names = _several(outputs)
+    for name in names:
+        if not isinstance(name, str):
             raise TypeError(
                 f"{treatment}: outputs must be names of an operator's results, "
-                f"got {checks.shown(each)}"
+                f"got {checks.shown(name)}"
             )
-    return found
+    return names
 
 
 def _op_name(treatment: str, op: Any) -> str:
@@ -434,7 +434,7 @@ def _op_name(treatment: str, op: Any) -> str:
         name = f"fusedops::{op}" if hasattr(torch.ops.fusedops, op) else f"aten::{op}"
     namespace, _, bare = name.partition("::")
     if not bare or not hasattr(getattr(torch.ops, namespace), bare):
-        known = {each.rpartition("::")[2]: each for each in _known_ops()}
+        known = {name.rpartition("::")[2]: name for name in _known_ops()}
         near = difflib.get_close_matches(bare or namespace, known, n=1)
         hint = f"; did you mean {known[near[0]]!r}?" if near else ""
         raise ValueError(f"{treatment}: ops names {op!r}, which is no operator{hint}")
@@ -443,8 +443,8 @@ def _op_name(treatment: str, op: Any) -> str:
 
 def _known_ops() -> list[str]:
     names = torch._C._dispatch_get_all_op_names()
-    found = {each.partition(".")[0] for each in names}
-    return sorted(each for each in found if each.startswith(("aten::", "fusedops::")))
+    found = {name.partition(".")[0] for name in names}
+    return sorted(name for name in found if name.startswith(("aten::", "fusedops::")))
 
 
 def updates_statistics(op: torch._ops.OpOverload) -> bool:
@@ -452,13 +452,13 @@ def updates_statistics(op: torch._ops.OpOverload) -> bool:
 
     Those of torch's batch norms do, in training, and their schemas do not say so.
     """
-    return any(each.name == "running_mean" for each in op._schema.arguments)
+    return any(argument.name == "running_mean" for argument in op._schema.arguments)
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
     namespace, _, bare = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), bare)
-    return [getattr(packet, each) for each in packet.overloads()]
+    return [getattr(packet, overload) for overload in packet.overloads()]
 
 
 def _names(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:

@@ -23,11 +23,11 @@ from fusedops.memory.policy import (
     OFFLOAD,
     RECOMPUTE,
     SAVE,
+    MemoryRule,
     Policy,
-    Rule,
-    Saved,
-    kept_by,
+    SavedTensorInfo,
     recomputed,
+    saving_rule,
 )
 from fusedops.memory.recomputation.producers import Producer, ProducerTracker, recomputed_storage
 from fusedops.memory.recomputation.region import Region
@@ -64,7 +64,7 @@ class PolicyState:
         self._forget()
 
     def _forget(self) -> None:
-        self._running: list[tuple[str, frozenset[Rule]]] = []
+        self._running: list[tuple[str, frozenset[MemoryRule]]] = []
         self._regions = 0
         self._packs = False
         self._producers: ProducerTracker | None = None
@@ -88,7 +88,7 @@ class PolicyState:
         return self._offloaders
 
     @contextlib.contextmanager
-    def running(self, name: str, module: nn.Module, rules: frozenset[Rule]) -> Iterator[None]:
+    def running(self, name: str, module: nn.Module, rules: frozenset[MemoryRule]) -> Iterator[None]:
         """Take what is saved inside as saved by this module."""
         before = self._steady
         # Known by their memory: what layers read of a DTensor is neither a parameter nor a view of
@@ -131,7 +131,7 @@ class PolicyState:
     def run_region(
         self,
         call: ForwardCall,
-        rule: Rule,
+        rule: MemoryRule,
         keeps: bool,
         buffers: Buffers,
         args: tuple[Any, ...],
@@ -159,7 +159,7 @@ class PolicyState:
                 fitting = self._fitting(tensor, op, output)
                 if recomputed(fitting) is not None:
                     return None
-                held = self._hold(tensor, kept_by(fitting))
+                held = self._hold(tensor, saving_rule(fitting))
                 return Resident(held) if isinstance(held, torch.Tensor) else held
 
         def start(tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
@@ -189,9 +189,9 @@ class PolicyState:
                 source or self._know("again", recomputed_storage(tensor, producer, self.pack)),
                 tensor,
             )
-        return self._hold(tensor, kept_by(fitting))
+        return self._hold(tensor, saving_rule(fitting))
 
-    def _hold(self, tensor: torch.Tensor, rule: Rule | None) -> SavedTensor:
+    def _hold(self, tensor: torch.Tensor, rule: MemoryRule | None) -> SavedTensor:
         if rule is not None and rule.treatment == OFFLOAD and self._worth_moving(tensor):
             source = self._known(OFFLOAD, tensor)
             if source is None:
@@ -219,8 +219,8 @@ class PolicyState:
         return self._offloaders[device]
 
     def _worth_moving(self, tensor: torch.Tensor) -> bool:
-        whole = tensor.untyped_storage().nbytes()
-        return whole >= self.settings.least_bytes and tensor.nbytes >= _PART * whole
+        storage_bytes = tensor.untyped_storage().nbytes()
+        return storage_bytes >= self.settings.least_bytes and tensor.nbytes >= _PART * storage_bytes
 
     def _repeats(self, op: str) -> bool:
         """Return whether a rule may ask for the results of an operator to be made again."""
@@ -229,11 +229,13 @@ class PolicyState:
             for rule in self.policy.rules
         )
 
-    def _fitting(self, tensor: torch.Tensor, op: str | None, output: str | None) -> list[Rule]:
+    def _fitting(
+        self, tensor: torch.Tensor, op: str | None, output: str | None
+    ) -> list[MemoryRule]:
         """Return the rules that fit a tensor that the running module saves."""
         name = self._running[-1][0] if self._running else ""
-        running = frozenset[Rule]().union(*(rules for _, rules in self._running))
-        saved = Saved(
+        running = frozenset[MemoryRule]().union(*(rules for _, rules in self._running))
+        saved = SavedTensorInfo(
             name, op, output, tuple(tensor.shape), tensor.dtype, tensor.device, tensor.nbytes
         )
         return [
@@ -250,8 +252,8 @@ def keeps_results(policy: Policy) -> bool:
 
 def _memory_of(tensors: Iterable[Any]) -> frozenset[int]:
     """Return the names of the memory that parameters or buffers, or their shards, lie in."""
-    parts = (getattr(each, "_local_tensor", each) for each in tensors)
-    return frozenset(each.untyped_storage()._cdata for each in parts if _plain(each))
+    parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return frozenset(part.untyped_storage()._cdata for part in parts if _plain(part))
 
 
 def _plain(tensor: torch.Tensor) -> bool:

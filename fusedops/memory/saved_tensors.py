@@ -6,7 +6,8 @@ each is made from a tensor and returns an equal one as often as it is asked.
 
 A node may run twice: a zero-bubble schedule first asks for the gradients of inputs and later for
 those of weights. What was recomputed or copied back for the first pass is kept for the second if
-and only if the node has gradients left to compute (``needed_again``): nothing is computed twice.
+and only if the node has gradients left to compute (``needed_for_recomputation``): nothing is
+computed twice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 _LASTING = "_fusedops_lasting"
 
 
-def needed_again() -> bool:
+def needed_for_recomputation() -> bool:
     """Return whether the node that runs now will run again, for gradients not asked for yet.
 
     It can only where the pass keeps its graph, and it will if it leads to a node which this pass
@@ -54,8 +55,8 @@ def lasting(tensor: torch.Tensor) -> bool:
 
 def mark_lasting(tensors: Iterable[torch.Tensor]) -> None:
     """Let tensors count as lasting: what others keep, let go and bring again."""
-    for each in tensors:
-        setattr(each, _LASTING, True)
+    for tensor in tensors:
+        setattr(tensor, _LASTING, True)
 
 
 class SavedTensor:
@@ -98,7 +99,7 @@ class Rematerialized(SavedTensor):
             tensor = self._given()  # a node that unpacks twice in one run
         if tensor is None:
             tensor = self.make()
-        self._value = tensor if needed_again() else None
+        self._value = tensor if needed_for_recomputation() else None
         self._given = weakref.ref(tensor)
         return tensor
 
@@ -167,12 +168,12 @@ class SavedView(Rematerialized):
         if not self._waits:
             self._source.waiting += 1
         self._waits = False
-        whole = self._source.get()
+        base = self._source.get()
         if self._geometry is None:
-            return whole.detach()
+            return base.detach()
         size, stride, offset = self._geometry
-        empty = torch.empty(0, dtype=self._dtype, device=whole.device)
-        return empty.set_(whole.untyped_storage(), offset, size, stride)
+        empty = torch.empty(0, dtype=self._dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), offset, size, stride)
 
     def __del__(self) -> None:
         if getattr(self, "_waits", False):
@@ -210,17 +211,17 @@ class Arguments:
         hold: Callable[[torch.Tensor], torch.Tensor | SavedTensor],
     ) -> None:
         self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        tensors = {id(each): each for each in self._leaves if isinstance(each, torch.Tensor)}
-        self._held = {key: hold(each) for key, each in tensors.items()}
+        tensors = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)}
+        self._held = {key: hold(tensor) for key, tensor in tensors.items()}
         self._leaves = [
-            self._held[id(each)] if isinstance(each, torch.Tensor) else each
-            for each in self._leaves
+            self._held[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in self._leaves
         ]
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional arguments and the others."""
-        taken = {id(each): take(each) for each in self._held.values()}
-        leaves = [taken.get(id(each), each) for each in self._leaves]
+        values = {id(tensor): take(tensor) for tensor in self._held.values()}
+        leaves = [values.get(id(leaf), leaf) for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._structure)
 
 

@@ -68,7 +68,7 @@ def wrapper_of(module: nn.Module) -> Wrapped | None:
     return found if isinstance(found, Wrapped) else None
 
 
-def steps_aside(module: nn.Module) -> str | None:
+def unsupported_reason(module: nn.Module) -> str | None:
     """Return why a patched module runs its original forward now; ``None`` for all others."""
     rule = getattr(type(module), "fused_rule", None)
     return rule.aside(module) if rule is not None else None

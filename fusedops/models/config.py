@@ -3,8 +3,8 @@
 Nothing here builds a model; ``transformer.py`` does. Counts are exact: the tests compare them with
 published ones and with the modules that transformers builds. Weights are counted by how layouts
 treat them: ``split`` ones are divided by tensor parallelism (columns, or rows, or the vocabulary),
-``whole`` ones are not (norms, biases that are added after the sum, routers), and experts apart from
-the rest, because their data-parallel group is another.
+``whole`` ones are not (norms, biases that are added after the sum, routers). Experts are counted
+apart: tensor parallelism does not divide them, and their data-parallel group is another.
 """
 
 from __future__ import annotations
@@ -55,40 +55,31 @@ class Weights:
     Attributes:
         split: those that tensor parallelism divides.
         whole: those that each of its ranks has.
-        expert_split: the same, of experts.
-        expert_whole: the same, of experts.
+        experts: those of experts, which tensor parallelism does not divide.
     """
 
     split: int = 0
     whole: int = 0
-    expert_split: int = 0
-    expert_whole: int = 0
+    experts: int = 0
 
     def __add__(self, other: Weights) -> Weights:
         return Weights(
             self.split + other.split,
             self.whole + other.whole,
-            self.expert_split + other.expert_split,
-            self.expert_whole + other.expert_whole,
+            self.experts + other.experts,
         )
 
     def __mul__(self, factor: int) -> Weights:
         return Weights(
             self.split * factor,
             self.whole * factor,
-            self.expert_split * factor,
-            self.expert_whole * factor,
+            self.experts * factor,
         )
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.split + self.whole + self.expert_split + self.expert_whole
-
-    @property
-    def experts(self) -> int:
-        """Those of experts."""
-        return self.expert_split + self.expert_whole
+        return self.split + self.whole + self.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,12 +460,11 @@ class TransformerConfig:
         return Weights(split=split + (products - 1) * size, whole=self.hidden_size)
 
     def _experts(self) -> Weights:
-        one = self._feed_forward() * self.num_experts
         router = self.hidden_size * self.num_experts if self.router == "learned" else 0
         whole = router + self.shared_gate * self.hidden_size
         if self.shared_size:  # tp gives each rank all of it, and some of the tokens
             whole += self._feed_forward(self.shared_size).total
-        return Weights(whole=whole, expert_split=one.split, expert_whole=one.whole)
+        return Weights(whole=whole, experts=self._feed_forward().total * self.num_experts)
 
 
 def describe(model: TransformerConfig) -> dict[str, Any]:

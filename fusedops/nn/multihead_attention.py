@@ -93,7 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not first:
             tensors = [each.transpose(0, 1) for each in tensors]
         q, k, v = (self._heads(each) for each in self._project(tensors, same, shared))
-        mask = joined_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
+        mask = merged_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
         dropout_p = self.dropout if self.training else 0.0
         output = attention(q, k, v, mask, dropout_p, is_causal).transpose(1, 2).flatten(2)
         output = linear_act(output, self.out_proj.weight, self.out_proj.bias, activation="identity")
@@ -158,7 +158,7 @@ def check_inputs(module: str, tensors: dict[str, Any], masks: dict[str, Any], **
             checks.index_tensor(module, name, value, dtypes=known)
 
 
-def joined_mask(
+def merged_mask(
     attn_mask: torch.Tensor | None,
     key_padding_mask: torch.Tensor | None,
     query: torch.Tensor,

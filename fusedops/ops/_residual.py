@@ -81,7 +81,7 @@ def draw_seed(
     return philox.new_seed(input.device) if seed is None else seed, float(p)
 
 
-def wanted_gradients(
+def needed_gradients(
     grad_normed: torch.Tensor | None,
     dtype: torch.dtype,
     dropout_p: float,

@@ -32,7 +32,7 @@ from fusedops.ops._norm_math import (
     scaled_dtype,
     sum_rows,
 )
-from fusedops.ops._residual import wanted_gradients
+from fusedops.ops._residual import needed_gradients
 
 
 def add_rms_norm(
@@ -196,7 +196,7 @@ def _backward_reference(
 ) -> tuple[torch.Tensor | None, ...]:
     # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
     accumulation = dtypes.statistics_dtype(summed.dtype)
-    wanted = wanted_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
+    wanted = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     total = torch.zeros_like(summed, dtype=accumulation)
     grad_input = grad_residual = grad_weight = None
     if grad_normed is not None:
@@ -232,7 +232,7 @@ def _backward_fake(
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    wanted = wanted_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
+    wanted = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     parameter = summed.dtype if weight is None else weight.dtype
     return (
         summed.new_empty(summed.shape, dtype=input_dtype) if wanted[0] else None,
@@ -277,7 +277,7 @@ def _shard_backward(
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
     dtype = summed.tensor_meta.dtype
-    wanted = wanted_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
+    wanted = needed_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
     rules = []
     for word in counted_row_placements(summed, normalized_shape, seed):
         part = REPLICATE if word == REPLICATE else PARTIAL

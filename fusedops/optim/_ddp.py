@@ -66,7 +66,7 @@ def _places(bucket: dist.GradBucket) -> list[int]:
     if flat.layout is not torch.strided:
         return [0] * len(bucket.parameters())
     start = int(flat.storage_offset())
-    return [int(each.storage_offset()) - start for each in bucket.gradients()]
+    return [int(gradient.storage_offset()) - start for gradient in bucket.gradients()]
 
 
 def _part(flat: torch.Tensor, param: torch.Tensor, place: int) -> torch.Tensor:

@@ -15,15 +15,16 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from fusedops._core.copy_engine import CopyEngine, finish_all
 from fusedops.ops.adamw import Draw
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim.copy_engine import CopyEngine, carry_out
 
 _ALIGNMENT = 64  # bytes: what is written around the cache must begin there
 _MASTERED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -85,37 +86,37 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Gradient:
+class GradientSnapshot:
     """A gradient as it was when a job began.
 
     Attributes:
-        whole: the parameter's ``grad``; ``None`` where this is yet to be written there.
+        grad: the parameter's ``grad``; ``None`` where this is yet to be written there.
         local: its part that is here, cut as the parameter is.
-        version: counts what was written to ``whole``.
+        version: counts what was written to ``grad``.
         mark: of the copy engine: what the device computes before.
     """
 
-    whole: Any
+    grad: Any
     local: torch.Tensor
     version: int
     mark: Any
 
     @classmethod
-    def of(cls, param: Any, mark: Any) -> Gradient:
+    def of(cls, param: Any, mark: Any) -> GradientSnapshot:
         """Note the gradient that a parameter has now; may be a collective operation."""
         local = _shards.local(_shards.placed_like(param.grad, param))
         return cls(param.grad, local, _shards.version(param.grad), mark)
 
-    def written_to(self, param: Any) -> Gradient:
+    def written_to(self, param: Any) -> GradientSnapshot:
         """Return it as it is now that it was written to the parameter's ``grad``."""
         grad = param.grad
-        if self.whole is not None or grad is None or grad.dtype != self.local.dtype:
+        if self.grad is not None or grad is None or grad.dtype != self.local.dtype:
             return self
-        return replace(self, whole=grad, version=_shards.version(grad))
+        return replace(self, grad=grad, version=_shards.version(grad))
 
     def is_that_of(self, param: Any) -> bool:
         """Whether a parameter has this gradient still, and nothing was written to it."""
-        return param.grad is self.whole and _shards.version(param.grad) == self.version
+        return param.grad is self.grad and _shards.version(param.grad) == self.version
 
 
 @dataclass
@@ -123,7 +124,7 @@ class Job:
     """One run of a bucket: what it was given, and what came of it."""
 
     members: list[int]  # slots of the bucket that have a gradient
-    gradients: list[Gradient]
+    gradients: list[GradientSnapshot]
     basis: Basis
     steps: bool  # or only the sums
     sums: list[float] = field(default_factory=list)
@@ -137,7 +138,7 @@ class Bucket:
     def __init__(self, group: dict[str, Any], slots: list[Slot]) -> None:
         self.group = group
         self.slots = slots
-        self.arrived: dict[int, Gradient] = {}
+        self.arrived: dict[int, GradientSnapshot] = {}
         self.job: Job | None = None
 
     def sums(self, members: list[int]) -> list[float] | None:
@@ -153,7 +154,9 @@ class Bucket:
         """Note that gradients which were to be written to ``grad`` have been."""
         if self.job is not None:
             gradients = zip(self.job.members, self.job.gradients, strict=True)
-            self.job.gradients = [each.written_to(self.slots[i].param) for i, each in gradients]
+            self.job.gradients = [
+                gradient.written_to(self.slots[i].param) for i, gradient in gradients
+            ]
 
     @property
     def staging_bytes(self) -> int:
@@ -229,8 +232,8 @@ class Workers:
 
     def _staging(self, size: int) -> torch.Tensor:
         like = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="meta")
-        whole = self._engine.new_buffer(like, torch.uint8)
-        return whole[-whole.data_ptr() % _ALIGNMENT :][:size]
+        memory = host_like(self._engine, like, torch.uint8)
+        return memory[-memory.data_ptr() % _ALIGNMENT :][:size]
 
     def _work(self, staging: torch.Tensor) -> None:
         while (given := self._given.get()) is not None:
@@ -280,17 +283,23 @@ class Workers:
     def _wait(self, number: int) -> list[float]:
         return self._queue.wait(number)
 
-    def _fetch_to_stay(self, slots: list[Slot], gradients: list[Gradient]) -> None:
+    def _fetch_to_stay(self, slots: list[Slot], gradients: list[GradientSnapshot]) -> None:
         copies = []
         for slot, gradient in zip(slots, gradients, strict=True):
             grad = gradient.local
             same = grad.dtype == slot.copy.dtype
-            slot.gradient = slot.copy if same else self._engine.new_buffer(slot.copy, grad.dtype)
-            copies.append(partial(self._engine.fetch, slot.gradient, grad, gradient.mark))
-        carry_out(copies)
+            slot.gradient = slot.copy if same else host_like(self._engine, slot.copy, grad.dtype)
+            copies.append(self._fetch_of(gradient, slot.gradient))
+        finish_all(self._engine, copies)
+
+    def _fetch_of(self, gradient: GradientSnapshot, target: torch.Tensor) -> Callable[[], Any]:
+        """Return what starts the copy of a gradient to the host, once it is computed."""
+        return partial(
+            self._engine.copy, gradient.local, target, to_host=True, after=(gradient.mark,)
+        )
 
     def _fetch(
-        self, slots: list[Slot], gradients: list[Gradient], staging: torch.Tensor
+        self, slots: list[Slot], gradients: list[GradientSnapshot], staging: torch.Tensor
     ) -> list[torch.Tensor]:
         begin, copied, copies = 0, [], []
         for slot, gradient in zip(slots, gradients, strict=True):
@@ -298,11 +307,16 @@ class Workers:
             size = grad.numel() * grad.element_size()
             part = staging[begin : begin + size].view(grad.dtype)
             part = torch.as_strided(part, slot.copy.shape, slot.copy.stride())
-            copies.append(partial(self._engine.fetch, part, grad, gradient.mark))
+            copies.append(self._fetch_of(gradient, part))
             copied.append(part)
             begin += _padded(size)
-        carry_out(copies)
+        finish_all(self._engine, copies)
         return copied
+
+
+def host_like(engine: CopyEngine, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return host memory of a tensor's shape and strides that an engine copies to and from."""
+    return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=engine.pins_memory)
 
 
 def _locals(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -45,7 +45,7 @@ class RepeatedStep:
             (group, torch.tensor(places), RepeatedBatch(collected.tensors))
             for group, places, collected in batches
         ]
-        self._sums = RepeatedSums([_shards.local(each) for each in grads]) if has_norm else None
+        self._sums = RepeatedSums([_shards.local(grad) for grad in grads]) if has_norm else None
         params = _params(optimizer)
         self._has_grad = [param.grad is not None for param in params]
         self._sharded = any(_shards.is_dtensor(param) for param in params)
@@ -56,8 +56,8 @@ class RepeatedStep:
         states = [optimizer.state[param] for param in stepped]
         read = ("step", *MOMENTS, "master")
         tensors = [state[name] for state in states for name in read if name in state]
-        kept = [_shards.stored(each) for each in (*stepped, *tensors)]
-        given = [_shards.local(each) for each in grads]
+        kept = [_shards.stored(tensor) for tensor in (*stepped, *tensors)]
+        given = [_shards.local(grad) for grad in grads]
         self._known = torch.classes.fusedops_native.KnownTensors(kept, given)
         self._grads: list[Any] = []
 
@@ -85,9 +85,9 @@ class RepeatedStep:
                 return None
         if extension.cpu_library() is not None:
             return None
-        if has_norm and len({each.device for each in grads}) > 1:
+        if has_norm and len({grad.device for grad in grads}) > 1:
             return None
-        if has_norm and not RepeatedSums.serves([_shards.local(each) for each in grads]):
+        if has_norm and not RepeatedSums.serves([_shards.local(grad) for grad in grads]):
             return None
         return cls(optimizer, grads, batches, has_norm=has_norm)
 
@@ -102,17 +102,17 @@ class RepeatedStep:
         if self._identity != self._identities(optimizer, params):
             return False
         grads = [param.grad for param in params]
-        if [each is not None for each in grads] != self._has_grad:
+        if [grad is not None for grad in grads] != self._has_grad:
             return False
         if not all(self._has_grad):
-            grads = [each for each in grads if each is not None]
+            grads = [grad for grad in grads if grad is not None]
         self._grads = grads
         if self._sharded:
             stepped = (param for param, has in zip(params, self._has_grad, strict=True) if has)
             pairs = zip(grads, stepped, strict=True)
-            if any(_shards.placed_like(each, param) is not each for each, param in pairs):
+            if any(_shards.placed_like(grad, param) is not grad for grad, param in pairs):
                 return False
-            grads = [_shards.local(each) for each in grads]
+            grads = [_shards.local(grad) for grad in grads]
         moved = self._known.update(grads)
         if moved > 0:
             addresses = self._known.addresses()

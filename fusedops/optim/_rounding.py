@@ -27,7 +27,7 @@ def draw(param: Any, name: str, seed: int) -> Draw:
     Raises:
         UnsupportedError: the part is no regular pattern.
     """
-    plain = ".".join(each for each in name.split(".") if each not in _WRAPPERS)
+    plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     digest = hashlib.blake2b(f"{seed}:{plain}".encode(), digest_size=8).digest()
     return Draw(
         int.from_bytes(digest, "little", signed=True), *_shards.place(param, name or "without name")

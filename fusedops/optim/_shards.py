@@ -53,11 +53,13 @@ def placed_like(grad: Any, param: Any) -> Any:
 
 def summed(tensor: Any) -> Any:
     """Return a tensor of which no sum over processes is pending."""
-    if not is_dtensor(tensor) or not any(each.is_partial() for each in tensor.placements):
+    if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     from torch.distributed.tensor import Replicate
 
-    wanted = [Replicate() if each.is_partial() else each for each in tensor.placements]
+    wanted = [
+        Replicate() if placement.is_partial() else placement for placement in tensor.placements
+    ]
     return tensor.redistribute(placements=wanted)
 
 
@@ -73,31 +75,31 @@ def place(tensor: Any, name: str) -> tuple[int, int, int]:
         return 0, max(1, tensor.numel()), max(1, tensor.numel())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    whole = tuple(tensor.shape)
+    full_shape = tuple(tensor.shape)
     part, offset = compute_local_shape_and_global_offset(
-        whole, tensor.device_mesh, tensor.placements
+        full_shape, tensor.device_mesh, tensor.placements
     )
     if math.prod(part) == 0:
         return 0, 1, 1
-    return _pattern(whole, part, offset, name)
+    return _pattern(full_shape, part, offset, name)
 
 
 def _pattern(
-    whole: Sequence[int], part: Sequence[int], offset: Sequence[int], name: str
+    full_shape: Sequence[int], part: Sequence[int], offset: Sequence[int], name: str
 ) -> tuple[int, int, int]:
-    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    strides = [math.prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))]
     base = sum(start * stride for start, stride in zip(offset, strides, strict=True))
-    cut = [dim for dim in range(len(whole)) if part[dim] != whole[dim]]
+    cut = [dim for dim in range(len(full_shape)) if part[dim] != full_shape[dim]]
     if not cut:
-        return base, max(1, math.prod(whole)), max(1, math.prod(whole))
+        return base, max(1, math.prod(full_shape)), max(1, math.prod(full_shape))
     last = cut[-1]
     # The runs lie evenly spaced if no dim between the outermost of several rows and `last` is cut.
     outer = [dim for dim in range(last) if part[dim] > 1]
     if len(outer) > 1 and any(outer[0] < dim < last for dim in cut):
         raise UnsupportedError(
             f"AdamW: stochastic rounding cannot number the elements of parameter {name}, of which "
-            f"this process holds {tuple(part)} of {tuple(whole)}: that is no even pattern of runs. "
-            "Shard at most two dimensions, or keep float32 states"
+            f"this process holds {tuple(part)} of {tuple(full_shape)}: that is no even pattern of "
+            "runs. Shard at most two dimensions, or keep float32 states"
         )
     spacing = strides[outer[-1]] if outer else strides[last]
     return base, math.prod(part[last:]), spacing
@@ -116,7 +118,8 @@ def sum_over_shards(sums: torch.Tensor, tensors: Sequence[Any]) -> torch.Tensor:
     layouts: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if is_dtensor(tensor):
-            dims = tuple(dim for dim, each in enumerate(tensor.placements) if not _whole(each))
+            placements = enumerate(tensor.placements)
+            dims = tuple(dim for dim, placement in placements if not _is_replicated(placement))
             if dims:
                 layouts.setdefault((tensor.device_mesh, dims), []).append(index)
     for (mesh, dims), members in layouts.items():
@@ -127,5 +130,5 @@ def sum_over_shards(sums: torch.Tensor, tensors: Sequence[Any]) -> torch.Tensor:
     return sums
 
 
-def _whole(placement: Any) -> bool:
+def _is_replicated(placement: Any) -> bool:
     return bool(placement.is_replicate())

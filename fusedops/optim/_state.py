@@ -38,7 +38,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Policy:
+class OptimizerPolicy:
     """What holds for all parameters of an optimizer and is no hyperparameter of a group."""
 
     master_weights: bool
@@ -79,7 +79,7 @@ def new_policy(
     skip_non_finite: bool,
     no_decay: Sequence[str],
     seed: int,
-) -> Policy:
+) -> OptimizerPolicy:
     """Check the options of an optimizer, in the words of its user, and return them."""
     checks.flag(op, "master_weights", master_weights)
     checks.flag(op, "skip_non_finite", skip_non_finite)
@@ -91,11 +91,11 @@ def new_policy(
     checks.flag(op, "stochastic_rounding", stochastic_rounding)
     if max_norm is not None:
         checks.positive(op, "max_norm", max_norm)
-    if isinstance(no_decay, str) or not all(isinstance(each, str) for each in no_decay):
+    if isinstance(no_decay, str) or not all(isinstance(pattern, str) for pattern in no_decay):
         raise TypeError(
             f"{op}: no_decay must be a sequence of patterns such as ('*.bias',), got {no_decay!r}"
         )
-    return Policy(
+    return OptimizerPolicy(
         master_weights,
         state_dtype,
         stochastic_rounding,

@@ -118,7 +118,7 @@ def identities(objects: list[Any], dictionaries: dict[Any, Any]) -> int:
     loaded = _module()
     if isinstance(loaded, str):
         values = list(dictionaries.values())
-        inner = chain.from_iterable(each.values() for each in values if isinstance(each, dict))
+        inner = chain.from_iterable(value.values() for value in values if isinstance(value, dict))
         return hash(tuple(map(id, chain(objects, values, inner))))
     return int(loaded.identities(objects, dictionaries))
 

@@ -352,7 +352,7 @@ class AdamW(torch.optim.AdamW):
         # Where steps differ, as those of experts without tokens do, only one of some tries again.
         if self._made_in_vain < 2 or self._looked % 16 == 0:
             groups = {id(group): index for index, group in enumerate(self.param_groups)}
-            numbered = [(groups[id(group)], places, each) for group, places, each in batches]
+            numbered = [(groups[id(group)], places, batch) for group, places, batch in batches]
             has_norm = self.policy.max_norm is not None or self.policy.skip_non_finite
             self._repeated = RepeatedStep.after(self, grads, numbered, has_norm=has_norm)
 
@@ -387,7 +387,7 @@ class AdamW(torch.optim.AdamW):
             where = f"lr as a float or on {device}"
             self._require(not (_is_tensor(lr) and self._is_captured()), where)
             lr = float(lr)
-        on_gpu = any(_is_tensor(each) and each.is_cuda for each in betas)
+        on_gpu = any(_is_tensor(beta) and beta.is_cuda for beta in betas)
         self._require(not (on_gpu and self._is_captured()), "betas as floats")
         return {
             "lr": lr,
@@ -447,7 +447,9 @@ class AdamW(torch.optim.AdamW):
 
     def _decay(self, group: dict[str, Any], index: int) -> float:
         patterns = self.policy.no_decay
-        if patterns and any(fnmatch.fnmatchcase(_name(group, index), each) for each in patterns):
+        if patterns and any(
+            fnmatch.fnmatchcase(_name(group, index), pattern) for pattern in patterns
+        ):
             return 0.0
         return float(group["weight_decay"])
 

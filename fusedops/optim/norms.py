@@ -41,20 +41,20 @@ def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         tensor(5., dtype=torch.float64)
     """
     every = list(tensors)
-    for each in every:
-        checks.tensor("global_norm", "each of tensors", each)
+    for tensor in every:
+        checks.tensor("global_norm", "each of tensors", tensor)
     if not every:
         return torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
-        every = [_shards.summed(each) for each in every]
+        every = [_shards.summed(tensor) for tensor in every]
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for each in every:
-            by_device.setdefault(each.device, []).append(each)
+        for tensor in every:
+            by_device.setdefault(tensor.device, []).append(tensor)
         totals = []
         for members in by_device.values():
-            sums = square_sums([_shards.local(each) for each in members])
+            sums = square_sums([_shards.local(member) for member in members])
             totals.append(total(sums, members))
-        return _added(torch.stack([each.to(totals[0].device) for each in totals])).sqrt()
+        return _added(torch.stack([total.to(totals[0].device) for total in totals])).sqrt()
 
 
 def norm_from(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -113,7 +113,7 @@ def clip_grad_norm_(
         )
     checks.number("clip_grad_norm_", "max_norm", max_norm)
     every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [each.grad for each in every if each.grad is not None]
+    grads = [parameter.grad for parameter in every if parameter.grad is not None]
     norm = global_norm(grads)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(

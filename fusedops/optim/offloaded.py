@@ -17,13 +17,19 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.copy_engine import (
+    CopyEngine,
+    CopyError,
+    HostCopyEngine,
+    copy_engine,
+    finish_all,
+)
 from fusedops._core.host_memory import available_bytes
 from fusedops.ops.square_sums import square_sums
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim._overlap import Basis, Bucket, Gradient, Job, Slot, Workers
+from fusedops.optim._overlap import Basis, Bucket, GradientSnapshot, Job, Slot, Workers, host_like
 from fusedops.optim._state import Storage, new_state
 from fusedops.optim.adamw import AdamW, Member
-from fusedops.optim.copy_engine import CopyEngine, CopyError, carry_out, engine_for
 from fusedops.optim.norms import total
 
 _LOG = logging.getLogger("fusedops")
@@ -167,15 +173,15 @@ class OffloadedAdamW(AdamW):
             for value in (*state.values(), slot.copy)
             if isinstance(value, torch.Tensor)
         ]
-        memory = {_shards.local(each).data_ptr(): _shards.local(each).nbytes for each in kept}
+        memory = {_shards.local(tensor).data_ptr(): _shards.local(tensor).nbytes for tensor in kept}
         return sum(memory.values()) + _WORKERS * self._staging_bytes()
 
     def restore(self) -> None:
         """Write every offloaded parameter anew from its master."""
-        for param, (bucket, index) in self._slots.items():
+        for bucket, index in self._slots.values():
             slot = bucket.slots[index]
             slot.copy.copy_(_shards.local(slot.state["master"]))
-            self._engine.push(_shards.local(param), slot.copy).wait()
+            self._engine.finish(self._push(slot))
 
     def follow(
         self, model: torch.nn.Module, hook: Callable[..., Any] | None = None, state: Any = None
@@ -248,7 +254,7 @@ class OffloadedAdamW(AdamW):
             names = ", ".join(sorted(map(str, devices)))
             checks.fail(type(self).__name__, "params", "on one device", names)
         self._device = devices.pop() if devices else torch.device("cpu")
-        engine = self._given_engine or engine_for(self._device)
+        engine = self._given_engine or self._new_engine()
         self._require_memory([param for param in params if not self.state.get(param)])
         for group in self.param_groups:
             for param in group["params"]:
@@ -299,15 +305,15 @@ class OffloadedAdamW(AdamW):
         buckets = []
         for group in reversed(self.param_groups):
             slots: list[Slot] = []
-            taken = 0
+            nbytes = 0
             for index, param in reversed(list(enumerate(group["params"]))):
                 if param not in self._offloaded:
                     continue
                 slots.append(self._new_slot(group, index, param))
-                taken += param.numel() * param.element_size()
-                if taken >= self._bucket_bytes:
+                nbytes += param.numel() * param.element_size()
+                if nbytes >= self._bucket_bytes:
                     buckets.append(Bucket(group, slots))
-                    slots, taken = [], 0
+                    slots, nbytes = [], 0
             if slots:
                 buckets.append(Bucket(group, slots))
         return buckets
@@ -320,7 +326,7 @@ class OffloadedAdamW(AdamW):
             if self._overlap and name in _SHADOWED
         }
         master = _shards.local(state["master"])
-        copy = self._engine.new_buffer(master, param.dtype)
+        copy = host_like(self._engine, master, param.dtype)
         return Slot(param, state, shadow, copy, self._draw(group, index, param))
 
     def _require_memory(self, params: list[torch.Tensor]) -> None:
@@ -378,7 +384,7 @@ class OffloadedAdamW(AdamW):
                 return
             if grad.layout is not torch.strided or _placed_otherwise(grad, param):
                 return
-            self._note(param, Gradient.of(param, self._engine.ready()))
+            self._note(param, GradientSnapshot.of(param, self._engine.mark()))
 
     def _reduced(self, reduced: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Note gradients that DDP will write at the end of the backward."""
@@ -387,12 +393,12 @@ class OffloadedAdamW(AdamW):
         with self._lock:
             if self._discard_if_forked():
                 self._start_workers()
-            mark = self._engine.ready()
+            mark = self._engine.mark()
             for param, grad in reduced:
                 if param not in self._slots or grad.dtype != param.dtype:
                     continue
                 if self._is_last_pass(param):
-                    self._note(param, Gradient(None, grad, 0, mark))
+                    self._note(param, GradientSnapshot(None, grad, 0, mark))
 
     def _written(self) -> None:
         """Note that DDP has written the gradients."""
@@ -405,7 +411,7 @@ class OffloadedAdamW(AdamW):
         self._calls[param] = self._calls.get(param, 0) + 1
         return self._calls[param] == self._passes and self._slots[param][0].job is None
 
-    def _note(self, param: Any, gradient: Gradient) -> None:
+    def _note(self, param: Any, gradient: GradientSnapshot) -> None:
         bucket, index = self._slots[param]
         bucket.arrived[index] = gradient
         if len(bucket.arrived) == len(bucket.slots):
@@ -443,15 +449,9 @@ class OffloadedAdamW(AdamW):
             self._forget()
 
     def _step_offloaded(self, members: list[Member]) -> None:
-        wanted: dict[int, tuple[Bucket, list[int]]] = {}
-        for *_, param in members:
-            if param in self._slots:
-                bucket, index = self._slots[param]
-                wanted.setdefault(id(bucket), (bucket, []))[1].append(index)
-        chosen = [(bucket, sorted(indices)) for bucket, indices in wanted.values()]
+        chosen = self._offloaded_members(members)
         self._finish(self._buckets)
-        again = [pair for pair in chosen if pair[0].sums(pair[1]) is None]
-        self._repeat(again, self._expected_factor, steps=self._overlap and self._speculates)
+        self._sum_changed(chosen)
         sums = self._sums(members, chosen)
         factor, found_inf = self._scaling(
             # Gradients were cut as their parameters are, and sums that were pending have been made.
@@ -460,28 +460,49 @@ class OffloadedAdamW(AdamW):
         if found_inf is not None and bool(found_inf != 0):
             return
         exact = 1.0 if factor is None else float(factor)
-        missed = [
-            pair
-            for pair in chosen
-            if not (job := pair[0].job) or not job.steps or job.basis != self._basis(pair[0], exact)
+        self._step_outdated(chosen, exact)
+        self._expect(exact)
+        on_device = [member for member in members if member[2] not in self._slots]
+        if on_device:
+            self._step_batches(on_device, factor, found_inf)
+        self._commit([bucket.slots[i] for bucket, indices in chosen for i in indices])
+
+    def _offloaded_members(self, members: list[Member]) -> list[tuple[Bucket, list[int]]]:
+        """Return the buckets of members that are offloaded, with the indices of their slots."""
+        indices: dict[int, tuple[Bucket, list[int]]] = {}
+        for *_, param in members:
+            if param in self._slots:
+                bucket, index = self._slots[param]
+                indices.setdefault(id(bucket), (bucket, []))[1].append(index)
+        return [(bucket, sorted(slots)) for bucket, slots in indices.values()]
+
+    def _sum_changed(self, chosen: list[tuple[Bucket, list[int]]]) -> None:
+        """Sum the squares of gradients that are not those of the last job."""
+        changed = [pair for pair in chosen if pair[0].sums(pair[1]) is None]
+        self._repeat(changed, self._expected_factor, steps=self._overlap and self._speculates)
+
+    def _step_outdated(self, chosen: list[tuple[Bucket, list[int]]], factor: float) -> None:
+        """Make the steps that were not made, or were made with other numbers."""
+        outdated = [
+            (bucket, indices)
+            for bucket, indices in chosen
+            if not (job := bucket.job) or not job.steps or job.basis != self._basis(bucket, factor)
         ]
-        self._repeat(missed, exact, steps=True)
-        # A factor that clipped says nothing of the next one.
-        self._speculates = exact == self._unclipped()
+        self._repeat(outdated, factor, steps=True)
+
+    def _expect(self, factor: float) -> None:
+        """Let the next backward step with this factor; one that clipped says nothing of it."""
+        self._speculates = factor == self._unclipped()
         if self._speculates:
-            self._expected_factor = exact
-        kept = [member for member in members if member[2] not in self._slots]
-        if kept:
-            self._step_batches(kept, factor, found_inf)
-        slots = [bucket.slots[i] for bucket, indices in chosen for i in indices]
-        pushes = [
-            partial(self._engine.push, _shards.local(slot.param), slot.copy) for slot in slots
-        ]
+            self._expected_factor = factor
+
+    def _commit(self, slots: list[Slot]) -> None:
+        """Copy the parameters to the device and let the steps count."""
         if not self._overlap:  # the masters are new, whatever becomes of the copies
             for slot in slots:
                 slot.commit()
         try:
-            carry_out(pushes)
+            finish_all(self._engine, [partial(self._push, slot) for slot in slots])
         except CopyError as error:
             if self._overlap:
                 raise
@@ -492,6 +513,18 @@ class OffloadedAdamW(AdamW):
             for slot in slots:
                 slot.commit()
 
+    def _push(self, slot: Slot) -> Any:
+        """Start the copy of a parameter to the device, after the kernels that read it."""
+        return self._engine.copy(slot.copy, _shards.local(slot.param), to_host=False)
+
+    def _new_engine(self) -> CopyEngine:
+        """Return who copies: on the host the threads that ask for copies make them."""
+        if self._device.type not in ("cuda", "cpu"):
+            name = type(self).__name__
+            raise ValueError(f"{name}: parameters must be on cuda or cpu, got {self._device}")
+        host = self._device.type == "cpu"
+        return HostCopyEngine(workers=0) if host else copy_engine(self._device)
+
     def _unclipped(self) -> float:
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else 1.0 / float(scale)
@@ -500,9 +533,9 @@ class OffloadedAdamW(AdamW):
         self, chosen: list[tuple[Bucket, list[int]]], factor: float, *, steps: bool
     ) -> None:
         """Run jobs for the gradients of now and wait for them."""
-        mark = self._engine.ready()
+        mark = self._engine.mark()
         for bucket, indices in chosen:
-            bucket.arrived = {i: Gradient.of(bucket.slots[i].param, mark) for i in indices}
+            bucket.arrived = {i: GradientSnapshot.of(bucket.slots[i].param, mark) for i in indices}
             self._begin(bucket, factor, steps=steps)
         self._finish([bucket for bucket, _ in chosen])
         for bucket, _ in chosen:
@@ -518,7 +551,7 @@ class OffloadedAdamW(AdamW):
             found |= zip(params, bucket.job.sums, strict=True)
         kept = [param for *_, param in members if param not in found]
         if kept:
-            grads = [_shards.local(_shards.placed_like(each.grad, each)) for each in kept]
+            grads = [_shards.local(_shards.placed_like(param.grad, param)) for param in kept]
             found |= zip(kept, square_sums(grads).tolist(), strict=True)
         return torch.tensor([found[param] for *_, param in members], dtype=torch.float64)
 

@@ -52,7 +52,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    name = deprecation.present_name(__name__, name, Replicas="BucketedAllReduce")
+    if name == "Replicas":
+        former_names = deprecation.former_names(__name__, Replicas=__getattr__("BucketedAllReduce"))
+        return former_names(name)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -12,8 +12,7 @@ not take part in the collectives of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,36 +78,46 @@ class _End(torch.autograd.Function):
         return None, grads[-1]
 
 
+class RowCounts(NamedTuple):
+    """How many rows are sent to and received from each rank of a group."""
+
+    send: list[int]
+    receive: list[int]
+
+    @property
+    def reverse(self) -> RowCounts:
+        """Those of the exchange in the reverse direction."""
+        return RowCounts(self.receive, self.send)
+
+
 class Transfer:
     """An all-to-all of rows, started by the constructor.
 
     Args:
-        rows: ``[sum(send), ...]``, rows for each rank of the group one after the other.
-        send: rows for each rank.
-        receive: rows from each rank.
+        rows: ``[sum(counts.send), ...]``, rows for each rank of the group one after the other.
+        counts: of the rows.
         group: the process group.
-        num_rows: rows of the result, at least ``sum(receive)``; those after are not written.
+        num_rows: rows of the result, at least ``sum(counts.receive)``; those after are not written.
         label: for the log of communications.
     """
 
     def __init__(
         self,
         rows: torch.Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
+        counts: RowCounts,
         group: dist.ProcessGroup,
         num_rows: int | None = None,
         *,
         label: str,
     ) -> None:
-        arriving = sum(receive)
+        arriving = sum(counts.receive)
         rows = rows.contiguous()
         self._result = rows.new_empty((arriving if num_rows is None else num_rows, *rows.shape[1:]))
         self._arriving: Pending | None = all_to_all(
             _as_words(rows),
             group,
-            send=send,
-            receive=receive,
+            send=counts.send,
+            receive=counts.receive,
             out=_as_words(self._result[:arriving]),
             label=label,
         )

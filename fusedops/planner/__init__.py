@@ -1,9 +1,9 @@
 """Planning: what a layout takes on each device, before anything runs (``docs/planning.md``)."""
 
-from fusedops.models import PRESETS, preset
-from fusedops.models import TransformerConfig as Transformer
+from fusedops._core.deprecation import former_names
+from fusedops.models import PRESETS, TransformerConfig, preset
 from fusedops.planner.configurations import from_config
-from fusedops.planner.layout import Layout, check
+from fusedops.planner.layout import Layout, TrainingShape, check
 from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.search import Plan, layouts, plan
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
@@ -13,7 +13,7 @@ __all__ = [
     "Estimate",
     "Layout",
     "Plan",
-    "Transformer",
+    "TrainingShape",
     "check",
     "estimate",
     "from_config",
@@ -24,3 +24,5 @@ __all__ = [
     "show_bytes",
     "show_count",
 ]
+
+__getattr__ = former_names(__name__, Transformer=TransformerConfig)

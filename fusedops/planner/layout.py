@@ -1,4 +1,4 @@
-"""How a model is trained: the parallel sizes, the precision, what is made again, what is off.
+"""How a model is trained: how it is spread over devices, and the shape of its micro-batches.
 
 A layout is checked against a model before anything is computed: the message says which product is
 wrong, and which sizes would fit.
@@ -6,25 +6,26 @@ wrong, and which sizes would fit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
-from fusedops.models.parallelization.config import RECOMPUTE_FLAGS, check_recompute, check_split
-from fusedops.parallel.pipeline.schedules import SCHEDULES, check_schedule
+from fusedops.models.parallelization.config import ParallelConfig, check_split
 from fusedops.parallel.sizes import check_divides, check_ranks
-from fusedops.planner.pipelines import Pipelined, pipelined, places
+from fusedops.planner.pipelines import ScheduleCost, schedule_cost, stages_of_rank
 
 _OP = "plan"
 KERNELS = ("fused", "stock", "eager")
 OFFLOADS = ("optimizer", "activations")
-# What ``recompute`` may make again, beside all of it.
-REMADE = ("scores", "norm", "activation")
-RECOMPUTE = ("none", "selective", "full", *REMADE)
+# What ``recompute`` may recompute alone or joined by ``+``.
+PARTIAL_RECOMPUTE = ("scores", "norm", "activation")
+RECOMPUTE = ("none", "selective", "full", *PARTIAL_RECOMPUTE)
 
 
 @dataclass(frozen=True)
-class Precision:
+class ElementBytes:
     """Bytes of each number.
 
     Attributes:
@@ -33,7 +34,7 @@ class Precision:
         master: of the optimizer's own copy of the weights; 0: it updates the weights.
         moments: of AdamW's two moments together.
         activations: of what products and attention compute.
-        stream: of the sums that go from layer to layer, which norms read.
+        stream: of the residual stream, which norms read.
         casts: of the copies of weights that autocast makes in the forward and keeps for the
             backward.
     """
@@ -53,111 +54,179 @@ class Precision:
 
 
 PRECISIONS = {
-    "float32": Precision(4, 4, 0, 8, 4, 4),
-    "autocast": Precision(4, 4, 0, 8, 2, 4, casts=2),
-    "mixed": Precision(2, 4, 4, 8, 2, 2),
-    "half-gradients": Precision(2, 2, 4, 8, 2, 2),
-    "half": Precision(2, 2, 0, 4, 2, 2),
+    "float32": ElementBytes(4, 4, 0, 8, 4, 4),
+    "autocast": ElementBytes(4, 4, 0, 8, 2, 4, casts=2),
+    "mixed": ElementBytes(2, 4, 4, 8, 2, 2),
+    "half-gradients": ElementBytes(2, 2, 4, 8, 2, 2),
+    "half": ElementBytes(2, 2, 0, 4, 2, 2),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How a model is spread over devices, and what its training keeps.
-
-    Devices are ``dp * tp * pp * cp``. Experts are divided over ``ep`` ranks of the
-    data-parallel ones.
+class TrainingShape:
+    """The micro-batch of a data-parallel rank, and how it is computed.
 
     Attributes:
-        dp: data parallel: copies of the model.
-        tp: tensor parallel: shares of each product.
-        pp: pipeline parallel: stages.
-        cp: context parallel: shares of each sequence.
-        ep: expert parallel, inside of ``dp * cp``.
-        zero: what of each parameter is divided over ``dp * cp``: 0 nothing, 1 optimizer states,
-            2 gradients as well, 3 weights as well.
-        sp: sequence parallel: norms, dropout and residual sums on ``1 / tp`` of the tokens.
         micro_batch: sequences of a micro-batch, on each data-parallel rank.
-        microbatches: micro-batches of a step, on each data-parallel rank.
         seq_len: tokens of a sequence; the model's longest by default.
-        pipeline_schedule: as of ``ParallelConfig``.
-        pipeline_virtual: stages of a rank; the schedule's own number by default.
         precision: a name of ``PRECISIONS``.
-        kernels: ``"fused"``: what this package's ops keep; ``"stock"``: transformers' modules in
+        kernels: ``"fused"``: what this package's ops save; ``"stock"``: transformers' modules in
             eager torch, with fused attention; ``"eager"``: with the attention's scores in memory.
-        dropout: whether masks of dropout are kept (this package's ops keep none).
-        chunked_loss: ``linear_cross_entropy``: the logits are never whole.
-        recompute: ``"none"``, ``"full"`` (only the inputs of layers are kept), or what is made
-            again joined by ``+``: ``"scores"``, ``"norm"``, ``"activation"``; ``"selective"`` is
-            all three.
-        recompute_slice_activation: keep ``1 / tp`` of what full recomputation keeps.
-        mp_comm_recompute: repeat tensor parallelism's communication when a layer is made again,
-            instead of keeping what it gave.
-        parallel_optimizer_comm_recompute: gather ``zero=3``'s weights again in the backward,
-            instead of keeping them from the forward on.
-        offload: ``"optimizer"``: masters and moments on the host (``OffloadedAdamW``);
-            ``"activations"``: what layers keep on the host, but for two layers.
-        overlap: the offloaded optimizer steps during the backward, beside the states that it
-            starts from; else in place, with half of the host's memory.
-        bucket_bytes: of gradients that travel together.
+        dropout: whether masks of dropout are saved (this package's ops save none).
+        chunked_loss: ``linear_cross_entropy``: the logits never exist all at once.
+        recompute_scores: recompute the attention scores that ``"eager"`` saves; the
+            ``recompute="selective"`` of ``ParallelConfig`` implies it.
+        optimizer_overlap: the offloaded optimizer steps during the backward and needs its states
+            twice; otherwise it steps in place, with half of the host memory.
+
+    Raises:
+        ValueError: a value has no meaning.
+        TypeError: a value has the wrong type.
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    zero: int = 0
-    sp: bool = False
     micro_batch: int = 1
-    microbatches: int = 1
     seq_len: int | None = None
-    pipeline_schedule: str = "1f1b"
-    pipeline_virtual: int | None = None
     precision: str = "mixed"
     kernels: str = "fused"
     dropout: bool = False
     chunked_loss: bool = False
-    recompute: str = "none"
-    recompute_slice_activation: bool = False
-    mp_comm_recompute: bool = True
-    parallel_optimizer_comm_recompute: bool = True
-    offload: tuple[str, ...] = ()
-    overlap: bool = True
-    bucket_bytes: int = 25 << 20
+    recompute_scores: bool = False
+    optimizer_overlap: bool = True
+
+    def __post_init__(self) -> None:
+        op = type(self).__name__
+        checks.integer(op, "micro_batch", self.micro_batch, least=1)
+        if self.seq_len is not None:
+            checks.integer(op, "seq_len", self.seq_len, least=1)
+        for name in ("dropout", "chunked_loss", "recompute_scores", "optimizer_overlap"):
+            checks.flag(op, name, getattr(self, name))
+        checks.choice(op, "precision", self.precision, PRECISIONS)
+        checks.choice(op, "kernels", self.kernels, KERNELS)
+
+
+@dataclass(frozen=True, init=False)
+class Layout:
+    """How a model is spread over devices, and the shape of its training.
+
+    Attributes:
+        parallel: the parallel sizes, recomputation and offloading. Its offloading of experts
+            cannot be estimated.
+        training: the micro-batch and its precision.
+
+    Raises:
+        ValueError: two values do not fit together.
+
+    Example:
+        >>> from fusedops.models import ParallelConfig
+        >>> from fusedops.planner import Layout
+        >>> Layout(ParallelConfig(dp=2, tp=4)).devices
+        8
+    """
+
+    parallel: ParallelConfig
+    training: TrainingShape
+
+    def __init__(
+        self,
+        parallel: ParallelConfig | None = None,
+        training: TrainingShape | None = None,
+        **former: Any,
+    ) -> None:
+        if former:
+            warnings.warn(
+                "Layout: separate options are now Layout(ParallelConfig(...), TrainingShape(...)); "
+                "the former way goes with the next release",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            other = Layout.of(**former)
+            parallel, training = parallel or other.parallel, training or other.training
+        parallel, training = parallel or ParallelConfig(), training or TrainingShape()
+        if "experts" in parallel.offload:
+            wanted = "without 'experts', whose bytes depend on the choices of the router"
+            checks.fail(_OP, "offload", wanted, parallel.offload)
+        if training.recompute_scores and parallel.recompute == "full":
+            checks.fail(_OP, "recompute", "full alone, or others joined by +", "full+scores")
+        object.__setattr__(self, "parallel", parallel)
+        object.__setattr__(self, "training", training)
+
+    @classmethod
+    def of(cls, **options: Any) -> Layout:
+        """Return a layout from fields of ``ParallelConfig`` and of ``TrainingShape``.
+
+        Args:
+            **options: the fields; ``recompute`` may have the word ``"scores"``, and ``overlap`` is
+                ``optimizer_overlap``, as in what ``options`` returns.
+
+        Raises:
+            ValueError: a value has no meaning, or two do not fit together.
+            TypeError: there is no such field, or a value has the wrong type.
+
+        Example:
+            >>> from fusedops.planner import Layout
+            >>> Layout.of(tp=2, micro_batch=4).training.micro_batch
+            4
+        """
+        return cls().replace(**options)
+
+    def replace(self, **options: Any) -> Layout:
+        """Return this layout with other values of some fields, as of ``of``."""
+        names = {field.name for field in fields(TrainingShape)}
+        if "overlap" in options:
+            options["optimizer_overlap"] = options.pop("overlap")
+        if isinstance(options.get("recompute"), str):
+            words = options["recompute"].split("+")
+            options["recompute_scores"] = "scores" in words
+            others = [word for word in words if word != "scores"]
+            options["recompute"] = "+".join(others) or "none"
+        shape = {name: value for name, value in options.items() if name in names}
+        rest = {name: value for name, value in options.items() if name not in names}
+        return Layout(replace(self.parallel, **rest), replace(self.training, **shape))
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields that an estimate depends on as ``of`` takes them, for JSON."""
+        parallel, training = asdict(self.parallel), asdict(self.training)
+        both = parallel | training
+        both["overlap"], both["recompute"] = training["optimizer_overlap"], self.recompute
+        return {name: both[name] for name in _OPTIONS}
 
     @property
     def devices(self) -> int:
         """How many devices it takes."""
-        return self.dp * self.tp * self.pp * self.cp
+        return self.parallel.sizes.ranks
 
     @property
-    def bytes_of(self) -> Precision:
+    def recompute(self) -> str:
+        """The words of ``RECOMPUTE`` that say what is recomputed, joined by ``+``."""
+        if not self.training.recompute_scores or self.parallel.recompute == "selective":
+            return self.parallel.recompute
+        words = [] if self.parallel.recompute == "none" else [self.parallel.recompute]
+        return "+".join(["scores", *words])
+
+    @property
+    def bytes_of(self) -> ElementBytes:
         """The bytes of each number."""
-        return PRECISIONS[self.precision]
+        return PRECISIONS[self.training.precision]
 
     @property
     def bytes_of_experts(self) -> int:
         """Bytes of what experts compute: autocast does not know torch's product of experts."""
         sizes = self.bytes_of
-        return sizes.stream if sizes.casts and self.kernels != "fused" else sizes.activations
+        stream = sizes.casts and self.training.kernels != "fused"
+        return sizes.stream if stream else sizes.activations
 
     @property
-    def remade(self) -> frozenset[str]:
-        """What is made again in the backward, in words of ``REMADE``."""
+    def recomputed(self) -> frozenset[str]:
+        """What the backward recomputes, in words of ``PARTIAL_RECOMPUTE``."""
         words = self.recompute.split("+")
-        return frozenset(REMADE if "selective" in words else words) & set(REMADE)
-
-    @property
-    def virtual(self) -> int:
-        """Stages of a rank."""
-        own = SCHEDULES[self.pipeline_schedule].virtual
-        return own if self.pipeline_virtual is None else self.pipeline_virtual
+        return frozenset(PARTIAL_RECOMPUTE if "selective" in words else words) & set(
+            PARTIAL_RECOMPUTE
+        )
 
     @property
     def stages(self) -> int:
         """Stages of all ranks."""
-        return 1 if self.pp == 1 else self.pp * self.virtual
+        return 1 if self.parallel.pp == 1 else self.parallel.pp * self.parallel.virtual
 
     @property
     def bubble(self) -> float:
@@ -165,21 +234,7 @@ class Layout:
 
         ``(p - 1) / (v m + p - 1)`` with GPipe, 1F1B and the interleaved schedule.
         """
-        return self._pipelined.bubble
-
-    @property
-    def _pipelined(self) -> Pipelined:
-        if self.pp == 1:
-            return Pipelined(0.0, (1.0,))
-        return pipelined(self.pipeline_schedule, self.pp, self.microbatches, self.virtual)
-
-    def tokens(self, model: TransformerConfig) -> int:
-        """Return the tokens of a micro-batch on one device, before ``sp``."""
-        return self.micro_batch * self.length(model) // self.cp
-
-    def length(self, model: TransformerConfig) -> int:
-        """Return the tokens of a sequence."""
-        return model.seq_len if self.seq_len is None else self.seq_len
+        return self._schedule_cost.bubble
 
     @property
     def in_flight(self) -> tuple[float, ...]:
@@ -188,15 +243,43 @@ class Layout:
         ``min(p - rank, m)`` with 1F1B, m with GPipe; interleaved by v the first rank keeps
         ``(1 + (p - 1) / (p v)) p`` of them.
         """
-        return self._pipelined.alive
+        return self._schedule_cost.in_flight
+
+    @property
+    def _schedule_cost(self) -> ScheduleCost:
+        config = self.parallel
+        if config.pp == 1:
+            return ScheduleCost(0.0, (1.0,))
+        return schedule_cost(
+            config.pipeline_schedule, config.pp, config.microbatches, config.virtual
+        )
+
+    def tokens(self, model: TransformerConfig) -> int:
+        """Return the tokens of a micro-batch on one device, before ``sp``."""
+        return self.training.micro_batch * self.length(model) // self.parallel.cp
+
+    def length(self, model: TransformerConfig) -> int:
+        """Return the tokens of a sequence."""
+        return model.seq_len if self.training.seq_len is None else self.training.seq_len
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank of the pipeline."""
-        return [0] if self.pp == 1 else places(self.pipeline_schedule, self.pp, self.virtual, rank)
+        config = self.parallel
+        if config.pp == 1:
+            return [0]
+        return stages_of_rank(config.pipeline_schedule, config.pp, config.virtual, rank)
+
+
+_OPTIONS = (
+    *("dp", "tp", "pp", "cp", "ep", "zero", "sp", "micro_batch", "microbatches", "seq_len"),
+    *("pipeline_schedule", "pipeline_virtual", "precision", "kernels", "dropout", "chunked_loss"),
+    *("recompute", "recompute_slice_activation", "mp_comm_recompute"),
+    *("parallel_optimizer_comm_recompute", "offload", "overlap", "bucket_bytes"),
+)
 
 
 def check(model: TransformerConfig, layout: Layout, devices: int | None = None) -> None:
-    """Raise unless the layout has a meaning, fits the model, and takes this many devices.
+    """Raise unless the layout fits the model, and takes this many devices.
 
     Args:
         model: what is trained.
@@ -205,61 +288,19 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
 
     Raises:
         ValueError: a size does not fit; the message says which sizes would.
-        TypeError: a size is no integer.
     """
-    check_values(layout)
+    config = layout.parallel
     if devices is not None:
-        sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp")}
+        sizes = {name: getattr(config, name) for name in ("dp", "tp", "pp", "cp")}
         check_ranks(_OP, sizes, devices)
-    check_split(_OP, model, tp=layout.tp, ep=layout.ep, data=layout.dp * layout.cp)
-    if layout.pp > 1:
-        parts, virtual = layout.microbatches, layout.pipeline_virtual
-        check_schedule(_OP, layout.pipeline_schedule, layout.pp, parts, virtual)
-    elif layout.pipeline_virtual not in (None, 1):
-        wanted = "1 where there is one stage"
-        checks.fail(_OP, "pipeline_virtual", wanted, layout.pipeline_virtual)
-    what = "pp" if layout.virtual == 1 else "pp x pipeline_virtual"
-    check_divides(_OP, what, layout.stages, model.depth, "the layers")
+    check_split(_OP, model, tp=config.tp, ep=config.ep, data=config.sizes.data)
+    name = "pp" if config.virtual == 1 else "pp x pipeline_virtual"
+    check_divides(_OP, name, layout.stages, model.depth, "the layers")
     length = layout.length(model)
     if model.position_tables and length > model.seq_len:
         wanted = f"at most {model.seq_len}, the positions that the model has"
         checks.fail(_OP, "seq_len", wanted, length)
-    check_divides(_OP, "cp", layout.cp, length, "the tokens of a sequence")
-    if layout.sp:
-        check_divides(_OP, "tp", layout.tp, layout.tokens(model), "the tokens of a device (sp)")
-
-
-def check_values(layout: Layout) -> None:
-    """Raise unless each value of a layout has a meaning, whatever the model.
-
-    Raises:
-        ValueError: one has none.
-        TypeError: one has another type.
-    """
-    for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "microbatches"):
-        checks.integer(_OP, name, getattr(layout, name), least=1)
-    checks.integer(_OP, "bucket_bytes", layout.bucket_bytes, least=0)
-    for name in ("sp", "dropout", "chunked_loss", "overlap", *RECOMPUTE_FLAGS):
-        checks.flag(_OP, name, getattr(layout, name))
-    if layout.seq_len is not None:
-        checks.integer(_OP, "seq_len", layout.seq_len, least=1)
-    checks.integer(_OP, "zero", layout.zero, least=0)
-    if layout.zero > 3:
-        checks.fail(_OP, "zero", "0, 1, 2 or 3", layout.zero)
-    checks.choice(_OP, "pipeline_schedule", layout.pipeline_schedule, tuple(SCHEDULES))
-    if layout.pipeline_virtual is not None:
-        checks.integer(_OP, "pipeline_virtual", layout.pipeline_virtual, least=1)
-    checks.choice(_OP, "precision", layout.precision, PRECISIONS)
-    checks.choice(_OP, "kernels", layout.kernels, KERNELS)
-    check_recompute(
-        _OP,
-        layout.recompute,
-        RECOMPUTE,
-        slice_activation=layout.recompute_slice_activation,
-        sp=layout.sp,
-    )
-    if not isinstance(layout.offload, tuple):
-        got = checks.shown(layout.offload)
-        raise TypeError(f"{_OP}: offload must be a tuple of words, got {got}")
-    for word in layout.offload:
-        checks.choice(_OP, "offload", word, OFFLOADS)
+    check_divides(_OP, "cp", config.cp, length, "the tokens of a sequence")
+    if config.sp:
+        tokens = layout.tokens(model)
+        check_divides(_OP, "tp", config.tp, tokens, "the tokens of a device (sp)")

@@ -28,7 +28,7 @@ from fusedops.models.config import TransformerConfig, Weights
 from fusedops.parallel.pipeline.schedules import SCHEDULES
 from fusedops.planner import saved_tensors
 from fusedops.planner.layout import Layout, check
-from fusedops.planner.saved_tensors import Saved
+from fusedops.planner.saved_tensors import SavedActivation
 
 PARTS = ("weights", "gradients", "states", "activations", "communication", "logits")
 # linear_cross_entropy's logits in memory at a time.
@@ -88,19 +88,24 @@ def estimate(model: TransformerConfig, layout: Layout, *, devices: int | None = 
 
     Example:
         >>> from fusedops.planner import Layout, estimate, preset
-        >>> found = estimate(preset("gpt2"), Layout(precision="float32"))
-        >>> found.moment, found.weights
+        >>> one = estimate(preset("gpt2"), Layout.of(precision="float32"))
+        >>> one.moment, one.weights
         ('loss', 497759232)
     """
     check(model, layout, devices)
+    return estimate_unchecked(model, layout)
+
+
+def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
+    """Return what ``estimate`` does of a layout that fits the model."""
     # Inner ranks keep less than the first or as much, unless their layers are others.
     alike = model.sparse_layers in (0, model.depth) and not model.encoder_layers
     most = layout.in_flight.index(max(layout.in_flight))
-    indices = {0, most, layout.pp - 1} if alike else range(layout.pp)
+    indices = {0, most, layout.parallel.pp - 1} if alike else range(layout.parallel.pp)
     stages = [_Stage(model, layout, index) for index in indices]
     peaks = [stage.peak() for stage in stages]
     fullest, (moment, parts) = max(
-        zip(stages, peaks, strict=True), key=lambda found: sum(found[1][1].values())
+        zip(stages, peaks, strict=True), key=lambda stage: sum(stage[1][1].values())
     )
     return Estimate(
         parameters=model.parameters().total,
@@ -114,28 +119,30 @@ def estimate(model: TransformerConfig, layout: Layout, *, devices: int | None = 
     )
 
 
-def kept_bytes(model: TransformerConfig, layout: Layout) -> int:
+def saved_bytes(model: TransformerConfig, layout: Layout) -> int:
     """Return what one forward of the whole model keeps for its backward, without the logits.
 
     On one device of the tensor- and context-parallel ones.
     """
     tensors = [*saved_tensors.before(model, layout), *saved_tensors.after(model, layout)]
-    layers = _kept_by(model, layout, model.kinds(range(model.depth)))
+    layers = _saved_by(model, layout, model.kinds(range(model.depth)))
     return math.ceil(layers + _bytes(tensors, layout) * layout.tokens(model))
 
 
 def bytes_per_parameter(layout: Layout) -> float:
     """Return the static bytes per parameter: weights, gradients and states, all or a share."""
-    sizes, ranks = layout.bytes_of, layout.dp * layout.cp
-    shares = [ranks if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+    sizes, ranks = layout.bytes_of, layout.parallel.dp * layout.parallel.cp
+    shares = [ranks if layout.parallel.zero >= stage else 1 for stage in (3, 2, 1)]
     parts = (sizes.weights, sizes.gradients, sizes.states)
     return sum(part / share for part, share in zip(parts, shares, strict=True))
 
 
-def _bytes(tensors: Iterable[Saved], layout: Layout, *, remade: bool = True) -> float:
-    """Return the bytes per token; without ``remade``, of what the backward does not make again."""
-    omitted = frozenset() if remade else layout.remade
-    return sum(tensor.bytes_per_token(layout) for tensor in tensors if tensor.remade not in omitted)
+def _bytes(tensors: Iterable[SavedActivation], layout: Layout, *, recomputed: bool = True) -> float:
+    """Return the bytes per token; without ``recomputed``, of what the backward needs saved."""
+    omitted = frozenset() if recomputed else layout.recomputed
+    return sum(
+        tensor.bytes_per_token(layout) for tensor in tensors if tensor.recompute not in omitted
+    )
 
 
 @lru_cache(_CACHED)
@@ -148,7 +155,7 @@ def _layer_weights(model: TransformerConfig, index: int) -> tuple[Weights, Weigh
 def _layer_token_bytes(model: TransformerConfig, layout: Layout, index: int) -> tuple[float, float]:
     """Return a layer's saved bytes per token, and those of what the backward does not recompute."""
     tensors = saved_tensors.layer(model, layout, index)
-    return _bytes(tensors, layout), _bytes(tensors, layout, remade=False)
+    return _bytes(tensors, layout), _bytes(tensors, layout, recomputed=False)
 
 
 def layer_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
@@ -156,39 +163,38 @@ def layer_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
     tokens = layout.tokens(model)
     if layout.recompute != "full":
         return _layer_token_bytes(model, layout, index)[1] * tokens
-    hidden = model.hidden_size * layout.bytes_of.stream
-    shared = layout.tp if layout.sp or layout.recompute_slice_activation else 1
-    kept = hidden / shared
-    if not layout.mp_comm_recompute and layout.tp > 1:
+    config, hidden = layout.parallel, model.hidden_size * layout.bytes_of.stream
+    saved = hidden / (config.tp if config.sp or config.recompute_slice_activation else 1)
+    if not config.mp_comm_recompute and config.tp > 1:
         # Two all-reduces; with sp two all-gathers and two reduce-scatters, whose results are 1/tp.
-        kept += 2 * hidden * (1 + 1 / layout.tp if layout.sp else 1)
-    return kept * tokens
+        saved += 2 * hidden * (1 + 1 / config.tp if config.sp else 1)
+    return saved * tokens
 
 
-def _kept_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) -> float:
-    return sum(layer_bytes(model, layout, each) * count for each, count in kinds.items())
+def _saved_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) -> float:
+    return sum(layer_bytes(model, layout, layer) * count for layer, count in kinds.items())
 
 
-def _beside(model: TransformerConfig, layout: Layout, index: int) -> float:
+def _temporary_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
     """Return what the backward of a layer holds at its widest beside what the layers kept."""
     tokens = layout.tokens(model)
-    item, tp = layout.bytes_of.activations, layout.tp
+    item, tp = layout.bytes_of.activations, layout.parallel.tp
     # The feed-forward layer's backward comes first.
     feed_forward = _widest(model, layout, index) * item / tp
     attention = 0.0
-    if layout.kernels == "eager":  # gradients of the probabilities and of the scores
+    if layout.training.kernels == "eager":  # gradients of the probabilities and of the scores
         attention = 2.0 * model.num_heads * layout.length(model) * item / tp
         attention -= model.intermediate_size * item / tp  # the other half has been freed
-    stream = 2 * model.hidden_size * layout.bytes_of.stream / (tp if layout.sp else 1)
-    beside = (max(feed_forward, attention) + stream) * tokens
-    again = _layer_token_bytes(model, layout, index)[0] * tokens
-    again -= layer_bytes(model, layout, index)
-    return beside + max(0.0, again)
+    stream = 2 * model.hidden_size * layout.bytes_of.stream / (tp if layout.parallel.sp else 1)
+    temporary = (max(feed_forward, attention) + stream) * tokens
+    recomputed = _layer_token_bytes(model, layout, index)[0] * tokens
+    recomputed -= layer_bytes(model, layout, index)
+    return temporary + max(0.0, recomputed)
 
 
 def _widest(model: TransformerConfig, layout: Layout, index: int) -> float:
     """Return the numbers per token that a feed-forward layer's backward makes at its widest."""
-    f, fused = model.intermediate_size, layout.kernels == "fused"
+    f, fused = model.intermediate_size, layout.training.kernels == "fused"
     if not model.is_sparse(index):
         # Of one op: gradient of the pre-activation, and the hidden layer again. Of several: the
         # gradients of gate and up, or of both factors of gelu_new; one tensor less is kept by then.
@@ -196,19 +202,22 @@ def _widest(model: TransformerConfig, layout: Layout, index: int) -> float:
         return f * (2 if one_op or model.gated or (model.activation == "gelu_new") else 1)
     k, products = model.top_k, 2 if model.gated else 1
     if fused:  # the same, and a gradient of the input for each slot
-        return k * f * (products + 1) + k * model.hidden_size * layout.tp
+        return k * (f * (products + 1) + model.hidden_size)
     return k * f * products * layout.bytes_of_experts / layout.bytes_of.activations
 
 
-def _arriving_share(model: TransformerConfig, layout: Layout, index: int, again: bool) -> float:
+def _arriving_share(
+    model: TransformerConfig, layout: Layout, index: int, accumulates: bool
+) -> float:
     """Return of which share of a feed-forward layer's weights there are new gradients at once.
 
-    Those of one operation: of both products, of gate and up, or of one product. ``again``: added to
-    the gradients before and freed as soon as they are made; else those before them stay as well.
+    Those of one operation: of both products, of gate and up, or of one product. ``accumulates``:
+    added to the gradients before and freed as soon as they are made; else those before them stay
+    as well.
     """
     products = 3 if model.gated else 2
-    one_op = layout.kernels == "fused" and not model.post_norm
-    if not again:
+    one_op = layout.training.kernels == "fused" and not model.post_norm
+    if not accumulates:
         return 1.0 if one_op else 1 / products
     if model.is_sparse(index):
         return 1.0 if one_op else (products - 1) / products
@@ -221,7 +230,7 @@ def _converted_share(model: TransformerConfig, layout: Layout, index: int) -> fl
     They have the size of autocast's weights, which are no longer needed by then. Those of the last
     product wait, those of single experts hardly do.
     """
-    if layout.kernels == "fused":
+    if layout.training.kernels == "fused":
         return 1 / 2
     if model.is_sparse(index):
         return 0.0
@@ -235,10 +244,10 @@ class _Stage:
         self.model, self.layout, self.index = model, layout, index
         stages = layout.stages_of(index)
         size = model.depth // layout.stages
-        self.layers = [each * size + layer for each in stages for layer in range(size)]
+        self.layers = [stage * size + layer for stage in stages for layer in range(size)]
         self.first, self.last = 0 in stages, layout.stages - 1 in stages
-        self.ranks = layout.dp * layout.cp
-        sizes = layout.bytes_of
+        config, sizes = layout.parallel, layout.bytes_of
+        self.ranks = config.sizes.data
         self.kinds = model.kinds(self.layers)
         inside = sum(
             (_layer_weights(model, layer)[0] * n for layer, n in self.kinds.items()), Weights()
@@ -248,23 +257,23 @@ class _Stage:
         largest = max(
             (_layer_weights(model, layer)[0] for layer in self.kinds), key=lambda w: w.total
         )
-        self.largest_layer = self._here(largest)
-        self.vocabulary = model.vocab_size * model.hidden_size / layout.tp
+        self.largest_layer = self._on_device(largest)
+        self.vocabulary = model.vocab_size * model.hidden_size / config.tp
         self.has_vocabulary = self.first or self.last
-        self.weights = self._here(self.parameters, shared=layout.zero >= 3) * sizes.weights
-        self.gradients = self._here(self.parameters, shared=layout.zero >= 2) * sizes.gradients
-        self.states = self._here(self.parameters, shared=layout.zero >= 1) * sizes.states
+        self.weights = self._on_device(self.parameters, shared=config.zero >= 3) * sizes.weights
+        self.gradients = self._on_device(self.parameters, shared=config.zero >= 2) * sizes.gradients
+        self.states = self._on_device(self.parameters, shared=config.zero >= 1) * sizes.states
         # Autocast's copies: of what products read, until the backward has used them.
         head = self.vocabulary if self.last else 0.0
         self.casts = (self._converted(inside) + head) * sizes.casts
         self.host = 0.0
-        self.kept = self._kept()
-        if "activations" in layout.offload:
-            layers = self._kept_by_layers()
-            widest = max(layer_bytes(model, layout, each) for each in self.kinds)
+        self.kept = self._saved()
+        if "activations" in config.offload:
+            layers = self._saved_by_layers()
+            widest = max(layer_bytes(model, layout, layer) for layer in self.kinds)
             self.kept -= max(0.0, layers - 2 * widest)  # one is used, one is on its way
             self.host += layers  # all have left when the backward begins
-        if "optimizer" in layout.offload:
+        if "optimizer" in config.offload:
             self.host += self._host_of_optimizer()
             self.states = 0.0
 
@@ -275,9 +284,9 @@ class _Stage:
     def _moments(self) -> dict[str, dict[str, float]]:
         layout, model = self.layout, self.model
         sizes = layout.bytes_of
-        again = layout.microbatches > 1  # the micro-batches before have left their gradients
+        accumulates = layout.parallel.microbatches > 1  # gradients of earlier micro-batches exist
         tokens = layout.tokens(model)
-        row = model.vocab_size / layout.tp
+        row = model.vocab_size / layout.parallel.tp
         last, first = self.layers[-1], self.layers[0]
         # A gradient that autograd has made is added to those before: for a moment there are both.
         # With a tied head that of the head waits for the embedding's, the last one.
@@ -285,17 +294,17 @@ class _Stage:
         words = self.vocabulary * sizes.gradients if self.first else 0.0
         waiting = head if model.tied and self.first else 0.0
         first_weights, first_feed_forward = _layer_weights(model, first)
-        inside, feed_forward = self._here(first_weights), self._here(first_feed_forward)
+        inside, feed_forward = self._on_device(first_weights), self._on_device(first_feed_forward)
         widest = sizes.gradients * max(
-            self._here(_layer_weights(model, layer)[1])
-            * _arriving_share(model, layout, layer, again)
+            self._on_device(_layer_weights(model, layer)[1])
+            * _arriving_share(model, layout, layer, accumulates)
             for layer in self.kinds
         )
         # torch's linear layer gives a view as its weight's gradient: the sum is a third tensor. Not
         # where autocast converts it.
-        summed = waiting * (1 if layout.kernels == "fused" or sizes.casts else 2)
-        after = self.kept if layout.pp > 1 else 0.0  # of the other micro-batches
-        if again:
+        summed = waiting * (1 if layout.training.kernels == "fused" or sizes.casts else 2)
+        after = self.kept if layout.parallel.pp > 1 else 0.0  # of the other micro-batches
+        if accumulates:
             before = self.gradients
             in_first = before + self._arriving(widest + waiting)
             at_end = before + self._arriving(words + summed)
@@ -304,18 +313,21 @@ class _Stage:
             missing = (inside - feed_forward) * sizes.gradients + words - waiting
             in_first = self.gradients - self._arriving(missing)
             at_end = self.gradients + self._arriving(summed)
-        in_last = before + self._arriving(widest + (waiting if again else head))
+        in_last = before + self._arriving(widest + (waiting if accumulates else head))
         stream = 2 * model.hidden_size * sizes.stream * tokens
         converted = self._converted(first_weights)
         used = 1 - _converted_share(model, layout, first)
         waiting_casts = converted - self._converted(first_feed_forward) * used
         moments = {
             "layer": self._parts(
-                in_last, self.kept + _beside(model, layout, last), casts=self._casts(converted)
+                in_last,
+                self.kept + _temporary_bytes(model, layout, last),
+                casts=self._casts(converted),
             ),
             "first": self._parts(
                 in_first,
-                max(after, layer_bytes(model, layout, first)) + _beside(model, layout, first),
+                max(after, layer_bytes(model, layout, first))
+                + _temporary_bytes(model, layout, first),
                 casts=waiting_casts * sizes.casts,
             ),
             "end": self._parts(at_end, after + stream),
@@ -324,9 +336,9 @@ class _Stage:
         if self.last:
             casts = self._casts(self.vocabulary)
             moments["loss"] = self._parts(
-                self.gradients if again else 0.0, self.kept, self._loss() * tokens, casts
+                self.gradients if accumulates else 0.0, self.kept, self._loss() * tokens, casts
             )
-            logits = 0.0 if layout.chunked_loss else row * sizes.activations * tokens
+            logits = 0.0 if layout.training.chunked_loss else row * sizes.activations * tokens
             moments["head"] = self._parts(before + self._arriving(head), self.kept, logits, casts)
         return moments
 
@@ -354,107 +366,109 @@ class _Stage:
 
     def _outside(self) -> Weights:
         """Return the parameters that are not in layers; a tied head elsewhere has its own copy."""
-        found = Weights()
+        weights = Weights()
         if self.first:
-            found += self.model.embedding()
+            weights += self.model.embedding()
         if self.last:
             own = None if self.first else True
-            found += self.model.output(own_weight=own)
-        return found
+            weights += self.model.output(own_weight=own)
+        return weights
 
-    def _here(self, weights: Weights, *, shared: bool = False) -> float:
-        """Return how many of the parameters a device has; ``shared``: divided over its copies."""
-        tp, ep = self.layout.tp, self.layout.ep
+    def _on_device(self, weights: Weights, *, shared: bool = False) -> float:
+        """Return how many of the parameters a device has; ``shared``: divided over its replicas.
+
+        Tensor parallelism replicates experts, so that their replicas are on ``dp * cp * tp / ep``
+        ranks.
+        """
+        tp, ep = self.layout.parallel.tp, self.layout.parallel.ep
         dense = weights.split / tp + weights.whole
-        experts = (weights.expert_split / tp + weights.expert_whole) / ep
-        if shared:
-            return dense / self.ranks + experts / (self.ranks / ep)
+        experts = weights.experts / ep
+        if shared and self.ranks > 1:
+            return dense / self.ranks + experts / (self.ranks * tp / ep)
         return dense + experts
 
     def _converted(self, weights: Weights) -> float:
         """Return how many of the parameters a device has that autocast converts."""
-        here = self._here(weights)
-        if self.layout.kernels == "fused":
-            return here
-        return here - self._here(Weights(0, 0, weights.expert_split, weights.expert_whole))
+        converted = self._on_device(weights)
+        if self.layout.training.kernels == "fused":
+            return converted
+        return converted - self._on_device(Weights(experts=weights.experts))
 
-    def _kept(self) -> float:
+    def _saved(self) -> float:
         """Return what all micro-batches in flight keep."""
         model, layout = self.model, self.layout
-        ends = saved_tensors.before(model, layout) if self.first else []
-        ends = [*ends, *(saved_tensors.after(model, layout) if self.last else [])]
-        kept = _bytes(ends, layout) * layout.tokens(model)
-        return self._kept_by_layers() + kept * layout.in_flight[self.index]
+        outside = saved_tensors.before(model, layout) if self.first else []
+        outside = [*outside, *(saved_tensors.after(model, layout) if self.last else [])]
+        kept = _bytes(outside, layout) * layout.tokens(model)
+        return self._saved_by_layers() + kept * layout.in_flight[self.index]
 
-    def _kept_by_layers(self) -> float:
+    def _saved_by_layers(self) -> float:
         layout = self.layout
-        return _kept_by(self.model, layout, self.kinds) * layout.in_flight[self.index]
+        return _saved_by(self.model, layout, self.kinds) * layout.in_flight[self.index]
 
     def _host_of_optimizer(self) -> float:
         """Return the bytes of ``OffloadedAdamW`` in the host's memory."""
         layout, sizes = self.layout, self.layout.bytes_of
-        share = self._here(self.parameters, shared=layout.zero >= 1)
+        share = self._on_device(self.parameters, shared=layout.parallel.zero >= 1)
         states = _FLOAT32 + sizes.moments
         # The parameter as it travels back, where without overlap the gradient waits before.
-        if not layout.overlap:
+        if not layout.training.optimizer_overlap:
             return share * (states + sizes.weights)
         widest = self.vocabulary * self.has_vocabulary
-        copies = self.ranks if layout.zero >= 1 else 1
+        copies = self.ranks if layout.parallel.zero >= 1 else 1
         bucket = max(widest / copies, min(share, _STEP_BUCKET / sizes.weights))
         return share * (2 * states + sizes.weights) + _STEP_WORKERS * bucket * _FLOAT32
 
     def _loss(self) -> float:
         """Return the bytes per token of the logits and what is made of them, at the widest."""
         model, layout = self.model, self.layout
-        row, item = model.vocab_size / layout.tp, layout.bytes_of.activations
-        if layout.chunked_loss:
+        row, item = model.vocab_size / layout.parallel.tp, layout.bytes_of.activations
+        if layout.training.chunked_loss:
             if layout.tokens(model) * _FLOAT32 <= model.hidden_size * item:
                 return row * _FLOAT32  # so few tokens that the logits are kept
             wide = model.hidden_size * _FLOAT32 if item < _FLOAT32 else 0
             return min(_CHUNK, row) * _FLOAT32 + wide
-        if layout.kernels == "fused":
+        if layout.training.kernels == "fused":
             return 2 * row * item  # the logits and their gradient
         # The log-softmax, its gradient, and that of the logits; BERT's is not made in float32.
         return 3 * row * (layout.bytes_of.stream if model.head == "masked" else _FLOAT32)
 
     def _arriving(self, gradients: float) -> float:
         """Return gradients that were just made, unless they leave for other ranks."""
-        return 0.0 if self.layout.zero >= 2 and self.ranks > 1 else gradients
+        return 0.0 if self.layout.parallel.zero >= 2 and self.ranks > 1 else gradients
 
     def _communication(self) -> float:
-        model, layout = self.model, self.layout
+        model, layout, config = self.model, self.layout, self.layout.parallel
         item = layout.bytes_of.activations
         tokens = layout.tokens(model)
         stream = tokens * model.hidden_size * item
-        found = 0.0
-        if layout.tp > 1:
-            found += stream * (2 if layout.sp else 1)
-        if layout.pp > 1:
-            found += 2 * stream / (layout.tp if layout.sp else 1)
-        if layout.cp > 1:
-            found += 4 * tokens * model.key_width * item / layout.tp
-        if layout.ep > 1:
-            found += 2 * model.top_k * stream
+        buffers = 0.0
+        if config.tp > 1:
+            buffers += stream * (2 if config.sp else 1)
+        if config.pp > 1:
+            buffers += 2 * stream / (config.tp if config.sp else 1)
+        if config.cp > 1:
+            buffers += 4 * tokens * model.key_width * item / config.tp
+        if config.ep > 1:
+            buffers += 2 * model.top_k * stream / config.tp
         if self.ranks > 1:
-            found += self._sharing()
-        return found
+            buffers += self._data_parallel_buffers()
+        return buffers
 
-    def _sharing(self) -> float:
+    def _data_parallel_buffers(self) -> float:
         """Return the buffers of the data-parallel exchange of gradients and weights."""
-        sizes, zero = self.layout.bytes_of, self.layout.zero
-        ends = self.vocabulary * self.has_vocabulary
-        whole = max(self.largest_layer, ends)
-        if zero < 2:
-            return min(self.layout.bucket_bytes, self._here(self.parameters) * sizes.gradients)
-        found = whole * sizes.gradients  # gradients of what is being reduced
-        if zero < 3:
-            return found
-        here = self._here(self.parameters) * sizes.weights
-        if not self.layout.parallel_optimizer_comm_recompute:
-            return found + here
-        if self.layout.pp > 1 and SCHEDULES[self.layout.pipeline_schedule].splits:
-            return (
-                found + here / self.layout.virtual
-            )  # a whole stage's, for each part of a backward
+        config, sizes = self.layout.parallel, self.layout.bytes_of
+        vocabulary = self.vocabulary * self.has_vocabulary
+        if config.zero < 2:
+            return min(config.bucket_bytes, self._on_device(self.parameters) * sizes.gradients)
+        # Gradients of what is being reduced.
+        buffers = max(self.largest_layer, vocabulary) * sizes.gradients
+        if config.zero < 3:
+            return buffers
+        weights = self._on_device(self.parameters) * sizes.weights
+        if not config.parallel_optimizer_comm_recompute:
+            return buffers + weights
+        if config.pp > 1 and SCHEDULES[config.pipeline_schedule].splits:
+            return buffers + weights / config.virtual  # of a stage, for each part of a backward
         # The weights of the layer that runs and of the next one, and those outside of layers.
-        return found + (2 * self.largest_layer + ends) * sizes.weights
+        return buffers + (2 * self.largest_layer + vocabulary) * sizes.weights

@@ -21,20 +21,20 @@ _KEEP_ALL = ("gpipe", "looped_bfs")
 _WHOLE_ROUNDS = ("interleaved", "zero_bubble")
 
 
-class Pipelined(NamedTuple):
+class ScheduleCost(NamedTuple):
     """What a schedule costs.
 
     Attributes:
         bubble: the share of all ranks' time in which they compute nothing.
-        alive: of each rank, of how many micro-batches it keeps what its layers save, at most.
+        in_flight: of each rank, of how many micro-batches it keeps what its layers save, at most.
     """
 
     bubble: float
-    alive: tuple[float, ...]
+    in_flight: tuple[float, ...]
 
 
 @cache
-def pipelined(name: str, ranks: int, microbatches: int, virtual: int) -> Pipelined:
+def schedule_cost(name: str, ranks: int, microbatches: int, virtual: int) -> ScheduleCost:
     """Return what a schedule costs.
 
     Args:
@@ -47,24 +47,24 @@ def pipelined(name: str, ranks: int, microbatches: int, virtual: int) -> Pipelin
         ValueError: it does not exist for these sizes.
 
     Example:
-        >>> from fusedops.planner.pipelines import pipelined
-        >>> pipelined("1f1b", ranks=4, microbatches=8, virtual=1).alive
+        >>> from fusedops.planner.pipelines import schedule_cost
+        >>> schedule_cost("1f1b", ranks=4, microbatches=8, virtual=1).in_flight
         (4.0, 3.0, 2.0, 1.0)
     """
-    rest = microbatches % ranks
+    remainder = microbatches % ranks
     timed = microbatches
-    if not rest or name not in _WHOLE_ROUNDS:
-        timed = min(microbatches, _ROUNDS * ranks + rest)
+    if not remainder or name not in _WHOLE_ROUNDS:
+        timed = min(microbatches, _ROUNDS * ranks + remainder)
     line = timeline(table(name, ranks, timed, virtual))
     work = 3 * virtual  # of a micro-batch on a rank
     lost = line.end - work * timed
-    alive = line.alive()
+    in_flight = line.alive()
     if name in _KEEP_ALL:
-        alive = [each * microbatches / timed for each in alive]
-    return Pipelined(lost / (work * microbatches + lost), tuple(alive))
+        in_flight = [count * microbatches / timed for count in in_flight]
+    return ScheduleCost(lost / (work * microbatches + lost), tuple(in_flight))
 
 
-def places(name: str, ranks: int, virtual: int, rank: int) -> list[int]:
+def stages_of_rank(name: str, ranks: int, virtual: int, rank: int) -> list[int]:
     """Return which of all stages a rank has.
 
     Args:
@@ -73,6 +73,8 @@ def places(name: str, ranks: int, virtual: int, rank: int) -> list[int]:
         virtual: stages of a rank.
         rank: of which.
     """
-    laps = range(virtual)
-    turns = SCHEDULES[name].is_v
-    return [lap * ranks + (ranks - 1 - rank if turns and lap % 2 else rank) for lap in laps]
+    is_v = SCHEDULES[name].is_v
+    return [
+        chunk * ranks + (ranks - 1 - rank if is_v and chunk % 2 else rank)
+        for chunk in range(virtual)
+    ]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
-from fusedops.planner.layout import Layout, check, check_values
-from fusedops.planner.memory import Estimate, estimate
+from fusedops.parallel.sizes import check_experts
+from fusedops.planner.layout import Layout, check
+from fusedops.planner.memory import Estimate, estimate_unchecked
 from fusedops.planner.sizes import show_bytes
 
 CRITERION = (
@@ -33,7 +34,7 @@ _OFFLOAD: tuple[tuple[str, ...], ...] = ((), ("optimizer",), ("optimizer", "acti
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedLayout:
     """A layout and what it takes."""
 
     layout: Layout
@@ -46,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """The layouts that are possible, and which to take.
 
     Attributes:
         rows: sorted by ``CRITERION``.
@@ -55,7 +56,7 @@ class Plan:
         notes: for each size that was asked for and that no layout has, one sentence that says why.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlannedLayout, ...]
     memory: int
     advice: str
     notes: tuple[str, ...] = ()
@@ -78,6 +79,7 @@ def layouts(
     recompute: Sequence[str] = _RECOMPUTE,
     offload: Sequence[tuple[str, ...]] = _OFFLOAD,
     schedule: Sequence[str] = _SCHEDULES,
+    virtual: int | None = None,
 ) -> Iterator[Layout]:
     """Yield every layout on that many devices that fits the model's sizes.
 
@@ -93,13 +95,14 @@ def layouts(
         recompute: as in ``Layout``, those to try.
         offload: as in ``Layout``, those to try.
         schedule: of pipelines, those to try; one stage has none, and is tried once.
+        virtual: stages of a rank of a pipeline; the schedule's own number by default.
 
     Raises:
         ValueError: a value that is to be tried has no meaning for any model.
         TypeError: a size is no integer.
     """
     checks.integer("plan", "devices", devices, least=1)
-    base = replace(base, recompute_slice_activation=False)
+    base = base.replace(recompute_slice_activation=False)
     # What only does not fit is passed over, what has no meaning is not.
     tried: dict[str, Sequence[Any]] = {
         "tp": tp,
@@ -112,14 +115,32 @@ def layouts(
     }
     for name, values in tried.items():
         for value in values:
-            check_values(replace(base, **{name: value}))
-    for mesh, refusal in _meshes(model, devices, base, tp, pp, ep, schedule):
-        if refusal:
+            _check_value(base, name, value)
+    if virtual is not None:
+        checks.integer("plan", "pipeline_virtual", virtual, least=1)
+    for mesh in _meshes(model, devices, base, tp, pp, ep, schedule, virtual):
+        if mesh.layout is None:
             continue
         # With nobody to share with all stages of zero are the same.
-        stages = zero if mesh.dp * mesh.cp > 1 else (min(zero),)
-        for z, again, off in itertools.product(stages, recompute, offload):
-            yield replace(mesh, zero=z, recompute=again, offload=off)
+        stages = zero if mesh.layout.parallel.sizes.data > 1 else (min(zero),)
+        for stage, words, offloaded in itertools.product(stages, recompute, offload):
+            yield mesh.layout.replace(zero=stage, recompute=words, offload=offloaded)
+
+
+def _check_value(base: Layout, name: str, value: Any) -> None:
+    """Raise unless a value to try has a meaning, whether or not it fits the other sizes."""
+    if name in ("tp", "pp", "ep"):
+        checks.integer("plan", name, value, least=1)
+    else:
+        base.replace(**{name: value})
+
+
+class _MeshChoice(NamedTuple):
+    """Parallel sizes to try: their layout, or why it is impossible."""
+
+    options: dict[str, Any]
+    layout: Layout | None
+    refusal: str = ""
 
 
 def _meshes(
@@ -130,42 +151,50 @@ def _meshes(
     pp: Sequence[int] = (),
     ep: Sequence[int] = (),
     schedule: Sequence[str] = _SCHEDULES,
-) -> Iterator[tuple[Layout, str]]:
-    """Yield a layout for each choice of parallel sizes, and why it is impossible, or ``""``."""
+    virtual: int | None = None,
+) -> Iterator[_MeshChoice]:
+    """Yield each choice of parallel sizes."""
     tensor = tp or [n for n in (1, 2, 4, 8) if n <= MOST_TENSOR]
     stages = pp or [n for n in range(1, min(devices, model.depth) + 1) if model.depth % n == 0]
+    cp = base.parallel.cp
     for t, p in itertools.product(tensor, stages):
-        replicas = max(1, devices // (t * p * base.cp))
-        ranks = replicas * base.cp
+        replicas = max(1, devices // (t * p * cp))
         shares = ep or [
-            n for n in range(1, max(model.num_experts, 1) + 1) if _divides(n, ranks, model)
+            n for n in range(1, max(model.num_experts, 1) + 1) if _divides(n, replicas * cp, model)
         ]
         for order, e in itertools.product(schedule if p > 1 else ("1f1b",), shares):
-            layout = replace(
-                base,
-                dp=replicas,
-                tp=t,
-                pp=p,
-                ep=e,
-                sp=t > 1,
-                pipeline_schedule=order,
-                pipeline_virtual=base.pipeline_virtual if p > 1 else None,
-            )
-            yield layout, _refusal(model, layout, devices)
+            options = {
+                "dp": replicas,
+                "tp": t,
+                "pp": p,
+                "ep": e,
+                "sp": t > 1,
+                "pipeline_schedule": order,
+                "pipeline_virtual": virtual if p > 1 else None,
+            }
+            try:
+                yield _MeshChoice(options, _fitted(model, devices, base, options))
+            except ValueError as error:
+                refusal = str(error).removeprefix("plan: ").removeprefix("ParallelConfig: ")
+                yield _MeshChoice(options, None, refusal)
 
 
-def _refusal(model: TransformerConfig, layout: Layout, devices: int) -> str:
-    """Return why a layout is impossible: for this model first, then on so many devices."""
-    try:
-        check(model, replace(layout, dp=layout.ep))
-        sizes = (layout.tp, layout.pp, layout.cp)
-        if devices % math.prod(sizes):
-            product = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}"
-            return f"tp x pp x cp = {product} must divide the {devices} devices"
-        check(model, layout, devices)
-    except ValueError as error:
-        return str(error).removeprefix("plan: ")
-    return ""
+def _fitted(
+    model: TransformerConfig, devices: int, base: Layout, options: dict[str, Any]
+) -> Layout:
+    """Return the layout of parallel sizes.
+
+    Raises:
+        ValueError: it does not fit this model, or else so many devices.
+    """
+    layout = base.replace(**options | {"dp": options["ep"]})
+    check(model, layout)
+    sizes = (layout.parallel.tp, layout.parallel.pp, layout.parallel.cp)
+    if devices % math.prod(sizes):
+        product = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}"
+        raise ValueError(f"tp x pp x cp = {product} must divide the {devices} devices")
+    check_experts("plan", options["ep"], options["dp"] * layout.parallel.cp)
+    return layout.replace(dp=options["dp"])
 
 
 def _notes(
@@ -176,19 +205,21 @@ def _notes(
     used: Sequence[Layout],
 ) -> list[str]:
     """Return why sizes that were asked for are in no layout; without any layout, at least one."""
-    given = {name: choices[name] for name in ("tp", "pp", "ep", "schedule") if name in choices}
+    names = ("tp", "pp", "ep", "schedule", "virtual")
+    given = {name: choices[name] for name in names if name in choices}
     meshes = list(_meshes(model, devices, base, **given))
     asked = [(name, value) for name in ("tp", "pp", "ep") for value in given.get(name, ())]
     if tuple(given.get("schedule", _SCHEDULES)) != _SCHEDULES:
-        asked += [("pipeline_schedule", word) for word in given["schedule"]]
-    if base.pipeline_virtual is not None:
-        asked.append(("pipeline_virtual", base.pipeline_virtual))
+        asked += [("pipeline_schedule", name) for name in given["schedule"]]
+    if given.get("virtual") is not None:
+        asked.append(("pipeline_virtual", given["virtual"]))
     notes = []
     for name, value in asked:
-        if not any(getattr(layout, name) == value for layout in used):
-            notes += [why for layout, why in meshes if getattr(layout, name) == value and why][:1]
+        if not any(getattr(layout.parallel, name) == value for layout in used):
+            refusals = (mesh.refusal for mesh in meshes if mesh.options[name] == value)
+            notes += [refusal for refusal in refusals if refusal][:1]
     if not used and not notes:
-        notes = [why for _, why in meshes][:1]
+        notes = [mesh.refusal for mesh in meshes][:1]
     return list(dict.fromkeys(notes))
 
 
@@ -221,14 +252,12 @@ def plan(
 
     Example:
         >>> from fusedops.planner import plan, preset
-        >>> found = plan(preset("gpt2"), devices=1, memory=16 << 30)
-        >>> found.rows[0].layout.recompute
+        >>> result = plan(preset("gpt2"), devices=1, memory=16 << 30)
+        >>> result.rows[0].layout.recompute
         'none'
     """
     base = base or Layout()
     checks.integer("plan", "memory", memory, least=1)
-    base = replace(base, recompute_slice_activation=False)
-    check(model, replace(base, dp=1, tp=1, pp=1, ep=1, sp=False, pipeline_virtual=None))
     rows = _rows(model, devices, base, choices)
     notes = _notes(model, devices, base, choices, [row.layout for row in rows])
     if not rows:
@@ -243,17 +272,17 @@ def plan(
 
 def _rows(
     model: TransformerConfig, devices: int, base: Layout, choices: dict[str, Any]
-) -> list[Row]:
-    found = layouts(model, devices, base, **choices)
-    return [Row(layout, estimate(model, layout)) for layout in found]
+) -> list[PlannedLayout]:
+    every = layouts(model, devices, base, **choices)
+    return [PlannedLayout(layout, estimate_unchecked(model, layout)) for layout in every]
 
 
-def _cost(row: Row, memory: int) -> tuple[float, ...]:
-    layout, left = row.layout, row.left(memory)
+def _cost(row: PlannedLayout, memory: int) -> tuple[float, ...]:
+    layout, config, left = row.layout, row.layout.parallel, row.left(memory)
     if left < 0:
         return (1, -left, 0, 0, 0, 0, 0)
-    again = {"none": 0, "full": 4}.get(layout.recompute, len(layout.remade))
-    return (0, len(layout.offload), again, layout.bubble, layout.tp, layout.zero, -left)
+    recomputed = {"none": 0, "full": 4}.get(layout.recompute, len(layout.recomputed))
+    return (0, len(config.offload), recomputed, layout.bubble, config.tp, config.zero, -left)
 
 
 def _advice(
@@ -262,17 +291,17 @@ def _advice(
     memory: int,
     base: Layout,
     choices: dict[str, Any],
-    rows: list[Row],
+    rows: list[PlannedLayout],
 ) -> str:
     least = min(rows, key=lambda row: row.estimate.peak)
-    said = f"nothing fits in {show_bytes(memory)}: the least is {show_bytes(least.estimate.peak)}"
-    said += f" with {describe(least.layout)}"
+    advice = f"nothing fits in {show_bytes(memory)}: the least is {show_bytes(least.estimate.peak)}"
+    advice += f" with {describe(least.layout)}"
     more = _fitting_devices(model, devices, memory, base, choices)
     if more is not None:
-        return f"{said}; {more} such devices would do, or {devices} of that size"
-    if base.micro_batch > 1 or base.length(model) > 1024:
-        return f"{said}; a smaller micro-batch or shorter sequences need less"
-    return f"{said}; take devices of that size"
+        return f"{advice}; {more} such devices would do, or {devices} of that size"
+    if base.training.micro_batch > 1 or base.length(model) > 1024:
+        return f"{advice}; a smaller micro-batch or shorter sequences need less"
+    return f"{advice}; take devices of that size"
 
 
 def _fitting_devices(
@@ -293,15 +322,16 @@ def _fitting_devices(
     numbers = [number for number in numbers if number <= _MOST_DEVICES]
 
     def estimates(number: int) -> Iterator[Estimate]:
-        return (estimate(model, layout) for layout in layouts(model, number, base, **choices))
+        every = layouts(model, number, base, **choices)
+        return (estimate_unchecked(model, layout) for layout in every)
 
     if not numbers or all(
-        found.peak - found.parts["communication"] > memory for found in estimates(numbers[-1])
+        needed.peak - needed.parts["communication"] > memory for needed in estimates(numbers[-1])
     ):
         return None
     fewest = fewest_devices(weights, memory)
     for number in numbers:
-        if number >= fewest and any(found.peak <= memory for found in estimates(number)):
+        if number >= fewest and any(needed.peak <= memory for needed in estimates(number)):
             return number
     return None
 
@@ -320,17 +350,18 @@ def describe(layout: Layout) -> str:
     """Return what distinguishes a layout, in a line.
 
     Example:
-        >>> describe(Layout(dp=2, tp=4, zero=1))
+        >>> describe(Layout.of(dp=2, tp=4, zero=1))
         'dp 2, tp 4, zero 1'
     """
-    names = ("dp", "tp", "pp", "cp", "ep")
-    parts = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
-    if layout.pp > 1:
-        parts[parts.index(f"pp {layout.pp}")] += f" ({layout.pipeline_schedule})"
-    if layout.zero:
-        parts.append(f"zero {layout.zero}")
+    config = layout.parallel
+    sizes = {name: getattr(config, name) for name in ("dp", "tp", "pp", "cp", "ep")}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if config.pp > 1:
+        parts[parts.index(f"pp {config.pp}")] += f" ({config.pipeline_schedule})"
+    if config.zero:
+        parts.append(f"zero {config.zero}")
     if layout.recompute != "none":
         parts.append(f"recompute {layout.recompute}")
-    if layout.offload:
-        parts.append(f"offload {' and '.join(layout.offload)}")
+    if config.offload:
+        parts.append(f"offload {' and '.join(config.offload)}")
     return ", ".join(parts) or "one device, nothing shared"

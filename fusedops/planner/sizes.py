@@ -26,10 +26,10 @@ def parse_bytes(text: str) -> int:
         >>> parse_bytes("1.5 GiB")
         1610612736
     """
-    found = _SIZE.fullmatch(text)
-    if found is None:
+    match = _SIZE.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r} is not a size: write a number and a unit, as 32GiB or 80GB")
-    number, unit = found.groups()
+    number, unit = match.groups()
     if not unit:
         raise ValueError(
             f"{text!r} is not a size: its unit is missing; did you mean {number}GiB? "

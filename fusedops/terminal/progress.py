@@ -10,10 +10,10 @@ from typing import Protocol
 
 
 class Steps(Protocol):
-    """Tells how far a long command is."""
+    """Shows the progress of a long command."""
 
-    def say(self, what: str) -> None:
-        """Tell what is being done."""
+    def describe(self, what: str) -> None:
+        """Show what is being done."""
         ...
 
     def advance(self) -> None:
@@ -45,7 +45,7 @@ class _Bar:
     def __init__(self, bar: object, task: object) -> None:
         self._bar, self._task = bar, task
 
-    def say(self, what: str) -> None:
+    def describe(self, what: str) -> None:
         self._bar.update(self._task, description=what)  # type: ignore[attr-defined]
 
     def advance(self) -> None:
@@ -59,7 +59,7 @@ class _Lines:
         self._total, self._done, self._what = total, 0, ""
         self._start = time.perf_counter()
 
-    def say(self, what: str) -> None:
+    def describe(self, what: str) -> None:
         self._what = what
 
     def advance(self) -> None:

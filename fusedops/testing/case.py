@@ -62,9 +62,9 @@ class Case:
         """Return the code that makes this case, without what is as by default."""
         default = Case(mesh={})
         parts = [
-            f"{each.name}={getattr(self, each.name)!r}"
-            for each in dataclasses.fields(self)
-            if getattr(self, each.name) != getattr(default, each.name)
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
         ]
         return f"Case({', '.join(parts)})"
 
@@ -110,9 +110,9 @@ class Space:
                     options={name: self.options[name][place] for name, place in places},
                     model=self.models[model],
                 )
-                yield self.again(case, rng), rng
+                yield self.redrawn(case, rng), rng
 
-    def again(self, case: Case, rng: random.Random) -> Case:
+    def redrawn(self, case: Case, rng: random.Random) -> Case:
         """Return the case with other sizes, workload, dtype, steps, clipping and seed."""
         return dataclasses.replace(
             case,

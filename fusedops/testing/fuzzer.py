@@ -83,7 +83,7 @@ class Report:
         ]
         reasons = Counter(why for _, why in self.refused)
         lines += [f"  refused {count} x: {why}" for why, count in reasons.most_common(5)]
-        lines += [str(each) for each in self.failures]
+        lines += [str(failure) for failure in self.failures]
         return "\n".join(lines)
 
 
@@ -180,13 +180,13 @@ def verify(
             for _ in range(REDRAWS):
                 if outcome.kind != "refused":
                     break
-                case = space.again(case, rng)
+                case = space.redrawn(case, rng)
                 outcome = _outcome(subject, case, run)
             if outcome.kind == "refused":
                 report.refused.append((case, outcome.why))
             elif outcome.kind:
                 failure = _failure(case, outcome, space, subject, run, ranks)
-                if failure.case.code() not in {each.case.code() for each in report.failures}:
+                if failure.case.code() not in {known.case.code() for known in report.failures}:
                     report.failures.append(failure)
                 if not keep_going:
                     break
@@ -247,7 +247,7 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
     A model that takes ``labels`` returns them so; one that returns logits is given its
     cross-entropy.
     """
-    given = {name: each for name, each in batch.items() if name != "labels"}
+    given = {name: tensor for name, tensor in batch.items() if name != "labels"}
     accepted = inspect.signature(model.forward).parameters
     if "labels" in accepted:
         return model(**batch)
@@ -281,7 +281,7 @@ def _factories(
 def _workloads(factories: Mapping[str, Callable[[], nn.Module]]) -> Sequence[str]:
     """Return the workloads that every model can be given."""
     models = [factory() for factory in factories.values()]
-    packed = all("document_ids" in inspect.signature(each.forward).parameters for each in models)
+    packed = all("document_ids" in inspect.signature(model.forward).parameters for model in models)
     return [name for name in batches.WORKLOADS if packed or name != "documents"]
 
 
@@ -315,7 +315,7 @@ class _Outcome:
     why: str = ""
 
 
-Runner = Callable[..., list[trial.Verdict]]
+Runner = Callable[..., list[trial.RankComparison]]
 
 
 @contextlib.contextmanager
@@ -335,12 +335,12 @@ def _outcome(subject: Subject, case: Case, run: Runner) -> _Outcome:
     try:
         verdicts = run(subject, case, known)
     except RankError as error:
-        kinds = {type(each).__name__ for each in error.errors.values()}
+        kinds = {type(raised).__name__ for raised in error.errors.values()}
         if kinds and len(error.errors) == case.ranks and kinds <= set(trial.REFUSALS):
             return _Outcome("refused", str(error.errors[min(error.errors)]))
         kind = min(kinds) if kinds else (error.why.splitlines() or ["no answer"])[0]
         return _Outcome(kind, str(error))
-    differences = [each for verdict in verdicts for each in verdict.differences]
+    differences = [difference for verdict in verdicts for difference in verdict.differences]
     differences += trial.missing(known, verdicts)
     if not differences:
         return _Outcome("")
@@ -349,15 +349,15 @@ def _outcome(subject: Subject, case: Case, run: Runner) -> _Outcome:
     order = {key: place for place, key in enumerate(known.truth)}
     stages = ("loss", "gradient", "norm", "weight")
     differences.sort(
-        key=lambda each: (
-            each.step,
-            stages.index(each.kind),
-            -order.get((each.kind, each.step, each.name), 0),
+        key=lambda difference: (
+            difference.step,
+            stages.index(difference.kind),
+            -order.get((difference.kind, difference.step, difference.name), 0),
         )
     )
     by_text: dict[str, list[int]] = {}
-    for each in differences:
-        by_text.setdefault(str(each), []).append(each.rank)
+    for difference in differences:
+        by_text.setdefault(str(difference), []).append(difference.rank)
     shown = [
         f"{text} (rank {', '.join(map(str, on))})" if on[0] >= 0 else text
         for text, on in list(by_text.items())[:SHOWN]
@@ -377,6 +377,6 @@ def _failure(
 
     small = shrink(case, space, fails)
     last = _outcome(subject, small, run)
-    told = last if last.kind else outcome
-    text = script.script(small, subject, ranks, told.why)
-    return Failure(small, case, told.kind, told.why, text)
+    failed = last if last.kind else outcome
+    text = script.script(small, subject, ranks, failed.why)
+    return Failure(small, case, failed.kind, failed.why, text)

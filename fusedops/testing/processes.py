@@ -78,27 +78,28 @@ class Processes:
             connection.send((job, store, rank, size, patience))
         deadline = time.monotonic() + patience
         results: list[Any] = []
-        told: dict[int, str] = {}
+        tracebacks: dict[int, str] = {}
         errors: dict[int, BaseException] = {}
         for rank, (_, connection) in enumerate(self._members[:size]):
             try:
                 # Where one has failed the others may wait for it until their own patience ends.
-                left = min(5.0, patience) if told else max(0.0, deadline - time.monotonic())
+                left = min(5.0, patience) if tracebacks else max(0.0, deadline - time.monotonic())
                 if not connection.poll(left):
-                    told[rank] = "no answer" if told else f"no answer in {patience:.0f} s"
+                    within = "" if tracebacks else f" in {patience:.0f} s"
+                    tracebacks[rank] = f"no answer{within}"
                     continue
                 answer: _Answer = connection.recv()
             except (EOFError, ConnectionResetError):
-                told[rank] = "the process has ended"
+                tracebacks[rank] = "the process has ended"
                 continue
             results.append(answer.result)
-            if answer.told:
-                told[rank] = answer.told
+            if answer.report:
+                tracebacks[rank] = answer.report
             if answer.error is not None:
                 errors[rank] = answer.error
-        if told:
+        if tracebacks:
             self.close()
-            raise RankError("", told, errors)
+            raise RankError("", tracebacks, errors)
         return results
 
     def close(self) -> None:
@@ -127,7 +128,7 @@ class _Answer:
     """What a rank's function returned; or what it raised, with its traceback."""
 
     result: Any = None
-    told: str = ""
+    report: str = ""
     error: BaseException | None = None
 
 
@@ -146,7 +147,8 @@ def _serve(connection: Connection) -> None:
             with _world(store, rank, size, patience):
                 answer = _Answer(function(rank, *args))
         except BaseException as error:
-            answer = _Answer(told=traceback.format_exc(), error=error if _pickles(error) else None)
+            pickled = error if _pickles(error) else None
+            answer = _Answer(report=traceback.format_exc(), error=pickled)
         connection.send(answer)
 
 

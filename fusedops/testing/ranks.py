@@ -10,16 +10,16 @@ class RankError(RuntimeError):
 
     Attributes:
         why: what happened to the run as a whole.
-        told: by rank, the traceback.
+        tracebacks: by rank.
         errors: by rank, what was raised.
     """
 
     def __init__(
         self,
         why: str,
-        told: Mapping[int, str],
+        tracebacks: Mapping[int, str],
         errors: Mapping[int, BaseException] | None = None,
     ) -> None:
-        lines = [why, *(f"rank {rank}:\n{text}" for rank, text in sorted(told.items()))]
+        lines = [why, *(f"rank {rank}:\n{text}" for rank, text in sorted(tracebacks.items()))]
         super().__init__("\n".join(line for line in lines if line))
-        self.why, self.told, self.errors = why, dict(told), dict(errors or {})
+        self.why, self.tracebacks, self.errors = why, dict(tracebacks), dict(errors or {})

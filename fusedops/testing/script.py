@@ -31,7 +31,7 @@ def script(case: Case, subject: Subject, ranks: str, why: str) -> str:
     if ranks != "threads":
         arguments.append(f"ranks={ranks!r}")
     comment = "\n".join(f"# {line}".rstrip() for line in why.splitlines())
-    inner = "".join(f"        {each},\n" for each in arguments)
+    inner = "".join(f"        {argument},\n" for argument in arguments)
     head = "\n".join(
         ["import sys", "", "import torch", "", "from fusedops import testing", *imports]
     )
@@ -42,8 +42,11 @@ def _code(function: Callable[..., Any], imports: dict[str, None]) -> str:
     """Return an expression for a function; note the lines that it needs."""
     if isinstance(function, functools.partial):
         imports["import functools"] = None
-        inner = [_code(function.func, imports), *(_value(each, imports) for each in function.args)]
-        inner += [f"{name}={_value(each, imports)}" for name, each in function.keywords.items()]
+        inner = [
+            _code(function.func, imports),
+            *(_value(value, imports) for value in function.args),
+        ]
+        inner += [f"{name}={_value(value, imports)}" for name, value in function.keywords.items()]
         return f"functools.partial({', '.join(inner)})"
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     if not name or "<" in name:

@@ -42,19 +42,21 @@ def _simpler(case: Case, space: Space) -> Iterator[Case]:
 
     for axis, size in case.mesh.items():
         if size > 1 and len(case.mesh) > 1:
-            yield change(mesh={name: each for name, each in case.mesh.items() if name != axis})
+            yield change(mesh={name: size for name, size in case.mesh.items() if name != axis})
     for axis, size in case.mesh.items():
         if size > 2:
             yield change(mesh={**case.mesh, axis: size // 2})
     for axis, size in case.mesh.items():
         if size == 1 and len(case.mesh) > 1:
-            yield change(mesh={name: each for name, each in case.mesh.items() if name != axis})
+            yield change(mesh={name: size for name, size in case.mesh.items() if name != axis})
     for name, values in space.options.items():
         if name in case.options and case.options[name] != values[0]:
             yield change(options={**case.options, name: values[0]})
     for name, values in space.options.items():
         if name in case.options and case.options[name] == values[0]:
-            yield change(options={key: each for key, each in case.options.items() if key != name})
+            yield change(
+                options={key: option for key, option in case.options.items() if key != name}
+            )
     if case.workload != "random":
         yield change(workload="random")
     if case.steps > 1:

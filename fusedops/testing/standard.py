@@ -42,11 +42,11 @@ def standard(model: nn.Module, mesh: Any, case: Case) -> Parallel:
                 f"{parts} micro-batches"
             )
         micro = [
-            {name: run.rows(each.chunk(parts)[i]) for name, each in batch.items()}
+            {name: run.rows(tensor.chunk(parts)[i]) for name, tensor in batch.items()}
             for i in range(parts)
         ]
-        shards = [run.shard_batch(**each) for each in micro]
-        labels = torch.stack([each.labels for each in shards if each.labels is not None])
+        shards = [run.shard_batch(**micro_batch) for micro_batch in micro]
+        labels = torch.stack([shard.labels for shard in shards if shard.labels is not None])
         count = run.count(labels)
         outputs = run.step(shards, count)
         return run.mean_loss(outputs, count)

@@ -27,7 +27,7 @@ class CollectiveMismatchError(RuntimeError):
 
 
 @dataclass
-class Call:
+class CollectiveCall:
     """One rank's part of a communication.
 
     Attributes:
@@ -47,11 +47,11 @@ class Call:
     where: str = ""
 
     def __post_init__(self) -> None:
-        held = {each.untyped_storage().data_ptr() for each in self.outputs if each.numel()}
-        if any(each.untyped_storage().data_ptr() in held for each in self.inputs):
-            self.inputs = [each.detach().clone() for each in self.inputs]
-        for each in self.outputs:
-            _spoil(each.detach())
+        held = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
+        if any(tensor.untyped_storage().data_ptr() in held for tensor in self.inputs):
+            self.inputs = [tensor.detach().clone() for tensor in self.inputs]
+        for output in self.outputs:
+            _spoil(output.detach())
 
     def __str__(self) -> str:
         detail = "" if self.detail is None else f" ({self.detail})"
@@ -78,10 +78,10 @@ class ThreadCollective:
     """
 
     expected: int
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, CollectiveCall] = field(default_factory=dict)
     _results: dict[int, Tensors] | None = None
 
-    def join(self, rank: int, call: Call) -> None:
+    def join(self, rank: int, call: CollectiveCall) -> None:
         """Take a rank's part.
 
         Raises:
@@ -107,7 +107,7 @@ class ThreadCollective:
             call = self.calls[ranks[0]]
             kind = "send" if call.kind == "recv" else call.kind
             with torch.no_grad():
-                given = KINDS[kind]([self.calls[each].inputs for each in ranks], call.detail)
+                given = KINDS[kind]([self.calls[member].inputs for member in ranks], call.detail)
             self._results = dict(zip(ranks, given, strict=True))
         return self._results[rank]
 
@@ -161,13 +161,13 @@ class AllOf(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for each."""
-        for each in self._works:
-            each.wait()
+        for work in self._works:
+            work.wait()
         return True
 
     def is_completed(self) -> bool:
         """Whether each has been waited for."""
-        return all(each.is_completed() for each in self._works)
+        return all(work.is_completed() for work in self._works)
 
 
 def _reduced(terms: Tensors, how: str) -> torch.Tensor:
@@ -196,35 +196,36 @@ def _reduce(given: list[Tensors], how: tuple[str, int]) -> list[Tensors]:
 
 
 def _reduce_scatter(given: list[Tensors], how: str) -> list[Tensors]:
-    return [[_reduced([each[rank] for each in given], how)] for rank in range(len(given))]
+    return [[_reduced([tensors[rank] for tensors in given], how)] for rank in range(len(given))]
 
 
 def _all_gather(given: list[Tensors], _: Any) -> list[Tensors]:
-    return [[each[0].clone() for each in given] for _ in given]
+    return [[tensors[0].clone() for tensors in given] for _ in given]
 
 
 def _gather(given: list[Tensors], root: int) -> list[Tensors]:
-    everything = [each[0].clone() for each in given]
+    everything = [tensors[0].clone() for tensors in given]
     return [everything if rank == root else [] for rank in range(len(given))]
 
 
 def _all_to_all(given: list[Tensors], _: Any) -> list[Tensors]:
-    return [[each[rank].clone() for each in given] for rank in range(len(given))]
+    return [[tensors[rank].clone() for tensors in given] for rank in range(len(given))]
 
 
 def _broadcast(given: list[Tensors], root: int) -> list[Tensors]:
     return [
-        [] if rank == root else [each.clone() for each in given[root]] for rank in range(len(given))
+        [] if rank == root else [tensor.clone() for tensor in given[root]]
+        for rank in range(len(given))
     ]
 
 
 def _scatter(given: list[Tensors], root: int) -> list[Tensors]:
-    return [[each.clone()] for each in given[root]]
+    return [[tensor.clone()] for tensor in given[root]]
 
 
 def _send(given: list[Tensors], _: Any) -> list[Tensors]:
     """``given[0]`` is the sender's."""
-    return [[], [each.clone() for each in given[0]]]
+    return [[], [tensor.clone() for tensor in given[0]]]
 
 
 def _barrier(given: list[Tensors], _: Any) -> list[Tensors]:

@@ -1,8 +1,8 @@
-"""Threads of which one runs at a time, and who waits for what.
+"""A deterministic scheduler of threads, of which one runs at a time.
 
-A thread runs until it must wait for another one, and then hands its turn on. So the order of what
-happens is the same in every run of one seed, a deadlock is known at once instead of after a
-timeout, and what torch keeps once per process, the state of its random numbers, can be each
+A thread runs until it must wait for another one; then the scheduler picks the next that can run.
+The order of events is the same in every run of one seed, a deadlock is detected at once instead of
+after a timeout, and the state of torch's random numbers, of which a process has one, can be each
 thread's own.
 """
 
@@ -27,7 +27,7 @@ class StoppedError(BaseException):
 
 
 class ThreadScheduler:
-    """Gives the ranks of one run their turns.
+    """Runs the ranks of one run, one at a time.
 
     Args:
         size: number of ranks.
@@ -61,12 +61,12 @@ class ThreadScheduler:
         """
         state = torch.get_rng_state()
         threads = [
-            threading.Thread(target=self._live, args=(rank, body, state), daemon=True)
+            threading.Thread(target=self._run_rank, args=(rank, body, state), daemon=True)
             for rank, body in enumerate(bodies)
         ]
         for thread in threads:
             thread.start()
-        self._hand_on()
+        self._wake_next()
         ended = self._over.wait(patience)
         if not ended:
             self.failure = f"the ranks have not ended in {patience:.0f} s"
@@ -91,7 +91,7 @@ class ThreadScheduler:
             return
         self._waits[self.rank] = (ready, why)
         state = torch.get_rng_state()
-        self._hand_on()
+        self._wake_next()
         self._sleep()
         torch.set_rng_state(state)
         if not ready():
@@ -101,7 +101,7 @@ class ThreadScheduler:
         """Stop the ranks that wait for others; those that can go on do."""
         self.failure = self.failure or why
 
-    def _live(self, rank: int, body: Callable[[], Any], state: torch.Tensor) -> None:
+    def _run_rank(self, rank: int, body: Callable[[], Any], state: torch.Tensor) -> None:
         self._local.rank = rank
         self._sleep()
         torch.set_rng_state(state)
@@ -109,15 +109,15 @@ class ThreadScheduler:
             body()
         finally:
             del self._waits[rank]
-            self._hand_on()
+            self._wake_next()
 
     def _sleep(self) -> None:
         mine = self._wake[self.rank]
         mine.wait()
         mine.clear()
 
-    def _hand_on(self) -> None:
-        """Wake one of those who can go on; where none can, one who then learns why."""
+    def _wake_next(self) -> None:
+        """Wake one of the ranks that can run; where none can, one that then raises."""
         if not self._waits:
             self._over.set()
             return

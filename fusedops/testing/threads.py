@@ -29,7 +29,13 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusedops.testing.ranks import RankError
-from fusedops.testing.thread_collectives import AllOf, Call, Tensors, ThreadCollective, ThreadWork
+from fusedops.testing.thread_collectives import (
+    AllOf,
+    CollectiveCall,
+    Tensors,
+    ThreadCollective,
+    ThreadWork,
+)
 from fusedops.testing.thread_scheduler import StoppedError, ThreadScheduler
 
 PATIENCE = 120.0
@@ -38,13 +44,15 @@ _one_at_a_time = threading.Lock()
 
 
 class _Run:
-    """What the groups of one run share: the turns, and the collectives that are not yet full."""
+    """What the groups of one run share: the scheduler and the collectives that are not full."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.scheduler = ThreadScheduler(size, seed)
         self.pending: dict[tuple[Any, ...], ThreadCollective] = {}
 
-    def join(self, key: tuple[Any, ...], expected: int, rank: int, call: Call) -> ThreadWork:
+    def join(
+        self, key: tuple[Any, ...], expected: int, rank: int, call: CollectiveCall
+    ) -> ThreadWork:
         """Take a rank's part in the collective of that key."""
         collective = self.pending.setdefault(key, ThreadCollective(expected))
         collective.join(rank, call)
@@ -68,7 +76,7 @@ class ThreadGroup(_ProcessGroup):
         self._run, self._key, self._ranks, self._mine = run, name, tuple(ranks), rank
         self._count: defaultdict[tuple[Any, ...], int] = defaultdict(int)
 
-    def _meet(
+    def _start(
         self,
         kind: str,
         inputs: Tensors,
@@ -79,7 +87,7 @@ class ThreadGroup(_ProcessGroup):
         self._count[()] += 1
         key = (self._key, self._ranks, self._count[()])
         where = f"rank {self._ranks[self._mine]} in the group of ranks {list(self._ranks)}"
-        call = Call(kind, inputs, outputs, detail, tuple(sizes), where)
+        call = CollectiveCall(kind, inputs, outputs, detail, tuple(sizes), where)
         return self._run.join(key, len(self._ranks), self._mine, call)
 
     @property
@@ -104,26 +112,26 @@ class ThreadGroup(_ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce in place."""
         how = _how(opts or dist.AllreduceOptions())
-        return self._meet("all_reduce", tensors, tensors, how, [t.numel() for t in tensors])
+        return self._start("all_reduce", tensors, tensors, how, [t.numel() for t in tensors])
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Reduce in place on one rank."""
         mine = tensors if self._mine == opts.rootRank else []
-        sizes = [each.numel() for each in tensors]
-        return self._meet("reduce", tensors, mine, (_how(opts), opts.rootRank), sizes)
+        sizes = [tensor.numel() for tensor in tensors]
+        return self._start("reduce", tensors, mine, (_how(opts), opts.rootRank), sizes)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Copy one rank's tensors to all."""
         given, got = (tensors, []) if self._mine == opts.rootRank else ([], tensors)
-        sizes = [each.numel() for each in tensors]
-        return self._meet("broadcast", given, got, opts.rootRank, sizes)
+        sizes = [tensor.numel() for tensor in tensors]
+        return self._start("broadcast", given, got, opts.rootRank, sizes)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Give all ranks each rank's tensor."""
         works = [
-            self._meet("all_gather", [given], got)
+            self._start("all_gather", [given], got)
             for got, given in zip(outputs, inputs, strict=True)
         ]
         return works[0] if len(works) == 1 else AllOf(works)
@@ -132,7 +140,7 @@ class ThreadGroup(_ProcessGroup):
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         """Give all ranks each rank's tensor, one behind the other."""
-        return self._meet("all_gather", [given], _even(output, self.size()), None, [given.numel()])
+        return self._start("all_gather", [given], _even(output, self.size()), None, [given.numel()])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -144,17 +152,17 @@ class ThreadGroup(_ProcessGroup):
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         """Give one rank each rank's tensor."""
         got = outputs[0] if self._mine == opts.rootRank else []
-        return self._meet("gather", inputs, got, opts.rootRank)
+        return self._start("gather", inputs, got, opts.rootRank)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         """Give each rank one of a rank's tensors."""
         given = inputs[0] if self._mine == opts.rootRank else []
-        return self._meet("scatter", given, outputs, opts.rootRank)
+        return self._start("scatter", given, outputs, opts.rootRank)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         """Reduce, and give each rank one part."""
-        sizes = [each.numel() for each in inputs[0]]
-        return self._meet("reduce_scatter", inputs[0], outputs, _how(opts), sizes)
+        sizes = [tensor.numel() for tensor in inputs[0]]
+        return self._start("reduce_scatter", inputs[0], outputs, _how(opts), sizes)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any
@@ -171,7 +179,7 @@ class ThreadGroup(_ProcessGroup):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Give each rank the tensor meant for it."""
-        return self._meet("all_to_all", inputs, outputs)
+        return self._start("all_to_all", inputs, outputs)
 
     def all_to_all_single(
         self,
@@ -185,7 +193,7 @@ class ThreadGroup(_ProcessGroup):
         size = self.size()
         got = list(output.split(output_sizes)) if output_sizes else _even(output, size)
         sent = list(given.split(input_sizes)) if input_sizes else _even(given, size)
-        return self._meet("all_to_all", sent, got)
+        return self._start("all_to_all", sent, got)
 
     def send(self, tensors: Tensors, to: int, tag: int) -> dist.Work:
         """Send to a rank of the group; ends when that one receives."""
@@ -200,14 +208,14 @@ class ThreadGroup(_ProcessGroup):
         key = (self._key, self._ranks, source, to, tag, self._count[kind, source, to, tag])
         arrow = f"from rank {self._ranks[source]} to rank {self._ranks[to]}"
         given, got = (tensors, []) if kind == "send" else ([], tensors)
-        sizes = tuple(each.numel() for each in tensors)
-        call = Call(kind, given, got, None, sizes, arrow)
+        sizes = tuple(tensor.numel() for tensor in tensors)
+        call = CollectiveCall(kind, given, got, None, sizes, arrow)
         # The sender is the first of the two, whatever their ranks are.
         return self._run.join(key, 2, 0 if kind == "send" else 1, call)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all."""
-        return self._meet("barrier", [], [])
+        return self._start("barrier", [], [])
 
     # Their names in torch before 2.13.
     _allgather_base = all_gather_single
@@ -243,7 +251,7 @@ def run(
         function: what a rank does.
         size: number of ranks.
         args: passed on.
-        seed: of the order in which the ranks take turns.
+        seed: of the order in which the ranks run.
         patience: seconds until a run that does not end is given up.
 
     Raises:
@@ -279,8 +287,10 @@ def run(
         except TimeoutError as error:
             raise RankError(str(error), {}) from None
     if errors or run.scheduler.failure:
-        told = {rank: "".join(traceback.format_exception(error)) for rank, error in errors.items()}
-        raise RankError(run.scheduler.failure or "", told, errors)
+        tracebacks = {
+            rank: "".join(traceback.format_exception(error)) for rank, error in errors.items()
+        }
+        raise RankError(run.scheduler.failure or "", tracebacks, errors)
     return results
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fusedops._core import dtypes
+from fusedops._core.deprecation import Renamed, renamed
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import Case
 
@@ -22,6 +23,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 REFUSALS = ("ValueError", "UnsupportedError")
 
 
+@renamed(whole=Renamed("gather"))
 @dataclass
 class Parallel:
     """A model that is ready to train on the ranks of a mesh, as ``parallelize`` returns it.
@@ -33,15 +35,15 @@ class Parallel:
         optimizer: ``None``: the one of the comparison, over the parameters of ``model``.
         clip: takes the largest norm, clips, and returns the norm of all gradients as it was;
             ``None``: ``torch.nn.utils.clip_grad_norm_``.
-        whole: takes a parameter's name and what this rank has of it or of its gradient, and returns
-            the whole; ``None``: a DTensor is gathered, and a tensor is the whole.
+        gather: takes a parameter's name and what this rank has of it or of its gradient, and
+            returns the full tensor; ``None``: DTensors are gathered, and other tensors are full.
     """
 
     model: nn.Module
     forward_backward: Callable[[Batch], torch.Tensor]
     optimizer: torch.optim.Optimizer | None = None
     clip: Callable[[float], torch.Tensor] | None = None
-    whole: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    gather: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def data_parallel(subject: Subject, model: nn.Module, mesh: DeviceMesh) -> Paral
         rows = len(next(iter(batch.values())))
         if rows % size:
             raise ValueError(f"verify: batch_size must be a multiple of dp={size}, got {rows}")
-        share = {name: each.chunk(size)[rank] for name, each in batch.items()}
+        share = {name: tensor.chunk(size)[rank] for name, tensor in batch.items()}
         total, count, *more = subject.loss(model, share)
         count = count.clone()
         dist.all_reduce(count, group=axis.get_group())
@@ -132,28 +134,28 @@ def data_parallel(subject: Subject, model: nn.Module, mesh: DeviceMesh) -> Paral
 
 
 def _steps(subject: Subject, case: Case, parallel: Parallel) -> Values:
-    """Train, and return every loss, gradient, norm and, at the end, weight; all of them whole."""
+    """Train; return every loss, gradient and norm, and the last weights, all of them gathered."""
     torch.manual_seed(case.seed)
     model, values = parallel.model, {}
     optimizer = parallel.optimizer or subject.optimizer(model.parameters())
-    whole = parallel.whole or _whole
+    gather = parallel.gather or _full_tensor
     for step in range(case.steps):
         optimizer.zero_grad()
         loss = parallel.forward_backward(subject.batch(case, case.generator(step)))
         values["loss", step, ""] = loss.detach().clone()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                values["gradient", step, _plain(name)] = whole(name, parameter.grad).clone()
+                values["gradient", step, _plain(name)] = gather(name, parameter.grad).clone()
         if case.max_norm is not None:
             norm = (
                 parallel.clip(case.max_norm)
                 if parallel.clip
                 else nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
             )
-            values["norm", step, ""] = _whole("", norm).detach().clone()
+            values["norm", step, ""] = _full_tensor("", norm).detach().clone()
         optimizer.step()
     for name, parameter in model.named_parameters():
-        values["weight", case.steps, _plain(name)] = whole(name, parameter.detach()).clone()
+        values["weight", case.steps, _plain(name)] = gather(name, parameter.detach()).clone()
     return values
 
 
@@ -163,7 +165,7 @@ def _plain(name: str) -> str:
     return name
 
 
-def _whole(name: str, given: torch.Tensor) -> torch.Tensor:
+def _full_tensor(name: str, given: torch.Tensor) -> torch.Tensor:
     return given.full_tensor() if isinstance(given, DTensor) else given
 
 
@@ -193,7 +195,7 @@ class Difference:
 
 
 @dataclass
-class Verdict:
+class RankComparison:
     """What one rank says.
 
     Attributes:
@@ -207,7 +209,7 @@ class Verdict:
     log: Any = None
 
 
-def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> Verdict:
+def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> RankComparison:
     """Train a case on this rank of an initialised world; compare with a single process."""
     mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
     model = subject.model(case)
@@ -216,7 +218,7 @@ def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> Verdic
     return compare(_steps(subject, case, parallel), known, rank, case.dtype)
 
 
-def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> Verdict:
+def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> RankComparison:
     """Return where a rank's values differ from those of a single process.
 
     Args:
@@ -232,15 +234,15 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
         scales[kind, step] = max(scales.get((kind, step), 0.0), largest)
     for key, value in values.items():
         if key not in known.truth:
-            told = Difference(*key, rank, "is not there in a single process", float("inf"))
-            differences.append(told)
+            difference = Difference(*key, rank, "is not there in a single process", float("inf"))
+            differences.append(difference)
             continue
         truth, single = known.truth[key], known.single[key]
         if value.shape != truth.shape:
             text = f"has shape {list(value.shape)}, in a single process {list(truth.shape)}"
             differences.append(Difference(*key, rank, text, float("inf")))
             continue
-        coarser = max(single.dtype, dtype, key=lambda each: torch.finfo(each).eps)
+        coarser = max(single.dtype, dtype, key=lambda candidate: torch.finfo(candidate).eps)
         budget = dtypes.parity_budget(single, truth, coarser, scales[key[:2]])
         error = (value.double() - truth.double()).abs()
         error[value.isnan() & truth.isnan()] = 0.0
@@ -248,17 +250,20 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
         if truth.numel() and float(ratio.max()) > 1.0:
             place = int(ratio.argmax())
             got, wanted = float(value.flatten()[place]), float(truth.flatten()[place])
-            index = [int(each) for each in torch.unravel_index(torch.tensor(place), truth.shape)]
+            index = [
+                int(coordinate)
+                for coordinate in torch.unravel_index(torch.tensor(place), truth.shape)
+            ]
             at = f" at {index}" if index else ""
             wrong = f"{int((ratio > 1.0).sum())} of {truth.numel()} elements differ: "
             text = f"{wrong if index else ''}is {got:.6g}, should be {wanted:.6g}{at}"
             differences.append(Difference(*key, rank, text, float(ratio.max())))
-    return Verdict(differences, set(values))
+    return RankComparison(differences, set(values))
 
 
-def missing(known: Reference, verdicts: list[Verdict]) -> list[Difference]:
+def missing(known: Reference, verdicts: list[RankComparison]) -> list[Difference]:
     """Return what no rank compared."""
-    seen = set().union(*(each.compared for each in verdicts))
+    seen = set().union(*(comparison.compared for comparison in verdicts))
     return [
         Difference(*key, -1, "is on no rank", float("inf"))
         for key in known.truth

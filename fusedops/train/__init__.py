@@ -1,9 +1,19 @@
 """Training a transformer from a configuration file (``training.md``)."""
 
+from fusedops._core.deprecation import former_names
 from fusedops.launch.config_table import InputError
 from fusedops.launch.processes import launch
 from fusedops.train.config import Config, load_config
 from fusedops.train.loop import train
-from fusedops.train.result import Result, Watcher
+from fusedops.train.result import ProgressCallback, TrainResult
 
-__all__ = ["Config", "InputError", "Result", "Watcher", "launch", "load_config", "train"]
+__all__ = [
+    "Config",
+    "InputError",
+    "ProgressCallback",
+    "TrainResult",
+    "launch",
+    "load_config",
+    "train",
+]
+__getattr__ = former_names(__name__, Result=TrainResult, Watcher=ProgressCallback)

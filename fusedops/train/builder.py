@@ -17,7 +17,7 @@ from fusedops.checkpoint import Checkpointer, Guard, Restored
 from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
 from fusedops.launch.processes import Ranks
-from fusedops.launch.run_folder import claimed
+from fusedops.launch.run_folder import lock_run_folder
 from fusedops.models import (
     ParallelConfig,
     Parallelized,
@@ -35,7 +35,7 @@ from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision
-from fusedops.train.config import Config, Optimizer, check_parallel
+from fusedops.train.config import Config, OptimizerConfig, check_parallel
 from fusedops.train.data import Sequences
 from fusedops.train.metrics import Metrics
 from fusedops.train.precision import LossScale
@@ -56,7 +56,7 @@ class Run:
         scale: of the loss.
         train: the sequences.
         validation: those that are only looked at; ``None``: there are none.
-        keeper: of checkpoints.
+        checkpointer: of the run's states.
         guard: against steps that would spoil the model.
         metrics: where figures go; ``None`` on all ranks but the first.
         flops: of a token, forward and backward.
@@ -75,7 +75,7 @@ class Run:
     scale: LossScale
     train: Sequences
     validation: Sequences | None
-    keeper: Checkpointer
+    checkpointer: Checkpointer
     guard: Guard
     metrics: Metrics | None
     flops: float
@@ -86,7 +86,7 @@ class Run:
     finite: bool = True
     notes: tuple[str, ...] = ()
 
-    def place(self, restored: Restored) -> None:
+    def resume_from(self, restored: Restored) -> None:
         """Go on from what a checkpoint restored."""
         self.step, self.position = restored.step, restored.data["sequences"]
         self.finite = restored.extra.get("finite", True)  # older checkpoints do not say
@@ -96,7 +96,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
+def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
     """Build a run, restore its last checkpoint if there is one, and close its files at the end.
 
     Raises:
@@ -104,49 +104,14 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
         CheckpointError: there are checkpoints, and none is good.
     """
     out = Path(config.out)
-    cache = Path(config.data.cache) if config.data.cache else out / "cache"
     if config.tune_host and ranks.device.type == "cpu":
         host.tune_host()
-    with contextlib.ExitStack() as held:
-        with ranks.together():
-            if ranks.rank == 0:
-                if config.log.tensorboard:
-                    metrics.check_tensorboard()
-                _make_export(config)
-                held.enter_context(claimed(out))
-                corpora.prepare(config.data, cache)
-        with _built(config, ranks, out, cache) as run:
-            yield run
-
-
-@contextlib.contextmanager
-def _built(config: Config, ranks: Ranks, out: Path, cache: Path) -> Iterator[Run]:
-    with ranks.together():
-        corpus = corpora.open_corpus(config.data, cache)
-        sizes = model_config(config, corpus)
-        corpora.check_ids(corpus, sizes.vocab_size, ranks.rank, ranks.size)
-    parallel = spread(config, sizes, ranks)
-    _check_no_decay(config.optimizer.no_decay, parallel.model, ranks)
-    try:  # all ranks find the same mistakes
-        optimizer = parallel.optimizer(
-            **_options(config),
-            no_decay=config.optimizer.no_decay,
-            master_weights=config.precision.parameters != "float32",
-            state_dtype=precision.dtype(config.optimizer.state_dtype),
-            seed=config.seed,
-        )
-    except (ValueError, TypeError, checks.UnsupportedError) as error:
-        raise InputError(str(error)) from None
-    scale = LossScale(config.precision)
-    with Checkpointer(
-        out / "checkpoints",
-        parallel.model,
-        optimizer,
-        keep=config.checkpoint.keep,
-        scale=scale,
-    ) as keeper:
-        guard = Guard(keeper, **asdict(config.guard))
-        keeper.add(guard=guard)
+    with contextlib.ExitStack() as resources:
+        corpus, sizes = _build_corpus(config, ranks, out, resources)
+        parallel = build_parallel_model(config, sizes, ranks)
+        optimizer = _build_optimizer(config, parallel, ranks)
+        scale = LossScale(config.precision)
+        checkpointer, guard = _build_checkpointer(config, parallel, optimizer, scale, resources)
         run = Run(
             config=config,
             ranks=ranks,
@@ -155,7 +120,7 @@ def _built(config: Config, ranks: Ranks, out: Path, cache: Path) -> Iterator[Run
             scale=scale,
             train=_sequences(corpus, config),
             validation=_validation(corpus, config),
-            keeper=keeper,
+            checkpointer=checkpointer,
             guard=guard,
             metrics=None,
             flops=metrics.flops_per_token(sizes, config.data.seq_len),
@@ -166,16 +131,66 @@ def _built(config: Config, ranks: Ranks, out: Path, cache: Path) -> Iterator[Run
             kept = len(corpus.validation)
             run.notes = (f"no validation: the {kept} tokens that are kept for it are no sequence",)
         _resume(run)
-        with ranks.together():
-            if ranks.rank == 0:
-                run.metrics = Metrics(out, step=run.step, tensorboard=config.log.tensorboard)
-        try:
-            yield run
-        finally:
-            if isinstance(optimizer, OffloadedAdamW):
-                optimizer.close()
-            if run.metrics is not None:
-                run.metrics.close()
+        _open_metrics(run, out, resources)
+        yield run
+
+
+def _build_corpus(
+    config: Config, ranks: Ranks, out: Path, resources: contextlib.ExitStack
+) -> tuple[corpora.Corpus, TransformerConfig]:
+    """Lock the run's folder, tokenize, and return the tokens and the sizes that fit them."""
+    cache = Path(config.data.cache) if config.data.cache else out / "cache"
+    with ranks.together():
+        if ranks.rank == 0:
+            if config.log.tensorboard:
+                metrics.check_tensorboard()
+            _make_export(config)
+            resources.enter_context(lock_run_folder(out))
+            corpora.prepare(config.data, cache)
+    with ranks.together():
+        corpus = corpora.open_corpus(config.data, cache)
+        sizes = model_config(config, corpus)
+        corpora.check_ids(corpus, sizes.vocab_size, ranks.rank, ranks.size)
+    return corpus, sizes
+
+
+def _build_optimizer(config: Config, parallel: Parallelized, ranks: Ranks) -> AdamW:
+    _check_no_decay(config.optimizer.no_decay, parallel.model, ranks)
+    try:  # all ranks find the same mistakes
+        return parallel.optimizer(
+            **_options(config),
+            no_decay=config.optimizer.no_decay,
+            master_weights=config.precision.parameters != "float32",
+            state_dtype=precision.dtype(config.optimizer.state_dtype),
+            seed=config.seed,
+        )
+    except (ValueError, TypeError, checks.UnsupportedError) as error:
+        raise InputError(str(error)) from None
+
+
+def _build_checkpointer(
+    config: Config,
+    parallel: Parallelized,
+    optimizer: AdamW,
+    scale: LossScale,
+    resources: contextlib.ExitStack,
+) -> tuple[Checkpointer, Guard]:
+    """Return the checkpointer and the guard, whose states are in checkpoints."""
+    folder, keep = Path(config.out) / "checkpoints", config.checkpoint.keep
+    checkpointer = Checkpointer(folder, parallel.model, optimizer, keep=keep, scale=scale)
+    resources.enter_context(checkpointer)
+    if isinstance(optimizer, OffloadedAdamW):
+        resources.callback(optimizer.close)
+    guard = Guard(checkpointer, **asdict(config.guard))
+    checkpointer.add(guard=guard)
+    return checkpointer, guard
+
+
+def _open_metrics(run: Run, out: Path, resources: contextlib.ExitStack) -> None:
+    with run.ranks.together():
+        if run.ranks.rank == 0:
+            run.metrics = Metrics(out, step=run.step, tensorboard=run.config.log.tensorboard)
+            resources.callback(run.metrics.close)
 
 
 def _make_export(config: Config) -> None:
@@ -204,7 +219,7 @@ def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
             others = ", ".join([*given, *(["preset"] if name is not None else [])])
             raise InputError(f"[model] must have nothing beside load, whose sizes hold: {others}")
         return _fitting(from_config(Path(load) / "config.json"), config, corpus)
-    known = [each.name for each in fields(TransformerConfig)]
+    known = [field.name for field in fields(TransformerConfig)]
     for key in given:
         if key not in known:
             raise InputError(config_table.unknown(key, ["preset", "load", *known], "model"))
@@ -215,16 +230,16 @@ def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
         sizes = config_table.fill(TransformerConfig, given, "model")
     else:
         # Through the table, for its checks of types.
-        base = {each: getattr(preset(name), each) for each in known}
+        base = {key: getattr(preset(name), key) for key in known}
         sizes = config_table.fill(TransformerConfig, base | given, "model")
     return _fitting(sizes, config, corpus)
 
 
 def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -> TransformerConfig:
     """Return the sizes; raise unless the corpus fits into them."""
-    words = corpus.vocab_size
-    if words is not None and sizes.vocab_size < words:
-        checks.fail("model", "vocab_size", f"at least {words}, the tokenizer's", sizes.vocab_size)
+    needed = corpus.vocab_size
+    if needed is not None and sizes.vocab_size < needed:
+        checks.fail("model", "vocab_size", f"at least {needed}, the tokenizer's", sizes.vocab_size)
     if sizes.seq_len < config.data.seq_len:
         wanted = f"at least data.seq_len, {config.data.seq_len}"
         checks.fail("model", "seq_len", wanted, sizes.seq_len)
@@ -245,10 +260,10 @@ def layout(config: Config, ranks: Ranks) -> ParallelConfig:
     Raises:
         ValueError: the sizes do not make that many processes, or do not divide the batch.
     """
-    found = layout_of(config.parallel, ranks.size)
-    parts = found.dp * found.microbatches
+    parallel = layout_of(config.parallel, ranks.size)
+    parts = parallel.dp * parallel.microbatches
     check_divides("config", "dp x microbatches", parts, config.batch, "batch")
-    return found
+    return parallel
 
 
 def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
@@ -266,7 +281,7 @@ def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
     return config_table.fill(ParallelConfig, given, "parallel").for_ranks(ranks)
 
 
-def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Parallelized:
+def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Parallelized:
     """Return the model with its first weights, which the seed alone decides, on all processes.
 
     Raises:
@@ -274,14 +289,14 @@ def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Paralleliz
     """
     dtype = precision.dtype(config.precision.parameters)
     try:  # all ranks find the same mistakes
-        found = layout(config, ranks)
+        parallel_config = layout(config, ranks)
         device = ranks.device
         if "load" in config.model:
             model = load_huggingface(config.model["load"], device=device, dtype=dtype)
         else:
             model = Transformer(sizes, device="meta", dtype=dtype)
-        mesh = make_mesh(found.sizes, device_type=device.type)
-        model = parallelize(model, found, mesh, device=device, seed=config.seed)
+        mesh = make_mesh(parallel_config.sizes, device_type=device.type)
+        model = parallelize(model, parallel_config, mesh, device=device, seed=config.seed)
         parallel = parallelized(model)
         probe = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
         parallel.shard_batch(probe)
@@ -296,7 +311,7 @@ def _check_no_decay(patterns: tuple[str, ...], model: Any, ranks: Ranks) -> None
     names = sorted({name for of_rank in ranks.gathered(mine) for name in of_rank})
     for pattern in patterns:
         # The defaults are for all models: some have no biases.
-        if pattern in Optimizer.no_decay or fnmatch.filter(names, pattern):
+        if pattern in OptimizerConfig.no_decay or fnmatch.filter(names, pattern):
             continue
         near = difflib.get_close_matches(pattern.strip("*"), names, cutoff=0.0)
         raise InputError(
@@ -347,12 +362,12 @@ def _peak(config: Config, ranks: Ranks) -> float:
 
 def _resume(run: Run) -> None:
     try:
-        restored = run.keeper.load()
+        restored = run.checkpointer.load()
     except ValueError as error:
         raise InputError(f"{error}; a new run needs another out") from None
     if restored is None:
         return
-    run.place(restored)
+    run.resume_from(restored)
     notes = [*run.notes, f"goes on from step {restored.step}"]
     notes += [f"passed over {path.name}: {why}" for path, why in restored.passed_over]
     saved = restored.extra["corpus"]

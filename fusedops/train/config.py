@@ -23,7 +23,7 @@ SPIKES = ("skip", "rollback", "stop", "go")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class DataConfig:
     """Where tokens come from.
 
     Attributes:
@@ -71,7 +71,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class OptimizerConfig:
     """Of ``fusedops.optim.AdamW``, and ``clip``: the largest norm of all gradients; 0: any."""
 
     lr: float = 3e-4
@@ -84,7 +84,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         checks.positive("optimizer", "lr", self.lr)
-        if not all(0 <= each < 1 for each in self.betas):
+        if not all(0 <= beta < 1 for beta in self.betas):
             checks.fail("optimizer", "betas", "two numbers in [0, 1)", self.betas)
         for name in ("eps", "weight_decay"):
             checks.finite("optimizer", name, getattr(self, name))
@@ -96,7 +96,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ScheduleConfig:
     """How the learning rate goes: up over ``warmup`` steps, then as ``kind`` says.
 
     Attributes:
@@ -119,7 +119,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class PrecisionConfig:
     """What is computed and kept in which dtype.
 
     Attributes:
@@ -146,7 +146,7 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointConfig:
     """``every`` so many steps (0: at the end only), of which the last ``keep`` stay."""
 
     every: int = 500
@@ -158,7 +158,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
+class ValidationConfig:
     """``every`` so many steps (0: at the end only), over so many ``sequences``."""
 
     every: int = 250
@@ -170,7 +170,7 @@ class Validation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guarded:
+class GuardConfig:
     """Of ``fusedops.checkpoint.Guard``."""
 
     on_nonfinite: str = "skip"
@@ -190,7 +190,7 @@ class Guarded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Log:
+class LogConfig:
     """What is written of the steps.
 
     Attributes:
@@ -212,7 +212,7 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faults:
+class FaultConfig:
     """What is done against processes that hang (``docs/faults.md``).
 
     Attributes:
@@ -257,21 +257,21 @@ class Config:
     out: str
     steps: int
     batch: int
-    data: Data
+    data: DataConfig
     seed: int = 0
     device: str = "auto"
     export: str = ""
     tune_host: bool = True
     model: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, Any] = field(default_factory=dict)
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    precision: Precision = Precision()
-    checkpoint: Checkpoint = Checkpoint()
-    validation: Validation = Validation()
-    guard: Guarded = Guarded()
-    log: Log = Log()
-    faults: Faults = Faults()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    validation: ValidationConfig = ValidationConfig()
+    guard: GuardConfig = GuardConfig()
+    log: LogConfig = LogConfig()
+    faults: FaultConfig = FaultConfig()
 
     def __post_init__(self) -> None:
         checks.integer("config", "steps", self.steps, least=1)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fusedops.launch.config_table import InputError
-from fusedops.train.config import Data
+from fusedops.train.config import DataConfig
 
 BYTES = "bytes"
 TOKENS = ".bin"
@@ -95,7 +95,7 @@ class Corpus:
     domains: tuple[Domains, Domains] | None = None
 
 
-def prepare(data: Data, cache: Path) -> None:
+def prepare(data: DataConfig, cache: Path) -> None:
     """Make the files of tokens that ``open_corpus`` maps, unless they are there already.
 
     Raises:
@@ -106,17 +106,17 @@ def prepare(data: Data, cache: Path) -> None:
         if not _are_tokens(files):
             tokenizer = _tokenizer(data)
             stem = _stem(files, tokenizer, data, cache)
-            if not all(stem.with_suffix(each).exists() for each in (".json", TOKENS)):
+            if not all(stem.with_suffix(suffix).exists() for suffix in (".json", TOKENS)):
                 _write_tokens(files, tokenizer, data.errors, stem)
 
 
-def open_corpus(data: Data, cache: Path) -> Corpus:
+def open_corpus(data: DataConfig, cache: Path) -> Corpus:
     """Return the corpus; text must have been prepared, in a folder that this process sees.
 
     Raises:
         InputError: what it is made of is not there, or too short.
     """
-    train, told, identity = _open(data, data.train, cache)
+    train, description, identity = _open(data, data.train, cache)
     domains = None
     if data.domains:
         first = _domains(data, data.train, cache)
@@ -148,7 +148,7 @@ def open_corpus(data: Data, cache: Path) -> Corpus:
         )
     tokenizer = None if given else _tokenizer(data)
     size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
-    return Corpus(train, validation, size, end, told, identity, domains)
+    return Corpus(train, validation, size, end, description, identity, domains)
 
 
 def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) -> None:
@@ -158,10 +158,10 @@ def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) 
         InputError: there is one.
     """
     for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
-        first, last = (len(stream) * each // shares for each in (share, share + 1))
+        first, last = (len(stream) * index // shares for index in (share, share + 1))
         for start in range(first, last, _SCAN):
             part = stream[start : min(last, start + _SCAN)].long()
-            low, high = (int(each) for each in part.aminmax())
+            low, high = (int(bound) for bound in part.aminmax())
             if low < 0 or high >= vocab_size:
                 bad = (part < 0) | (part >= vocab_size)
                 place = int(bad.int().argmax())
@@ -171,13 +171,13 @@ def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) 
                 )
 
 
-def _open(data: Data, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, str, str]:
+def _open(data: DataConfig, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, str, str]:
     files = _expand(paths)
     if _are_tokens(files):
         if len(files) > 1:
             raise InputError(f"one file of tokens must be given, got {len(files)}: {files[0]} ...")
         dtype, path = _DTYPES[data.token_dtype], files[0]
-        told, identity = str(path), _sampled(path)
+        description, identity = str(path), _sampled(path)
     else:
         tokenizer = _tokenizer(data)
         path = _stem(files, tokenizer, data, cache)
@@ -191,7 +191,7 @@ def _open(data: Data, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, 
                 f"the tokens in {cache} are not there or not whole: all processes must see that "
                 "folder; remove it to have them made anew"
             ) from None
-        told = f"{record['files']} files, {record['bytes'] / 1e6:.1f} MB"
+        description = f"{record['files']} files, {record['bytes'] / 1e6:.1f} MB"
         identity = record["identity"]
         if size != record["tokens"] * dtype.itemsize:
             raise InputError(f"{path} is not whole; remove it to have it made anew")
@@ -202,10 +202,10 @@ def _open(data: Data, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, 
             f"({str(dtype).removeprefix('torch.')}), got {path.stat().st_size} bytes"
         )
     # Private: mapped, and never written.
-    return torch.from_file(str(path), shared=False, size=tokens, dtype=dtype), told, identity
+    return torch.from_file(str(path), shared=False, size=tokens, dtype=dtype), description, identity
 
 
-def _domains(data: Data, entries: Sequence[str], cache: Path) -> Domains:
+def _domains(data: DataConfig, entries: Sequence[str], cache: Path) -> Domains:
     """Return the domains of the tokens that the entries became: each entry is one."""
     files = _expand(entries)
     if _are_tokens(files):
@@ -227,8 +227,8 @@ def _domains(data: Data, entries: Sequence[str], cache: Path) -> Domains:
 def _expand(paths: Iterable[str]) -> list[Path]:
     """Return the files that are meant, without hidden ones."""
     found: dict[Path, None] = {}
-    for each in paths:
-        path = Path(each).expanduser()
+    for entry in paths:
+        path = Path(entry).expanduser()
         if path.is_dir():
             inside = [Path(name) for name in glob.glob("**", root_dir=path, recursive=True)]
             files = [path / name for name in sorted(inside) if (path / name).is_file()]
@@ -239,21 +239,21 @@ def _expand(paths: Iterable[str]) -> list[Path]:
             files = [name for name in files if name.is_file()]
         if not files:
             why = "holds no files" if path.is_dir() else "does not exist"
-            raise InputError(f"the corpus {each} {why}")
+            raise InputError(f"the corpus {entry} {why}")
         found.update(dict.fromkeys(files))
     return list(found)
 
 
 def _are_tokens(files: list[Path]) -> bool:
-    kinds = {each.suffix == TOKENS for each in files}
+    kinds = {file.suffix == TOKENS for file in files}
     if len(kinds) > 1:
         raise InputError("text and files of tokens (.bin) cannot be mixed in one corpus")
     return kinds == {True}
 
 
-def _tokenizer(data: Data) -> Tokenizer:
+def _tokenizer(data: DataConfig) -> Tokenizer:
     if data.tokenizer == BYTES:
-        return Tokenizer(257, 256, lambda texts: [_ids_of(each) for each in texts], BYTES)
+        return Tokenizer(257, 256, lambda texts: [_ids_of(text) for text in texts], BYTES)
     tokenizer, text = open_tokenizer(data.tokenizer)
     end = tokenizer.token_to_id(data.end_of_text)
     if end is None:
@@ -262,7 +262,7 @@ def _tokenizer(data: Data) -> Tokenizer:
         )
 
     def encode(texts: list[str]) -> list[torch.Tensor]:
-        return [torch.tensor(each.ids) for each in tokenizer.encode_batch(texts)]
+        return [torch.tensor(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
 
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Tokenizer(tokenizer.get_vocab_size(), end, encode, f"{digest} {end}")
@@ -275,12 +275,12 @@ def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
         train: ``data.train``; its files need not be there any more.
         tokenizer: ``data.tokenizer``.
     """
-    paths = [Path(each).expanduser() for each in train]
-    tokens = any(each.suffix == TOKENS or any(each.glob(f"**/*{TOKENS}")) for each in paths)
+    paths = [Path(entry).expanduser() for entry in train]
+    tokens = any(path.suffix == TOKENS or any(path.glob(f"**/*{TOKENS}")) for path in paths)
     return tokens and tokenizer == BYTES
 
 
-def end_of(data: Data) -> int:
+def end_of(data: DataConfig) -> int:
     """Return the token that ends a text.
 
     Raises:
@@ -320,7 +320,7 @@ def _dtype_for(vocab_size: int) -> torch.dtype:
 
 def _stamp(files: list[Path]) -> str:
     """Return what changes when a file does, without reading it."""
-    stats = [(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
@@ -335,7 +335,7 @@ def _sampled(path: Path) -> str:
     return f"{CONTENT}{digest.hexdigest()}"
 
 
-def _stem(files: list[Path], tokenizer: Tokenizer, data: Data, cache: Path) -> Path:
+def _stem(files: list[Path], tokenizer: Tokenizer, data: DataConfig, cache: Path) -> Path:
     key = f"{_VERSION} {_stamp(files)} {tokenizer.identity} {data.errors}"
     return cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 

@@ -20,7 +20,7 @@ _ROUNDS = 4
 _LOW = 0xFFFFFFFF
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """Sequences, int64.
 
     Attributes:
@@ -78,7 +78,7 @@ class Sequences:
         if self.count < 1:
             checks.fail("Sequences", "stream", f"longer than {seq_len} tokens", len(stream))
 
-    def rows(self, positions: torch.Tensor) -> Batch:
+    def rows(self, positions: torch.Tensor) -> TokenBatch:
         """Return the sequences at these places of the order, which goes on over epochs."""
         epochs, indices = positions // self.count, positions % self.count
         if self.shuffle:
@@ -93,11 +93,11 @@ class Sequences:
         domains = None
         if self.domains is not None:
             domains = self.domains(firsts[:, None] + torch.arange(self.seq_len))
-        return Batch(tokens, both[:, 1:].contiguous(), documents, domains)
+        return TokenBatch(tokens, both[:, 1:].contiguous(), documents, domains)
 
     def microbatches(
         self, position: int, batch: int, microbatches: int = 1, share: int = 0, shares: int = 1
-    ) -> Iterator[Batch]:
+    ) -> Iterator[TokenBatch]:
         """Yield this rank's rows of the microbatches of a step.
 
         Microbatch ``m`` of the step is rows ``m * batch / microbatches`` and on, whatever the

@@ -62,7 +62,7 @@ def byte_tokenizer() -> dict[str, Any]:
     The package tokenizers writes each byte as a printable letter: GPT-2's alphabet.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [each for each in range(256) if each not in printable]
+    others = [index for index in range(256) if index not in printable]
     letters = {byte: chr(byte) for byte in printable}
     letters |= {byte: chr(256 + index) for index, byte in enumerate(others)}
     end = {"id": 256, "content": _END, "special": True}

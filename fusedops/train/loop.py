@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,16 +15,16 @@ from typing import Any
 import torch
 
 from fusedops.checkpoint import CheckpointError, GuardError
-from fusedops.launch.processes import Stop, joined, outlast
-from fusedops.launch.watchdog import Watch
+from fusedops.launch.processes import StopSignals, initialize_distributed, set_collective_timeout
+from fusedops.launch.watchdog import Watchdog
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Log
 from fusedops.train import metrics
-from fusedops.train.builder import Run, prepared
+from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
 from fusedops.train.export import export
-from fusedops.train.result import Result, Watcher
-from fusedops.train.step import Taken, backward, evaluate, update
+from fusedops.train.result import ProgressCallback, TrainResult
+from fusedops.train.step import StepResult, backward, evaluate, update
 
 _log = logging.getLogger(__name__)
 
@@ -32,14 +33,16 @@ def train(
     source: str | Path | Mapping[str, Any] | Config,
     overrides: Sequence[str] = (),
     *,
-    watcher: Watcher | None = None,
-) -> Result:
+    callback: ProgressCallback | None = None,
+    watcher: ProgressCallback | None = None,
+) -> TrainResult:
     """Train a transformer as a configuration says, from where an earlier run left off.
 
     Args:
         source: a TOML file, what one holds, or a ``Config``.
         overrides: ``"optimizer.lr=3e-4"`` and the like.
-        watcher: is told how it goes, on the first rank.
+        callback: is called before the first step and after each, on the first rank.
+        watcher: the former name of ``callback``.
 
     Returns:
         What it came to, on all ranks.
@@ -60,56 +63,65 @@ def train(
         ...        "data": {"train": [str(text)], "seq_len": 16}}).finished
         True
     """
-    config = load_config(source, overrides)
-    with Stop() as stop, joined(config.device) as ranks, prepared(config, ranks) as run:
-        outlast(config.faults.timeout)
-        with Watch(ranks, Path(config.out), config.faults.timeout) as watch:
-            return _loop(run, stop, watch, watcher if ranks.rank == 0 else None)
+    if watcher is not None:
+        note = "train: watcher is now callback; the former name goes with the next release"
+        warnings.warn(note, DeprecationWarning, stacklevel=2)
+    config, callback = load_config(source, overrides), callback or watcher
+    with (
+        StopSignals() as stop,
+        initialize_distributed(config.device) as ranks,
+        build_run(config, ranks) as run,
+    ):
+        set_collective_timeout(config.faults.timeout)
+        with Watchdog(ranks, Path(config.out), config.faults.timeout) as watchdog:
+            return _loop(run, stop, watchdog, callback if ranks.rank == 0 else None)
 
 
-def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result:
+def _loop(
+    run: Run, stop: StopSignals, watchdog: Watchdog, callback: ProgressCallback | None
+) -> TrainResult:
     config, loss, validation, stopped = run.config, None, None, False
     with run.ranks.together():  # what it refuses, all ranks do
-        if watcher is not None:
-            watcher.begin(run)
+        if callback is not None:
+            callback.begin(run)
     while run.step < config.steps and not stopped:
-        watch.at(run.step + 1, "step")
+        watchdog.set_phase(run.step + 1, "step")
         began = time.perf_counter()
         with collectives.recorded() as log:
-            taken = update(run, backward(run), stop=stop.asked)
-        stopped, loss = taken.stop, taken.loss
-        if taken.restored is not None:
-            run.place(taken.restored)
+            result = update(run, backward(run), stop=stop.asked)
+        stopped, loss = result.stop, result.loss
+        if result.restored is not None:
+            run.resume_from(result.restored)
             if run.metrics is not None:
                 run.metrics.rewind(run.step)
             continue
         run.step, run.position = run.step + 1, run.position + config.batch
-        record = _record(run, taken, log, time.perf_counter() - began)
+        record = _record(run, result, log, time.perf_counter() - began)
         done, measured = run.step == config.steps, loss
         if _due(run.step, config.validation.every) or done:
-            watch.at(run.step, "the validation after step")
+            watchdog.set_phase(run.step, "the validation after step")
             validation = evaluate(run)
             measured = loss if validation is None else validation
             record |= {"validation_loss": validation} if validation is not None else {}
         if run.metrics is not None:
             run.metrics.write(record)
-        if watcher is not None:
-            watcher.show(record)
+        if callback is not None:
+            callback.show(record)
         if _due(run.step, config.checkpoint.every) or done or stopped:
-            watch.at(run.step, "the checkpoint of step")
+            watchdog.set_phase(run.step, "the checkpoint of step")
             run.finite = math.isfinite(measured) and _has_finite_weights(run)
             _save(run, last=done or stopped)
     finished = run.step >= config.steps
     if finished and not run.finite:
-        good = run.keeper.last_confirmed()
+        good = run.checkpointer.last_confirmed()
         raise GuardError(
             f"the run ended after step {run.step} with a loss or weights that are not finite; "
             + (f"the last good checkpoint is {good}" if good else "no checkpoint is good")
         )
     if finished and config.export:
-        watch.at(run.step, "the export after step")
+        watchdog.set_phase(run.step, "the export after step")
         export(run.parallel.model, config, first=run.ranks.rank == 0)
-    return Result(run.step, finished, loss, validation, Path(config.out))
+    return TrainResult(run.step, finished, loss, validation, Path(config.out))
 
 
 def _due(step: int, every: int) -> bool:
@@ -118,23 +130,23 @@ def _due(step: int, every: int) -> bool:
 
 def _has_finite_weights(run: Run) -> bool:
     """Return whether all weights are finite, on all ranks."""
-    found = []
+    finite = []
     for parameter in run.parallel.model.parameters():
         local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        found.append(torch.isfinite(local.detach()).all())
-    return run.ranks.total(float(not torch.stack(found).all()))[0] == 0
+        finite.append(torch.isfinite(local.detach()).all())
+    return run.ranks.total(float(not torch.stack(finite).all()))[0] == 0
 
 
-def _record(run: Run, taken: Taken, log: Log, seconds: float) -> dict[str, Any]:
+def _record(run: Run, result: StepResult, log: Log, seconds: float) -> dict[str, Any]:
     """Return the line of a step."""
     tokens = run.config.batch * run.config.data.seq_len
     return {
         "step": run.step,
-        "loss": taken.loss,
-        "router_loss": taken.router_loss,
-        "grad_norm": taken.grad_norm,
-        "lr": taken.lr,
-        "action": taken.action,
+        "loss": result.loss,
+        "router_loss": result.router_loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "action": result.action,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "mfu": run.flops * tokens / seconds / run.peak,
@@ -155,10 +167,10 @@ def _save(run: Run, *, last: bool) -> None:
         "model": asdict(model.config),
         "finite": run.finite,
     }
-    with contextlib.suppress(CheckpointError):  # the keeper has logged it
-        run.keeper.wait()  # for the one before
+    with contextlib.suppress(CheckpointError):  # the checkpointer has logged it
+        run.checkpointer.wait()  # for the one before
     try:
-        run.keeper.save(run.step, data={"sequences": run.position}, extra=extra, block=last)
+        run.checkpointer.save(run.step, data={"sequences": run.position}, extra=extra, block=last)
     except CheckpointError as error:
         if last:
             raise

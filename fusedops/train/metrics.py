@@ -40,7 +40,7 @@ class Metrics:
     def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = False) -> None:
         self._path = folder / FILE
         self._events: Any = None
-        self._told = False
+        self._warned = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+b")
@@ -109,9 +109,9 @@ class Metrics:
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
         except OSError as error:
-            if not self._told:
+            if not self._warned:
                 _log.warning("%s; training goes on", self._cannot(error))
-            self._told = True
+            self._warned = True
         if self._events is not None:
             for name, value in record.items():
                 if name != "step" and isinstance(value, (int, float)):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusedops.train.config import Precision
+from fusedops.train.config import PrecisionConfig
 
 _GROWN, _HALVED = 2.0, 0.5
 _LEAST = 2.0**-14
@@ -19,7 +19,9 @@ def dtype(name: str) -> torch.dtype:
     return found
 
 
-def computing(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def computing(
+    precision: PrecisionConfig, device: torch.device
+) -> contextlib.AbstractContextManager[Any]:
     """Return the context of the forward: autocast where weights are wider than the products."""
     if precision.compute == precision.parameters:
         return contextlib.nullcontext()
@@ -35,7 +37,7 @@ class LossScale:
     is no overflow: it is left to the guard, which does not skip for ever.
     """
 
-    def __init__(self, precision: Precision) -> None:
+    def __init__(self, precision: PrecisionConfig) -> None:
         self.active = precision.compute == "float16"
         self.value = precision.loss_scale if self.active else 1.0
         self._growth = precision.growth

@@ -1,4 +1,4 @@
-"""What a run tells while it goes, and what it came to."""
+"""The result of a training run, and the callback that is called while it runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fusedops.train.builder import Run
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a run came to.
+class TrainResult:
+    """The result of a training run.
 
     Attributes:
         step: steps that were done.
@@ -29,8 +29,8 @@ class Result:
     folder: Path
 
 
-class Watcher(Protocol):
-    """Is told how a run goes, on the first rank."""
+class ProgressCallback(Protocol):
+    """Is called while a run trains, on the first rank."""
 
     def begin(self, run: Run) -> None:
         """Before the first step; a ``ValueError`` here ends the run on all ranks."""

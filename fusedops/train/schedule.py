@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from fusedops.train.config import Schedule
+from fusedops.train.config import ScheduleConfig
 
 _DECAY_SHARE = 10
 
 
-def learning_rate(step: int, steps: int, lr: float, schedule: Schedule) -> float:
+def learning_rate(step: int, steps: int, lr: float, schedule: ScheduleConfig) -> float:
     """Return the learning rate of a step.
 
     With ``w`` steps of warmup, step ``s < w`` has ``lr * (s + 1) / w``. After it, with ``x`` from 0
@@ -29,7 +29,7 @@ def learning_rate(step: int, steps: int, lr: float, schedule: Schedule) -> float
         schedule: the rest.
 
     Example:
-        >>> schedule = Schedule(kind="linear", warmup=2, final=0.0)
+        >>> schedule = ScheduleConfig(kind="linear", warmup=2, final=0.0)
         >>> [learning_rate(step, 5, 1.0, schedule) for step in (0, 1, 4)]
         [0.5, 1.0, 0.0]
     """

@@ -13,13 +13,13 @@ from fusedops.models.parallelization.engine import Shard
 from fusedops.optim.norms import clip_coefficient
 from fusedops.train import precision
 from fusedops.train.builder import Run
-from fusedops.train.data import IGNORED, Batch
+from fusedops.train.data import IGNORED, TokenBatch
 from fusedops.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What became of a step.
+class StepResult:
+    """What a step computed, and whether the optimizer took it.
 
     Attributes:
         loss: mean over all targets, without the routers' losses.
@@ -60,13 +60,13 @@ def backward(run: Run) -> tuple[float, float]:
         scale=run.scale.value,
         computing=partial(precision.computing, config.precision, device),
     )
-    for each in losses:
-        total += each.total
-        routers += each.auxiliary
+    for loss in losses:
+        total += loss.total
+        routers += loss.auxiliary
     return total.item(), routers.item()
 
 
-def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
+def update(run: Run, losses: tuple[float, float], *, stop: bool) -> StepResult:
     """Step the optimizer, unless the loss's scale or the guard forbids it.
 
     Args:
@@ -87,8 +87,8 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
     lr = learning_rate(run.step, config.steps, config.optimizer.lr, config.schedule)
     action, restored = "overflow", None
     if not run.scale.overflowed(norm.item()):
-        verdict = run.guard.check(run.step + 1, loss, norm)
-        action, restored = verdict.action, verdict.restored
+        decision = run.guard.check(run.step + 1, loss, norm)
+        action, restored = decision.action, decision.restored
     if restored is None:
         clip = config.optimizer.clip
         coefficient = clip_coefficient(norm, clip) if clip else torch.ones_like(norm)
@@ -102,7 +102,7 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
     run.parallel.balance(taken=action == "go")
     optimizer.zero_grad(set_to_none=True)
     routers /= run.ranks.size // layout.pp * layout.microbatches
-    return Taken(loss, routers, norm.item(), lr, action, restored, stops > 0)
+    return StepResult(loss, routers, norm.item(), lr, action, restored, stops > 0)
 
 
 @torch.no_grad()
@@ -129,16 +129,19 @@ def evaluate(run: Run) -> float | None:
         losses = parallel.forward(
             shards, computing=partial(precision.computing, config.precision, device)
         )
-        for each in losses:
-            total += each.total
+        for loss in losses:
+            total += loss.total
     parallel.model.train()
-    found = run.ranks.total(total.item() / parallel.config.tp)[0]
-    return found / (count * config.data.seq_len)
+    summed = run.ranks.total(total.item() / parallel.config.tp)[0]
+    return summed / (count * config.data.seq_len)
 
 
-def _shard(run: Run, batch: Batch) -> Shard:
+def _shard(run: Run, batch: TokenBatch) -> Shard:
     """Return this rank's part of sequences, on its device."""
-    given = [None if e is None else e.to(run.ranks.device, non_blocking=True) for e in batch]
+    given = [
+        None if tensor is None else tensor.to(run.ranks.device, non_blocking=True)
+        for tensor in batch
+    ]
     tokens, labels, documents, domains = given
     assert tokens is not None
     return run.parallel.shard_batch(tokens, labels, document_ids=documents, domains=domains)

@@ -65,7 +65,7 @@ class Run:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         self.guard = Guard()
         self.losses: list[float] = []
-        self.keeper = Checkpointer(
+        self.checkpointer = Checkpointer(
             root, self.model, self.optimizer, keep=keep, scheduler=self.scheduler, guard=self.guard
         )
 
@@ -84,7 +84,7 @@ class Run:
 
     def train(self, steps: int, *, every: int = 1, block: bool = True) -> str:
         """Go on from the last checkpoint to ``steps``; return a digest of all that there is."""
-        restored = self.keeper.load()
+        restored = self.checkpointer.load()
         start = restored.step if restored else 0
         if restored:
             assert restored.data == {"position": start * 8}
@@ -92,8 +92,8 @@ class Run:
             self.step(number)
             if (number + 1) % every == 0:
                 data = {"position": (number + 1) * 8}
-                self.keeper.save(number + 1, data=data, block=block)
-        self.keeper.close()
+                self.checkpointer.save(number + 1, data=data, block=block)
+        self.checkpointer.close()
         return self.digest()
 
     def digest(self) -> str:

@@ -64,7 +64,7 @@ def test_a_damaged_file_is_told_and_the_one_before_is_loaded(
     damage(newest / name)
     run = Run(tmp_path)
     with caplog.at_level(logging.WARNING):
-        restored = run.keeper.load()
+        restored = run.checkpointer.load()
     assert restored is not None and restored.step == 1 and restored.folder == older
     ((folder, reason),) = restored.passed_over
     assert folder == newest and reason.startswith(name)
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_told_and_the_one_before_is_loaded(
 
 def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    path = run.keeper.save(1) / "manifest.json"
+    path = run.checkpointer.save(1) / "manifest.json"
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):
         content = bytearray(whole)
@@ -99,7 +99,7 @@ def test_where_all_are_damaged_it_is_an_error_and_not_a_fresh_start(tmp_path: Pa
     before = run.digest()
     run = Run(tmp_path)
     with pytest.raises(CheckpointError) as error:
-        run.keeper.load()
+        run.checkpointer.load()
     for step in (1, 2):
         assert f"step-{step:010d}.0: __0_0.distcp has " in str(error.value)
     assert run.digest() == before
@@ -109,11 +109,11 @@ def test_a_manifest_of_a_later_version_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path)
-    run.keeper.save(1)
+    run.checkpointer.save(1)
     monkeypatch.setattr(folders, "SCHEMA", 2)
-    run.keeper.save(2)
+    run.checkpointer.save(2)
     monkeypatch.setattr(folders, "SCHEMA", 1)
-    restored = run.keeper.load()
+    restored = run.checkpointer.load()
     assert restored is not None and restored.step == 1
     assert "is of version 2, this fusedops reads 1" in restored.passed_over[0][1]
 
@@ -172,35 +172,35 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     with monkeypatch.context() as patch:
         FullDisk(int(share * size_of(newest))).install(patch)
         with pytest.raises(CheckpointError) as error:
-            run.keeper.save(3, block=block)
-            run.keeper.wait()
+            run.checkpointer.save(3, block=block)
+            run.checkpointer.wait()
     says = str(error.value)
     assert says.startswith("the checkpoint of step 3 was not written: No space left on device")
     assert says.endswith(f"the last good one is {newest}")
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".partial")] == []
     meanwhile = generators.capture()
-    restored = Run(tmp_path).keeper.load()
+    restored = Run(tmp_path).checkpointer.load()
     assert restored is not None and restored.step == 2 and restored.passed_over == ()
     generators.restore(meanwhile)
     # When there is room again, training has lost nothing.
-    run.keeper.save(3, data={"position": 24})
-    run.keeper.close()
+    run.checkpointer.save(3, data={"position": 24})
+    run.checkpointer.close()
     assert Run(tmp_path).train(5) == Run(tmp_path / "other").train(5)
 
 
 def _train_with_small_files(connection: Any, root: str, size: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     run = Run(Path(root))
-    run.keeper.load()
+    run.checkpointer.load()
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     try:
-        run.keeper.save(3)
+        run.checkpointer.save(3)
     except CheckpointError as error:
         connection.send(str(error))
 
 
 def test_a_limit_of_the_system_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path).keeper.close()
+    two_checkpoints(tmp_path).checkpointer.close()
     for size in (0, 5000, 100_000):
         mine, theirs = CONTEXT.Pipe()
         process = CONTEXT.Process(
@@ -211,19 +211,19 @@ def test_a_limit_of_the_system_leaves_the_last_checkpoint(tmp_path: Path) -> Non
         says = mine.recv()
         process.join()
         assert "the checkpoint of step 3 was not written: File too large" in says
-        restored = Run(tmp_path).keeper.load()
+        restored = Run(tmp_path).checkpointer.load()
         assert restored is not None and restored.step == 2 and restored.passed_over == ()
 
 
 def test_two_processes_do_not_write_into_one_folder(tmp_path: Path) -> None:
     first, second = Run(tmp_path), Run(tmp_path)
-    first.keeper.save(1)
+    first.checkpointer.save(1)
     with pytest.raises(CheckpointError, match="another process saves checkpoints here"):
-        second.keeper.save(2)
-    restored = second.keeper.load()  # reading is free
+        second.checkpointer.save(2)
+    restored = second.checkpointer.load()  # reading is free
     assert restored is not None and restored.step == 1
-    first.keeper.close()
-    second.keeper.save(2)
+    first.checkpointer.close()
+    second.checkpointer.save(2)
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="of step 1 was not written: .*; there is none before"
     ):
-        run.keeper.save(1)
+        run.checkpointer.save(1)
 
 
 def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
@@ -240,9 +240,9 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
     newest = folders.checkpoints(tmp_path)[0]
     shutil.copytree(newest, tmp_path / ".partial-step-0000000009.0")
     shutil.copytree(newest, tmp_path / ".removed-step-0000000001.0")
-    restored = run.keeper.load()
+    restored = run.checkpointer.load()
     assert restored is not None and restored.step == 2 and restored.passed_over == ()
-    run.keeper.save(3)
+    run.checkpointer.save(3)
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         ".lock",
         *(f"step-{step:010d}.0" for step in (1, 2, 3)),
@@ -255,9 +255,9 @@ def test_what_ended_the_run_is_told_before_a_checkpoint_that_was_not_written(
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    keeper = Run(tmp_path).keeper
+    checkpointer = Run(tmp_path).checkpointer
     monkeypatch.setattr(folders, "write", full)
-    with pytest.raises(KeyError, match="the cause"), keeper:
-        keeper.save(1, block=False)
+    with pytest.raises(KeyError, match="the cause"), checkpointer:
+        checkpointer.save(1, block=False)
         raise KeyError("the cause")
     assert caplog.text.count("step 1 was not written: No space left on device") == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_runs import Run, on_ranks
 
-from fusedops.checkpoint import Guard, GuardError, Verdict
+from fusedops.checkpoint import Guard, GuardDecision, GuardError
 from fusedops.checkpoint import folder as folders
 
 NAN, INF = float("nan"), float("inf")
@@ -29,7 +29,7 @@ def used_to(guard: Guard, loss: float = 2.0, norm: float = 1.0, steps: int = 16)
 def test_what_is_not_finite_is_skipped_from_the_first_step_on(name: str, bad: float) -> None:
     guard = Guard()
     values = (bad, 1.0) if name == "loss" else (1.0, bad)
-    assert guard.check(0, *values) == Verdict(0, "skip", f"the {name} is {bad}")
+    assert guard.check(0, *values) == GuardDecision(0, "skip", f"the {name} is {bad}")
     assert guard.check(1, torch.tensor(values[0]), torch.tensor(values[1])).action == "skip"
     assert guard.check(2, 1.0, 1.0).ok and len(guard.events) == 2
 
@@ -91,7 +91,7 @@ def test_patience_ends(tmp_path: Path) -> None:
 
 def test_a_rollback_restores_and_skips_what_was_bad(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.guard = Guard(run.keeper, on_nonfinite="rollback")
+    run.guard = Guard(run.checkpointer, on_nonfinite="rollback")
     run.train(3)
     weights = run.model.first.weight.clone()
     seen: list[tuple[int, str]] = []
@@ -114,16 +114,16 @@ def test_a_rollback_restores_and_skips_what_was_bad(tmp_path: Path) -> None:
 
 def test_a_guard_that_is_saved_too_remembers_what_was_bad_over_a_rollback(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.guard = Guard(run.keeper, on_nonfinite="rollback")
-    run.keeper.add(guard=run.guard)
+    run.guard = Guard(run.checkpointer, on_nonfinite="rollback")
+    run.checkpointer.add(guard=run.guard)
     run.train(3)
     assert run.guard.check(3, NAN).action == "rollback"
     assert run.guard.check(3, NAN).action == "skip"
-    run.keeper.save(4, data={"position": 32})
+    run.checkpointer.save(4, data={"position": 32})
     again = Run(tmp_path)
-    again.guard = Guard(again.keeper, on_nonfinite="rollback")
-    again.keeper.add(guard=again.guard)
-    assert again.keeper.load() is not None
+    again.guard = Guard(again.checkpointer, on_nonfinite="rollback")
+    again.checkpointer.add(guard=again.guard)
+    assert again.checkpointer.load() is not None
     assert again.guard.state_dict() == run.guard.state_dict()
     assert again.guard.check(3, NAN).action == "skip"
 
@@ -131,11 +131,11 @@ def test_a_guard_that_is_saved_too_remembers_what_was_bad_over_a_rollback(tmp_pa
 def test_rollbacks_end(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(1)
-    guard = Guard(run.keeper, on_nonfinite="rollback", max_rollbacks=1)
+    guard = Guard(run.checkpointer, on_nonfinite="rollback", max_rollbacks=1)
     assert guard.check(5, NAN).action == "rollback"
     with pytest.raises(GuardError, match="went back to step 1 1 times already"):
         guard.check(6, NAN)
-    empty = Guard(Run(tmp_path / "none").keeper, on_nonfinite="rollback")
+    empty = Guard(Run(tmp_path / "none").checkpointer, on_nonfinite="rollback")
     with pytest.raises(GuardError, match="there is no checkpoint to go back to"):
         empty.check(0, NAN)
 
@@ -152,21 +152,21 @@ def _steps(folder: Path) -> list[int]:
 @pytest.mark.parametrize("block", [True, False])
 def test_a_rollback_goes_back_before_the_weights_were_spoilt(tmp_path: Path, block: bool) -> None:
     run = Run(tmp_path, keep=1)
-    run.guard = Guard(run.keeper, patience=2)
-    run.keeper.add(guard=run.guard)
+    run.guard = Guard(run.checkpointer, patience=2)
+    run.checkpointer.add(guard=run.guard)
     for step in range(1, 5):
         run.step(step)
-        run.keeper.save(step, block=block)
-    run.keeper.wait()
+        run.checkpointer.save(step, block=block)
+    run.checkpointer.wait()
     assert _steps(tmp_path) == [4, 3]  # no step has shown yet what the last is worth
     weights = run.model.first.weight.clone()
     assert run.guard.check(5, 2.0).ok
     assert _steps(tmp_path) == [4]
     _spoil(run)
     for step in (5, 6):
-        run.keeper.save(step, block=block)
+        run.checkpointer.save(step, block=block)
         assert run.guard.check(step, NAN).action == "skip"
-    run.keeper.wait()
+    run.checkpointer.wait()
     assert _steps(tmp_path) == [6, 4]
     verdict = run.guard.check(7, NAN)
     assert verdict.restored is not None and verdict.restored.step == 4
@@ -179,16 +179,16 @@ def test_a_run_that_goes_on_from_spoilt_weights_ends(tmp_path: Path) -> None:
     run = Run(tmp_path)
     _spoil(run)
     for step in range(1, 4):
-        run.keeper.save(step)
-    run.keeper.close()
+        run.checkpointer.save(step)
+    run.checkpointer.close()
     again = Run(tmp_path)
-    again.keeper.load()
-    guard, step = Guard(again.keeper, patience=2, max_rollbacks=2), 3
+    again.checkpointer.load()
+    guard, step = Guard(again.checkpointer, patience=2, max_rollbacks=2), 3
     with pytest.raises(GuardError, match="went back to step 3 2 times already"):
         for _ in range(20):
             restored = guard.check(step, NAN).restored
             step = restored.step if restored else step + 1
-            again.keeper.save(step)
+            again.checkpointer.save(step)
 
 
 def test_a_resumed_guard_judges_as_one_that_never_stopped() -> None:

@@ -42,7 +42,7 @@ def sweep(root: Path, moments: int, seed: int) -> None:
         assert digest in (None, wanted)
         unfinished += digest is None
         run = Run(folder)
-        restored = run.keeper.load()
+        restored = run.checkpointer.load()
         if restored is not None:
             assert restored.passed_over == ()
             steps.append(restored.step)

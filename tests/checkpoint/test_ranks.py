@@ -48,7 +48,7 @@ def _weights(rank: int, root: str) -> tuple[list[list[float]], int, tuple[Any, .
     import torch.distributed as dist
 
     run = Run(Path(root), wrap=_shard if dist.get_world_size() > 1 else lambda model: None)
-    restored = run.keeper.load()
+    restored = run.checkpointer.load()
     assert restored is not None
     found = run.model.first.weight
     found = found.full_tensor() if hasattr(found, "full_tensor") else found
@@ -65,7 +65,7 @@ def test_other_numbers_of_ranks_load_the_same_weights(tmp_path: Path) -> None:
         assert values == one
     # and without any process group
     run = Run(tmp_path)
-    run.keeper.load()
+    run.checkpointer.load()
     assert run.model.first.weight.tolist() == one[0]
 
 
@@ -77,9 +77,9 @@ def _in_other_groups(rank: int, root: str) -> list[int]:
     steps = []
     for name, group in (("all", None), ("pair", pair)):
         if group is None or rank < 2:
-            with Checkpointer(Path(root, name), nn.Linear(2, 2), group=group) as keeper:
-                keeper.save(1)
-                restored = keeper.load()
+            with Checkpointer(Path(root, name), nn.Linear(2, 2), group=group) as checkpointer:
+                checkpointer.save(1)
+                restored = checkpointer.load()
                 assert restored is not None
                 steps.append(restored.step)
     return steps
@@ -91,7 +91,7 @@ def test_ranks_may_be_in_other_groups(tmp_path: Path) -> None:
 
 def _save_with_a_full_disk(rank: int, root: str) -> str:
     run = Run(Path(root), wrap=_shard)
-    run.keeper.load()
+    run.checkpointer.load()
     if rank == 1:
 
         def full(*_: Any) -> None:
@@ -99,7 +99,7 @@ def _save_with_a_full_disk(rank: int, root: str) -> str:
 
         folders.write = full
     try:
-        run.keeper.save(9)
+        run.checkpointer.save(9)
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -114,7 +114,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
 
 def _die_while_saving(rank: int, root: str) -> str:
     run = Run(Path(root), wrap=_shard)
-    run.keeper.load()
+    run.checkpointer.load()
     if rank == 1:
         write = tensors.write
 
@@ -124,7 +124,7 @@ def _die_while_saving(rank: int, root: str) -> str:
 
         tensors.write = dies
     try:
-        run.keeper.save(9)
+        run.checkpointer.save(9)
     except Exception as error:
         return type(error).__name__
     return "saved"
@@ -134,7 +134,7 @@ def test_a_rank_that_is_killed_leaves_the_last_checkpoint(tmp_path: Path) -> Non
     on_ranks(2, _train, str(tmp_path), 3, True)
     first, second = on_ranks(2, _die_while_saving, str(tmp_path))
     assert second == "died" and first != "saved"
-    restored = Run(tmp_path).keeper.load()
+    restored = Run(tmp_path).checkpointer.load()
     assert restored is not None and restored.step == 3 and restored.passed_over == ()
     whole = on_ranks(2, _train, str(tmp_path / "whole"), STEPS, True)
     assert on_ranks(2, _train, str(tmp_path), STEPS, True) == whole
@@ -152,13 +152,13 @@ def _stages(rank: int, root: str, save: bool) -> dict[str, list[float]]:
     torch.manual_seed(rank if save else 50)
     model = _Stage([0, 1] if rank == 0 else [2])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + rank)
-    keeper = Checkpointer(Path(root), model, optimizer)
+    checkpointer = Checkpointer(Path(root), model, optimizer)
     if save:
         sum(layer(torch.ones(1, 4)).sum() for layer in model.layers.values()).backward()
         optimizer.step()
-        keeper.save(1)
+        checkpointer.save(1)
     else:
-        assert keeper.load() is not None and optimizer.param_groups[0]["lr"] == 0.1 + rank
+        assert checkpointer.load() is not None and optimizer.param_groups[0]["lr"] == 0.1 + rank
     found = {name: each.flatten().tolist() for name, each in model.state_dict().items()}
     for name, each in model.named_parameters():
         found[f"{name}.exp_avg"] = optimizer.state[each]["exp_avg"].flatten().tolist()
@@ -182,7 +182,7 @@ def _refused_on_one_rank(rank: int, root: str) -> list[str]:
     run = Run(Path(root), wrap=_shard)
     said = []
     for action in (
-        lambda: run.keeper.save(1, data=object() if rank == 1 else None),
+        lambda: run.checkpointer.save(1, data=object() if rank == 1 else None),
         lambda: Checkpointer(Path(root), nn.Linear(2, 2 + rank)).load(),
     ):
         try:
@@ -216,13 +216,13 @@ def _wrapped(rank: int, root: str, kind: str, save: bool) -> list[float]:
     elif kind == "data":
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    keeper = Checkpointer(Path(root), model, optimizer)
+    checkpointer = Checkpointer(Path(root), model, optimizer)
     if save:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-        keeper.save(1)
+        checkpointer.save(1)
     else:
-        assert keeper.load() is not None and len(optimizer.state) == 4
+        assert checkpointer.load() is not None and len(optimizer.state) == 4
     found = []
     for each in model.parameters():
         for value in (each, optimizer.state[each]["exp_avg"]):

@@ -57,14 +57,14 @@ def test_what_is_saved_in_a_thread_is_what_was_there(
         write(*args)
 
     monkeypatch.setattr(tensors, "write", later)
-    folder = run.keeper.save(1, block=False)
+    folder = run.checkpointer.save(1, block=False)
     run.step(1)
     assert not folder.exists() and not torch.equal(wanted["first.weight"], run.model.first.weight)
     go.set()
-    run.keeper.wait()
+    run.checkpointer.wait()
     assert folder.exists()
     fresh = Run(tmp_path)
-    restored = fresh.keeper.load()
+    restored = fresh.checkpointer.load()
     assert restored is not None and restored.folder == folder
     for name, each in fresh.model.state_dict().items():
         assert torch.equal(each, wanted[name]), name
@@ -75,10 +75,10 @@ def test_what_is_saved_in_a_thread_is_what_was_there(
 def test_everything_that_was_given_comes_back(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     data = {"file": "a.bin", "offset": 12, "order": torch.arange(3), "done": (1, 2.5, None, True)}
-    with Checkpointer(tmp_path, model) as keeper:
-        assert keeper.load() is None
-        folder = keeper.save(7, data=data, extra=["note", 3])
-        restored = keeper.load()
+    with Checkpointer(tmp_path, model) as checkpointer:
+        assert checkpointer.load() is None
+        folder = checkpointer.save(7, data=data, extra=["note", 3])
+        restored = checkpointer.load()
     assert restored is not None
     assert (restored.step, restored.folder, restored.extra) == (7, folder, ["note", 3])
     assert restored.data["order"].tolist() == [0, 1, 2] and restored.positions == (restored.data,)
@@ -91,35 +91,35 @@ def test_everything_that_was_given_comes_back(tmp_path: Path) -> None:
 def test_the_last_good_ones_stay(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=2)
     for number in range(4):
-        run.keeper.save(number)
+        run.checkpointer.save(number)
     assert [each.name for each in sorted(tmp_path.iterdir()) if each.name[0] != "."] == [
         "step-0000000002.0",
         "step-0000000003.0",
     ]
     # A damaged one counts for nothing.
     (tmp_path / "step-0000000003.0" / "manifest.json").write_text("{}")
-    run.keeper.save(4)
+    run.checkpointer.save(4)
     names = sorted(each.name for each in tmp_path.iterdir() if each.name[0] != ".")
     assert names == ["step-0000000002.0", "step-0000000003.0", "step-0000000004.0"]
 
 
 def test_a_step_that_is_saved_again_replaces_the_older(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    first = run.keeper.save(5, extra="old")
-    second = run.keeper.save(5, extra="new")
+    first = run.checkpointer.save(5, extra="old")
+    second = run.checkpointer.save(5, extra="new")
     assert first != second and not first.exists()
-    restored = run.keeper.load()
+    restored = run.checkpointer.load()
     assert restored is not None and (restored.folder, restored.extra) == (second, "new")
 
 
 def test_a_step_can_be_asked_for(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for number in (1, 2):
-        run.keeper.save(number, extra=number)
-    restored = run.keeper.load(step=1)
+        run.checkpointer.save(number, extra=number)
+    restored = run.checkpointer.load(step=1)
     assert restored is not None and restored.extra == 1
     with pytest.raises(CheckpointError, match="has no checkpoint of step 3; it has 1, 2"):
-        run.keeper.load(step=3)
+        run.checkpointer.load(step=3)
 
 
 def test_states_of_mixed_precision_come_back_as_they_were(tmp_path: Path) -> None:
@@ -144,13 +144,13 @@ def test_saving_before_the_first_step_changes_nothing(
     # torch counts the making of empty states as a step.
     before = Run(tmp_path)
     before.optimizer.param_groups[0]["lr"] = 0.5
-    before.keeper.save(0, data={"position": 0})
+    before.checkpointer.save(0, data={"position": 0})
     assert not before.optimizer.state
-    before.keeper.close()
+    before.checkpointer.close()
     after = Run(tmp_path)
     for number in range(stop):
         after.step(number)
-    assert after.keeper.load() is not None
+    assert after.checkpointer.load() is not None
     assert not after.optimizer.state and after.optimizer.param_groups[0]["lr"] == 0.5
     after.optimizer.param_groups[0]["lr"] = 1e-2
     for number in range(STEPS):
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_pa
     other = Run(tmp_path, width=32)
     before = other.model.first.weight.clone()
     with pytest.raises(ValueError, match=r"of another model or optimizer: other shapes: .*first"):
-        other.keeper.load()
+        other.checkpointer.load()
     assert torch.equal(before, other.model.first.weight)
     with pytest.raises(
         ValueError, match=r"it lacks model\.2\.bias.*it also has model\.first\.bias"
@@ -230,11 +230,11 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_pa
 
 
 def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    keeper = Checkpointer(tmp_path, nn.Linear(2, 2))
+    checkpointer = Checkpointer(tmp_path, nn.Linear(2, 2))
     with pytest.raises(TypeError, match="data must hold numbers, texts, tensors"):
-        keeper.save(1, data=object())
+        checkpointer.save(1, data=object())
     with pytest.raises(TypeError, match="extra must hold"):
-        keeper.save(1, extra={"path": Path("a")})
+        checkpointer.save(1, extra={"path": Path("a")})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,8 +255,8 @@ def test_wrong_arguments_are_told(
 
 
 def test_steps_are_whole_numbers(tmp_path: Path) -> None:
-    keeper = Checkpointer(tmp_path, nn.Linear(2, 2))
+    checkpointer = Checkpointer(tmp_path, nn.Linear(2, 2))
     with pytest.raises(ValueError, match="step must be at least 0, got -1"):
-        keeper.save(-1)
+        checkpointer.save(-1)
     with pytest.raises(TypeError, match="step must be an int, got str"):
-        keeper.save("1")  # type: ignore[arg-type]
+        checkpointer.save("1")  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from fusedops._core.architecture import cpu_slug
 from fusedops._core.peak import peak_bytes
 from fusedops.bench import limits as limits_module
 from fusedops.bench.cases import tiny_sample
-from fusedops.bench.contenders import Call
+from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.limits import Limit, Limits
 from fusedops.bench.results import load_json
 from fusedops.cli.main import app
@@ -452,7 +452,7 @@ def test_limit_of_a_row_is_the_slower_of_memory_and_products() -> None:
 
 def test_call_in_float64_has_the_same_values_and_gradients() -> None:
     spec = all_specs()["layer_norm"]
-    call = Call.of(spec, spec.samples(CPU, torch.bfloat16)[0])
+    call = ContenderCall.of(spec, spec.samples(CPU, torch.bfloat16)[0])
     wide = call.double()
     assert [leaf.dtype for leaf in wide.leaves] == [torch.float64] * len(call.leaves)
     for narrow, leaf in zip(call.leaves, wide.leaves, strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedops._core import dtypes
-from fusedops.bench.contenders import Call
+from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.layers import LAYERS, MOE_LAYER
 from fusedops.cli.bench.ops import _specs
 from fusedops.specs import all_specs
@@ -25,10 +25,10 @@ def test_group_names_ops_and_layers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_variants_of_the_layer_agree(dtype: torch.dtype) -> None:
-    call = Call.of(MOE_LAYER, MOE_LAYER.samples(CPU, dtype)[0])
+    call = ContenderCall.of(MOE_LAYER, MOE_LAYER.samples(CPU, dtype)[0])
     wide = call.double()
 
-    def results(call: Call, function: object) -> list[torch.Tensor]:
+    def results(call: ContenderCall, function: object) -> list[torch.Tensor]:
         output = call.forward(function)  # type: ignore[arg-type]
         return [output.detach(), *call.backward(output)]  # type: ignore[list-item]
 

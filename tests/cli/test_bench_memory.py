@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fusedops._core.timer import CpuClock, TimingPlan
 from fusedops.bench import memory
-from fusedops.bench.model_zoo import FAMILIES, Size
+from fusedops.bench.model_zoo import FAMILIES, ModelSize
 from fusedops.cli.main import app
 
 pytest.importorskip("transformers")
@@ -30,7 +30,7 @@ def _threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_rows_hold_less_where_less_is_kept_and_keep_every_bit(family: str) -> None:
-    size = Size(hidden=64, layers=4, batch=4, seq_len=64)
+    size = ModelSize(hidden=64, layers=4, batch=4, seq_len=64)
     rows, reports = memory.run_case(
         FAMILIES[family],
         size,

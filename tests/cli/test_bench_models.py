@@ -21,17 +21,17 @@ from fusedops._core.timer import CpuClock, Timing, TimingPlan, Variant
 from fusedops.bench import limits as limits_module
 from fusedops.bench import models
 from fusedops.bench.limits import Limit, Limits
-from fusedops.bench.model_zoo import FAMILIES, HEADLINE, Size
-from fusedops.bench.models import DECODING, FORWARD, MODES, TRAINING, Settings, run_case
+from fusedops.bench.model_zoo import FAMILIES, HEADLINE, ModelSize
+from fusedops.bench.models import DECODING, FORWARD, MODES, TRAINING, ModelSettings, run_case
 from fusedops.bench.results import load_json
 from fusedops.cli.main import app
 
 pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
-TINY = Size(hidden=32, layers=2, batch=2, seq_len=16, steps=3)
+TINY = ModelSize(hidden=32, layers=2, batch=2, seq_len=16, steps=3)
 LIMITS = Limits(Limit(1e9, "copy_", {}), {"float32": Limit(1e12, "torch.mm", {})})
-SETTINGS = Settings(CPU, TimingPlan(1, 1, 0.0), False, False, "system", 1 << 20)
+SETTINGS = ModelSettings(CPU, TimingPlan(1, 1, 0.0), False, False, "system", 1 << 20)
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_calibrate_is_passed_on_and_said(
 
 
 def test_float16_trains_fewer_tokens_on_a_cpu() -> None:
-    size = Size(batch=4, seq_len=256)
+    size = ModelSize(batch=4, seq_len=256)
     small = models.affordable(TRAINING, size, torch.float16, CPU)
     assert (small.batch, small.seq_len, small.hidden) == (1, 64, size.hidden)
     for mode, dtype, device in (

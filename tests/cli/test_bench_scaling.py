@@ -10,10 +10,10 @@ from fusedops.cli.bench import scaling as scaling_command
 from fusedops.terminal.files import UserError
 from fusedops.testing import threads
 
-WORK = scaling.Work("gpt2", 128, 4, 96, 8, 16)
+WORK = scaling.ScalingWork("gpt2", 128, 4, 96, 8, 16)
 
 
-def _losses(setting: scaling.Setting) -> list[float]:
+def _losses(setting: scaling.ScalingSetting) -> list[float]:
     step = scaling._step_of(setting, WORK)
     return [step() for _ in range(2)]
 

@@ -10,14 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from fusedops.bench.compare import compare, parse_share
-from fusedops.bench.results import Record, Row, load_json, save_json, save_results, to_csv
+from fusedops.bench.results import BenchRecord, BenchRow, load_json, save_json, save_results, to_csv
 from fusedops.cli.main import app
 from fusedops.terminal.files import UserError
 
 
-def row(variant: str = "fusedops", median: float = 100.0, **changes: Any) -> Row:
+def row(variant: str = "fusedops", median: float = 100.0, **changes: Any) -> BenchRow:
     spread = changes.pop("spread", 0.01)
-    base = Row(
+    base = BenchRow(
         op="gelu",
         case="16x16",
         dtype="float32",
@@ -46,9 +46,9 @@ def row(variant: str = "fusedops", median: float = 100.0, **changes: Any) -> Row
     return replace(base, **changes)
 
 
-def record(*rows: Row, **machine: Any) -> Record:
+def record(*rows: BenchRow, **machine: Any) -> BenchRecord:
     here = {"slug": "cpu-zen5", "device": "cpu", "name": "AMD EPYC", "threads": 2} | machine
-    return Record(
+    return BenchRecord(
         machine=here,
         versions={"torch": "2.13.0"},
         git={"commit": "0123456789abcdef", "changed": True},
@@ -60,7 +60,7 @@ def record(*rows: Row, **machine: Any) -> Record:
     )
 
 
-def run_compare(tmp_path: Path, before: Record, after: Record, *options: str) -> Any:
+def run_compare(tmp_path: Path, before: BenchRecord, after: BenchRecord, *options: str) -> Any:
     save_json(tmp_path / "a.json", before)
     save_json(tmp_path / "b.json", after)
     paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
@@ -121,7 +121,7 @@ def test_missing_rows_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_different_conditions_are_refused_unless_told(
-    tmp_path: Path, other: Record, word: str
+    tmp_path: Path, other: BenchRecord, word: str
 ) -> None:
     done = run_compare(tmp_path, record(row()), other)
     assert done.exit_code == 2

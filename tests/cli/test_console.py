@@ -14,8 +14,8 @@ from rich.table import Table
 from fusedops._core.timer import Timing
 from fusedops.bench import models_report, table
 from fusedops.bench.cases import lead
-from fusedops.bench.limits import Work
-from fusedops.bench.results import Record, Row
+from fusedops.bench.limits import LeastWork
+from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.cli import plan as plan_command
 from fusedops.planner import Layout, plan, preset
 from fusedops.terminal.console import console, print_table
@@ -72,15 +72,15 @@ def test_words_are_wrapped_and_numbers_are_not() -> None:
     assert out.width == 30
 
 
-def _record(*rows: Row) -> Record:
+def _record(*rows: BenchRow) -> BenchRecord:
     limits = {"copy": {"rate": 1e9, "way": "copy_", "trusted": True}, "matmul": {}}
     settings = {"allocator": "tuned", "patch": "patched"}
     where = {"slug": "here", "name": "machine", "threads": 1}
-    return Record(where, {"torch": "2"}, {}, settings, limits, rows, (), "now")
+    return BenchRecord(where, {"torch": "2"}, {}, settings, limits, rows, (), "now")
 
 
-def _row(variant: str, **changes: Any) -> Row:
-    row = Row(
+def _row(variant: str, **changes: Any) -> BenchRow:
+    row = BenchRow(
         op="gelu", case="4x8", dtype="float32", direction="forward", variant=variant, backend="cpp",
         allocator="tuned", speedup=6458.7, speedup_q1=6458.7, speedup_q3=6458.7, median_us=1.25,
         q1_us=1.25, q3_us=1.25, samples=1, discarded=4, trusted=True, gb_per_s=77.5,
@@ -119,7 +119,7 @@ def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
             {"eager": [4.0], "peer": [2.0], "fusedops": [1.0]},
             {"eager": [False], "peer": [disturbed], "fusedops": [False]},
         )
-        work = Work(1, 0, 1.0, True)
+        work = LeastWork(1, 0, 1.0, True)
         assert lead(timing, "fusedops")["rival"] == "peer"
         row = row_of(
             "gelu", "4x8", torch.float32, "forward", "fusedops", timing, work, backend="cpp",

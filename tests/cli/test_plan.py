@@ -39,7 +39,7 @@ def test_json_has_every_layout_and_its_bytes(tmp_path: Path) -> None:
     assert json.loads(printed.output) == record
     assert record["parameters"] == 124_439_808 and record["memory"] == 4 * 10**9
     for row in record["layouts"]:
-        layout = Layout(**row["layout"] | {"offload": tuple(row["layout"]["offload"])})
+        layout = Layout.of(**row["layout"] | {"offload": tuple(row["layout"]["offload"])})
         found = estimate(preset("gpt2"), layout, devices=2)
         assert row["bytes"] == found.parts and row["peak"] == found.peak
         assert row["fits"] == (found.peak <= record["memory"])

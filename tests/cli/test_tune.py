@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fusedops._core import backends, extension, tuning
 from fusedops._core.architecture import architecture
-from fusedops.bench.tuner import Measured, choose
+from fusedops.bench.tuner import MeasuredCall, choose
 from fusedops.cli.main import app
 
 CPU = torch.device("cpu")
@@ -91,8 +91,10 @@ def test_without_a_second_backend_there_is_nothing_to_tune(
     assert list(tmp_path.iterdir()) == []
 
 
-def measured(gain: float, *, sure: bool = True, default: str = "cpp", case: str = "a") -> Measured:
-    return Measured(
+def measured(
+    gain: float, *, sure: bool = True, default: str = "cpp", case: str = "a"
+) -> MeasuredCall:
+    return MeasuredCall(
         key=KEY,
         default=default,
         median_us={"cpp": 10.0 * gain, "torch": 10.0},
@@ -130,7 +132,7 @@ def test_a_disturbed_win_changes_nothing() -> None:
 def test_the_fastest_configuration_is_named() -> None:
     ratios = {"cuda": 1.0, "triton": 1.2, "triton:wide": 1.4, "torch": 0.2}
     medians = {name: 100 / ratio for name, ratio in ratios.items()}
-    entry = choose([Measured(KEY, "cuda", medians, ratios, dict.fromkeys(ratios, True))])
+    entry = choose([MeasuredCall(KEY, "cuda", medians, ratios, dict.fromkeys(ratios, True))])
     assert entry is not None
     assert (entry.backend, entry.config, entry.ratio) == ("triton", "wide", 1.4)
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fusedops.cli.main import app
 from fusedops.generation.load import load
-from fusedops.launch.processes import Ranks, joined
+from fusedops.launch.processes import Ranks, initialize_distributed
 from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
 from fusedops.testing import threads
 from fusedops.train import InputError, train
@@ -106,7 +106,7 @@ def test_what_any_layout_trained_any_other_generates(
     on = {1: lambda *given: [_train(None, *given[1:])], 2: on_two_ranks, 8: on_ranks}[ranks]
     assert all(on(_train, str(folder), parallel))
     # Weights are those of the checkpoint, wherever they were.
-    with joined("cpu") as alone:
+    with initialize_distributed("cpu") as alone:
         saved = load(folder / "run", alone).model
     export = load_huggingface(folder / "export")
     for (name, one), other in zip(saved.named_parameters(), export.parameters(), strict=True):

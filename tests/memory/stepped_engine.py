@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusedops.memory.offloading.copy_engine import CopyTimeoutError
+from fusedops._core.copy_engine import CopyTimeoutError
 
 PIECES = 3
 
@@ -38,6 +38,8 @@ class _Copy:
 class SteppedEngine:
     """A ``CopyEngine`` that makes pieces of copies when it is asked anything."""
 
+    pins_memory = False
+
     def __init__(self, seed: int, *, loses: float = 0.0) -> None:
         self._random = random.Random(seed)
         self._loses = loses
@@ -47,10 +49,12 @@ class SteppedEngine:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy(
-        self, source: torch.Tensor, target: torch.Tensor, *, leaves: bool, after: Any = None
+        self, source: torch.Tensor, target: torch.Tensor, *, to_host: bool, after: Any = None
     ) -> Any:
         self._some()
-        made = _Copy(source, target, after, self._random.random() < self._loses)
+        made = _Copy(
+            source, target, after[-1] if after else None, self._random.random() < self._loses
+        )
         self._copies.append(made)
         return made
 
@@ -66,6 +70,9 @@ class SteppedEngine:
             self._random.choice(ready).advance()
 
     finish = wait
+
+    def mark(self) -> None:
+        return None
 
     def _ready(self) -> list[_Copy]:
         self._copies = [each for each in self._copies if not each.done]

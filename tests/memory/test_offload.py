@@ -14,9 +14,9 @@ from small_models import assert_same_bits, encoder, encoder_loss, results
 from stepped_engine import SteppedEngine
 
 from fusedops import memory
+from fusedops._core.copy_engine import CopyTimeoutError, HostCopyEngine
 from fusedops.memory.apply import policy_state_of
 from fusedops.memory.offloading import pool as pools
-from fusedops.memory.offloading.copy_engine import CopyTimeoutError, HostEngine
 from fusedops.memory.offloading.offloader import Offloader
 from fusedops.memory.offloading.pool import BufferReuseError
 
@@ -38,7 +38,7 @@ def schedule(seed: int, *, loses: float = 0.0) -> None:
     draw = random.Random(seed)
     settings = memory.OffloadSettings(
         check=True,
-        ahead=draw.randrange(3),
+        prefetch_depth=draw.randrange(3),
         in_flight_bytes=draw.choice((0, 20_000, 1 << 30)),
         engine=lambda device: SteppedEngine(seed, loses=loses),
     )
@@ -118,10 +118,10 @@ def test_a_free_buffer_that_is_written_to_is_told() -> None:
 
 
 def test_a_buffer_is_used_again_after_its_copies_only() -> None:
-    engine = HostEngine(delay=lambda number: 0.05)
+    engine = HostCopyEngine(delay=lambda number: 0.05)
     pool = pools.Pool(engine)
     source, first = torch.zeros(4096, dtype=torch.uint8), pool.take(4096)
-    ticket = engine.copy(source, first, leaves=True)
+    ticket = engine.copy(source, first, to_host=True)
     pool.give_back(first, ticket)
     second = pool.take(4096)
     assert second.data_ptr() != first.data_ptr()
@@ -146,7 +146,7 @@ def test_a_model_trains_alike_however_late_the_copies_are(
     model = encoder(dropout=0.2)
     expected = results(model, encoder_loss)
     settings = memory.OffloadSettings(
-        check=True, least_bytes=1, engine=lambda device: HostEngine(workers=3, delay=delay)
+        check=True, least_bytes=1, engine=lambda device: HostCopyEngine(workers=3, delay=delay)
     )
     memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
     for _ in range(3):
@@ -159,7 +159,7 @@ def test_a_copy_that_never_finishes_is_an_error_that_names_it() -> None:
         least_bytes=1,
         in_flight_bytes=0,
         timeout=0.05,
-        engine=lambda device: HostEngine(delay=lambda n: None if n == 5 else 0.0),
+        engine=lambda device: HostCopyEngine(delay=lambda n: None if n == 5 else 0.0),
     )
     memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
     with pytest.raises(CopyTimeoutError, match=r"0.05 s \(on the way out, module '0'"):
@@ -169,12 +169,12 @@ def test_a_copy_that_never_finishes_is_an_error_that_names_it() -> None:
 def test_a_copy_back_that_never_finishes_is_an_error() -> None:
     made: list[int] = []
 
-    class LosesTheWayBack(HostEngine):
-        def copy(self, source: Any, target: Any, *, leaves: bool, after: Any = None) -> Any:
-            if not leaves:
+    class LosesTheWayBack(HostCopyEngine):
+        def copy(self, source: Any, target: Any, *, to_host: bool, after: Any = None) -> Any:
+            if not to_host:
                 made.append(1)
                 self._delay = lambda number: None
-            return super().copy(source, target, leaves=leaves, after=after)
+            return super().copy(source, target, to_host=to_host, after=after)
 
     model = encoder()
     settings = memory.OffloadSettings(
@@ -190,10 +190,10 @@ def test_the_layer_before_is_fetched_while_one_runs_backward() -> None:
     """With copies of 30 ms that run side by side, layers that came one by one would take longer."""
     order: list[str] = []
 
-    class Watched(HostEngine):
-        def copy(self, source: Any, target: Any, *, leaves: bool, after: Any = None) -> Any:
-            order.append("out" if leaves else "back")
-            return super().copy(source, target, leaves=leaves, after=after)
+    class Watched(HostCopyEngine):
+        def copy(self, source: Any, target: Any, *, to_host: bool, after: Any = None) -> Any:
+            order.append("out" if to_host else "back")
+            return super().copy(source, target, to_host=to_host, after=after)
 
         def wait(self, ticket: Any, seconds: float) -> None:
             order.append("wait")
@@ -292,3 +292,8 @@ def test_an_empty_tensor_leaves_and_comes_back(check: bool) -> None:
     memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
     model(torch.empty(0, 16, 32)).sum().backward()
     assert all(not bool(each.grad.any()) for each in model.parameters() if each.grad is not None)
+
+
+def test_the_former_name_of_the_prefetch_depth_is_accepted_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="ahead is now prefetch_depth=2"):
+        assert memory.OffloadSettings(ahead=2) == memory.OffloadSettings(prefetch_depth=2)  # type: ignore[call-arg]

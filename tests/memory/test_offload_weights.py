@@ -11,14 +11,14 @@ import torch
 
 import fusedops
 from fusedops import memory
-from fusedops.memory.offloading.copy_engine import HostEngine
+from fusedops._core.copy_engine import HostCopyEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
 from fusedops.models.parallelization.engine import parallelized
 from fusedops.ops._weight_gradients import summed
 from fusedops.testing import threads
 
 
-class _Told(HostEngine):
+class _Told(HostCopyEngine):
     """Knows the memory that was copied, each way."""
 
     def __init__(self) -> None:
@@ -26,15 +26,15 @@ class _Told(HostEngine):
         self.left: set[int] = set()
         self.came: dict[int, torch.UntypedStorage] = {}
 
-    def copy(self, source: Any, target: Any, *, leaves: bool, after: Any = None) -> Any:
-        if leaves:
+    def copy(self, source: Any, target: Any, *, to_host: bool, after: Any = None) -> Any:
+        if to_host:
             self.left.add(source.untyped_storage()._cdata)
         else:
             self.came[target.untyped_storage()._cdata] = target.untyped_storage()
-        return super().copy(source, target, leaves=leaves, after=after)
+        return super().copy(source, target, to_host=to_host, after=after)
 
 
-def _settings(engine: HostEngine) -> memory.OffloadSettings:
+def _settings(engine: HostCopyEngine) -> memory.OffloadSettings:
     return memory.OffloadSettings(least_bytes=1, engine=lambda device: engine)
 
 
@@ -65,7 +65,7 @@ SPREAD: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", SPREAD)
-def test_no_weight_leaves(case: str) -> None:
+def test_no_weight_to_host(case: str) -> None:
     for count, weights in threads.run(_left, 2, *SPREAD[case]):
         assert count > 5 and not weights
 

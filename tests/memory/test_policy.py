@@ -12,7 +12,7 @@ from torch import nn
 
 from fusedops import UnsupportedError, memory
 from fusedops.memory.apply import policy_state_of
-from fusedops.memory.policy import Rule
+from fusedops.memory.policy import MemoryRule
 
 CHECKED = memory.OffloadSettings(check=True, least_bytes=1)
 
@@ -37,7 +37,7 @@ CHECKED = memory.OffloadSettings(check=True, least_bytes=1)
     ],
     ids=lambda rules: ", ".join(map(str, rules)),
 )
-def test_every_policy_gives_the_same_bits(rules: list[Rule]) -> None:
+def test_every_policy_gives_the_same_bits(rules: list[MemoryRule]) -> None:
     model = encoder(dropout=0.3)
     expected = results(model, encoder_loss)
     memory.apply(model, memory.Policy(*rules), offload_settings=CHECKED)
@@ -63,7 +63,7 @@ def test_lower_precision_changes_gradients_and_not_the_loss() -> None:
     [memory.offload("transformer.h.*"), memory.lower("transformer.h.*")],
     ids=str,
 )
-def test_what_is_not_kept_as_it_is_leaves_room(rule: Rule) -> None:
+def test_what_is_not_kept_as_it_is_leaves_room(rule: MemoryRule) -> None:
     model = gpt2()
     before = peak(model, language_loss)
     memory.apply(model, memory.Policy(rule))
@@ -181,7 +181,11 @@ def test_a_tensor_that_is_written_to_after_it_was_saved_is_an_error() -> None:
             ValueError,
             "belong to whole modules",
         ),
-        (lambda: memory.OffloadSettings(ahead=-1), ValueError, "ahead must be at least 0"),
+        (
+            lambda: memory.OffloadSettings(prefetch_depth=-1),
+            ValueError,
+            "prefetch_depth must be at least 0",
+        ),
         (lambda: memory.OffloadSettings(timeout=0.0), ValueError, "timeout must be positive"),
         (lambda: memory.OffloadSettings(engine=3), TypeError, "engine must be a function"),
         (lambda: memory.Policy("recompute"), TypeError, "each rule must come from"),

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops import memory
-from fusedops.memory.offloading.copy_engine import HostEngine
+from fusedops._core.copy_engine import HostCopyEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
 from fusedops.models.parallelization.engine import parallelized
 from fusedops.testing import threads
@@ -92,7 +92,7 @@ def test_copies_that_come_late_are_waited_for() -> None:
     torch.manual_seed(0)
     kept = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2, bias=True)
     stored = copy.deepcopy(kept)
-    engine = HostEngine(workers=3, delay=lambda number: 0.02 * (number % 2))
+    engine = HostCopyEngine(workers=3, delay=lambda number: 0.02 * (number % 2))
     settings = memory.OffloadSettings(engine=lambda device: engine, check=True)
     memory.store_experts(stored, "cpu", settings=settings)
     again = copy.deepcopy(stored)
@@ -123,18 +123,18 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-class _Watched(HostEngine):
+class _Watched(HostCopyEngine):
     """Knows the memory on the device that it has ever copied to."""
 
     def __init__(self) -> None:
         super().__init__()
         self._memory: dict[int, torch.UntypedStorage] = {}
 
-    def copy(self, source: Any, target: Any, *, leaves: bool, after: Any = None) -> Any:
-        if not leaves:
+    def copy(self, source: Any, target: Any, *, to_host: bool, after: Any = None) -> Any:
+        if not to_host:
             storage = target.untyped_storage()
             self._memory[storage._cdata] = storage
-        return super().copy(source, target, leaves=leaves, after=after)
+        return super().copy(source, target, to_host=to_host, after=after)
 
     @property
     def nbytes(self) -> int:
@@ -256,7 +256,7 @@ def test_weights_lie_in_pinned_memory_beside_a_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     layer = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2)
     before = {name: (each, each.detach().clone()) for name, each in layer.named_parameters()}
-    settings = memory.OffloadSettings(engine=lambda device: HostEngine())
+    settings = memory.OffloadSettings(engine=lambda device: HostCopyEngine())
     memory.store_experts(layer, "cuda", settings=settings)
     assert [each.data_ptr() for each in layer.experts.parameters()] == pinned
     for name, each in layer.named_parameters():

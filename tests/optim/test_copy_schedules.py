@@ -17,9 +17,9 @@ import torch
 from offload_testing import train
 from optim_testing import assert_same
 
+from fusedops._core.copy_engine import CopyError, HostCopyEngine
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.optim._overlap import Bucket, Job, Workers
-from fusedops.optim.copy_engine import CopyError, HostEngine
 
 SEEDS = range(12)
 LONGEST = 0.004  # seconds of a delay: long beside what a bucket of the tiny model takes
@@ -53,10 +53,18 @@ class _Ticket:
         if self._error is None:
             action()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def result(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
         if self._error is not None:
             raise self._error
+
+
+class ScheduledEngine(HostCopyEngine):
+    """Copies at drawn times."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(workers=0)
+        self._copy_now = schedule.run  # type: ignore[method-assign]
 
 
 class LateQueue:
@@ -81,7 +89,7 @@ class LateQueue:
     def wait(self, number: int) -> list[float]:
         with self._lock:
             ticket, numbers = self._numbers.pop(number)
-        ticket.wait()
+        ticket.result()
         return self._queue.wait(numbers[0])
 
     def close(self) -> None:
@@ -101,7 +109,7 @@ def closing() -> Iterator[None]:
 def scheduled(schedule: Schedule) -> Callable[..., OffloadedAdamW]:
     def make(params: Any, **options: Any) -> OffloadedAdamW:
         optimizer = OffloadedAdamW(
-            params, bucket_bytes=100, threads=1, engine=HostEngine(schedule.run), **options
+            params, bucket_bytes=100, threads=1, engine=ScheduledEngine(schedule), **options
         )
         made.append(optimizer)
         assert optimizer._workers is not None
@@ -211,12 +219,12 @@ def _reuse_too_early(self: Workers, number: int) -> list[float]:
 
 
 def _read_too_early(self: Workers, *args: Any) -> list[torch.Tensor]:
-    class Impatient(HostEngine):
-        def fetch(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
-            engine.fetch(host, device, after)
-            return type("Done", (), {"wait": lambda _: None})()
+    class Impatient(HostCopyEngine):
+        def copy(self, *args: Any, **options: Any) -> Any:
+            engine.copy(*args, **options)
+            return self.mark()
 
-    engine, self._engine = self._engine, Impatient()  # type: ignore[assignment]
+    engine, self._engine = self._engine, Impatient()
     try:
         return _FETCH(self, *args)
     finally:

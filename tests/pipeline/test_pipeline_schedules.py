@@ -10,14 +10,14 @@ from fusedops.models import preset
 from fusedops.models.parallelization.stage_costs import by_operations, measured
 from fusedops.parallel import timeline
 from fusedops.parallel.comm.collectives import Log
-from fusedops.parallel.pipeline.schedules import SCHEDULES, Action, Table, table
+from fusedops.parallel.pipeline.schedules import SCHEDULES, Action, ScheduleTable, table
 from fusedops.parallel.pipeline.split import at, balanced, shortest
 
 # Ranks, micro-batches, stages of a rank.
 SIZES = [(1, 1, None), (2, 4, None), (3, 7, None), (4, 8, None), (2, 6, 3), (4, 8, 1)]
 
 
-def _tables() -> list[Table]:
+def _tables() -> list[ScheduleTable]:
     found = []
     for name, schedule in SCHEDULES.items():
         for ranks, microbatches, virtual in SIZES:
@@ -33,12 +33,12 @@ def _tables() -> list[Table]:
     return found
 
 
-def _name(order: Table) -> str:
+def _name(order: ScheduleTable) -> str:
     return f"{order.schedule.name}-{order.ranks}-{order.microbatches}-{order.virtual}"
 
 
 @pytest.mark.parametrize("order", _tables(), ids=_name)
-def test_each_stage_does_each_microbatch_once(order: Table) -> None:
+def test_each_stage_does_each_microbatch_once(order: ScheduleTable) -> None:
     """Forward, input's gradient and weights' gradients, on the rank of the stage, in a right order;
     what is sent is received, in the same order on both sides."""
     places = [(stage, part) for stage in range(order.stages) for part in range(order.microbatches)]
@@ -55,7 +55,7 @@ def test_each_stage_does_each_microbatch_once(order: Table) -> None:
                 assert _sent(order, lists[one], other) == _received(order, lists[other], one)
 
 
-def _sent(order: Table, actions: tuple[Action, ...], to: int) -> list[tuple[str, int, int]]:
+def _sent(order: ScheduleTable, actions: tuple[Action, ...], to: int) -> list[tuple[str, int, int]]:
     found = []
     for kind, stage, microbatch in actions:
         if kind.startswith("send"):
@@ -65,7 +65,9 @@ def _sent(order: Table, actions: tuple[Action, ...], to: int) -> list[tuple[str,
     return found
 
 
-def _received(order: Table, actions: tuple[Action, ...], source: int) -> list[tuple[str, int, int]]:
+def _received(
+    order: ScheduleTable, actions: tuple[Action, ...], source: int
+) -> list[tuple[str, int, int]]:
     found = []
     for kind, stage, microbatch in actions:
         if kind.startswith("receive"):

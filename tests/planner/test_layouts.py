@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from fusedops.models import ParallelConfig
+from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.planner import (
     Layout,
-    Transformer,
+    TrainingShape,
     check,
     estimate,
     layouts,
+    memory,
     parse_bytes,
     plan,
     preset,
@@ -51,7 +52,7 @@ MIXTRAL = preset("mixtral-8x7b")
             4,
             "pp x pipeline_virtual must be a divisor of the layers, 40, got 12",
         ),
-        (PANGU, {"pipeline_virtual": 2}, 1, "pipeline_virtual must be 1 where there is one stage"),
+        (PANGU, {"pipeline_virtual": 2}, 1, "pipeline_virtual must be None or 1 with pp 1"),
         (
             PANGU,
             {"pp": 4, "pipeline_schedule": "interleaved", "microbatches": 9},
@@ -70,16 +71,16 @@ MIXTRAL = preset("mixtral-8x7b")
     ids=lambda value: str(value) if isinstance(value, (dict, int)) else "",
 )
 def test_sizes_that_do_not_fit_are_told_with_those_that_would(
-    model: Transformer, sizes: dict[str, Any], devices: int, says: str
+    model: TransformerConfig, sizes: dict[str, Any], devices: int, says: str
 ) -> None:
     with pytest.raises(ValueError) as error:
-        check(model, Layout(**sizes), devices)
+        check(model, Layout.of(**sizes), devices)
     assert says in str(error.value)
 
 
 def test_a_size_that_is_no_integer_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="plan: tp must be an int, got float"):
-        check(PANGU, Layout(tp=2.0))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ParallelConfig: tp must be an int, got float"):
+        check(PANGU, Layout.of(tp=2.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_a_size_that_is_no_integer_is_a_type_error() -> None:
     ],
 )
 def test_sizes_of_a_model_are_checked(sizes: dict[str, Any], says: str) -> None:
-    small = Transformer(
+    small = TransformerConfig(
         hidden_size=64, num_layers=2, num_heads=4, intermediate_size=96, vocab_size=8, seq_len=4
     )
     with pytest.raises(ValueError) as error:
@@ -155,23 +156,23 @@ def test_sizes_are_shown() -> None:
 
 
 def test_each_stage_of_zero_divides_one_part_more() -> None:
-    one = Layout(dp=8)
-    found = [estimate(PANGU, replace(one, zero=stage)) for stage in range(4)]
+    one = Layout.of(dp=8)
+    found = [estimate(PANGU, one.replace(zero=stage)) for stage in range(4)]
     count = PANGU.parameters().total
     assert [round(each.weights / count, 3) for each in found] == [2, 2, 2, 0.25]
     assert [round(each.gradients / count, 3) for each in found] == [4, 4, 0.5, 0.5]
     assert [round(each.states / count, 3) for each in found] == [12, 1.5, 1.5, 1.5]
     # Nobody to share with: the same as none.
-    assert estimate(PANGU, Layout(zero=3)).static == estimate(PANGU, Layout()).static
+    assert estimate(PANGU, Layout.of(zero=3)).static == estimate(PANGU, Layout()).static
 
 
 def test_experts_are_divided_by_expert_and_tensor_parallelism_and_shared_by_the_rest() -> None:
     count, experts = MIXTRAL.parameters().total, MIXTRAL.parameters().experts
-    whole = estimate(MIXTRAL, Layout(dp=8)).weights
-    apart = estimate(MIXTRAL, Layout(dp=8, ep=8)).weights
+    whole = estimate(MIXTRAL, Layout.of(dp=8)).weights
+    apart = estimate(MIXTRAL, Layout.of(dp=8, ep=8)).weights
     assert whole == 2 * count and apart == 2 * (count - experts + experts // 8)
     # Four ranks of experts, two copies of each: zero divides their states by two.
-    shared = estimate(MIXTRAL, Layout(dp=8, ep=4, zero=1))
+    shared = estimate(MIXTRAL, Layout.of(dp=8, ep=4, zero=1))
     assert shared.states == 12 * ((count - experts) // 8 + experts // 8)
 
 
@@ -179,52 +180,52 @@ def test_a_tied_head_on_another_stage_is_a_second_copy() -> None:
     words = PANGU.vocab_size * PANGU.hidden_size
     layers = PANGU.layers().total // 2
     last = estimate(
-        replace(PANGU, position_tables=0, query_layer=False), Layout(pp=2, microbatches=1)
+        replace(PANGU, position_tables=0, query_layer=False), Layout.of(pp=2, microbatches=1)
     )
     assert last.weights == 2 * (layers + words + (2 * PANGU.hidden_size if last.stage else 0))
 
 
 def test_what_is_made_again_or_off_the_device_is_not_kept() -> None:
-    base = Layout(tp=8, sp=True, microbatches=8)
+    base = Layout.of(tp=8, sp=True, microbatches=8)
     kept = estimate(PANGU, base).parts["activations"]
-    some = estimate(PANGU, replace(base, recompute="selective")).parts["activations"]
-    least = estimate(PANGU, replace(base, recompute="full")).parts["activations"]
-    off = estimate(PANGU, replace(base, offload=("activations",)))
+    some = estimate(PANGU, base.replace(recompute="selective")).parts["activations"]
+    least = estimate(PANGU, base.replace(recompute="full")).parts["activations"]
+    off = estimate(PANGU, base.replace(offload=("activations",)))
     assert kept > some > least > 0
     assert off.parts["activations"] < kept / 5 and off.host > kept / 2
     here = PANGU.parameters().total / 8
     for overlap, of_a_parameter in ((True, 2 * 12 + 2), (False, 12 + 2)):
-        away = estimate(PANGU, replace(base, offload=("optimizer",), overlap=overlap))
+        away = estimate(PANGU, base.replace(offload=("optimizer",), overlap=overlap))
         assert away.states == 0 and away.parts["states"] == 0
         assert away.gradients == estimate(PANGU, base).gradients
         assert away.host == pytest.approx(of_a_parameter * here, rel=0.02)
 
 
 def test_logits_that_are_never_whole_take_a_chunk() -> None:
-    one = Layout(micro_batch=8, precision="mixed")
+    one = Layout.of(micro_batch=8, precision="mixed")
     model = preset("llama3-8b")
     whole = estimate(model, one)
     tokens = 8 * 8192
     assert whole.moment == "loss" and whole.parts["logits"] == 2 * 2 * 128256 * tokens
-    chunked = estimate(model, replace(one, chunked_loss=True))
+    chunked = estimate(model, one.replace(chunked_loss=True))
     assert chunked.parts["logits"] <= (4 * 4096 + 4 * 4096) * tokens
-    stock = estimate(model, replace(one, kernels="stock"))
+    stock = estimate(model, one.replace(kernels="stock"))
     assert stock.parts["logits"] == 3 * 4 * 128256 * tokens
 
 
 def test_the_bytes_of_the_parts_are_the_peak_and_of_one_stage() -> None:
-    for layout in layouts(PANGU, 8, Layout(microbatches=8), recompute=("none",)):
+    for layout in layouts(PANGU, 8, Layout.of(microbatches=8), recompute=("none",)):
         found = estimate(PANGU, layout, devices=8)
-        assert found.peak == sum(found.parts.values()) and 0 <= found.stage < layout.pp
+        assert found.peak == sum(found.parts.values()) and 0 <= found.stage < layout.parallel.pp
         assert all(size >= 0 for size in found.parts.values())
 
 
 def test_plans_are_sorted_as_they_say() -> None:
-    found = plan(PANGU, 8, 32 << 30, Layout(microbatches=8))
+    found = plan(PANGU, 8, 32 << 30, Layout.of(microbatches=8))
     fits = [row.left(found.memory) >= 0 for row in found.rows]
     assert fits == sorted(fits, reverse=True) and 0 < found.fitting < len(found.rows)
     first = found.rows[0].layout
-    assert first.offload == () and first.recompute == "none" and first.pp == 1
+    assert first.parallel.offload == () and first.recompute == "none" and first.parallel.pp == 1
     assert found.advice == f"take the first: {describe(first)}"
     assert all(row.layout.devices == 8 for row in found.rows)
 
@@ -252,19 +253,19 @@ def test_where_nothing_fits_the_advice_is_how_many_devices_would_do() -> None:
         (
             PANGU,
             8,
-            {"base": Layout(cp=16)},
+            {"base": Layout.of(cp=16)},
             "tp x pp x cp = 1 x 1 x 16 = 16 must divide the 8 devices",
         ),
         (
             PANGU,
             8,
-            {"pp": (4,), "schedule": ("dualpipev",), "base": Layout(microbatches=2)},
+            {"pp": (4,), "schedule": ("dualpipev",), "base": Layout.of(microbatches=2)},
             "microbatches must be at least 8, the stages of 'dualpipev' on pp = 4 ranks, got 2",
         ),
     ],
 )
 def test_where_no_layout_is_possible_the_reason_is_that_of_what_was_asked_for(
-    model: Transformer, devices: int, choices: dict[str, Any], says: str
+    model: TransformerConfig, devices: int, choices: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ValueError) as error:
         plan(model, devices, 32 << 30, **choices)
@@ -273,12 +274,12 @@ def test_where_no_layout_is_possible_the_reason_is_that_of_what_was_asked_for(
 
 def test_a_size_that_no_layout_has_is_noted() -> None:
     found = plan(PANGU, 8, 32 << 30, tp=(2, 3), ep=(1, 4))
-    assert {row.layout.tp for row in found.rows} == {2}
+    assert {row.layout.parallel.tp for row in found.rows} == {2}
     assert [note.split(",")[0] for note in found.notes] == [
         "tp must be a divisor of the heads",
         "ep must be 1 for a model without experts",
     ]
-    virtual = plan(PANGU, 8, 32 << 30, Layout(pipeline_virtual=3), schedule=("zbv",))
+    virtual = plan(PANGU, 8, 32 << 30, schedule=("zbv",), virtual=3)
     assert ["pipeline_virtual must be 2" in note for note in virtual.notes] == [True]
     assert plan(PANGU, 8, 32 << 30).notes == ()
 
@@ -292,7 +293,7 @@ def test_an_estimate_lists_what_a_layer_saves_once(monkeypatch: pytest.MonkeyPat
         return layer(*args)
 
     monkeypatch.setattr(saved_tensors, "layer", counted)
-    estimate(MIXTRAL, Layout(dp=3, microbatches=5, seq_len=777))
+    estimate(MIXTRAL, Layout.of(dp=3, microbatches=5, seq_len=777))
     assert sorted(calls) == [0, 31]  # the first layer and the last one
 
 
@@ -302,13 +303,13 @@ def test_advice_does_not_search_numbers_of_devices_that_cannot_do(
     searched: list[int] = []
     every = search.layouts
 
-    def counted(model: Transformer, devices: int, *args: Any, **kwargs: Any) -> Any:
+    def counted(model: TransformerConfig, devices: int, *args: Any, **kwargs: Any) -> Any:
         searched.append(devices)
         return every(model, devices, *args, **kwargs)
 
     monkeypatch.setattr(search, "layouts", counted)
     one = {"tp": (1,), "pp": (1,), "recompute": ("full",)}
-    found = plan(preset("gpt2"), 2, 100 << 20, Layout(micro_batch=8), **one)
+    found = plan(preset("gpt2"), 2, 100 << 20, Layout.of(micro_batch=8), **one)
     assert found.fitting == 0 and "a smaller micro-batch" in found.advice
     assert searched == [2, 1 << 16]
 
@@ -329,12 +330,12 @@ def test_recomputation_has_one_rule_with_that_of_parallelize(
 ) -> None:
     with pytest.raises(ValueError, match=f"ParallelConfig: {says}"):
         ParallelConfig(**options)
-    with pytest.raises(ValueError, match=f"plan: {says}"):
-        check(PANGU, Layout(**options))
+    with pytest.raises(ValueError, match=f"ParallelConfig: {says}"):
+        Layout.of(**options)
 
 
 def test_a_plan_of_slices_has_those_of_sequence_parallelism() -> None:
-    sliced = Layout(recompute="full", recompute_slice_activation=True)
+    sliced = Layout.of(recompute="full", recompute_slice_activation=True)
     assert plan(PANGU, 8, 32 << 30, sliced).rows == plan(PANGU, 8, 32 << 30).rows
 
 
@@ -347,14 +348,15 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a word": ({"recompute": ("slective",)}, ValueError, "recompute must be .*did you mean"),
     "a stage": ({"zero": (5,)}, ValueError, "zero must be 0, 1, 2 or 3, got 5"),
     "an order": ({"schedule": ("1f2b",)}, ValueError, "pipeline_schedule must be .*did you mean"),
-    "a text": ({"offload": ("optimizer",)}, TypeError, "offload must be a tuple of words, got 'o"),
+    "a place": ({"offload": ("optimiser",)}, ValueError, "offload must be .*did you mean"),
+    "stages": ({"virtual": 0}, ValueError, "pipeline_virtual must be at least 1, got 0"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_has_no_meaning_is_named_and_not_passed_over(what: str) -> None:
     changes, kind, words = WRONG[what]
-    with pytest.raises(kind, match=f"plan: {words}"):
+    with pytest.raises(kind, match=f"(plan|ParallelConfig): {words}"):
         plan(preset("gpt2"), **{"devices": 2, "memory": 16 << 30} | changes)
 
 
@@ -362,9 +364,32 @@ def test_one_device_has_one_stage_of_zero() -> None:
     asked = plan(preset("gpt2"), 1, 16 << 30, zero=(1, 3))
     plain = plan(preset("gpt2"), 1, 16 << 30)
     assert [row.estimate for row in asked.rows] == [row.estimate for row in plain.rows]
-    assert {row.layout.zero for row in asked.rows} == {1}
+    assert {row.layout.parallel.zero for row in asked.rows} == {1}
 
 
 def test_a_size_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="no such number of bytes"):
         parse_bytes("9" * 400 + "GB")
+
+
+def test_former_options_of_a_layout_are_accepted_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="Layout: separate options are now"):
+        former = Layout(tp=2, micro_batch=4, recompute="scores+norm", overlap=False)
+    assert former == Layout(
+        ParallelConfig(tp=2, recompute="norm"),
+        TrainingShape(micro_batch=4, recompute_scores=True, optimizer_overlap=False),
+    )
+    assert former.recompute == "scores+norm" and Layout.of(**former.options()) == former
+
+
+def test_experts_in_host_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match="offload must be without 'experts'"):
+        Layout(ParallelConfig(offload="experts"))
+
+
+def test_a_plan_checks_each_layout_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Layout] = []
+    monkeypatch.setattr(search, "check", lambda model, layout: checked.append(layout))
+    monkeypatch.setattr(memory, "check", lambda *given: pytest.fail("checked again"))
+    result = plan(preset("gpt2"), 2, 64 << 30, tp=(1,), pp=(1,))
+    assert len(result.rows) > 1 and len(checked) == 2  # the mesh, by the search and by the notes

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, Measured, build, measure
+from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, MeasuredStep, build, measure
 from fusedops.planner import Layout, estimate, from_config
-from fusedops.planner.memory import kept_bytes
+from fusedops.planner.memory import saved_bytes
 
 # What was promised of peaks; what was kept is a sum of known tensors.
 PEAK, KEPT = 0.10, 0.015
@@ -56,9 +56,9 @@ def test_so_they_are_with_the_policies_and_the_optimizer_of_this_package(
 ) -> None:
     for _ in range(3 if "activations" in offload else 1):
         found = measure(family, SIZES[0], kernels, dtype, recompute, ours=True, offload=offload)
-        if abs(found.error_beside) < PEAK:
+        if abs(found.error_of_temporary) < PEAK:
             break  # on a busy machine copies end late, and what they read stays until then
-    assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
+    assert abs(found.error) < PEAK and abs(found.error_of_temporary) < PEAK, found
     assert found.host == pytest.approx(found.estimated.host, rel=PEAK)
     assert bool(found.host) == bool(offload)
 
@@ -67,24 +67,24 @@ def test_so_they_are_with_the_policies_and_the_optimizer_of_this_package(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_so_they_are_under_autocast(family: str, kernels: str) -> None:
     found = measure(family, SIZES[0], kernels, "autocast", "none")
-    assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
+    assert abs(found.error) < PEAK and abs(found.error_of_temporary) < PEAK, found
 
 
-def check(found: Measured) -> None:
+def check(found: MeasuredStep) -> None:
     hidden, layers, batch, seq_len, vocabulary = found.size
-    assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
+    assert abs(found.error) < PEAK and abs(found.error_of_temporary) < PEAK, found
     item = getattr(torch, found.dtype).itemsize
     wide = 4 if found.kernels == "stock" and found.family != "bert" else item
     # The loss keeps the log-softmax, or the logits and a number per row.
     loss = batch * seq_len * (vocabulary * wide + (4 if found.kernels == "fused" else 0))
     model = from_config(build(found.family, hidden, layers, seq_len, vocabulary).config)
-    layout = Layout(
+    layout = Layout.of(
         micro_batch=batch,
         kernels=found.kernels,
         precision=PRECISIONS[found.dtype],
         recompute=found.recompute,
     )
-    assert kept_bytes(model, layout) + loss == pytest.approx(found.kept, rel=KEPT)
+    assert saved_bytes(model, layout) + loss == pytest.approx(found.kept, rel=KEPT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,7 +94,7 @@ def test_the_static_bytes_are_those_of_the_tensors(family: str) -> None:
     for each in model.parameters():
         each.grad = torch.zeros_like(each)
     optimizer.step()
-    found = estimate(from_config(model.config), Layout(precision="float32"))
+    found = estimate(from_config(model.config), Layout.of(precision="float32"))
     states = [state for each in optimizer.state.values() for state in each.values()]
     assert found.weights == found.gradients == sum(each.nbytes for each in model.parameters())
     assert found.states == sum(each.nbytes for each in states if each.numel() > 1)

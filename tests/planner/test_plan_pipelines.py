@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fusedops.parallel import timeline
 from fusedops.parallel.pipeline.schedules import SCHEDULES, table
 from fusedops.planner import Layout, estimate, plan, preset
-from fusedops.planner.pipelines import pipelined, places
+from fusedops.planner.pipelines import schedule_cost, stages_of_rank
 
 GPT2 = preset("gpt2")
 
@@ -17,10 +15,10 @@ GPT2 = preset("gpt2")
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8), (4, 32), (16, 32)])
 def test_bubbles_are_those_of_the_formulae(ranks: int, microbatches: int) -> None:
     for name in ("gpipe", "1f1b"):
-        found = pipelined(name, ranks, microbatches, 1).bubble
+        found = schedule_cost(name, ranks, microbatches, 1).bubble
         assert found == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
     for name, virtual in (("interleaved", 2), ("looped_bfs", 2), ("interleaved", 3)):
-        found = pipelined(name, ranks, microbatches, virtual).bubble
+        found = schedule_cost(name, ranks, microbatches, virtual).bubble
         assert found == pytest.approx((ranks - 1) / (virtual * microbatches + ranks - 1))
 
 
@@ -31,43 +29,46 @@ def test_what_is_read_off_a_short_table_holds_for_a_long_one(
 ) -> None:
     virtual = SCHEDULES[name].virtual
     line = timeline(table(name, ranks, microbatches))
-    found = pipelined(name, ranks, microbatches, virtual)
+    found = schedule_cost(name, ranks, microbatches, virtual)
     assert found.bubble == pytest.approx(line.bubble())
-    assert list(found.alive) == line.alive()
+    assert list(found.in_flight) == line.alive()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_have_the_stages_of_the_table(name: str) -> None:
     order = table(name, 4, 8)
     for rank in range(4):
-        assert places(name, 4, order.virtual, rank) == order.stages_of(rank)
+        assert stages_of_rank(name, 4, order.virtual, rank) == order.stages_of(rank)
 
 
 def test_plans_propose_schedules_with_the_smallest_bubble_first() -> None:
     given = {"tp": (1,), "pp": (2,), "zero": (0,), "recompute": ("none",), "offload": ((),)}
-    base = Layout(precision="float32", microbatches=8)
+    base = Layout.of(precision="float32", microbatches=8)
     found = plan(GPT2, 2, 64 << 30, base, **given)
     layouts = [row.layout for row in found.rows]
-    assert [each.pipeline_schedule for each in layouts] == [
+    assert [layout.parallel.pipeline_schedule for layout in layouts] == [
         "zbv",
         "zero_bubble",
         "interleaved",
         "1f1b",
     ]
     assert found.advice == "take the first: pp 2 (zbv)"
-    bubbles = [each.bubble for each in layouts]
+    bubbles = [layout.bubble for layout in layouts]
     assert bubbles == sorted(bubbles) and bubbles[-1] == pytest.approx(1 / 9)
     every = plan(GPT2, 2, 64 << 30, base, **given, schedule=tuple(SCHEDULES))
-    assert {row.layout.pipeline_schedule for row in every.rows} == SCHEDULES.keys()
+    assert {row.layout.parallel.pipeline_schedule for row in every.rows} == SCHEDULES.keys()
     # What a rank keeps is what the schedule lets live.
-    kept = {row.layout.pipeline_schedule: row.estimate.parts["activations"] for row in every.rows}
+    kept = {
+        row.layout.parallel.pipeline_schedule: row.estimate.parts["activations"]
+        for row in every.rows
+    }
     assert kept["gpipe"] > kept["interleaved"] > kept["1f1b"]
 
 
 def test_a_rank_with_both_ends_has_the_words_once() -> None:
-    line = Layout(pp=2, precision="float32", microbatches=8)
+    line = Layout.of(pp=2, precision="float32", microbatches=8)
     straight = estimate(GPT2, line)
-    turned = estimate(GPT2, replace(line, pipeline_schedule="zbv"))
+    turned = estimate(GPT2, line.replace(pipeline_schedule="zbv"))
     layers = sum(GPT2.layer(each).total for each in range(6))
     assert (straight.stage, turned.stage) == (1, 0)
     assert straight.weights == 4 * (layers + GPT2.output(own_weight=True).total)
@@ -78,8 +79,8 @@ def test_a_rank_with_both_ends_has_the_words_once() -> None:
 def test_many_microbatches_cost_what_a_few_of_the_same_remainder_do(name: str) -> None:
     ranks, microbatches, virtual = 3, 31, SCHEDULES[name].virtual
     line = timeline(table(name, ranks, microbatches, virtual))
-    found = pipelined(name, ranks, microbatches, virtual)
+    found = schedule_cost(name, ranks, microbatches, virtual)
     assert found.bubble == pytest.approx(1 - 3 * virtual * microbatches / line.end)
-    assert found.alive == pytest.approx(line.alive())
+    assert found.in_flight == pytest.approx(line.alive())
     # Their number is no matter of time: a table of all of them would take minutes.
-    assert 0 < pipelined(name, ranks, 1_000_003, virtual).bubble < found.bubble
+    assert 0 < schedule_cost(name, ranks, 1_000_003, virtual).bubble < found.bubble

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fusedops.planner import PRESETS, Layout, Transformer, estimate, preset
+from fusedops.models import TransformerConfig
+from fusedops.planner import PRESETS, Layout, estimate, preset
 from fusedops.planner.memory import bytes_per_parameter
 from fusedops.planner.search import fewest_devices
 
@@ -98,15 +99,15 @@ def test_the_scaling_table_of_experts(
     assert abs(layers.total / 1e9 / published - 1) < 0.01
     assert layers.experts == 32 * experts * 52_441_600
 
-    copies = devices // 8
-    # Divided evenly: optimizer parallelism shares what is no expert between the copies, too.
-    layout = Layout(dp=copies, ep=copies, tp=8, zero=3, precision="float32")
+    # The source system divides every parameter evenly over all devices, experts by tensor
+    # parallelism, which replicates them here: zero 3 gives each device the same share.
+    layout = Layout.of(dp=devices, zero=3, precision="float32")
     # The table is of the layers: a vocabulary of one word leaves little else.
     bare = replace(model, vocab_size=1, position_tables=0, query_layer=False)
     on = estimate(bare, layout, devices=devices)
     # Masters and moments once, and gradients: what the source system keeps on the host.
     away = {"offload": ("optimizer",), "overlap": False}
-    off = estimate(bare, replace(layout, **away), devices=devices)
+    off = estimate(bare, layout.replace(**away), devices=devices)
     assert off.weights / 1e9 == pytest.approx(offloaded, rel=0.01)
     assert (on.weights + on.states) / 1e9 == pytest.approx(whole, rel=0.01)
     # Three times the model for the same memory, and more than 60 % of it off the device.
@@ -116,9 +117,6 @@ def test_the_scaling_table_of_experts(
     if devices == 8:
         assert off.weights / 2**30 == pytest.approx(28.5, rel=0.01)
         assert off.host * devices / 1e9 == pytest.approx(982, rel=0.01)  # "at least 1 TB"
-    # Without it each copy has its own attention: 1.2 % more on 32 devices.
-    copied = estimate(bare, replace(layout, zero=0, **away), devices=devices)
-    assert copied.weights / 1e9 == pytest.approx(offloaded, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -134,21 +132,21 @@ def test_the_scaling_table_with_one_dense_layer(name: str, billions: float) -> N
 
 def test_bytes_of_two_hundred_billion_parameters() -> None:
     count = 200e9
-    assert count * bytes_per_parameter(Layout(precision="float32")) == 3200e9
+    assert count * bytes_per_parameter(Layout.of(precision="float32")) == 3200e9
     assert count * 4 / 2**30 == pytest.approx(745.06, abs=0.005)
-    assert round(count * bytes_per_parameter(Layout(precision="half-gradients")) / 2**30) == 2980
-    assert round(count * bytes_per_parameter(Layout(precision="mixed")) / 2**30) == 3353
+    assert round(count * bytes_per_parameter(Layout.of(precision="half-gradients")) / 2**30) == 2980
+    assert round(count * bytes_per_parameter(Layout.of(precision="mixed")) / 2**30) == 3353
     assert fewest_devices(3500e9, 32e9) == 110
 
 
 def test_a_distributed_optimizer_takes_6_and_12_over_n_bytes() -> None:
     for n in (1, 2, 8, 64):
-        assert bytes_per_parameter(Layout(dp=n, zero=1)) == 6 + 12 / n
-    assert bytes_per_parameter(Layout(dp=8, zero=1)) == 7.5
-    assert bytes_per_parameter(Layout(dp=8)) == 18
-    assert bytes_per_parameter(Layout(dp=8, zero=3)) == 18 / 8
+        assert bytes_per_parameter(Layout.of(dp=n, zero=1)) == 6 + 12 / n
+    assert bytes_per_parameter(Layout.of(dp=8, zero=1)) == 7.5
+    assert bytes_per_parameter(Layout.of(dp=8)) == 18
+    assert bytes_per_parameter(Layout.of(dp=8, zero=3)) == 18 / 8
     # and so on the device
-    found = estimate(preset("gpt2"), Layout(dp=8, zero=1))
+    found = estimate(preset("gpt2"), Layout.of(dp=8, zero=1))
     assert found.static / found.parameters == pytest.approx(7.5)
 
 
@@ -158,18 +156,18 @@ def test_a_distributed_optimizer_takes_6_and_12_over_n_bytes() -> None:
 )
 def test_bubbles_of_a_pipeline(p: int, m: int, v: int, bubble: float) -> None:
     name = "1f1b" if v == 1 else "interleaved"
-    layout = Layout(pp=p, microbatches=m, pipeline_schedule=name, pipeline_virtual=v)
+    layout = Layout.of(pp=p, microbatches=m, pipeline_schedule=name, pipeline_virtual=v)
     assert layout.bubble == pytest.approx(bubble, abs=5e-5)
 
 
 def test_live_micro_batches_of_a_pipeline() -> None:
-    one = Layout(pp=4, microbatches=32)
+    one = Layout.of(pp=4, microbatches=32)
     assert one.in_flight == (4, 3, 2, 1)
-    assert replace(one, pipeline_schedule="gpipe").in_flight[2] == 32
-    assert replace(one, microbatches=2).in_flight[0] == 2
+    assert one.replace(pipeline_schedule="gpipe").in_flight[2] == 32
+    assert one.replace(microbatches=2).in_flight[0] == 2
     # Interleaved by v: 1 + (p - 1) / (p v) times as much on the first stage.
     for v in (2, 4):
-        by_v = replace(one, pipeline_schedule="interleaved", pipeline_virtual=v)
+        by_v = one.replace(pipeline_schedule="interleaved", pipeline_virtual=v)
         found = by_v.in_flight[0]
         assert found == pytest.approx(4 * (1 + 3 / (4 * v)))
 
@@ -187,7 +185,7 @@ def test_activations_of_a_layer_are_those_of_the_paper(t: int, sp: bool, remade:
     from fusedops.planner.memory import layer_bytes
 
     model = replace(preset("gpt3"), seq_len=2048)
-    layout = Layout(
+    layout = Layout.of(
         tp=t,
         sp=sp,
         micro_batch=4,
@@ -206,14 +204,14 @@ def test_full_recomputation_keeps_the_input_of_each_layer() -> None:
     from fusedops.planner.memory import layer_bytes
 
     model, h = preset("gpt3"), 12288
-    layout = Layout(tp=8, recompute="full")
+    layout = Layout.of(tp=8, recompute="full")
     tokens = 2048
     assert layer_bytes(model, layout, 0) == 2 * tokens * h
-    assert layer_bytes(model, replace(layout, sp=True), 0) == 2 * tokens * h / 8
-    sliced = replace(layout, recompute_slice_activation=True)
+    assert layer_bytes(model, layout.replace(sp=True), 0) == 2 * tokens * h / 8
+    sliced = layout.replace(recompute_slice_activation=True)
     assert layer_bytes(model, sliced, 0) == 2 * tokens * h / 8
     # The results of two all-reduces beside it.
-    kept = replace(sliced, mp_comm_recompute=False)
+    kept = sliced.replace(mp_comm_recompute=False)
     assert layer_bytes(model, kept, 0) == 2 * tokens * h * (1 / 8 + 2)
 
 
@@ -233,7 +231,7 @@ def test_parameters_are_those_of_transformers_modules() -> None:
     t5 = transformers.T5Config(
         vocab_size=512, d_model=64, d_kv=8, d_ff=96, num_layers=3, num_heads=4
     )
-    ours = Transformer(
+    ours = TransformerConfig(
         hidden_size=64,
         num_layers=3,
         encoder_layers=3,
@@ -257,7 +255,7 @@ def test_parameters_are_those_of_transformers_modules() -> None:
         num_key_value_heads=2,
         num_local_experts=5,
     )
-    sparse = Transformer(
+    sparse = TransformerConfig(
         hidden_size=64,
         num_layers=3,
         num_heads=4,

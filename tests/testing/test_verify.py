@@ -180,3 +180,13 @@ def test_what_no_case_could_have_is_an_error_before_anything_runs(
         chosen = {name: values[-1] for name, values in options.items()}
         with pytest.raises(ValueError, match=says):
             testing.replay(testing.Case(meshes[0], chosen), not_made)
+
+
+def test_the_former_name_of_gather_is_accepted_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="whole is now gather"):
+        parallel = testing.Parallel(
+            torch.nn.Linear(1, 1),
+            lambda batch: torch.zeros(()),
+            whole=lambda name, tensor: tensor,  # type: ignore[call-arg]
+        )
+    assert parallel.gather is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusedops.train import InputError, corpus
-from fusedops.train.config import Data
+from fusedops.train.config import DataConfig
 from fusedops.train.data import Sequences, permuted
 
 
@@ -43,7 +43,7 @@ def test_text_becomes_tokens_once_and_names_do_not_matter(tmp_path: Path) -> Non
             (tmp_path / folder / f"{name}.txt").write_text(text, encoding="utf-8")
     streams = []
     for folder in "ab":
-        data = Data(train=(f"{tmp_path}/{folder}/*.txt",), seq_len=2, validation_share=0.25)
+        data = DataConfig(train=(f"{tmp_path}/{folder}/*.txt",), seq_len=2, validation_share=0.25)
         corpus.prepare(data, tmp_path / "cache")
         found = corpus.open_corpus(data, tmp_path / "cache")
         streams.append(torch.cat([found.train, found.validation]).tolist())
@@ -56,7 +56,7 @@ def test_text_becomes_tokens_once_and_names_do_not_matter(tmp_path: Path) -> Non
     assert [each.stat().st_mtime_ns for each in made] == before
 
 
-def _identity(data: Data, cache: Path) -> str:
+def _identity(data: DataConfig, cache: Path) -> str:
     corpus.prepare(data, cache)
     return corpus.open_corpus(data, cache).identity
 
@@ -64,7 +64,7 @@ def _identity(data: Data, cache: Path) -> str:
 @pytest.mark.parametrize("name", ["a.txt", "a.bin"])
 def test_the_identity_of_a_corpus_is_its_contents(tmp_path: Path, name: str) -> None:
     path, cache = tmp_path / name, tmp_path / "cache"
-    data = Data(train=(str(path),), seq_len=2)
+    data = DataConfig(train=(str(path),), seq_len=2)
     path.write_text("tea and tea " * 9)
     first = _identity(data, cache)
     os.utime(path, (1, 1))
@@ -79,7 +79,9 @@ def test_text_that_is_not_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"t\xffe")
     streams = {}
     for errors in ("skip", "replace"):
-        data = Data(train=(f"{tmp_path}/*.txt",), seq_len=2, validation_share=0.0, errors=errors)
+        data = DataConfig(
+            train=(f"{tmp_path}/*.txt",), seq_len=2, validation_share=0.0, errors=errors
+        )
         corpus.prepare(data, tmp_path / "cache")
         streams[errors] = bytes(
             each
@@ -93,7 +95,7 @@ def test_text_that_is_not_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
 
 def test_tokens_that_were_removed_from_the_cache_are_made_anew(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("tea and tea")
-    data, cache = Data(train=(f"{tmp_path}/a.txt",), seq_len=2), tmp_path / "cache"
+    data, cache = DataConfig(train=(f"{tmp_path}/a.txt",), seq_len=2), tmp_path / "cache"
     corpus.prepare(data, cache)
     (tokens,) = cache.glob("*.bin")
     tokens.unlink()
@@ -106,7 +108,7 @@ def test_tokens_that_were_removed_from_the_cache_are_made_anew(tmp_path: Path) -
 def test_files_of_tokens_are_mapped_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     path.write_bytes(torch.arange(40, dtype=torch.int32).numpy().tobytes())
-    data = Data(train=(str(path),), token_dtype="int32", seq_len=8, validation_share=0.5)
+    data = DataConfig(train=(str(path),), token_dtype="int32", seq_len=8, validation_share=0.5)
     corpus.prepare(data, tmp_path / "cache")
     found = corpus.open_corpus(data, tmp_path / "cache")
     assert found.train.tolist() == list(range(20)) and found.validation[0] == 20
@@ -134,7 +136,7 @@ def test_a_corpus_that_cannot_be_trained_on_is_refused(tmp_path: Path, case: str
         folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    data = Data(train=(str(folder),), seq_len=8, validation_share=0.0)
+    data = DataConfig(train=(str(folder),), seq_len=8, validation_share=0.0)
     with pytest.raises(InputError, match=message):
         corpus.prepare(data, tmp_path / "cache")
         corpus.open_corpus(data, tmp_path / "cache")
@@ -145,7 +147,7 @@ def test_tokens_past_32_bits_are_no_words(tmp_path: Path) -> None:
     tokens = torch.arange(40)
     tokens[7] += 2**32  # whose lower half is a word
     path.write_bytes(tokens.numpy().tobytes())
-    data = Data(train=(str(path),), token_dtype="int64", seq_len=8)
+    data = DataConfig(train=(str(path),), token_dtype="int64", seq_len=8)
     found = corpus.open_corpus(data, tmp_path / "cache")
     with pytest.raises(InputError, match=f"number 7 is {2**32 + 7}"):
         corpus.check_ids(found, 64)
@@ -154,7 +156,7 @@ def test_tokens_past_32_bits_are_no_words(tmp_path: Path) -> None:
 def test_a_validation_set_without_a_sequence_is_refused(tmp_path: Path) -> None:
     for name, text in (("a", "tea " * 9), ("b", "tea")):
         (tmp_path / f"{name}.txt").write_text(text)
-    data = Data(train=(f"{tmp_path}/a.txt",), validation=(f"{tmp_path}/b.txt",), seq_len=8)
+    data = DataConfig(train=(f"{tmp_path}/a.txt",), validation=(f"{tmp_path}/b.txt",), seq_len=8)
     corpus.prepare(data, tmp_path / "cache")
     with pytest.raises(InputError, match="data.validation is too short: 4 tokens, .* takes 9"):
         corpus.open_corpus(data, tmp_path / "cache")
@@ -172,5 +174,5 @@ def test_a_file_that_vanishes_leaves_no_half_of_its_tokens(
 
     monkeypatch.setattr(corpus, "_read", read)
     with pytest.raises(InputError, match="cannot read"):
-        corpus.prepare(Data(train=(f"{tmp_path}/a.txt",)), tmp_path / "cache")
+        corpus.prepare(DataConfig(train=(f"{tmp_path}/a.txt",)), tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())

@@ -32,10 +32,12 @@ from fusedops.checkpoint import CheckpointError
 from fusedops.checkpoint import folder as folders
 from fusedops.cli.main import app
 from fusedops.generation import Decoder
-from fusedops.launch.flight_record import Record
-from fusedops.launch.processes import Ranks, joined
-from fusedops.launch.watchdog import Watch, blame
+from fusedops.launch import flight_record
+from fusedops.launch.flight_record import FlightRecord
+from fusedops.launch.processes import Ranks, initialize_distributed
+from fusedops.launch.watchdog import Watchdog, find_stragglers
 from fusedops.models import Transformer, preset, save_huggingface
+from fusedops.parallel.comm import collectives
 from fusedops.train import loop, train
 from fusedops.train.builder import Run
 
@@ -57,42 +59,47 @@ faults = {{ timeout = {timeout} }}
 """
 
 
-def record(rank: int, waits: str | None = None, *, step: int = 3, **groups: int) -> Record:
-    return Record(rank, "host", 100 + rank, step, "step", waits, groups, "")
+def record(rank: int, waits: str | None = None, *, step: int = 3, **groups: int) -> FlightRecord:
+    return FlightRecord(rank, "host", 100 + rank, step, "step", waits, groups, "")
 
 
 def test_who_waits_for_nobody_is_to_blame() -> None:
     waits = "all_reduce 7 of the group default_pg"
     found = {0: record(0, waits, a=7), 1: record(1, a=6), 2: record(2, waits, a=7)}
-    blamed, told = blame(found, 3, [])
+    blamed, told = find_stragglers(found, 3, [])
     assert blamed == [1] and told == "process 1 is hanging in step 3, waiting for nobody"
+
+
+def test_frames_of_collectives_are_known_as_waiting() -> None:
+    for module in (collectives, dist.distributed_c10d):
+        assert any(part in str(module.__file__) for part in flight_record._WAITING)
 
 
 def test_who_says_nothing_is_to_blame_before_who_is_slow() -> None:
     found = {0: record(0, "all_reduce 7 of the group default_pg", a=7)}
-    assert blame(found, 3, [2])[0] == [1]
-    blamed, told = blame(found, 2, [1])
+    assert find_stragglers(found, 3, [2])[0] == [1]
+    blamed, told = find_stragglers(found, 2, [1])
     assert blamed == [1] and told == "process 1 is still at work, and the others wait"
 
 
 def test_among_those_that_wait_who_is_behind_is_to_blame() -> None:
     found = {0: record(0, "all_reduce 7 of the group a", a=7), 1: record(1, "wait", a=6, b=2)}
-    blamed, told = blame(found, 2, [])
+    blamed, told = find_stragglers(found, 2, [])
     assert blamed == [1] and "process 0 in all_reduce 7 of the group a; process 1 in wait" in told
     both = {rank: record(rank, "all_reduce 7 of the group a", a=7) for rank in (0, 1)}
-    blamed, told = blame(both, 2, [])
+    blamed, told = find_stragglers(both, 2, [])
     assert blamed == [] and "a link is cut" in told
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
     wanted = whole(tmp_path)
     with pytest.raises(Died):
-        train(config(tmp_path, checkpoint={"every": 3}), watcher=Watching(8, die))
+        train(config(tmp_path, checkpoint={"every": 3}), callback=Watching(8, die))
     newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     with next(newest.glob("*.distcp")).open("r+b") as file:
         file.truncate(100)
     resumed = Watching()
-    train(config(tmp_path), watcher=resumed)
+    train(config(tmp_path), callback=resumed)
     passed = resumed.run.notes[1]
     assert resumed.first == 3 and newest.name in passed and "100 bytes of" in passed
     assert same_bits(wanted, resumed)
@@ -143,9 +150,9 @@ def test_a_run_goes_on_without_a_checkpoint_and_fails_without_the_last(
 
 def _suspended(connection: Any, folder: str) -> None:
     """Make progress under a watch, of which the parent suspends the process."""
-    with joined("cpu") as ranks, Watch(ranks, Path(folder), 2.0) as watch:
+    with initialize_distributed("cpu") as ranks, Watchdog(ranks, Path(folder), 2.0) as watch:
         for step in range(8):
-            watch.at(step, "step")
+            watch.set_phase(step, "step")
             connection.send(step)
             time.sleep(0.25)
     connection.send("ends")
@@ -168,7 +175,10 @@ def test_time_in_which_a_process_was_suspended_does_not_count(tmp_path: Path) ->
 
 def test_without_a_timeout_nobody_watches(tmp_path: Path) -> None:
     before = threading.active_count()
-    with joined("cpu") as ranks, Watch(Ranks(0, 1, ranks.device, ranks.store), tmp_path, 0.0):
+    with (
+        initialize_distributed("cpu") as ranks,
+        Watchdog(Ranks(0, 1, ranks.device, ranks.store), tmp_path, 0.0),
+    ):
         assert threading.active_count() == before and not any(tmp_path.iterdir())
 
 

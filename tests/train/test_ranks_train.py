@@ -55,7 +55,7 @@ def _train(rank: int, folder: str, changes: dict[str, Any], stop: int = 0) -> An
         os.kill(os.getpid(), signal.SIGTERM)
 
     watching = Watching(stop - 1, terminate)
-    result = train(config(Path(folder), **changes), watcher=watching)
+    result = train(config(Path(folder), **changes), callback=watching)
     return result.step, result.loss, [dict(each) for each in watching.records]
 
 
@@ -99,7 +99,7 @@ def _dying(rank: int, folder: str, out: str, die: int) -> tuple[int, str]:
     def backward(run: Run) -> tuple[float, float]:
         runs.append(run)
         if rank == 1 and run.step == die:
-            run.keeper.wait()  # for the checkpoint of step 5, on both ranks
+            run.checkpointer.wait()  # for the checkpoint of step 5, on both ranks
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(run)
 
@@ -134,7 +134,7 @@ def _switching(rank: int, folder: str, parallel: dict[str, Any]) -> tuple[list[s
 
             loop.backward = backward
             try:
-                train(config(Path(folder), **changes), more, watcher=watching)
+                train(config(Path(folder), **changes), more, callback=watching)
             finally:
                 loop.backward = plain
         found.append(digest(runs[-1]))
@@ -186,7 +186,7 @@ def _overflowing(rank: int, folder: str) -> Any:
     loop.backward = backward
     watching = Watching()
     changes = PLAIN | {"parallel": {"zero": 2}, "precision": {"compute": "float16"}, "steps": 5}
-    train(config(Path(folder), **changes), watcher=watching)
+    train(config(Path(folder), **changes), callback=watching)
     run = runs[0]
     steps = {int(each["step"]) for each in run.optimizer.state.values()}
     return steps, run.scale.value, [each["action"] for each in watching.records]
@@ -240,7 +240,7 @@ def _without_gpus(rank: int) -> str:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
-    with pytest.raises(InputError) as caught, processes.joined("auto"):
+    with pytest.raises(InputError) as caught, processes.initialize_distributed("auto"):
         pass
     return str(caught.value)
 

@@ -32,9 +32,9 @@ def test_biases_go_on_where_a_run_died(tmp_path: Path) -> None:
     assert moved.abs().max() > 0
     assert torch.equal((moved / 0.01).round().abs() <= 6, torch.ones(4, dtype=torch.bool))
     with pytest.raises(Died):
-        train(config(tmp_path, **RUN), watcher=Watching(5, die))
+        train(config(tmp_path, **RUN), callback=Watching(5, die))
     resumed = Watching()
-    train(config(tmp_path, **RUN, parallel={"microbatches": 1}), watcher=resumed)
+    train(config(tmp_path, **RUN, parallel={"microbatches": 1}), callback=resumed)
     assert resumed.first == 3
     assert torch.equal(_biases(resumed), moved) and same_bits(wanted, resumed)
 

@@ -41,7 +41,7 @@ def test_spoilt_weights_do_not_replace_the_last_good_checkpoint(tmp_path: Path) 
     assert names == [good, *(f"step-{step:010d}.0" for step in (5, 6, 7))]
     # Going on finds nothing but NaN, until the guard goes back.
     watching = Watching()
-    result = train(given, ["steps=9"], watcher=watching)
+    result = train(given, ["steps=9"], callback=watching)
     assert watching.first == 7 and result.finished and result.loss is not None
     assert [each["step"] for each in watching.records] == [8, 5, 6, 7, 8, 9]
     assert math.isfinite(result.loss)
@@ -73,7 +73,7 @@ def _spoiling(rank: int, folder: str, changes: dict[str, Any], rank_of_nan: int)
         given = config(Path(folder), out=f"{folder}/{len(changes)}-{rank_of_nan}", **changes)
         # A large eps: AdamW does not make roundings of tiny gradients as large as its steps.
         more = ["model.dropout=0.0", "model.attention_dropout=0.0", "optimizer.eps=1e-3"]
-        train(given, more, watcher=watching)
+        train(given, more, callback=watching)
     finally:
         loop.backward = plain
     run = runs[0]

@@ -18,8 +18,8 @@ from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 from fusedops._core import dtypes
 from fusedops.launch import processes
 from fusedops.models import Transformer, initialize, preset
-from fusedops.train import InputError, Result, builder, load_config, train
-from fusedops.train.config import Data, Precision, Schedule
+from fusedops.train import InputError, TrainResult, builder, load_config, train
+from fusedops.train.config import DataConfig, PrecisionConfig, ScheduleConfig
 from fusedops.train.metrics import Metrics, flops_per_token
 from fusedops.train.precision import LossScale
 from fusedops.train.schedule import learning_rate
@@ -46,12 +46,12 @@ def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
 def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     wanted = whole(tmp_path)
     with pytest.raises(Died):
-        train(config(tmp_path), watcher=Watching(8, die))
+        train(config(tmp_path), callback=Watching(8, die))
     assert [each["step"] for each in lines(tmp_path)] == [*range(1, 9)]
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')  # half a line
     resumed = Watching()
-    train(config(tmp_path), watcher=resumed)
+    train(config(tmp_path), callback=resumed)
     assert resumed.first == 5 and resumed.run.notes == ("goes on from step 5",)
     assert same_bits(wanted, resumed)
     told = [each["loss"] for each in lines(tmp_path)]
@@ -61,15 +61,15 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 def test_sigterm_saves_and_ends_after_the_step(tmp_path: Path) -> None:
     wanted = whole(tmp_path)
     stopped = train(
-        config(tmp_path), watcher=Watching(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        config(tmp_path), callback=Watching(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     )
     assert not stopped.finished and stopped.step == 4
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     resumed = Watching()
-    assert train(config(tmp_path), watcher=resumed).finished
+    assert train(config(tmp_path), callback=resumed).finished
     assert resumed.first == 4 and same_bits(wanted, resumed)
     again = train(config(tmp_path))
-    assert again == Result(STEPS, True, None, None, tmp_path / "run")
+    assert again == TrainResult(STEPS, True, None, None, tmp_path / "run")
 
 
 def test_sigterm_during_the_preparation_ends_after_the_first_step(
@@ -77,7 +77,7 @@ def test_sigterm_during_the_preparation_ends_after_the_first_step(
 ) -> None:
     plain = builder.corpora.prepare
 
-    def prepare(data: Data, cache: Path) -> None:
+    def prepare(data: DataConfig, cache: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         plain(data, cache)
 
@@ -127,7 +127,7 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
 def test_options_of_the_optimizer_are_those_of_the_configuration(tmp_path: Path) -> None:
     train(config(tmp_path), ["steps=5"])
     watching = Watching()
-    train(config(tmp_path), ["steps=6", "optimizer.weight_decay=0.25"], watcher=watching)
+    train(config(tmp_path), ["steps=6", "optimizer.weight_decay=0.25"], callback=watching)
     assert watching.first == 5
     assert watching.run.optimizer.param_groups[0]["weight_decay"] == 0.25
 
@@ -135,7 +135,7 @@ def test_options_of_the_optimizer_are_those_of_the_configuration(tmp_path: Path)
 def test_less_memory_gives_the_same_weights(tmp_path: Path) -> None:
     plain, less = whole(tmp_path, steps=6), Watching()
     kept = {"offload": ["optimizer"], "recompute": "full"}
-    train(config(tmp_path, parallel=kept), ["steps=6", "checkpoint.every=2"], watcher=less)
+    train(config(tmp_path, parallel=kept), ["steps=6", "checkpoint.every=2"], callback=less)
     one, other = (each.run.parallel.model.state_dict() for each in (plain, less))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert [each["grad_norm"] > 1.0 for each in less.records][0]  # it is clipped
@@ -175,13 +175,13 @@ def test_a_loss_scale_that_overflows_skips_steps_and_falls(tmp_path: Path) -> No
 
 
 def test_the_loss_scale_doubles_after_good_steps() -> None:
-    scale = LossScale(Precision(compute="float16", loss_scale=8.0, growth=2))
+    scale = LossScale(PrecisionConfig(compute="float16", loss_scale=8.0, growth=2))
     taken = [scale.overflowed(norm) for norm in (1.0, float("inf"), 1.0, 1.0, float("nan"), 1.0)]
     assert taken == [False, True, False, False, True, False] and scale.value == 4.0
-    other = LossScale(Precision(compute="float16", growth=2))
+    other = LossScale(PrecisionConfig(compute="float16", growth=2))
     other.load_state_dict(scale.state_dict())
     assert not other.overflowed(1.0) and other.value == 8.0
-    none = LossScale(Precision(compute="bfloat16"))
+    none = LossScale(PrecisionConfig(compute="bfloat16"))
     assert none.value == 1.0 and not none.overflowed(float("nan"))
 
 
@@ -195,7 +195,7 @@ def test_the_loss_scale_doubles_after_good_steps() -> None:
     ],
 )
 def test_learning_rates(kind: str, wanted: list[float]) -> None:
-    schedule = Schedule(kind=kind, warmup=2, final=0.1, decay=2)
+    schedule = ScheduleConfig(kind=kind, warmup=2, final=0.1, decay=2)
     found = [learning_rate(step, 6, 1.0, schedule) for step in range(6)]
     assert found == pytest.approx(wanted)
 
@@ -246,7 +246,7 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
             train(config(tmp_path))
         told.append(str(caught.value))
 
-    train(config(tmp_path, steps=3), watcher=Watching(1, meanwhile))
+    train(config(tmp_path, steps=3), callback=Watching(1, meanwhile))
     host = f"process {os.getpid()} of {socket.gethostname()}"
     assert told == [
         f"another run writes into {tmp_path}/run ({host}): wait for it, or choose another out"
@@ -264,11 +264,13 @@ def test_a_folder_that_cannot_be_one(tmp_path: Path, name: str) -> None:
 
 def test_a_run_that_is_past_its_steps_is_done(tmp_path: Path) -> None:
     train(config(tmp_path), ["steps=3"])
-    assert train(config(tmp_path), ["steps=2"]) == Result(3, True, None, None, tmp_path / "run")
+    assert train(config(tmp_path), ["steps=2"]) == TrainResult(
+        3, True, None, None, tmp_path / "run"
+    )
 
 
 def test_what_is_not_finite_under_the_least_scale_is_the_guards() -> None:
-    scale = LossScale(Precision(compute="float16", loss_scale=2.0**-12))
+    scale = LossScale(PrecisionConfig(compute="float16", loss_scale=2.0**-12))
     assert [scale.overflowed(float("nan")) for _ in range(4)] == [True, True, False, False]
     assert scale.value == 2.0**-14
 
@@ -316,13 +318,20 @@ def test_metrics_without_room_wait_for_it(tmp_path: Path, caplog: pytest.LogCapt
     assert "metrics.jsonl: File too large; training goes on" in told
 
 
-def test_communications_outlast_the_watch() -> None:
-    with processes.joined("cpu"):
+def test_collectives_wait_for_longer_than_the_watchdog() -> None:
+    with processes.initialize_distributed("cpu"):
         world: Any = torch.distributed.group.WORLD
         options = world._get_backend(torch.device("cpu")).options
-        processes.outlast(600.0)
+        processes.set_collective_timeout(600.0)
         assert options._timeout == timedelta(minutes=30)
-        processes.outlast(7200.0)
+        processes.set_collective_timeout(7200.0)
         assert options._timeout == timedelta(hours=4)
-        processes.outlast(0.0)
+        processes.set_collective_timeout(0.0)
         assert options._timeout >= timedelta(days=365)
+
+
+def test_the_former_name_of_the_callback_is_accepted_with_a_warning(tmp_path: Path) -> None:
+    watching = Watching()
+    with pytest.warns(DeprecationWarning, match="watcher is now callback"):
+        train(config(tmp_path, steps=1), watcher=watching)
+    assert [record["step"] for record in watching.records] == [1]

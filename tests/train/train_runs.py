@@ -79,7 +79,7 @@ def whole(folder: Path, **changes: Any) -> Watching:
     """Return an uninterrupted run on one process."""
     watching = Watching()
     out = str(folder / "whole")
-    assert train(config(folder, out=out, **changes), watcher=watching).finished
+    assert train(config(folder, out=out, **changes), callback=watching).finished
     return watching
 
 

@@ -24,8 +24,8 @@ from first_gpu import protocol, stand_in
 from first_gpu.figure_list import BACKWARD, FIGURES, FORWARD, Figure
 from fusedops._core.timer import Clock, CpuClock, Timing, TimingPlan, Variant, clock_for, measure
 from fusedops.bench.cases import variant_of
-from fusedops.bench.contenders import Call, Contender, backend_of, reason_against
-from fusedops.bench.limits import Limit, Limits, Work, measure_limits
+from fusedops.bench.contenders import Contender, ContenderCall, backend_of, reason_against
+from fusedops.bench.limits import LeastWork, Limit, Limits, measure_limits
 from fusedops.optim import AdamW
 from fusedops.specs import BenchCase, Sample, Spec, all_specs
 
@@ -110,7 +110,7 @@ def measure_op(
     assert spec.bench_case is not None
     case = spec.bench_case(*figure.sizes, **figure.options)
     sample = _with_slopes(case.make(device, DTYPE)) if figure.alibi else case.make(device, DTYPE)
-    call = Call.of(replace(spec, eager=spec.op), sample)
+    call = ContenderCall.of(replace(spec, eager=spec.op), sample)
     able, notes = [], []
     for each in [Contender(OURS, spec.op, backend), *_rivals(figure, spec)]:
         reason = reason_against(each, call, backward=False)
@@ -163,7 +163,7 @@ def measure_optimizer(
     ]
     timing = measure(variants, CpuClock() if figure.host else clock, _PLAN)
     moved = 7 * 4 * count * size  # reads parameter, gradient, two moments; writes all but one
-    work = None if figure.host else Work.of([(moved, 0)], "float32", limits)
+    work = None if figure.host else LeastWork.of([(moved, 0)], "float32", limits)
     return [_row(figure, FORWARD, timing, work, "", "")]
 
 
@@ -226,7 +226,7 @@ def _with_slopes(sample: Sample) -> Sample:
     return replace(sample, kwargs={**sample.kwargs, "alibi_slopes": slopes})
 
 
-def _work(case: BenchCase, direction: str, limits: Limits) -> Work:
+def _work(case: BenchCase, direction: str, limits: Limits) -> LeastWork:
     forward = (case.bytes_forward(DTYPE), case.flops_forward)
     backward = (case.bytes_backward(DTYPE), case.flops_backward)
     parts: Sequence[tuple[int, int]] = [forward, backward]
@@ -234,11 +234,11 @@ def _work(case: BenchCase, direction: str, limits: Limits) -> Work:
         parts = [forward]
     elif direction == BACKWARD:
         parts = [backward]
-    return Work.of(parts, str(DTYPE).removeprefix("torch."), limits)
+    return LeastWork.of(parts, str(DTYPE).removeprefix("torch."), limits)
 
 
 def _row(
-    figure: Figure, direction: str, timing: Timing, work: Work | None, backend: str, notes: str
+    figure: Figure, direction: str, timing: Timing, work: LeastWork | None, backend: str, notes: str
 ) -> Row:
     """Return the row; the rival is the fastest of those that do all the work."""
     us = {name: timing.spread(name).median * 1e6 for name in timing.rounds}

@@ -15,7 +15,7 @@ from fusedops.cli.bench import options
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    from fusedops.bench.generation import Row
+    from fusedops.bench.generation import GenerationRow
 
 
 def generate(
@@ -44,11 +44,11 @@ def generate(
         files.check_environment()
         if json_file is not None:
             files.check_writable(json_file)
-        from fusedops.bench.generation import PRESETS, Work, measure, works
+        from fusedops.bench.generation import PRESETS, GenerationWork, measure, works
 
         names = options.words(presets, PRESETS, "preset")
         dtypes = options.words(dtype, options.DTYPES, "dtype")
-        base = Work(
+        base = GenerationWork(
             hidden_size=hidden,
             num_layers=layers,
             vocab_size=vocabulary,
@@ -59,7 +59,7 @@ def generate(
         from fusedops.terminal.console import console
 
         out = console()
-        rows: list[Row] = []
+        rows: list[GenerationRow] = []
         with out.status("starting") as status:
             for work in works(base, names, dtypes):
                 rows += measure(work, seconds, threads, status.update)
@@ -68,7 +68,7 @@ def generate(
             files.write_json(json_file, _record(rows, threads))
 
 
-def _show(rows: list[Row], out: Any) -> None:
+def _show(rows: list[GenerationRow], out: Any) -> None:
     from rich.table import Table
 
     from fusedops.terminal.console import print_table
@@ -89,7 +89,7 @@ def _show(rows: list[Row], out: Any) -> None:
     print_table(out, table)
 
 
-def _record(rows: list[Row], threads: int) -> dict[str, Any]:
+def _record(rows: list[GenerationRow], threads: int) -> dict[str, Any]:
     import torch
 
     from fusedops.bench import machine

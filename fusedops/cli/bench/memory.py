@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
 def memory(
     family: Annotated[str, typer.Option(help="Comma-separated: gpt2, llama, bert...")] = "gpt2",
-    dtype: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}; of the weights.")
-    ] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: options.Dtypes = "float32",
+    device: options.Device = "cpu",
     hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
     layers: Annotated[int, typer.Option(min=2, help="Number of layers.")] = 4,
     tokens: Annotated[str, typer.Option(help="Sequences x tokens.")] = "4x256",
@@ -33,12 +31,8 @@ def memory(
         float,
         typer.Option(callback=options.finite, min=0.01, max=600, help="Time per model and dtype."),
     ] = 20.0,
-    threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
-    ] = 0,
-    allocator: Annotated[
-        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
-    ] = "tuned",
+    threads: options.Threads = 0,
+    allocator: options.Allocator = "tuned",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
     svg_file: Annotated[
         Path | None, typer.Option("--svg", help="Draw plain and recomputed steps of the first row.")
@@ -54,16 +48,13 @@ def memory(
         for path in (json_file, svg_file):
             if path is not None:
                 files.check_writable(path)
-        names = options.words(dtype, options.DTYPES, "dtype")
-        options.words(allocator, options.ALLOCATORS, "allocator")
+        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator)
         size = models.model_size(hidden, layers, tokens, 1)
         from fusedops.bench.model_zoo import FAMILIES
 
         families = options.words(family, FAMILIES, "family")
-        where = options.device(device)
-        rows, reports, record = _measure(
-            [FAMILIES[each] for each in families], size, names, where, seconds, threads, allocator
-        )
+        chosen = [FAMILIES[name] for name in families]
+        rows, reports, record = _measure(chosen, size, conditions)
         _show(rows, record)
         writers: list[tuple[Path | None, Callable[[Path], object]]] = [
             (json_file, lambda path: files.write_json(path, record)),
@@ -77,48 +68,38 @@ def memory(
 
 
 def _measure(
-    families: list[Any],
-    size: Any,
-    names: list[str],
-    device: Any,
-    seconds: float,
-    threads: int,
-    allocator: str,
+    families: list[Any], size: Any, conditions: options.Conditions
 ) -> tuple[list[MemoryRow], dict[str, MemoryReport], dict[str, Any]]:
-    import torch
 
-    from fusedops._core import host
     from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.memory import run_case
     from fusedops.bench.results import now
     from fusedops.terminal.progress import steps
 
-    torch.set_num_threads(threads or host.physical_cores())
-    if allocator == "tuned":
-        host.tune_host(threads=torch.get_num_threads())
+    dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds
     rows: list[MemoryRow] = []
     reports: dict[str, MemoryReport] = {}
-    with steps(len(families) * len(names)) as progress, options.sigterm_interrupts():
+    with steps(len(families) * len(dtypes)) as progress, options.sigterm_interrupts():
         for family in families:
-            for name in names:
-                title = f"{family.name} {name}"
+            for dtype in dtypes:
+                title = f"{family.name} {str(dtype).removeprefix('torch.')}"
 
-                def say(what: str, title: str = title) -> None:
-                    progress.say(f"{title}: {what}")
+                def report(what: str, title: str = title) -> None:
+                    progress.describe(f"{title}: {what}")
 
                 plan = TimingPlan(seconds=seconds)
-                found, drawn = run_case(
-                    family, size, getattr(torch, name), device, clock_for(device), plan, say
+                measured, drawn = run_case(
+                    family, size, dtype, device, clock_for(device), plan, report
                 )
-                rows += found
+                rows += measured
                 reports = reports or drawn
                 progress.advance()
     record = {
         "machine": machine.describe(device),
         "versions": machine.versions(),
         "git": machine.git_commit(),
-        "settings": {"allocator": allocator, "seconds": seconds, "device": device.type},
+        "settings": {"allocator": conditions.allocator, "seconds": seconds, "device": device.type},
         "rows": [asdict(row) for row in rows],
         "created": now(),
     }

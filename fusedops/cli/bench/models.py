@@ -17,10 +17,8 @@ from fusedops.cli.bench import options
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    import torch
-
-    from fusedops.bench.model_zoo import Family, Size
-    from fusedops.bench.results import Record
+    from fusedops.bench.model_zoo import ModelFamily, ModelSize
+    from fusedops.bench.results import BenchRecord
 
 # Of our rows to the fastest other: what two runs on a quiet machine differ by is below 3 %.
 RATIO = 0.97
@@ -47,10 +45,8 @@ def models(
     mode: Annotated[
         str, typer.Option(help="Comma-separated: training, forward, decoding.")
     ] = "training,forward,decoding",
-    dtype: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}; of the weights.")
-    ] = "float32,bfloat16,float16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: options.Dtypes = "float32,bfloat16,float16",
+    device: options.Device = "cpu",
     hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
     layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
     tokens: Annotated[
@@ -81,12 +77,8 @@ def models(
             callback=options.finite, min=0.01, max=600, help="Time per model, mode and dtype."
         ),
     ] = 8.0,
-    threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
-    ] = 0,
-    allocator: Annotated[
-        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
-    ] = "tuned",
+    threads: options.Threads = 0,
+    allocator: options.Allocator = "tuned",
     fail_if_slower: Annotated[
         float | None,
         typer.Option(
@@ -118,44 +110,34 @@ def models(
         if results is not None:
             files.make_folder(results)
             files.check_writable(results / "probe.json")
-        names = options.words(dtype, options.DTYPES, "dtype")
-        options.words(allocator, options.ALLOCATORS, "allocator")
+        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
         plan = _plan(family, mode, model_size(hidden, layers, tokens, steps), quick)
-        where = options.device(device)
-        wanted = where.type != "cpu" if compiled is None else compiled
-        record, wrong, whole = _measure(
-            plan,
-            names,
-            where,
-            as_asked=bool(tokens),
-            compiled=wanted,
-            calibrate=calibrate,
-            quick=quick,
-            seconds=seconds,
-            threads=threads,
-            allocator=allocator,
+        if compiled is None:
+            compiled = conditions.device.type != "cpu"
+        record, wrong, complete = _measure(
+            plan, conditions, as_asked=bool(tokens), compiled=compiled, calibrate=calibrate
         )
         _deliver(record, json_file, csv_file, svg_file, results)
     failed = _judge(record, fail_if_slower)
-    if not whole:
+    if not complete:
         raise typer.Exit(130)  # as a shell says of an interrupted command
     if wrong or failed:
         raise typer.Exit(1)
 
 
-def model_size(hidden: int, layers: int, tokens: str, steps: int) -> Size:
+def model_size(hidden: int, layers: int, tokens: str, steps: int) -> ModelSize:
     """Return the size that the options ask for."""
     _check_transformers()
-    from fusedops.bench.model_zoo import Size
+    from fusedops.bench.model_zoo import ModelSize
 
     if hidden % 16:
         raise files.UserError(f"--hidden must be a multiple of 16, got {hidden}")
     if not tokens:
-        return Size(hidden, layers, steps=steps)
+        return ModelSize(hidden, layers, steps=steps)
     batch, _, seq_len = tokens.partition("x")
     if not (batch.isdigit() and seq_len.isdigit() and int(batch) and int(seq_len) > 1):
         raise files.UserError(f"--tokens must be sequences x tokens such as 4x256, got {tokens!r}")
-    return Size(hidden, layers, int(batch), int(seq_len), steps)
+    return ModelSize(hidden, layers, int(batch), int(seq_len), steps)
 
 
 def _check_transformers() -> None:
@@ -167,7 +149,9 @@ def _check_transformers() -> None:
         ) from None
 
 
-def _plan(family: str, mode: str, size: Size, quick: bool) -> list[tuple[Family, str, Size]]:
+def _plan(
+    family: str, mode: str, size: ModelSize, quick: bool
+) -> list[tuple[ModelFamily, str, ModelSize]]:
     """Return what to measure, in order."""
     from fusedops.bench.model_zoo import FAMILIES, HEADLINE
     from fusedops.bench.models import MODES, sizes
@@ -180,10 +164,10 @@ def _plan(family: str, mode: str, size: Size, quick: bool) -> list[tuple[Family,
     if quick:
         size = replace(size, steps=min(size.steps, 8))
     plan = [
-        (FAMILIES[name], each, of)
+        (FAMILIES[name], chosen_mode, of)
         for name in chosen
-        for each in modes
-        for of in sizes(FAMILIES[name], each, size)
+        for chosen_mode in modes
+        for of in sizes(FAMILIES[name], chosen_mode, size)
     ]
     if not plan:
         raise files.UserError(f"{', '.join(chosen)}: no decoder among them, nothing to measure")
@@ -191,65 +175,54 @@ def _plan(family: str, mode: str, size: Size, quick: bool) -> list[tuple[Family,
 
 
 def _measure(
-    plan: list[tuple[Family, str, Size]],
-    names: list[str],
-    device: torch.device,
+    plan: list[tuple[ModelFamily, str, ModelSize]],
+    conditions: options.Conditions,
     *,
     as_asked: bool,
     compiled: bool,
     calibrate: bool,
-    quick: bool,
-    seconds: float,
-    threads: int,
-    allocator: str,
-) -> tuple[Record, list[str], bool]:
+) -> tuple[BenchRecord, list[str], bool]:
     """Return what was measured, what is wrong, and whether that is all."""
-    import torch
-
-    from fusedops._core import host
     from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.limits import measure_limits
-    from fusedops.bench.models import Settings, affordable, label, patch, run_case
-    from fusedops.bench.results import Row, record_of
+    from fusedops.bench.models import ModelSettings, affordable, label, patch, run_case
+    from fusedops.bench.results import BenchRow, record_of
     from fusedops.terminal.progress import steps
 
-    torch.set_num_threads(threads or host.physical_cores())
-    if allocator == "tuned":
-        host.tune_host(threads=torch.get_num_threads())
-    dtypes = [getattr(torch, name) for name in names]
+    dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds
     here, clock = machine.describe(device), clock_for(device)
-    timing = TimingPlan(3, 7, seconds / 4) if quick else TimingPlan(seconds=seconds)
-    rows: list[Row] = []
+    timing = TimingPlan(3, 7, seconds / 4) if conditions.quick else TimingPlan(seconds=seconds)
+    rows: list[BenchRow] = []
     notes: list[str] = []
     wrong: list[str] = []
-    whole = True
+    complete = True
     with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
-        progress.say("limits of this machine")
+        progress.describe("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
         progress.advance()
         title = ""
         try:
-            for family, mode, wanted in plan:
-                for each in dtypes:
-                    size = wanted if as_asked else affordable(mode, wanted, each, device)
-                    short = str(each).removeprefix("torch.")
+            for family, mode, planned in plan:
+                for dtype in dtypes:
+                    size = planned if as_asked else affordable(mode, planned, dtype, device)
+                    short = str(dtype).removeprefix("torch.")
                     title = f"{family.name} {mode} {label(mode, size)} {short}"
 
-                    def say(what: str, title: str = title) -> None:
-                        progress.say(f"{title}: {what}")
+                    def report(what: str, title: str = title) -> None:
+                        progress.describe(f"{title}: {what}")
 
-                    settings = Settings(
+                    settings = ModelSettings(
                         device=device,
                         plan=timing,
                         compiled=compiled,
-                        memory=not quick,
-                        allocator=allocator,
+                        memory=not conditions.quick,
+                        allocator=conditions.allocator,
                         cache_bytes=here["cache_bytes"],
-                        say=say,
+                        report=report,
                         patch=partial(patch, calibrate=calibrate),
                     )
-                    found = run_case(family, mode, each, size, settings, limits, clock)
+                    found = run_case(family, mode, dtype, size, settings, limits, clock)
                     rows += found.rows
                     notes += found.notes
                     wrong += found.wrong
@@ -257,21 +230,21 @@ def _measure(
         except KeyboardInterrupt:
             if not rows:
                 raise
-            whole = False
+            complete = False
             notes.append(f"interrupted at {title}: what was measured before is here")
     settled = {
-        "allocator": allocator,
-        "dtypes": names,
+        "allocator": conditions.allocator,
+        "dtypes": conditions.dtypes,
         "compile": compiled,
         "patch": f"fusedops.patch(model{', calibrate=True' * calibrate})",
     }
-    notes += [f"WRONG: {each}" for each in wrong]
+    notes += [f"WRONG: {error}" for error in wrong]
     record = record_of(here, timing, limits, rows, notes, **settled)
-    return record, wrong, whole
+    return record, wrong, complete
 
 
 def _deliver(
-    record: Record,
+    record: BenchRecord,
     json_file: Path | None,
     csv_file: Path | None,
     svg_file: Path | None,
@@ -293,7 +266,7 @@ def _deliver(
     options.write_all(writers, out)
 
 
-def _judge(record: Record, ratio: float | None) -> bool:
+def _judge(record: BenchRecord, ratio: float | None) -> bool:
     """Print which rows are slower than asked for; return whether one is."""
     if ratio is None:
         return False

@@ -21,8 +21,8 @@ from fusedops.terminal import files
 if TYPE_CHECKING:
     import torch
 
-    from fusedops.bench.compare import Change, Verdict
-    from fusedops.bench.results import Record
+    from fusedops.bench.compare import RecordComparison, RowChange
+    from fusedops.bench.results import BenchRecord
     from fusedops.specs import BenchCase, Spec
 
 
@@ -59,10 +59,8 @@ def run(
         typer.Argument(help="Ops, moe_layer, or moe for all of both; none: every op."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All ops.")] = False,
-    dtype: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}.")
-    ] = "float32,bfloat16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: options.Dtypes = "float32,bfloat16",
+    device: options.Device = "cpu",
     sizes: Annotated[
         str, typer.Option(help="Comma-separated, such as 4096x1024,16x768; default: headline ones.")
     ] = "",
@@ -97,12 +95,8 @@ def run(
             callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
         ),
     ] = 1.5,
-    threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
-    ] = 0,
-    allocator: Annotated[
-        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
-    ] = "tuned",
+    threads: options.Threads = 0,
+    allocator: options.Allocator = "tuned",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows.")] = None,
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw the rows.")] = None,
@@ -121,18 +115,8 @@ def run(
         files.check_environment()
         if every and ops:
             raise files.UserError("name ops or say --all, not both")
-        for path in (json_file, csv_file, png_file):
-            if path is not None:
-                files.check_writable(path)
-        if results is not None:
-            files.make_folder(results)
-            files.check_writable(results / "probe.csv")
-        if png_file is not None:
-            from fusedops.bench import chart
-
-            chart.check_installed()
-        names = options.words(dtype, options.DTYPES, "dtype")
-        options.words(allocator, options.ALLOCATORS, "allocator")
+        _check_outputs(json_file, csv_file, png_file, results)
+        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
         if shape and (not ops or sizes or all_sizes):
             raise files.UserError(
                 "--shape needs the names of ops, and neither --sizes nor --all-sizes"
@@ -140,22 +124,17 @@ def run(
         specs = _specs(ops or [])
         plan = _cases(specs, sizes, all_sizes, quick, shape or [])
         only = _variants(specs, variants)
-        where = options.device(device)
-        record, whole = _measure(
+        compiled = not (no_compile or quick or (only and "compile" not in only))
+        record, complete = _measure(
             plan,
-            names,
-            where,
+            conditions,
             only,
             all_backends=all_backends,
-            compiled=not (no_compile or quick or (only and "compile" not in only)),
-            quick=quick,
-            seconds=seconds,
-            threads=threads,
-            allocator=allocator,
+            compiled=compiled,
             json_file=json_file,
         )
         _deliver(record, json_file, csv_file, png_file, results)
-        if not whole:
+        if not complete:
             raise typer.Exit(130)  # as a shell says of an interrupted command
 
 
@@ -191,10 +170,8 @@ def compare(
 @app.command(epilog="docs/tuning.md explains tables.")
 def tune(
     ops: Annotated[str, typer.Option(help="Comma-separated ops to measure; default: all.")] = "",
-    dtype: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}.")
-    ] = "float32,bfloat16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: options.Dtypes = "float32,bfloat16",
+    device: options.Device = "cpu",
     out: Annotated[
         Path | None, typer.Option(help="File to write; default: ARCHITECTURE.json here.")
     ] = None,
@@ -207,10 +184,8 @@ def tune(
             callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
         ),
     ] = 1.5,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: one per physical core.")] = 0,
-    allocator: Annotated[
-        str, typer.Option(help="tuned or system: C allocator settings.")
-    ] = "tuned",
+    threads: options.Threads = 0,
+    allocator: options.Allocator = "tuned",
 ) -> None:
     """Measure which backend wins per op, dtype and size on this device, and write it to a table.
 
@@ -218,26 +193,40 @@ def tune(
     """
     with files.one_line_errors():
         files.check_environment()
-        names = options.words(dtype, options.DTYPES, "dtype")
-        options.words(allocator, options.ALLOCATORS, "allocator")
+        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
         from fusedops._core.architecture import architecture
         from fusedops.bench import tuner
         from fusedops.specs import all_specs
 
         specs = _specs(options.words(ops, all_specs(), "ops") if ops else [])
-        where = options.device(device)
-        path = out or Path(f"{architecture(where)}.json")
+        path = out or Path(f"{architecture(conditions.device)}.json")
         files.check_writable(path)
         table, notes = tuner.measure_table(
             _cases(specs, "", not quick, quick),
-            names,
-            where,
+            conditions.dtypes,
+            conditions.device,
             quick=quick,
             seconds=seconds,
             threads=threads,
             allocator=allocator,
         )
         tuner.deliver(table, notes, path)
+
+
+def _check_outputs(
+    json_file: Path | None, csv_file: Path | None, png_file: Path | None, results: Path | None
+) -> None:
+    """Raise before anything is measured where an output could not be written."""
+    for path in (json_file, csv_file, png_file):
+        if path is not None:
+            files.check_writable(path)
+    if results is not None:
+        files.make_folder(results)
+        files.check_writable(results / "probe.csv")
+    if png_file is not None:
+        from fusedops.bench import chart
+
+        chart.check_installed()
 
 
 def _specs(ops: list[str]) -> list[Spec]:
@@ -251,7 +240,7 @@ def _specs(ops: list[str]) -> list[Spec]:
         if name in backends.op_names() and name not in known:
             raise files.UserError(f"op {name!r} has no spec: write fusedops/specs/{name}.py")
         options.check_known(name, (*known, *LAYERS, *GROUPS), "op")
-    chosen = [each for name in ops for each in members(name, known)]
+    chosen = [member for name in ops for member in members(name, known)]
     return [{**known, **LAYERS}[name] for name in dict.fromkeys(chosen or known)]
 
 
@@ -302,74 +291,69 @@ def _variants(specs: list[Spec], text: str) -> list[str]:
 
 def _measure(
     plan: list[tuple[Spec, BenchCase]],
-    names: list[str],
-    device: torch.device,
+    conditions: options.Conditions,
     only: list[str],
     *,
     all_backends: bool,
     compiled: bool,
-    quick: bool,
-    seconds: float,
-    threads: int,
-    allocator: str,
     json_file: Path | None,
-) -> tuple[Record, bool]:
+) -> tuple[BenchRecord, bool]:
     """Return what was measured, and whether that is all: an interrupt keeps what there is.
 
     After each size the file has all rows so far: a process that runs out of memory is not asked.
     """
-    import torch
-
-    from fusedops._core import host
     from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
-    from fusedops.bench.cases import Settings, host_overhead, run_case
+    from fusedops.bench.cases import CaseSettings, host_overhead, run_case
     from fusedops.bench.limits import measure_limits
-    from fusedops.bench.results import Row, record_of, save_json
+    from fusedops.bench.results import BenchRow, record_of, save_json
     from fusedops.terminal.progress import steps
 
-    torch.set_num_threads(threads or host.physical_cores())
-    if allocator == "tuned":
-        host.tune_host(threads=torch.get_num_threads())
-    dtypes = [getattr(torch, name) for name in names]
+    dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds
     here = machine.describe(device)
     clock = clock_for(device)
     timing = (
-        TimingPlan(least=5, most=15, seconds=seconds / 4) if quick else TimingPlan(seconds=seconds)
+        TimingPlan(least=5, most=15, seconds=seconds / 4)
+        if conditions.quick
+        else TimingPlan(seconds=seconds)
     )
-    common = Settings(
+    common = CaseSettings(
         device=device,
         plan=timing,
         compiled=compiled,
         only=only,
         all_backends=all_backends,
-        allocator=allocator,
+        allocator=conditions.allocator,
         cache_bytes=here["cache_bytes"],
-        say=lambda what: None,
+        report=lambda what: None,
     )
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     notes: list[str] = []
-    whole = True
+    complete = True
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
-    settled = {"allocator": allocator, "dtypes": names, "compile": compiled}
+    settled = {
+        "allocator": conditions.allocator,
+        "dtypes": conditions.dtypes,
+        "compile": compiled,
+    }
     with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
-        progress.say("limits of this machine")
+        progress.describe("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
         progress.advance()
         try:
             for spec, case in plan:
-                for each in dtypes:
-                    title = f"{spec.name} {case.label} {str(each).removeprefix('torch.')}"
+                for dtype in dtypes:
+                    title = f"{spec.name} {case.label} {str(dtype).removeprefix('torch.')}"
 
-                    def say(what: str, title: str = title) -> None:
-                        progress.say(f"{title}: {what}")
+                    def report(what: str, title: str = title) -> None:
+                        progress.describe(f"{title}: {what}")
 
-                    settings = replace(common, say=say)
-                    if (spec.name, each) not in overhead:
-                        say("host overhead")
-                        overhead[spec.name, each] = host_overhead(spec, each, settings)
+                    settings = replace(common, report=report)
+                    if (spec.name, dtype) not in overhead:
+                        report("host overhead")
+                        overhead[spec.name, dtype] = host_overhead(spec, dtype, settings)
                     found, why = run_case(
-                        spec, case, each, settings, limits, clock, overhead[spec.name, each]
+                        spec, case, dtype, settings, limits, clock, overhead[spec.name, dtype]
                     )
                     rows += found
                     notes += why
@@ -381,14 +365,14 @@ def _measure(
         except KeyboardInterrupt:
             if not rows:
                 raise
-            whole = False
+            complete = False
             notes.append(f"interrupted at {title}: what was measured before is here")
     record = record_of(here, timing, limits, rows, notes, **settled)
-    return record, whole
+    return record, complete
 
 
 def _deliver(
-    record: Record,
+    record: BenchRecord,
     json_file: Path | None,
     csv_file: Path | None,
     png_file: Path | None,
@@ -410,16 +394,16 @@ def _deliver(
     options.write_all(writers, out)
 
 
-def _show_verdict(verdict: Verdict, allowed: float) -> None:
-    judged = [each for each in verdict.changes if each.after.ours]
+def _show_verdict(verdict: RecordComparison, allowed: float) -> None:
+    judged = [change for change in verdict.changes if change.after.ours]
     print(f"{len(judged)} rows of fusedops compared, {100 * allowed:g}% slower allowed")
     for word, changes in (
         ("slower", verdict.slower),
         ("faster", verdict.faster),
         ("not judged, disturbed while measured", verdict.doubtful),
     ):
-        for each in changes:
-            print(f"{word}: {_line(each)}")
+        for change in changes:
+            print(f"{word}: {_line(change)}")
     for key in verdict.missing:
         print(f"only in the first record: {' '.join(key)}")
     if abs(verdict.drift) > 0.02:
@@ -431,7 +415,7 @@ def _show_verdict(verdict: Verdict, allowed: float) -> None:
         print("no row became slower beyond its spread")
 
 
-def _line(change: Change) -> str:
+def _line(change: RowChange) -> str:
     before, after = change.before, change.after
     return (
         f"{' '.join(after.key)}: {before.median_us:.1f} -> {after.median_us:.1f} us "

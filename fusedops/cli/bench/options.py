@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,15 +21,77 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ALLOCATORS = ("tuned", "system")
 
+# Options that several commands have.
+Dtypes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(DTYPES)}.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Threads = Annotated[
+    int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
+]
+Allocator = Annotated[
+    str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
+]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which all variants are measured.
+
+    Attributes:
+        dtypes: names of dtypes.
+        device: where.
+        seconds: time of a row.
+        threads: of the CPU; 0: one per physical core.
+        allocator: a name of ``ALLOCATORS``.
+        quick: few samples.
+    """
+
+    dtypes: list[str]
+    device: torch.device
+    seconds: float
+    threads: int
+    allocator: str
+    quick: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        dtype: str,
+        device_name: str,
+        seconds: float,
+        threads: int,
+        allocator: str,
+        *,
+        quick: bool = False,
+    ) -> Conditions:
+        """Return what the options of a command mean.
+
+        Raises:
+            UserError: a word is not known, or there is no such device.
+        """
+        names = words(dtype, DTYPES, "dtype")
+        words(allocator, ALLOCATORS, "allocator")
+        return cls(names, device(device_name), seconds, threads, allocator, quick)
+
+    def set_up(self) -> list[torch.dtype]:
+        """Set threads and allocator of this process; return the dtypes."""
+        import torch
+
+        from fusedops._core import host
+
+        torch.set_num_threads(self.threads or host.physical_cores())
+        if self.allocator == "tuned":
+            host.tune_host(threads=torch.get_num_threads())
+        return [getattr(torch, name) for name in self.dtypes]
+
 
 def words(text: str, known: Iterable[str], what: str) -> list[str]:
     """Return the words of a comma-separated list; each must be known."""
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    if not found:
+    chosen = [word.strip() for word in text.split(",") if word.strip()]
+    if not chosen:
         raise files.UserError(f"--{what} is empty; known: {', '.join(known)}")
-    for word in found:
+    for word in chosen:
         check_known(word, known, what)
-    return found
+    return chosen
 
 
 def check_known(word: str, known: Iterable[str], what: str) -> None:
@@ -37,8 +99,10 @@ def check_known(word: str, known: Iterable[str], what: str) -> None:
     choices = list(known)
     if word in choices:
         return
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.65)
-    hint = f"did you mean {near[0]}? " if near else ""
+    from fusedops._core import checks
+
+    near = checks.nearest(word, choices)
+    hint = f"did you mean {near}? " if near else ""
     raise files.UserError(f"unknown {what} {word!r}: {hint}known: {', '.join(choices)}")
 
 
@@ -55,18 +119,18 @@ def device(text: str) -> torch.device:
 
     check_known(text.partition(":")[0], ("cpu", "cuda"), "device")
     try:
-        found = torch.device(text)
+        chosen = torch.device(text)
     except RuntimeError:
         raise files.UserError(f"unknown device {text!r}") from None
-    if found.type == "cpu" and found.index:
+    if chosen.type == "cpu" and chosen.index:
         raise files.UserError(f"there is no device {text}: the CPU is one device, cpu")
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise files.UserError("device cuda was asked for, but this torch sees no CUDA device")
-    if found.type == "cuda":
-        if (found.index or 0) >= torch.cuda.device_count():
+    if chosen.type == "cuda":
+        if (chosen.index or 0) >= torch.cuda.device_count():
             raise files.UserError(f"there is no device {text}")
-        torch.cuda.set_device(found)
-    return found
+        torch.cuda.set_device(chosen)
+    return chosen
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from fusedops.cli.bench import options
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    from fusedops.bench.scaling import Row
+    from fusedops.bench.scaling import ScalingRow
 
 
 def scaling(
@@ -47,18 +47,18 @@ def scaling(
         if json_file is not None:
             files.check_writable(json_file)
         sizes = tokens.split("x")
-        if len(sizes) != 2 or not all(each.isdecimal() and int(each) for each in sizes):
+        if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
             raise files.UserError(f"--tokens must be sequences x tokens, such as 8x256: {tokens}")
         from fusedops import models
-        from fusedops.bench.scaling import SETTINGS, Work, measure
+        from fusedops.bench.scaling import SETTINGS, ScalingWork, measure
 
         try:
             models.preset(preset)
         except ValueError as error:
             raise files.UserError(str(error)) from None
         plain = {name.replace(" ", ""): name for name in SETTINGS}
-        chosen = [plain[each] for each in _names(settings, plain)]
-        work = Work(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
+        chosen = [plain[name] for name in _names(settings, plain)]
+        work = ScalingWork(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
         from fusedops.terminal.console import console
 
         out = console()
@@ -86,7 +86,7 @@ def _names(text: str, known: dict[str, str]) -> list[str]:
     return found
 
 
-def _show(rows: list[Row], out: Any) -> None:
+def _show(rows: list[ScalingRow], out: Any) -> None:
     from rich.table import Table
 
     from fusedops.terminal.console import print_table
@@ -106,7 +106,7 @@ def _show(rows: list[Row], out: Any) -> None:
     print_table(out, table)
 
 
-def _record(work: Any, rows: list[Row]) -> dict[str, Any]:
+def _record(work: Any, rows: list[ScalingRow]) -> dict[str, Any]:
     import torch
 
     from fusedops.bench import machine

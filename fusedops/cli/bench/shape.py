@@ -36,7 +36,9 @@ def case_of(spec: Spec, text: str) -> BenchCase:
         if name in values:
             raise files.UserError(f"--shape has {name} twice")
         values[name] = _value(name, value, parameters[name].annotation)
-    required = [name for name, each in parameters.items() if each.default is each.empty]
+    required = [
+        name for name, parameter in parameters.items() if parameter.default is parameter.empty
+    ]
     missing = [name for name in required if name not in values]
     if missing:
         raise files.UserError(
@@ -72,7 +74,7 @@ def _parameters(spec: Spec) -> dict[str, inspect.Parameter]:
 def _kind(annotation: Any) -> Any:
     """Return the type without ``None``, and ``tuple`` for a tuple of sizes."""
     if isinstance(annotation, types.UnionType):
-        annotation = next(each for each in typing.get_args(annotation) if each is not type(None))
+        annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
     return typing.get_origin(annotation) or annotation
 
 
@@ -93,8 +95,8 @@ def _value(name: str, text: str, annotation: Any) -> Any:
     if kind is str:
         return text
     sizes = text.split("x") if kind is tuple else [text]
-    if not all(each.isdecimal() and 0 < int(each) < 2**31 for each in sizes):
+    if not all(size.isdecimal() and 0 < int(size) < 2**31 for size in sizes):
         wanted = "sizes from 1 on, such as 16x64" if kind is tuple else "an integer from 1 on"
         raise files.UserError(f"--shape: {name} must be {wanted}, got {text!r}")
-    numbers = tuple(int(each) for each in sizes)
+    numbers = tuple(int(size) for size in sizes)
     return numbers if kind is tuple else numbers[0]

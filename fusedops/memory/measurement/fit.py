@@ -24,10 +24,10 @@ from fusedops.memory.measurement.measure import (
     checks_of,
     clear,
     measured_peak,
+    preserve_parameters,
     run_step,
     state_bytes,
     static_bytes,
-    step_kept,
 )
 from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, offload, recompute, save
@@ -80,11 +80,11 @@ class Fit:
             f"chosen: {chosen}",
             f"  {_mib(self.peak)}, {self.seconds * 1e3:.1f} ms a step",
         ]
-        for each in self.candidates:
-            needs = "not enough" if each.layers is None else f"{each.layers} needed"
+        for candidate in self.candidates:
+            needs = "not enough" if candidate.layers is None else f"{candidate.layers} needed"
             lines.append(
-                f"  {each.name:<34} all layers: {_mib(each.peak):>12} {each.seconds * 1e3:>9.1f} ms"
-                f"   {needs}"
+                f"  {candidate.name:<34} all layers: {_mib(candidate.peak):>12} "
+                f"{candidate.seconds * 1e3:>9.1f} ms   {needs}"
             )
         return "\n".join(lines)
 
@@ -143,13 +143,13 @@ def fit(
             "fit: model has no layers to choose from, neither blocks of one class that repeat nor "
             "members of a ModuleList, ModuleDict or Sequential; apply a policy by hand"
         )
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     leaves = device.type == "cuda" if with_offload is None else with_offload
     state = policy_state_of(model)
     settings = state.settings if state is not None else None
     search = _Search(model, batch, loss, static_bytes(model) + state_bytes(optimizer), settings)
     try:
-        with step_kept(model):
+        with preserve_parameters(model):
             return _search(search, names, budget, _treatments(leaves))
     except BaseException:
         remove(model)
@@ -262,7 +262,11 @@ def _largest(model: nn.Module, number: float) -> float:
 
     They must choose the same policy: each of their layers' collectives needs all of them.
     """
-    meshes = {mesh for each in model.parameters() if (mesh := getattr(each, "device_mesh", None))}
+    meshes = {
+        mesh
+        for parameter in model.parameters()
+        if (mesh := getattr(parameter, "device_mesh", None))
+    }
     for mesh in sorted(meshes, key=str):
         found = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
         for dim in range(mesh.ndim):
@@ -274,7 +278,7 @@ def _largest(model: nn.Module, number: float) -> float:
 
 
 def _synchronize(model: nn.Module) -> None:
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

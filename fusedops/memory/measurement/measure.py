@@ -20,7 +20,7 @@ from fusedops.memory.measurement.trace import (
     CAST,
     FORWARD,
     AllocationTrace,
-    AllocationWatcher,
+    AllocationTracker,
 )
 from fusedops.optim import AdamW
 
@@ -87,15 +87,15 @@ class MemoryReport:
     @property
     def activations(self) -> int:
         """The bytes that the forward left for the backward: held when the backward begins."""
-        held = [nbytes for nbytes, _, phase in self.timeline if phase == FORWARD]
-        return held[-1] if held else 0
+        live = [nbytes for nbytes, _, phase in self.timeline if phase == FORWARD]
+        return live[-1] if live else 0
 
     @property
     def layers(self) -> dict[str, dict[str, int]]:
         """The bytes at the peak by layer and kind."""
         found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for each in self.tensors:
-            found[each.layer][each.kind] += each.nbytes
+        for tensor in self.tensors:
+            found[tensor.layer][tensor.kind] += tensor.nbytes
         return {layer: dict(kinds) for layer, kinds in found.items()}
 
     def svg(self, title: str = "") -> str:
@@ -112,8 +112,8 @@ class MemoryReport:
             f"  {_size(self.dynamic):>11}  held by the step, of which",
         ]
         kinds: dict[str, int] = defaultdict(int)
-        for each in self.tensors:
-            kinds[each.kind] += each.nbytes
+        for tensor in self.tensors:
+            kinds[tensor.kind] += tensor.nbytes
         words = {
             "activation": ("activations", "activations, kept for the backward"),
             "gradient": (
@@ -135,11 +135,11 @@ class MemoryReport:
                 f"  {layer or '(outside)':<28} " + " ".join(f"{cell:>12}" for cell in cells)
             )
         lines += ["", f"  {'largest tensors':<44} {'layer':<24} {'number':>6} {'bytes':>12}"]
-        for each in self.tensors[:12]:
-            made = f"{each.op}.{each.output}" if each.output else each.op
+        for tensor in self.tensors[:12]:
+            made = f"{tensor.op}.{tensor.output}" if tensor.output else tensor.op
             lines.append(
-                f"  {made:<44} {each.layer or '(outside)':<24} {each.count:>6} "
-                f"{_size(each.nbytes):>12}"
+                f"  {made:<44} {tensor.layer or '(outside)':<24} {tensor.count:>6} "
+                f"{_size(tensor.nbytes):>12}"
             )
         return "\n".join(lines)
 
@@ -151,7 +151,7 @@ def report(
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> MemoryReport:
-    """Take one step forward and backward and tell what it held at its peak.
+    """Take one step forward and backward and return what it held at its peak.
 
     Args:
         model: in the mode in which it trains, with the policy that it has. Of one that FSDP2 or
@@ -183,8 +183,8 @@ def report(
         True
     """
     checks_of("report", model, loss, optimizer)
-    trace = AllocationTrace(frozenset(_memory(each) for each in model.parameters()))
-    with step_kept(model) as parameters:
+    trace = AllocationTrace(frozenset(_memory(parameter) for parameter in model.parameters()))
+    with preserve_parameters(model) as parameters:
         with placed(model, AllocationTrace()) as places:
             run_step("report", model, batch, loss)
         idle = {name for name, place in places.items() if not place.ran}
@@ -192,12 +192,12 @@ def report(
         dynamic = measured_peak("report", model, batch, loss)
         clear(parameters)
         with placed(model, trace, idle):
-            with AllocationWatcher(trace):
+            with AllocationTracker(trace):
                 value = forward_loss("report", model, batch, loss)
                 trace.phase, trace.layer = BACKWARD, ""
                 with _autocast_left(_device(model).type):
                     value.backward()
-            gradients = {_memory(each) for each in _dense_gradients(parameters)}
+            gradients = {_memory(gradient) for gradient in _dense_gradients(parameters)}
             bytes_of_gradients = sum(
                 _local(p.grad).nbytes for p in parameters if p.grad is not None
             )
@@ -208,21 +208,21 @@ def report(
 
 
 def _dense_gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    found = (each.grad for each in parameters)
-    return [each for each in found if each is not None and each.layout is torch.strided]
+    found = (parameter.grad for parameter in parameters)
+    return [grad for grad in found if grad is not None and grad.layout is torch.strided]
 
 
 def _summary(
     model: nn.Module, trace: AllocationTrace, dynamic: int, gradients: int, states: int
 ) -> MemoryReport:
-    held = trace.held()
-    top = max(range(len(held)), key=held.__getitem__) if held else 0
-    event = trace.events[top] if held else None
+    live = trace.live_bytes()
+    top = max(range(len(live)), key=live.__getitem__) if live else 0
+    event = trace.events[top] if live else None
     grouped: dict[tuple[str, str, str | None, str], list[int]] = defaultdict(list)
     for block in trace.alive(top):
         grouped[block.layer, block.op, block.output, block.kind].append(block.nbytes)
     tensors = [Tensors(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in grouped.items()]
-    named = held[top] if held else 0
+    named = live[top] if live else 0
     return MemoryReport(
         model=type(model).__name__,
         weights=static_bytes(model),
@@ -232,8 +232,8 @@ def _summary(
         named=named,
         phase=event.phase if event is not None else "forward",
         layer=event.layer if event is not None else "",
-        tensors=tuple(sorted(tensors, key=lambda each: -each.nbytes)),
-        timeline=tuple((n, e.layer, e.phase) for n, e in zip(held, trace.events, strict=True)),
+        tensors=tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes)),
+        timeline=tuple((n, e.layer, e.phase) for n, e in zip(live, trace.events, strict=True)),
     )
 
 
@@ -250,17 +250,20 @@ def checks_of(op: str, model: Any, loss: Any, optimizer: Any) -> None:
 
 def static_bytes(model: nn.Module) -> int:
     """Return the bytes of parameters and buffers that are here, shared ones once."""
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    return sum(_local(each).nbytes for each in tensors.values())
+    tensors = {id(parameter): parameter for parameter in (*model.parameters(), *model.buffers())}
+    return sum(_local(tensor).nbytes for tensor in tensors.values())
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Return the bytes of an optimizer's states beside the parameters, or what they will be."""
     if optimizer is None:
         return 0
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
     if not optimizer.state and "betas" in optimizer.defaults:
-        return sum(_local(each).numel() * _bytes_of_states(optimizer, each) for each in parameters)
+        return sum(
+            _local(parameter).numel() * _bytes_of_states(optimizer, parameter)
+            for parameter in parameters
+        )
     return sum(
         _local(value).nbytes
         for param, state in optimizer.state.items()
@@ -287,28 +290,28 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _device(model: nn.Module) -> torch.device:
-    return next((each.device for each in model.parameters()), torch.device("cpu"))
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 @contextlib.contextmanager
-def step_kept(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+def preserve_parameters(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters, without gradients; everything is as before afterwards."""
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    gradients = [each.grad for each in parameters]
-    devices = {each.device for each in parameters if each.device.type == "cuda"}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in parameters]
+    devices = {parameter.device for parameter in parameters if parameter.device.type == "cuda"}
     with torch.random.fork_rng(list(devices), device_type="cuda"):
         clear(parameters)
         try:
             yield parameters
         finally:
-            for each, grad in zip(parameters, gradients, strict=True):
-                each.grad = grad
+            for parameter, grad in zip(parameters, gradients, strict=True):
+                parameter.grad = grad
 
 
 def clear(parameters: list[nn.Parameter]) -> None:
     """Take the gradients away."""
-    for each in parameters:
-        each.grad = None
+    for parameter in parameters:
+        parameter.grad = None
 
 
 @contextlib.contextmanager
@@ -368,7 +371,7 @@ def _default_loss(output: Any) -> Any:
         return found
     values = output.values() if isinstance(output, Mapping) else output
     with contextlib.suppress(TypeError):
-        first = next((each for each in values if isinstance(each, torch.Tensor)), None)
+        first = next((value for value in values if isinstance(value, torch.Tensor)), None)
         return None if first is None else first.float().mean()
     return None
 

@@ -25,7 +25,7 @@ CAST = "cast"
 
 
 @dataclass
-class Block:
+class TracedBlock:
     """Some memory.
 
     Attributes:
@@ -50,10 +50,10 @@ class Block:
 
 @dataclass(frozen=True)
 class AllocationEvent:
-    """Memory that was taken (``block`` positive bytes) or let go."""
+    """Memory that was allocated or freed."""
 
     block: int
-    taken: bool
+    allocated: bool
     layer: str
     phase: str
 
@@ -67,7 +67,7 @@ class AllocationTrace:
     """
 
     weights: frozenset[int] = frozenset()
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[TracedBlock] = field(default_factory=list)
     events: list[AllocationEvent] = field(default_factory=list)
     layer: str = ""
     phase: str = FORWARD
@@ -85,7 +85,7 @@ class AllocationTrace:
         """
         storage = tensor.untyped_storage()
         index = len(self.blocks)
-        block = Block(storage.nbytes(), op, output, self.layer, self.phase, storage._cdata)
+        block = TracedBlock(storage.nbytes(), op, output, self.layer, self.phase, storage._cdata)
         if source is not None and source.untyped_storage()._cdata in self.weights:
             block.kind = CAST
         self.blocks.append(block)
@@ -96,20 +96,20 @@ class AllocationTrace:
     def _let_go(self, index: int) -> None:
         self.events.append(AllocationEvent(index, False, self.layer, self.phase))
 
-    def held(self) -> list[int]:
-        """Return the bytes held after each event."""
+    def live_bytes(self) -> list[int]:
+        """Return the live bytes after each event."""
         total, found = 0, []
         for event in self.events:
             nbytes = self.blocks[event.block].nbytes
-            total += nbytes if event.taken else -nbytes
+            total += nbytes if event.allocated else -nbytes
             found.append(total)
         return found
 
-    def alive(self, until: int) -> list[Block]:
+    def alive(self, until: int) -> list[TracedBlock]:
         """Return the blocks that live after the event of this number."""
-        living: dict[int, Block] = {}
+        living: dict[int, TracedBlock] = {}
         for event in self.events[: until + 1]:
-            if event.taken:
+            if event.allocated:
                 living[event.block] = self.blocks[event.block]
             else:
                 living.pop(event.block, None)
@@ -122,10 +122,10 @@ class AllocationTrace:
             gradients: the keys of the memory that weights' gradients are in.
         """
         turn = next(
-            (i for i, each in enumerate(self.events) if each.phase == BACKWARD), len(self.events)
+            (i for i, event in enumerate(self.events) if event.phase == BACKWARD), len(self.events)
         )
-        at_turn = {id(each) for each in self.alive(turn - 1)} if turn else set()
-        at_end = {id(each) for each in self.alive(len(self.events))}
+        at_turn = {id(block) for block in self.alive(turn - 1)} if turn else set()
+        at_end = {id(block) for block in self.alive(len(self.events))}
         for block in self.blocks:
             if id(block) in at_end and block.key in gradients:
                 block.kind = "gradient"
@@ -133,7 +133,7 @@ class AllocationTrace:
                 block.kind = "activation"
 
 
-class AllocationWatcher(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Writes a trace while it is entered."""
 
     def __init__(self, trace: AllocationTrace) -> None:
@@ -175,9 +175,9 @@ class PlannedBlock:
         finally:
             trace.layer = outside
         if trace.phase == FORWARD:
-            for each in pytree.tree_leaves(result):
-                if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf:
-                    each.register_hook(self._arrive())
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._arrive())
         return result
 
     def _arrive(self) -> Callable[[torch.Tensor], None]:

@@ -12,7 +12,7 @@ know of nothing. On the device an expert is from when its layer knows the choice
 layer's forward, and again while the node that multiplies by it runs backward. Under autocast it is
 there in the dtype of the products alone.
 
-Copies are ``engine.py``'s: on a GPU beside what the stream computes, from pinned memory.
+Copies are ``_core/copy_engine.py``'s: on a GPU beside what the stream computes, from pinned memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from fusedops._core import checks, dtypes
 from fusedops._core.checks import UnsupportedError
-from fusedops.memory.offloading.copy_engine import CopyEngine
+from fusedops._core.copy_engine import CopyEngine
 from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.offloading.pool import Pool
 from fusedops.memory.saved_tensors import check_version, mark_lasting
@@ -103,7 +103,7 @@ def store_experts(
     if not isinstance(settings, OffloadSettings):
         got = checks.type_name(settings)
         raise TypeError(f"{_OP}: settings must be OffloadSettings, got {got}")
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, MoE)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         checks.fail(_OP, "model", "one with fusedops.nn.MoE layers", "none")
     for name, layer in layers.items():
@@ -183,7 +183,7 @@ class ExpertStore:
         # At least one: products of no experts have no shape.
         chosen = tuple(e for e, count in enumerate(counts) if count) or (0,)
         self.traffic.chosen = chosen
-        there = [each for each in stored if each is not None]
+        there = [host for host in stored if host is not None]
         if len(counts) != len(there[0]):
             checks.fail(
                 "MoE", "plan", f"one over {len(there[0])} experts", f"{len(counts)} experts"
@@ -191,7 +191,7 @@ class ExpertStore:
         here = _Fetch.apply(self, chosen, *there)
         mark_lasting(here)
         brought = iter(here)
-        weights = [None if each is None else next(brought) for each in stored]
+        weights = [None if host is None else next(brought) for host in stored]
         output = compute(_among(plan, chosen), weights)
         # A forward that is made again inside of a backward is read at once, by nodes of another
         # graph, which has hooks of its own if at all.
@@ -227,7 +227,7 @@ class ExpertStore:
                     self._engine.copy(
                         source[first * row : (first + count) * row],
                         to[begin * row : (begin + count) * row],
-                        leaves=False,
+                        to_host=False,
                     )
                 )
             self.traffic.fetched_bytes += len(chosen) * row
@@ -241,13 +241,13 @@ class ExpertStore:
         grad = grad.contiguous()
         buffer = self._pool.take(grad.nbytes)
         staged = buffer[: grad.nbytes]
-        ticket = self._engine.copy(_bytes_of(grad), staged, leaves=True)
-        whole = _zeros_like(host)
+        ticket = self._engine.copy(_bytes_of(grad), staged, to_host=True)
+        full = _zeros_like(host)
         self._engine.finish(ticket, self._timeout)
-        whole[list(chosen)] = staged.view(grad.dtype).view(grad.shape).to(whole.dtype)
+        full[list(chosen)] = staged.view(grad.dtype).view(grad.shape).to(full.dtype)
         self._pool.give_back(buffer, ticket)
         self.traffic.returned_bytes += grad.nbytes
-        return whole
+        return full
 
 
 class _Loan:
@@ -261,14 +261,14 @@ class _Loan:
         chosen: Sequence[int],
     ) -> None:
         self._store, self._here, self._chosen = store, here, chosen
-        self._hosts = [(each.detach(), each._version) for each in hosts]
+        self._hosts = [(host.detach(), host._version) for host in hosts]
 
     def renew(self, grad: torch.Tensor) -> None:
         """Bring them again into the memory that was let go."""
         for host, version in self._hosts:
             check_version(host, version)
-        for each in self._here:
-            each.untyped_storage().resize_(each.numel() * each.element_size())
+        for tensor in self._here:
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
         self._store.fetch(self._here, [host for host, _ in self._hosts], self._chosen)
 
     def end(self, *grads: Any) -> None:
@@ -278,8 +278,8 @@ class _Loan:
 
 
 def _let_go(tensors: Sequence[torch.Tensor]) -> None:
-    for each in tensors:
-        each.untyped_storage().resize_(0)
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 class _Fetch(torch.autograd.Function):
@@ -290,13 +290,13 @@ class _Fetch(torch.autograd.Function):
         ctx: Any, store: ExpertStore, chosen: tuple[int, ...], *hosts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         lower, here = dtypes.autocast_dtype(store._device), []
-        for each in hosts:
-            keeps = lower is None or each.dtype == torch.float64
-            dtype = each.dtype if keeps else lower
-            shape = len(chosen), *each.shape[1:]
+        for host in hosts:
+            keeps = lower is None or host.dtype == torch.float64
+            dtype = host.dtype if keeps else lower
+            shape = len(chosen), *host.shape[1:]
             here.append(torch.empty(shape, dtype=dtype, device=store._device))
         store.fetch(here, hosts, chosen)
-        ctx.store, ctx.chosen, ctx.hosts = store, chosen, [each.detach() for each in hosts]
+        ctx.store, ctx.chosen, ctx.hosts = store, chosen, [host.detach() for host in hosts]
         return tuple(here)
 
     @staticmethod

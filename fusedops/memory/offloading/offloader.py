@@ -6,7 +6,8 @@
 
 No memory is used again while a copy reads or writes it: what leaves is held until its copy is
 done, what comes back is held until its copy is done though nobody may want it any more, and a
-buffer cools in the pool (``pool.py``). Copies themselves are ``engine.py``'s.
+buffer cools in the pool (``pool.py``). Copies themselves are
+``_core/copy_engine.py``'s.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from typing import Any
 import torch
 
 from fusedops._core import checks
-from fusedops.memory.offloading.copy_engine import CopyEngine, CopyTimeoutError, engine_for
+from fusedops._core.copy_engine import CopyEngine, CopyTimeoutError, copy_engine
+from fusedops._core.deprecation import Renamed, renamed
 from fusedops.memory.offloading.pool import BufferReuseError, Pool
 from fusedops.memory.saved_tensors import SharedStorage
 
 
+@renamed(ahead=Renamed("prefetch_depth"))
 @dataclass(frozen=True)
 class OffloadSettings:
     """How tensors travel to host memory and back.
 
     Args:
-        ahead: layers whose tensors are fetched before the backward reaches them.
+        prefetch_depth: layers whose tensors are fetched before the backward reaches them.
         least_bytes: memory smaller than this stays where it is.
         in_flight_bytes: what may be leaving at once; more waits for the oldest copy. Until its copy
             is done a tensor still occupies the device.
@@ -47,22 +50,22 @@ class OffloadSettings:
 
     Example:
         >>> import fusedops
-        >>> fusedops.memory.OffloadSettings(ahead=2).ahead
+        >>> fusedops.memory.OffloadSettings(prefetch_depth=2).prefetch_depth
         2
     """
 
-    ahead: int = 1
+    prefetch_depth: int = 1
     least_bytes: int = 1 << 14
     in_flight_bytes: int = 1 << 28
     host_bytes: int | None = None
     timeout: float = 60.0
     check: bool = False
-    engine: Callable[[torch.device], CopyEngine] = engine_for
+    engine: Callable[[torch.device], CopyEngine] = copy_engine
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
         op = "OffloadSettings"
-        for name in ("ahead", "least_bytes", "in_flight_bytes"):
+        for name in ("prefetch_depth", "least_bytes", "in_flight_bytes"):
             checks.integer(op, name, getattr(self, name), least=0)
         if self.host_bytes is not None:
             checks.integer(op, "host_bytes", self.host_bytes, least=0)
@@ -172,7 +175,7 @@ class Offloader:
         if self._settings.check:
             away.checksum = _checksum(memory)
         away.buffer = buffer
-        ticket = self._engine.copy(memory, buffer[: memory.nbytes], leaves=True)
+        ticket = self._engine.copy(memory, buffer[: memory.nbytes], to_host=True)
         away.tickets.append(ticket)
         away.leaving = _Leaving(ticket, memory)
         self._leaving.append(away.leaving)
@@ -227,13 +230,13 @@ class Offloader:
             self._abandoned.append(coming)
 
     def _prefetch(self, group: Group | None) -> None:
-        for _ in range(1 + self._settings.ahead):
+        for _ in range(1 + self._settings.prefetch_depth):
             if group is None:
                 return
             if not group.reached:
                 group.reached = True
-                for each in reversed(group.members):
-                    away = each()
+                for member in reversed(group.members):
+                    away = member()
                     if away is not None:
                         self._start(away)
             group = group.before
@@ -247,7 +250,10 @@ class Offloader:
         nbytes = away.nbytes
         target = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         ticket = self._engine.copy(
-            away.buffer[:nbytes], target, leaves=False, after=away.leaving.ticket
+            away.buffer[:nbytes],
+            target,
+            to_host=False,
+            after=(self._engine.mark(), away.leaving.ticket),
         )
         away.tickets.append(ticket)
         away.coming = (target, ticket)
@@ -260,14 +266,14 @@ class Offloader:
         while self._dropped:
             buffer, tickets = self._dropped.popleft()
             self._pool.give_back(buffer, *tickets)
-        for each in self._leaving:
-            if done(each.ticket):
-                each.source = None
-        self._leaving = deque(each for each in self._leaving if each.source is not None)
-        self._coming = [each for each in self._coming if not done(each[1])]
+        for copy in self._leaving:
+            if done(copy.ticket):
+                copy.source = None
+        self._leaving = deque(copy for copy in self._leaving if copy.source is not None)
+        self._coming = [copy for copy in self._coming if not done(copy[1])]
 
     def _wait_for_room(self, module: str) -> None:
-        held = sum(each.source.nbytes for each in self._leaving if each.source is not None)
+        held = sum(copy.source.nbytes for copy in self._leaving if copy.source is not None)
         while held > self._settings.in_flight_bytes and self._leaving:
             oldest = self._leaving.popleft()
             assert oldest.source is not None

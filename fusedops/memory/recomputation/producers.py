@@ -46,23 +46,23 @@ class RecordedCall:
         """Let a result of the next call go to this source as well."""
         self._sources.append(weakref.ref(source))
 
-    def again(self) -> None:
+    def recompute(self) -> None:
         """Call the operator and hand out its results."""
         assert self._arguments is not None
         args, kwargs = self._arguments.take()
-        for each in pytree.tree_leaves((args, kwargs)):
-            if _is_freed(each):
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if _is_freed(leaf):
                 raise RuntimeError(
                     f"recompute: a result of {self.func} is needed again while FSDP2 has freed "
-                    f"its weight {list(each.shape)}: another block reads it than the one whose "
+                    f"its weight {list(leaf.shape)}: another block reads it than the one whose "
                     "weight it is. Leave this operator out of ops=, or call "
                     "fully_shard(..., reshard_after_forward=False) for that block"
                 )
         with torch.no_grad(), torch._C._DisableAutocast():
             result = self.func(*args, **kwargs)
         results = (result,) if isinstance(result, torch.Tensor) else result
-        for each in self._sources:
-            source = each()
+        for reference in self._sources:
+            source = reference()
             if source is not None:
                 source.receive(results)
 
@@ -70,7 +70,7 @@ class RecordedCall:
 def _versions(args: Any, kwargs: Any) -> list[int]:
     """Return how often each tensor among the arguments was written to."""
     leaves = pytree.tree_leaves((args, kwargs))
-    return [each._version for each in leaves if is_plain(each) and not each.is_inference()]
+    return [leaf._version for leaf in leaves if is_plain(leaf) and not leaf.is_inference()]
 
 
 def _is_freed(given: Any) -> bool:
@@ -95,7 +95,7 @@ class RecomputedStorage(SharedStorage):
 
     def make(self) -> torch.Tensor:
         """Call the operator."""
-        self._call.again()
+        self._call.recompute()
         assert self._value is not None
         return self._value
 
@@ -169,7 +169,7 @@ def new_results(
     """
     schema = func._schema
     leaves = pytree.tree_leaves((args, kwargs))
-    given = {each.untyped_storage()._cdata for each in leaves if is_plain(each)}
+    given = {leaf.untyped_storage()._cdata for leaf in leaves if is_plain(leaf)}
     found: list[tuple[torch.Tensor, str | None, int]] = []
     found += [(value, None, 0) for value in written_arguments(func, args, kwargs)]
     results = result if isinstance(result, (tuple, list)) else (result,)
@@ -184,9 +184,11 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     schema = func._schema
     if not schema.is_mutable:
         return []
-    given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)} | kwargs
-    written = (given.get(each.name) for each in schema.arguments if each.is_write)
-    return [each for value in written for each in pytree.tree_leaves(value) if is_plain(each)]
+    given = {
+        argument.name: value for argument, value in zip(schema.arguments, args, strict=False)
+    } | kwargs
+    written = (given.get(argument.name) for argument in schema.arguments if argument.is_write)
+    return [leaf for value in written for leaf in pytree.tree_leaves(value) if is_plain(leaf)]
 
 
 def is_plain(value: Any) -> bool:

@@ -3,10 +3,11 @@
 The first run keeps the inputs and, for each tensor that autograd would have kept, a *slot*. The
 first slot that is asked for makes the forward run again; its hooks fill all slots that are still
 alive, in the order of the first run. Each slot gives its tensor away to the node that asks, or
-keeps it for that node's next run (``held.needed_again``): torch's own checkpoint fills the slots
-anew for each pass, so that a schedule which asks for the gradients of inputs and of weights in
-two passes runs every forward three times. A slot that is asked for after it gave its tensor away
-(a second backward through a graph that was kept) makes the forward run again, too.
+keeps it for that node's next run (``saved_tensors.needed_for_recomputation``): torch's own
+checkpoint fills the slots anew for each pass, so that a schedule which asks for the gradients of
+inputs and of weights in two passes runs every forward three times. A slot that is asked for
+after it gave its tensor away (a second backward through a graph that was kept) makes the forward
+run again, too.
 
 What the second run must find as the first did: the state of random number generators (our ops draw
 their counters from them), autocast, the choices of ``moe_route`` (``keep_routing``), and the
@@ -50,7 +51,7 @@ class _Slot(Rematerialized):
 
     def make(self) -> torch.Tensor:
         """Let the region run, which fills this slot."""
-        self._region.run_again()
+        self._region.recompute()
         assert self._value is not None
         return self._value
 
@@ -60,9 +61,9 @@ class ForwardState:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._cpu = torch.get_rng_state()
-        devices = {each.device for each in tensors if each.device.type == "cuda"}
-        self._devices = {each: torch.cuda.get_rng_state(each) for each in devices}
-        kinds = {"cpu", *(each.type for each in devices)}
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        self._devices = {device: torch.cuda.get_rng_state(device) for device in devices}
+        kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in sorted(kinds)
@@ -70,7 +71,7 @@ class ForwardState:
         self._cache = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Everything as it was, and afterwards as it is."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(list(self._devices), device_type="cuda"))
@@ -114,13 +115,13 @@ class Region:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module for the first time."""
-        args = tuple(_without_cache(each) for each in args)
+        args = tuple(_without_cache(value) for value in args)
         kwargs = {
-            name: False if name == "use_cache" else _without_cache(each)
-            for name, each in kwargs.items()
+            name: False if name == "use_cache" else _without_cache(value)
+            for name, value in kwargs.items()
         }
         leaves = pytree.tree_leaves((args, kwargs))
-        self._forward_state = ForwardState([each for each in leaves if _is_tensor(each)])
+        self._forward_state = ForwardState([leaf for leaf in leaves if _is_tensor(leaf)])
         self._inputs = Arguments(args, kwargs, lambda tensor: _Input(tensor, self._pack))
         keeping = (
             ResultRecorder(self._results, self._keep) if self._keep else contextlib.nullcontext()
@@ -139,14 +140,14 @@ class Region:
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def run_again(self) -> None:
+    def recompute(self) -> None:
         """Run the module once more and fill the slots that are alive.
 
         Raises:
             RuntimeError: the second run keeps other tensors than the first.
         """
         with self._lock:
-            alive = [each() if each is not None else None for each in self._slots]
+            alive = [slot() if slot is not None else None for slot in self._slots]
             last = max(index for index, slot in enumerate(alive) if slot is not None)
             place = 0
 
@@ -169,7 +170,7 @@ class Region:
             args, kwargs = self._inputs.take()
             hooks = torch.autograd.graph.saved_tensors_hooks(fill, _given)
             recall = ResultReplayer(self._results) if self._keep else contextlib.nullcontext()
-            again, written = self._forward_state.again(), self._written.rewound(self._name)
+            again, written = self._forward_state.restored(), self._written.rewound(self._name)
             with contextlib.suppress(_StopError), again, written, torch.enable_grad():
                 with hooks, recall:
                     self._call(*args, **kwargs)
@@ -214,7 +215,7 @@ def _without_cache(argument: Any) -> Any:
     A second run would append to it again. transformers' own checkpointing leaves it out, too.
     """
     classes = type(argument).__mro__
-    cached = any(each.__module__ == "transformers.cache_utils" for each in classes)
+    cached = any(cls.__module__ == "transformers.cache_utils" for cls in classes)
     return None if cached else argument
 
 

@@ -43,7 +43,7 @@ class Results:
     def add(self, key: _Key, result: Any, held: dict[int, SavedTensor]) -> None:
         """Keep a call's result, its new tensors as ``held``."""
         leaves, structure = pytree.tree_flatten(result)
-        self._kept[key] = ([held.get(i, each) for i, each in enumerate(leaves)], structure)
+        self._kept[key] = ([held.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
         for place in held:
             self._keys[leaves[place].untyped_storage()._cdata] = key
 
@@ -55,15 +55,15 @@ class Results:
 
     def leave(self, outputs: Any) -> None:
         """Take what the region returns: others may write to it."""
-        for each in pytree.tree_leaves(outputs):
-            if is_plain(each) and each.untyped_storage()._cdata in self._keys:
-                self._outputs.append((each.detach(), each._version))
+        for output in pytree.tree_leaves(outputs):
+            if is_plain(output) and output.untyped_storage()._cdata in self._keys:
+                self._outputs.append((output.detach(), output._version))
 
     def forget_written_outputs(self) -> None:
         """Drop results that were written to outside of the region."""
-        for each, version in self._outputs:
-            if each._version != version:
-                self.forget(each)
+        for output, version in self._outputs:
+            if output._version != version:
+                self.forget(output)
 
     def find(self, key: _Key) -> tuple[bool, Any]:
         """Return whether a call's result was kept, and the result."""
@@ -71,7 +71,7 @@ class Results:
             return False, None
         leaves, structure = self._kept[key]
         # Another tensor each time: autograd gives a history to what an operator returns.
-        given = [each.take().detach() if isinstance(each, SavedTensor) else each for each in leaves]
+        given = [leaf.take().detach() if isinstance(leaf, SavedTensor) else leaf for leaf in leaves]
         return True, pytree.tree_unflatten(given, structure)
 
 
@@ -100,8 +100,8 @@ class ResultRecorder(TorchDispatchMode):
         held = {place: self._keep(tensor, op, name) for tensor, name, place in new}
         if any(held.values()) and len(new) == len(pytree.tree_leaves(result)):
             # One result that is kept keeps the call, and so the others.
-            whole = {place: held[place] or Resident(tensor) for tensor, _, place in new}
-            self._results.add(key, result, whole)
+            results = {place: held[place] or Resident(tensor) for tensor, _, place in new}
+            self._results.add(key, result, results)
         return result
 
 

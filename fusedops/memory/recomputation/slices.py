@@ -38,9 +38,9 @@ class Slice(Rematerialized):
     def make(self) -> torch.Tensor:
         """Return the tensor, in a collective of the group."""
         part = self._part if isinstance(self._part, torch.Tensor) else self._part.take()
-        whole = part.new_empty(self._group.size() * part.numel())
-        all_gather_single(whole, part, group=self._group)
-        return whole[: self._shape.numel()].view(self._shape)
+        gathered = part.new_empty(self._group.size() * part.numel())
+        all_gather_single(gathered, part, group=self._group)
+        return gathered[: self._shape.numel()].view(self._shape)
 
 
 def worth_slicing(tensor: torch.Tensor, group: Any) -> bool:

@@ -293,6 +293,8 @@ def _check_pipeline(config: ParallelConfig) -> None:
     parts, virtual = config.microbatches, config.pipeline_virtual
     if config.pp == 1:
         checks.choice(_OP, "pipeline_schedule", config.pipeline_schedule, tuple(SCHEDULES))
+        if virtual not in (None, 1):
+            checks.fail(_OP, "pipeline_virtual", "None or 1 with pp 1", virtual)
         return
     check_schedule(_OP, config.pipeline_schedule, config.pp, parts, virtual)
     if config.mode == "manual":

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from fusedops.ops import moe_pack, moe_unpack, moe_unpermute
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.ops._routing_plan import RoutingPlan
-from fusedops.parallel.async_exchange import Transfer
+from fusedops.parallel.async_exchange import RowCounts, Transfer
 from fusedops.parallel.collective_errors import ErrorCode, ErrorVote
-from fusedops.parallel.expert.metadata import RowCounts
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ class DispatchAllToAll:
             num_rows = self._limit.rows
         self._transfer = Transfer(
             payload[: sum(counts.send)],
-            counts.send,
-            counts.receive,
+            counts,
             self._group,
             num_rows,
             label="tokens to experts",
@@ -148,12 +146,7 @@ class DispatchAllToAll:
         payload = moe_pack(grad_rows, grad_probs.to(self._layout.prob_dtype))
         num_slots = self._order.plan.permutation.numel()
         self._transfer = Transfer(
-            payload,
-            counts.receive,
-            counts.send,
-            self._group,
-            num_slots,
-            label="gradients of tokens",
+            payload, counts.reverse, self._group, num_slots, label="gradients of tokens"
         )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
@@ -205,12 +198,7 @@ class CombineAllToAll:
         else:
             rows = rows.index_select(0, self._order)
         self._transfer = Transfer(
-            rows,
-            counts.receive,
-            counts.send,
-            self._group,
-            self._num_slots,
-            label="experts' results",
+            rows, counts.reverse, self._group, self._num_slots, label="experts' results"
         )
 
     def finish(self) -> tuple[torch.Tensor, ...]:
@@ -225,8 +213,7 @@ class CombineAllToAll:
         num_results = self._num_results if self._order is None else None
         self._transfer = Transfer(
             grads[0][: sum(counts.send)],
-            counts.send,
-            counts.receive,
+            counts,
             self._group,
             num_results,
             label="gradients of results",

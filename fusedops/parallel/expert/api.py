@@ -29,12 +29,11 @@ from fusedops.parallel.expert.arguments import (
     groups_of,
 )
 from fusedops.parallel.expert.dispatcher import (
-    EagerHop,
     PendingCombine,
     TokenDispatcher,
     dispatch_start,
 )
-from fusedops.parallel.expert.operators import OperatorHop
+from fusedops.parallel.expert.operators import dispatch_by_operators
 
 Experts = Callable[[torch.Tensor, RoutingPlan], torch.Tensor]
 _HOST = "row counts of an expert-parallel exchange are on the host"
@@ -187,7 +186,7 @@ def moe_combine(
         raise TypeError(f"moe_combine: handle must be of moe_dispatch, got {type(handle).__name__}")
     checks.flag("moe_combine", "weighted", weighted)
     dispatcher = handle._dispatcher
-    if isinstance(dispatcher.hops[0], EagerHop):
+    if dispatcher.hops[0].is_eager:
         return _combine(dispatcher, output, weighted)
     return dispatcher.combine_start(output).wait(weighted=weighted)
 
@@ -283,8 +282,7 @@ def _dispatch_by_operators(
 ) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
     check = check_traced if torch.compiler.is_compiling() else check_on_all
     check(options, input, plan)
-    dispatcher = TokenDispatcher(options, OperatorHop(options, input, plan))
-    return _wait_tokens(options, dispatcher, input, plan)
+    return _wait_tokens(options, dispatch_by_operators(options, input, plan), input, plan)
 
 
 @torch.compiler.disable(reason=_HOST)

@@ -2,10 +2,10 @@
 
 ``TokenDispatcher`` has the steps of dispatch and combine, over one group or, hierarchically, over
 two. A step is one exchange over one group, a *hop*, of which there are two kinds. Compiled graphs,
-and calls with a static number of rows, use ``OperatorHop`` (``operators.py``): an operator that
-starts and waits at once. All other calls use ``EagerHop``, for the sake of chunks: it starts and
-waits in separate steps, so that the experts compute one chunk while later chunks arrive and earlier
-results travel back. The operators run an ``EagerHop`` inside.
+and calls with a static number of rows, use a hop that is an operator, which starts and waits at
+once (``operators.py``). All other calls use the eager hop of this file, for the sake of chunks: it
+starts and waits in separate steps, so that the experts compute one chunk while later chunks arrive
+and earlier results travel back. The operators run an eager hop inside.
 
 An error of one rank is sent to all before that rank raises, so that none waits for rows that never
 come.
@@ -13,6 +13,7 @@ come.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from fusedops._core import checks
 from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
-from fusedops.parallel.async_exchange import begin, end
+from fusedops.parallel.async_exchange import RowCounts, begin, end
 from fusedops.parallel.collective_errors import ErrorCode, ErrorVote
 from fusedops.parallel.comm.host_groups import connect, hosts_of
 from fusedops.parallel.expert.all_to_all import (
@@ -41,7 +42,6 @@ from fusedops.parallel.expert.metadata import (
     CallSignature,
     Metadata,
     MetadataExchange,
-    RowCounts,
     bad_plan,
     send_error,
 )
@@ -66,37 +66,54 @@ class PendingRows(Protocol):
         """Return the results in the order in which the rows were dispatched."""
 
 
-class Hop(Protocol):
-    """An exchange of rows over one group, started, and the exchange of results in reverse.
+class Hop(ABC):
+    """An exchange of rows over one group, and the exchange of their results in reverse.
+
+    Args:
+        options: of the call.
+        level: the index of the group in ``options.groups``.
+        input: ``[T, H]``.
+        plan: the routing of the tokens.
 
     Attributes:
-        plan: the routing of the tokens that it sends.
+        is_eager: whether the hop is no operator, and must not be traced.
     """
 
-    plan: RoutingPlan
+    is_eager = False
+
+    def __init__(
+        self, options: DispatchOptions, level: int, input: torch.Tensor, plan: RoutingPlan
+    ) -> None:
+        self.options, self.level, self.plan = options, level, plan
+        self.group = options.groups[level]
+        # Experts for which a rank of the group receives rows.
+        self.num_experts = plan.num_experts // self.group.size()
+        self.like = input.detach()[:0]
 
     @property
+    @abstractmethod
     def origin_plan(self) -> RoutingPlan:
         """The routing by which the results that return are summed."""
 
     @property
-    def num_experts(self) -> int:
-        """Experts for which a rank of the group receives rows."""
-
-    @property
+    @abstractmethod
     def counts(self) -> tuple[Any, Any]:
         """Rows sent to, and received from, each rank."""
 
     @property
+    @abstractmethod
     def num_dropped(self) -> tuple[Any, Any]:
         """Slots that no expert computes, of this rank and of the group."""
 
+    @abstractmethod
     def wait(self) -> DispatchedRows:
         """Return the rows that arrive."""
 
+    @abstractmethod
     def next(self, rows: torch.Tensor, plan: RoutingPlan) -> Hop:
         """Start the hop within the node."""
 
+    @abstractmethod
     def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> PendingRows:
         """Start the exchange of results: one per row, or in an order one per slot."""
 
@@ -111,16 +128,14 @@ class TokenDispatcher:
 
     def __init__(self, options: DispatchOptions, first: Hop) -> None:
         self.hops = [first]
-        self.reduce = options.reduce
-        self._is_padded = options.max_rows is not None
-        self._num_hops = len(options.groups)
+        self._options = options
 
     def second_hop(self) -> None:
         """Wait for the tokens of this node, and send them to the ranks of their experts.
 
         Does nothing over a single group, or if it was called before.
         """
-        if len(self.hops) < self._num_hops:
+        if len(self.hops) < len(self._options.groups):
             first = self.hops[0]
             rows, probs, ids = first.wait()
             self.hops.append(first.next(rows, plan_in_node(ids, probs, first.num_experts)))
@@ -131,28 +146,28 @@ class TokenDispatcher:
         last = self.hops[-1]
         rows, probs, ids = last.wait()
         # Padding has no expert; without padding each row has one.
-        kept = ids < last.num_experts if self._is_padded else None
+        kept = None if self._options.max_rows is None else ids < last.num_experts
         order = moe_sort(ids, last.num_experts)
         return rows, RoutingPlan(ids, probs, *order, kept, last.num_experts)
 
     def combine_start(self, output: torch.Tensor) -> PendingCombine:
         """Start to send the experts' results back."""
-        return PendingCombine(self, output)
+        return PendingCombine(self.hops, output)
 
 
 class PendingCombine:
     """Results on their way to the ranks of their tokens. The constructor starts the exchange.
 
     Args:
-        dispatcher: brought the rows.
+        hops: brought the rows.
         output: ``[R, H]``, the result of each row.
     """
 
-    def __init__(self, dispatcher: TokenDispatcher, output: torch.Tensor) -> None:
-        self._hops = dispatcher.hops
-        self._in_node = dispatcher.reduce == "node"
-        self._num_waiting = len(self._hops)
-        self._pending = self._hops[-1].combine_start(output)
+    def __init__(self, hops: Sequence[Hop], output: torch.Tensor) -> None:
+        self._hops = hops
+        self._in_node = hops[0].options.reduce == "node"
+        self._num_waiting = len(hops)
+        self._pending = hops[-1].combine_start(output)
 
     def second_hop(self, *, weighted: bool) -> None:
         """Wait for the results of this node, and send them to the ranks of their tokens.
@@ -178,50 +193,39 @@ class PendingCombine:
         return moe_unpermute(self._pending.wait(), self._hops[0].origin_plan, weighted=weighted)
 
 
-class EagerHop:
-    """An exchange over one group whose start and wait are separate steps.
+class _EagerHop(Hop):
+    """A hop whose start and wait are separate steps.
 
     Args:
         options: of the call.
         level: the index of the group in ``options.groups``.
         input: ``[T, H]``.
         plan: the routing of the tokens.
-        order: which rows are sent.
-        origin_plan: the routing by which the results that return are summed.
     """
 
+    is_eager = True
+
     def __init__(
-        self,
-        options: DispatchOptions,
-        level: int,
-        input: torch.Tensor,
-        plan: RoutingPlan,
-        order: SendOrder,
-        origin_plan: RoutingPlan,
+        self, options: DispatchOptions, level: int, input: torch.Tensor, plan: RoutingPlan
     ) -> None:
-        self.plan, self._origin_plan = plan, origin_plan
-        self.input, self.order, self.group = input, order, options.groups[level]
-        self._options, self._level = options, level
-        self._like = input.detach()[:0]
-        self.layout = order.layout(input, quantized=options.quantized)
+        super().__init__(options, level, input, plan)
+        self.input = input
+        self.order, self._origin_plan = SendOrder.of_slots(plan), plan
+        self.to_nodes = level < len(options.groups) - 1
+        if self.to_nodes:
+            self.order = order_to_nodes(plan, self.group.size())
+            self._origin_plan = self.order.plan
+            if options.reduce == "home":
+                self._origin_plan = slots_by_node(plan, self.group.size())
+        self.layout = self.order.layout(input, quantized=options.quantized)
+        # The group, and that across nodes, whose ranks wait for what passes this one.
+        self._waiting_groups = options.groups[level::-1]
         self.anchor: Any = None
-
-    @property
-    def origin_plan(self) -> RoutingPlan:
-        """The routing by which the results that return are summed."""
-        return self._origin_plan
-
-    @property
-    def _groups(self) -> Sequence[dist.ProcessGroup]:
-        """The group, and the one across nodes whose ranks wait for what passes this one."""
-        return self._options.groups[self._level :: -1]
 
     def start(self, metadata: MetadataExchange, chunk: int, anchor: Any = None) -> None:
         """Pack and send the rows."""
-        options = self._options
-        limit = None
-        if options.max_rows is not None:
-            limit = RowLimit(options.op, options.max_rows, self._groups)
+        op, max_rows = self.options.op, self.options.max_rows
+        limit = None if max_rows is None else RowLimit(op, max_rows, self._waiting_groups)
         self._metadata, self._chunk = metadata, chunk
         self._exchange = DispatchAllToAll(
             self.order, self.layout, lambda: metadata.wait()[0][chunk], self.group, limit
@@ -239,52 +243,48 @@ class EagerHop:
         return self._metadata.wait()[1][self._chunk]
 
     @property
-    def counts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows sent to, and received from, each rank."""
-        return tuple(self.row_counts.send), tuple(self.row_counts.receive)
-
-    @property
     def dropped(self) -> list[int]:
         """Slots that no expert computes, per rank."""
         self._metadata.wait()
         return self._metadata.dropped
 
     @property
-    def num_dropped(self) -> tuple[int, int]:
-        """Slots that no expert computes, of this rank and of the group."""
-        return self.dropped[self.group.rank()], sum(self.dropped)
+    def origin_plan(self) -> RoutingPlan:
+        return self._origin_plan
 
     @property
-    def num_experts(self) -> int:
-        """Experts for which a rank of the group receives rows."""
-        return self.plan.num_experts // self.group.size()
+    def counts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(self.row_counts.send), tuple(self.row_counts.receive)
+
+    @property
+    def num_dropped(self) -> tuple[int, int]:
+        return self.dropped[self.group.rank()], sum(self.dropped)
 
     def wait(self) -> DispatchedRows:
-        """Return the rows that arrive."""
         rows, probs, self.anchor = end(self._exchange, self._ticket)
         ids = self._exchange.ids
         first = self.group.rank() * self.num_experts
         return DispatchedRows(rows, probs, torch.where(ids >= 0, ids - first, self.num_experts))
 
-    def next(self, rows: torch.Tensor, plan: RoutingPlan) -> EagerHop:
-        """Start the hop within the node."""
+    def next(self, rows: torch.Tensor, plan: RoutingPlan) -> _EagerHop:
         dropped = rows.new_full((), sum(self.dropped), dtype=torch.int64)
         grads = wants_gradient(rows, plan.probs)
-        return start_in_node(self._options, rows, plan, dropped, grads=grads, anchor=self.anchor)
+        return start_in_node(self.options, rows, plan, dropped, grads=grads, anchor=self.anchor)
 
-    def combine_start(self, output: Any, order: torch.Tensor | None = None) -> _PendingExchange:
-        """Start the exchange of results: one per row, or in an order one per slot."""
+    def combine_start(self, output: Any, order: torch.Tensor | None = None) -> PendingRows:
         vote = None
-        if self._level == len(self._options.groups) - 1:  # the other hop only passes results on
+        if not self.to_nodes:  # the other hop only passes results on
             num_rows = sum(self.row_counts.receive)
-            output, vote = vote_on_output(output, num_rows, self._like, self._groups)
+            output, vote = vote_on_output(output, num_rows, self.like, self._waiting_groups)
         counts = self.row_counts if order is None else self.slot_counts
         num_slots = self.plan.permutation.numel()
         exchange = CombineAllToAll(counts, num_slots, self.group, output.shape[0], order)
-        return _PendingExchange(exchange, begin(exchange, output, anchor=self.anchor), vote)
+        return PendingExchange(exchange, begin(exchange, output, anchor=self.anchor), vote)
 
 
-class _PendingExchange(NamedTuple):
+class PendingExchange(NamedTuple):
+    """A started ``CombineAllToAll``, and the vote on the output where there is one."""
+
     exchange: CombineAllToAll
     ticket: torch.Tensor
     vote: ErrorVote | None
@@ -340,7 +340,7 @@ def start_chunks(
     plan: RoutingPlan,
     *,
     grads: bool | None = None,
-) -> list[EagerHop]:
+) -> list[_EagerHop]:
     """Check the arguments, and start the first hop of each chunk.
 
     Args:
@@ -358,10 +358,8 @@ def start_chunks(
     if grads is None:
         grads = wants_gradient(input, plan.probs)
     plans = _chunks_of(plan, options.chunks)
-    hops = [
-        _first_hop(options, part, routing)
-        for part, routing in zip(input.tensor_split(options.chunks), plans, strict=True)
-    ]
+    parts = zip(input.tensor_split(options.chunks), plans, strict=True)
+    hops = [_EagerHop(options, 0, part, routing) for part, routing in parts]
     try:
         _start(hops, options, plan.num_dropped, faults, grads=grads)
     except (TypeError, ValueError) as error:
@@ -373,15 +371,6 @@ def start_chunks(
     return hops
 
 
-def _first_hop(options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan) -> EagerHop:
-    if len(options.groups) == 1:
-        return EagerHop(options, 0, input, plan, SendOrder.of_slots(plan), plan)
-    nodes = options.groups[0].size()
-    order = order_to_nodes(plan, nodes)
-    origin_plan = order.plan if options.reduce == "node" else slots_by_node(plan, nodes)
-    return EagerHop(options, 0, input, plan, order, origin_plan)
-
-
 def start_in_node(
     options: DispatchOptions,
     rows: torch.Tensor,
@@ -390,7 +379,7 @@ def start_in_node(
     *,
     grads: bool,
     anchor: torch.Tensor | None = None,
-) -> EagerHop:
+) -> _EagerHop:
     """Start the second hop, from the ranks of a node to those of the experts.
 
     Args:
@@ -401,14 +390,14 @@ def start_in_node(
         grads: whether autograd will ask for gradients.
         anchor: of the first hop.
     """
-    hop = EagerHop(options, 1, rows, plan, SendOrder.of_slots(plan), plan)
+    hop = _EagerHop(options, 1, rows, plan)
     _start([hop], options, dropped, torch.zeros_like(dropped), grads=grads, anchor=anchor)
     connect(options.groups[::-1], rows.device)
     return hop
 
 
 def _start(
-    hops: Sequence[EagerHop],
+    hops: Sequence[_EagerHop],
     options: DispatchOptions,
     dropped: torch.Tensor,
     faults: torch.Tensor,
@@ -428,7 +417,7 @@ def _start(
         reduce=options.reduce,
         max_rows=-1 if options.max_rows is None else options.max_rows,
     )
-    carries_slots = first.order.span > 0 and options.reduce == "home"
+    carries_slots = first.to_nodes and options.reduce == "home"
     metadata = Metadata(
         signature,
         rows=[rows_per_destination(hop.order.plan, first.group.size()) for hop in hops],

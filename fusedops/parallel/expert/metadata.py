@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fusedops.parallel.async_exchange import RowCounts
 from fusedops.parallel.collective_errors import ErrorCode, code_of, error_of
 from fusedops.parallel.comm.collectives import Pending, all_to_all
 
@@ -45,13 +46,6 @@ _SLOTS = _ROWS + MAX_CHUNKS
 _COLUMNS = _SLOTS + MAX_CHUNKS
 # What a ``MetadataExchange`` sends to each rank: int64.
 METADATA_BYTES = 8 * _COLUMNS
-
-
-class RowCounts(NamedTuple):
-    """How many rows are sent to and received from each rank of the group."""
-
-    send: list[int]
-    receive: list[int]
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,21 @@ from torch import Tensor
 from fusedops._core.library import define_exchange
 from fusedops.ops import RoutingPlan
 from fusedops.ops._moe_payload import PayloadLayout
+from fusedops.parallel.async_exchange import RowCounts, begin
 from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchAllToAll, SendOrder
 from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.parallel.expert.dispatcher import (
     DispatchedRows,
+    Hop,
+    PendingExchange,
+    PendingRows,
+    TokenDispatcher,
     start_chunks,
     start_in_node,
     vote_on_output,
     wants_gradient,
 )
 from fusedops.parallel.expert.hierarchical import order_to_nodes, slots_by_node
-from fusedops.parallel.expert.metadata import RowCounts
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
@@ -265,13 +269,7 @@ def _combine(a: CombineArguments) -> CombineResults:
         num_rows = sum(counts.receive) if a.max_rows is None else a.max_rows
         output, vote = vote_on_output(output, num_rows, a.like, groups[::-1])
     exchange = CombineAllToAll(counts, a.num_slots, groups[a.level], output.shape[0], a.order)
-    exchange.start(output)
-    if vote is not None:
-        vote.second_hop()  # while rows travel
-    (rows,) = exchange.finish()
-    if vote is not None:
-        vote.wait()
-    return CombineResults(rows)
+    return CombineResults(PendingExchange(exchange, begin(exchange, output), vote).wait())
 
 
 def _combine_fake(a: CombineArguments) -> CombineResults:
@@ -379,14 +377,21 @@ _COMBINE_BACKWARD = _define(
 )
 
 
-class OperatorHop:
-    """An exchange over one group as an operator, which starts and waits at once.
+def dispatch_by_operators(
+    options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
+) -> TokenDispatcher:
+    """Return a dispatcher whose hops are operators; ``chunks`` is ignored."""
+    return TokenDispatcher(options, _OperatorHop(options, input, plan))
+
+
+class _OperatorHop(Hop):
+    """A hop that is an operator, which starts and waits at once.
 
     Args:
         options: of the call.
         input: ``[T, H]``.
         plan: the routing of the tokens.
-        before: the hop between nodes, for the one within the node.
+        first: the hop between nodes, for the one within the node.
     """
 
     def __init__(
@@ -394,15 +399,10 @@ class OperatorHop:
         options: DispatchOptions,
         input: torch.Tensor,
         plan: RoutingPlan,
-        before: OperatorHop | None = None,
+        first: _OperatorHop | None = None,
     ) -> None:
-        self.plan = plan
-        self._options = options
-        self._level = 0 if before is None else 1
+        super().__init__(options, 0 if first is None else 1, input, plan)
         self._names: list[str] = [group.group_name for group in options.groups]
-        group = options.groups[self._level]
-        self._rank, self._size = group.rank(), group.size()
-        self._like = input.detach()[:0]
         arguments = DispatchArguments(
             input=input,
             probs=plan.probs,
@@ -410,7 +410,7 @@ class OperatorHop:
             permutation=plan.permutation,
             positions=plan.positions,
             offsets=plan.offsets,
-            dropped=None if before is None else before.num_dropped[1],
+            dropped=None if first is None else first.num_dropped[1],
             num_experts=plan.num_experts,
             reduce=options.reduce,
             payload=options.payload,
@@ -418,54 +418,43 @@ class OperatorHop:
             max_rows=options.max_rows,
             op=options.op,
             groups=self._names,
-            level=self._level,
+            level=self.level,
         )
         self._results = DispatchResults(*_DISPATCH(*arguments))
 
     @property
     def origin_plan(self) -> RoutingPlan:
-        """The routing by which the results that return are summed."""
         if len(self._names) == 1:
             return self.plan
-        if self._options.reduce == "node":
-            return order_to_nodes(self.plan, self._size).plan
-        return slots_by_node(self.plan, self._size)
-
-    @property
-    def num_experts(self) -> int:
-        """Experts for which a rank of the group receives rows."""
-        return self.plan.num_experts // self._size
+        if self.options.reduce == "node":
+            return order_to_nodes(self.plan, self.group.size()).plan
+        return slots_by_node(self.plan, self.group.size())
 
     @property
     def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows sent to, and received from, each rank."""
         return self._results.counts[0], self._results.counts[1]
 
     @property
     def num_dropped(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots that no expert computes, of this rank and of the group."""
-        return self._results.dropped[self._rank], self._results.dropped.sum()
+        return self._results.dropped[self.group.rank()], self._results.dropped.sum()
 
     def wait(self) -> DispatchedRows:
-        """Return the rows that arrived."""
-        return DispatchedRows(self._results.rows, self._results.probs, self._results.ids)
+        return DispatchedRows(*self._results[:3])
 
-    def next(self, rows: torch.Tensor, plan: RoutingPlan) -> OperatorHop:
-        """Run the hop within the node."""
-        return OperatorHop(self._options, rows, plan, self)
+    def next(self, rows: torch.Tensor, plan: RoutingPlan) -> _OperatorHop:
+        return _OperatorHop(self.options, rows, plan, self)
 
-    def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> _Rows:
-        """Send results back: one per row, or in an order one per slot."""
+    def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> PendingRows:
         arguments = CombineArguments(
             output=output,
             anchor=self._results.anchor,
             counts=self._results.counts,
-            like=self._like,
+            like=self.like,
             order=order,
             num_slots=self.plan.permutation.shape[0],
-            max_rows=self._options.max_rows,
+            max_rows=self.options.max_rows,
             groups=self._names,
-            level=self._level,
+            level=self.level,
         )
         return _Rows(_COMBINE(*arguments))
 
@@ -474,5 +463,4 @@ class _Rows(NamedTuple):
     rows: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """Return the results."""
         return self.rows

@@ -18,7 +18,7 @@ import importlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -68,6 +68,7 @@ class PipelineSchedule:
     torch: str | None = None
 
 
+_v_schedule = partial(PipelineSchedule, virtual=2, fixed=True, splits=True, is_v=True)
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
@@ -76,24 +77,8 @@ SCHEDULES = {
         PipelineSchedule("interleaved", "interleaved 1F1B", virtual=2, torch="Interleaved1F1B"),
         PipelineSchedule("looped_bfs", "looped, breadth first", virtual=2, torch="LoopedBFS"),
         PipelineSchedule("zero_bubble", "zero bubble", splits=True, torch="InterleavedZeroBubble"),
-        PipelineSchedule(
-            "zbv",
-            "zero bubble V",
-            virtual=2,
-            fixed=True,
-            splits=True,
-            is_v=True,
-            torch="ZBVZeroBubble",
-        ),
-        PipelineSchedule(
-            "dualpipev",
-            "DualPipeV",
-            virtual=2,
-            fixed=True,
-            splits=True,
-            is_v=True,
-            torch="DualPipeV",
-        ),
+        _v_schedule("zbv", "zero bubble V", torch="ZBVZeroBubble"),
+        _v_schedule("dualpipev", "DualPipeV", torch="DualPipeV"),
     )
 }
 

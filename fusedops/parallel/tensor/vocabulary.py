@@ -272,36 +272,10 @@ class VocabularyCrossEntropy(ParallelLayer):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[B, S, V]``, soft-capped, on every rank; without gradients."""
-        hidden = to_tensor_parallel(hidden, self.group, sequence=self.sequence)
-        logits = vocab_parallel_logits(
-            hidden, local(self.weight), self.group, local(self.bias), vocab_size=self.vocab_size
-        )
+        project = VocabParallelProjection(self.group, self.vocab_size, sequence=self.sequence)
+        logits = project(hidden, self.weight, self.bias)
         softcap = self.options["softcap"]
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-@torch.no_grad()
-def vocab_parallel_logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    group: dist.ProcessGroup,
-    bias: torch.Tensor | None = None,
-    *,
-    vocab_size: int,
-) -> torch.Tensor:
-    """Return the logits of the vocabulary ``[..., V]`` on every rank, as generation needs them.
-
-    Arguments are those of ``vocab_parallel_cross_entropy``. Without gradients: training has the
-    loss.
-    """
-    return _gather_logits(F.linear(hidden, weight, bias), group, vocab_size)
-
-
-def _gather_logits(logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int) -> torch.Tensor:
-    """Return the logits of the vocabulary, of which each rank has its range."""
-    size = len(vocab_range(0, group.size(), vocab_size))
-    logits = F.pad(logits, (0, size - logits.shape[-1]))
-    return collectives.all_gather(logits, group, dim=-1, label="logits").wait()[..., :vocab_size]
 
 
 class VocabParallelProjection:
@@ -342,7 +316,9 @@ class VocabParallelProjection:
     @torch.no_grad()
     def gather_logits(self, local_logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of the vocabulary."""
-        return _gather_logits(local_logits, self._group, self.vocab_size)
+        padded = F.pad(local_logits, (0, self.max_local_size - local_logits.shape[-1]))
+        logits = collectives.all_gather(padded, self._group, dim=-1, label="logits").wait()
+        return logits[..., : self.vocab_size]
 
     @torch.no_grad()
     def topk(self, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
