@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 ALL_PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 PAGES = [page for page in ALL_PAGES if page.parent != DOCS / "ops"]
-PACKAGES = ("transformers", "triton", "typer")  # a block that imports one is skipped without it
+PACKAGES = ("accelerate", "transformers", "triton")  # skip blocks that import one
 TIMEOUT = 300.0  # seconds; a page takes a few
 # A comment of one of the two kinds, or a block: its indentation and its code.
 _PARTS = re.compile(
