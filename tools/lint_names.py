@@ -35,7 +35,6 @@ BANNED = {
     "found": "the name of the result",
     "held": "saved, live",
     "home": "combine",
-    "hop": "AllToAll",
     "joined": "gathered, merged",
     "keeper": "checkpointer, PolicyState",
     "maker": "producer",
@@ -59,9 +58,9 @@ BANNED = {
 }
 
 # Folders of the package whose names are not yet those of the field.
-EXEMPT_FOLDERS = ("generation", "integrations", "kernels", "models", "parallel")
+EXEMPT_FOLDERS = ("integrations", "kernels", "models", "parallel")
 # Classes with the same name as one outside of EXEMPT_FOLDERS.
-SHARED_NAMES = ("CrossEntropyLoss", "LayerNorm", "Layout", "MLP", "RMSNorm", "Rule", "Softmax")
+SHARED_NAMES = ("CrossEntropyLoss", "LayerNorm", "MLP", "RMSNorm")
 
 
 class Name(NamedTuple):

@@ -27,7 +27,7 @@ class CollectiveMismatchError(RuntimeError):
 
 
 @dataclass
-class CollectiveCall:
+class RankCall:
     """One rank's part of a communication.
 
     Attributes:
@@ -78,10 +78,10 @@ class ThreadCollective:
     """
 
     expected: int
-    calls: dict[int, CollectiveCall] = field(default_factory=dict)
+    calls: dict[int, RankCall] = field(default_factory=dict)
     _results: dict[int, Tensors] | None = None
 
-    def join(self, rank: int, call: CollectiveCall) -> None:
+    def join(self, rank: int, call: RankCall) -> None:
         """Take a rank's part.
 
         Raises:

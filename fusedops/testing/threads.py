@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 from fusedops.testing.ranks import RankError
 from fusedops.testing.thread_collectives import (
     AllOf,
-    CollectiveCall,
+    RankCall,
     Tensors,
     ThreadCollective,
     ThreadWork,
@@ -50,9 +50,7 @@ class _Run:
         self.scheduler = ThreadScheduler(size, seed)
         self.pending: dict[tuple[Any, ...], ThreadCollective] = {}
 
-    def join(
-        self, key: tuple[Any, ...], expected: int, rank: int, call: CollectiveCall
-    ) -> ThreadWork:
+    def join(self, key: tuple[Any, ...], expected: int, rank: int, call: RankCall) -> ThreadWork:
         """Take a rank's part in the collective of that key."""
         collective = self.pending.setdefault(key, ThreadCollective(expected))
         collective.join(rank, call)
@@ -87,7 +85,7 @@ class ThreadGroup(_ProcessGroup):
         self._count[()] += 1
         key = (self._key, self._ranks, self._count[()])
         where = f"rank {self._ranks[self._mine]} in the group of ranks {list(self._ranks)}"
-        call = CollectiveCall(kind, inputs, outputs, detail, tuple(sizes), where)
+        call = RankCall(kind, inputs, outputs, detail, tuple(sizes), where)
         return self._run.join(key, len(self._ranks), self._mine, call)
 
     @property
@@ -209,7 +207,7 @@ class ThreadGroup(_ProcessGroup):
         arrow = f"from rank {self._ranks[source]} to rank {self._ranks[to]}"
         given, got = (tensors, []) if kind == "send" else ([], tensors)
         sizes = tuple(tensor.numel() for tensor in tensors)
-        call = CollectiveCall(kind, given, got, None, sizes, arrow)
+        call = RankCall(kind, given, got, None, sizes, arrow)
         # The sender is the first of the two, whatever their ranks are.
         return self._run.join(key, 2, 0 if kind == "send" else 1, call)
 
