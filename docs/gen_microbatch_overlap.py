@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
-from fusedops.models.parallelization.engine import parallelized
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import COMPUTE, Log
 from fusedops.testing import threads
@@ -65,14 +64,13 @@ def main() -> None:
 
 def _recorded(name: str, values: dict[str, Any]) -> dict[str, Log]:
     whole = Transformer(replace(preset(name), num_layers=LAYERS), device="meta")
-    model = parallelize(whole, ParallelConfig(**values, overlap_microbatches=True), seed=0)
-    run = parallelized(model)
+    run = parallelize(whole, ParallelConfig(**values, overlap_microbatches=True), seed=0)
     shape = SEQUENCES * run.data_ranks, TOKENS + 1
-    text = torch.arange(shape[0] * shape[1]).reshape(shape) % model.config.vocab_size
+    text = torch.arange(shape[0] * shape[1]).reshape(shape) % whole.config.vocab_size
     shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))
     count = run.count(shard.labels)
     with collectives.recorded() as forward:
-        loss = run.loss(model(*shard[:2], positions=shard.positions), count)
+        loss = run.loss(whole(*shard[:2], positions=shard.positions), count)
     with collectives.recorded() as backward:
         loss.backward()
     return {"forward": forward, "backward": backward}

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
-from fusedops.models.parallelization.engine import parallelized
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Event
 from fusedops.testing import threads
@@ -77,8 +76,8 @@ def _step(values: dict[str, Any]) -> Step:
 
 def _recorded(config: ParallelConfig) -> Step:
     name = "tiny-llama" if config.ep == 1 else "tiny-mixtral"
-    model = parallelize(Transformer(preset(name), device="meta"), config, seed=0)
-    run = parallelized(model)
+    model = Transformer(preset(name), device="meta")
+    run = parallelize(model, config, seed=0)
     text = torch.arange(SEQUENCES * (TOKENS + 1)).reshape(SEQUENCES, -1) % model.config.vocab_size
     shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))
     count = run.count(shard.labels)

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,8 +26,7 @@ from torch import nn
 
 from fusedops._core import host
 from fusedops.bench.small_models import small_model
-from fusedops.models import ParallelConfig, Transformer, TransformerConfig, initialize, parallelize
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize
 from fusedops.optim import AdamW
 
 _SEED = 0
@@ -256,12 +255,7 @@ def _step_of(setting: ScalingSetting, work: ScalingWork) -> Callable[[], float]:
     if setting.parallel is None:
         return _patched_step(config, tokens, labels)
     model = Transformer(config, device="meta")
-    if setting.processes == 1:
-        model.to_empty(device="cpu")
-        initialize(model, _SEED)
-    else:
-        parallelize(model, ParallelConfig(**setting.parallel), seed=_SEED)
-    run = replace(parallelized(model), config=ParallelConfig(**setting.parallel))
+    run = parallelize(model, ParallelConfig(**setting.parallel), seed=_SEED)
     optimizer = run.optimizer(lr=1e-4, max_norm=None if run.pipeline else 1.0)
     parts = [run.rows(tensor).chunk(run.config.microbatches) for tensor in (tokens, labels)]
     shards = [run.shard_batch(*part) for part in zip(*parts, strict=True)]

@@ -22,7 +22,7 @@ from fusedops.terminal import files
 if TYPE_CHECKING:
     from fusedops.generation import Generated, Options
     from fusedops.generation.load import Loaded
-    from fusedops.generation.text import Words
+    from fusedops.generation.text import TextStream
 
 _TOKENS = 100
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -237,18 +237,19 @@ class _Run:
         *,
         first: bool,
     ) -> None:
-        self._model, self._text = loaded.model, loaded.text
+        self._engine, self._text = loaded.engine, loaded.text
         self._texts, self._stops, self._first = prompts, stops, first
         self._prompts = [loaded.text.encode(prompt) for prompt in prompts]
         for text, tokens in zip(prompts, self._prompts, strict=True):
             if not tokens:
                 raise files.UserError(f"the prompt {text!r} has no token")
-        words = loaded.model.config.vocab_size
+        self._config = loaded.engine.model.config
+        words = self._config.vocab_size
         ends = tuple(token for token in loaded.text.stop if token < words)
         self._options = replace(options, stop=ends)
         self._seconds = 0.0
         self._found: list[Generated] = []
-        self._words: list[Words] = []
+        self._words: list[TextStream] = []
 
     def fit(self, *, exact: bool) -> None:
         """Ask for no more tokens than there is room for, where no number was given.
@@ -259,14 +260,14 @@ class _Run:
         from fusedops.generation.sequences import check
 
         rooms = [_TOKENS]
-        longest, config = max(len(tokens) for tokens in self._prompts), self._model.config
+        longest, config = max(len(tokens) for tokens in self._prompts), self._config
         if config.position_tables:
             rooms.append(config.seq_len - longest)
         if self._options.cache_size is not None:
             rooms.append(self._options.cache_size + 1 - longest)
         if not exact:
             self._options = replace(self._options, tokens=max(1, min(rooms)))
-        check(self._model, self._prompts, self._options)
+        check(self._engine, self._prompts, self._options)
 
     def log(self, text: str) -> None:
         """Print a line beside the text, on the first rank."""
@@ -275,12 +276,12 @@ class _Run:
 
     def generate(self) -> list[str]:
         """Return the texts; a single one is written as it comes."""
-        from fusedops.generation.text import Words
+        from fusedops.generation.text import TextStream
 
         samples = self._options.samples
         count = len(self._prompts) * samples
         self._words = [
-            Words(self._text, self._stops, self._prompts[number // samples])
+            TextStream(self._text, self._stops, self._prompts[number // samples])
             for number in range(count)
         ]
         texts = [""] * count
@@ -300,7 +301,7 @@ class _Run:
         samples, count = self._options.samples, len(texts)
         begin = time.perf_counter()
         if self._options.beams > 1:
-            self._found = generate(self._model, self._prompts, self._options)
+            self._found = generate(self._engine, self._prompts, self._options)
             for words, result in zip(self._words, self._found, strict=True):
                 for token in result.tokens[: -1 if result.reason == "stop" else None]:
                     words.feed(token)
@@ -308,7 +309,7 @@ class _Run:
             until = replace(self._options, until=lambda n, made: self._words[n].feed(made[-1]))
             made: list[list[int]] = [[] for _ in range(count)]
             reasons = [""] * count
-            for number, token, reason in stream(self._model, self._prompts, until):
+            for number, token, reason in stream(self._engine, self._prompts, until):
                 made[number].append(token)
                 reasons[number] = reason or ""
                 texts[number] += self._new_text(number, alone)
@@ -347,7 +348,7 @@ class _Run:
             # beam is the best depends on how many tokens there may be.
             again = replace(again, tokens=max(lengths))
         begin = time.perf_counter()
-        others = generate(self._model, self._prompts, again)
+        others = generate(self._engine, self._prompts, again)
         seconds = time.perf_counter() - begin
         same = sum(
             mine == other

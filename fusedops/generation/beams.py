@@ -1,6 +1,6 @@
-"""Beam search: of each prompt the likeliest sequences are gone on with, side by side.
+"""Beam search: the most probable sequences of each prompt continue, side by side.
 
-Each step ranks all words after all beams of a prompt by the log-probability of the whole. What ends
+Each step ranks all tokens after all beams of a prompt by the log-probability of it all. What ends
 among the best of them is finished, with that number divided by ``length ** length_penalty`` as its
 score; the best that do not end are the next beams. A prompt is done when as many are finished as
 there are beams and the best beam, were it to end here, would not score more than the worst of them.
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from fusedops.generation.decoder import decoder_for, device_of
 from fusedops.generation.options import Generated, NonFiniteLogitsError, Options
-from fusedops.generation.ranks import Shares
-from fusedops.generation.sampling import penalised, seen_by
+from fusedops.generation.ranks import BatchShard
+from fusedops.generation.sampling import penalized, tokens_seen
+from fusedops.models import TrainEngine
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Prompt:
     done: bool = False
     failed: bool = False
 
-    def go_on(self, ranked: list[tuple[float, int, int]], options: Options) -> list[int]:
+    def advance(self, ranked: list[tuple[float, int, int]], options: Options) -> list[int]:
         """Take the best continuations; returns the beam that each of the next ones goes on.
 
         Args:
@@ -63,7 +63,7 @@ class _Prompt:
                 self.finished.append((score / length**options.length_penalty, tokens, reason))
             elif not ends and len(chosen) < size:
                 chosen.append((score, beam, token))
-        self.finished.sort(key=lambda each: -each[0])
+        self.finished.sort(key=lambda beam: -beam[0])
         del self.finished[size:]
         if last or not chosen:  # every word may be one that ends
             self.done = True
@@ -83,62 +83,68 @@ class _Prompt:
 
 
 @torch.no_grad()
-def search(model: Any, prompts: list[torch.Tensor], options: Options) -> list[Generated]:
+def search(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -> list[Generated]:
     """Return the best sequence of each prompt."""
-    size, words = options.beams, model.config.vocab_size
+    model = engine.model
+    size, vocab_size = options.beams, model.config.vocab_size
     device = device_of(model)
-    shares = Shares(model, len(prompts), device)
-    mine = [prompts[each] for each in shares.mine]
-    most = max(len(each) for each in prompts) + options.tokens
-    decoder = decoder_for(model, most, options)
-    logits_RV = decoder.prefill(mine)
-    rows = torch.arange(len(mine), device=device).repeat_interleave(size)
+    batch = BatchShard(engine, len(prompts), device)
+    rank_prompts = [prompts[number] for number in batch.prompts]
+    max_seq_len = max(len(prompt) for prompt in prompts) + options.tokens
+    decoder = decoder_for(engine, max_seq_len, options)
+    logits_RV = decoder.prefill(rank_prompts)
+    rows = torch.arange(len(rank_prompts), device=device).repeat_interleave(size)
     decoder.select(rows)
     logits_RV = logits_RV[rows]
     seen_RV = None
     if options.repetition_penalty != 1.0:
-        seen_RV = seen_by(mine, words, device)[rows]
+        seen_RV = tokens_seen(rank_prompts, vocab_size, device)[rows]
     # At first the beams are the same: all but one are out of the question.
     begin = [0.0, *[-torch.inf] * (size - 1)]
-    alive = [_Prompt(number, [[] for _ in range(size)], begin) for number in shares.mine]
-    done = [each for each in alive if each.done]
+    alive = [_Prompt(number, [[] for _ in range(size)], begin) for number in batch.prompts]
+    done = [prompt for prompt in alive if prompt.done]
     # One more for each token that ends, so that as many stay as there are beams.
-    some = min((1 + max(1, len(set(options.stop)))) * size, size * words)
+    count = min((1 + max(1, len(set(options.stop)))) * size, size * vocab_size)
     for _ in range(options.tokens):
-        best = torch.empty(len(alive), some, device=device)
-        places = torch.empty(len(alive), some, dtype=torch.int64, device=device)
-        if shares.chooses:
-            scores_RV = penalised(
+        best = torch.empty(len(alive), count, device=device)
+        indices = torch.empty(len(alive), count, dtype=torch.int64, device=device)
+        if batch.chooses:
+            scores_RV = penalized(
                 logits_RV.float().log_softmax(-1), seen_RV, options.repetition_penalty
             )
-            before_R1 = torch.tensor([s for each in alive for s in each.scores], device=device)
-            totals = (scores_RV + before_R1.unsqueeze(-1)).reshape(len(alive), size * words)
-            best, places = totals.topk(some)
-        best, places = shares.of_last(best), shares.of_last(places)
+            before_R1 = torch.tensor([s for prompt in alive for s in prompt.scores], device=device)
+            totals = (scores_RV + before_R1.unsqueeze(-1)).reshape(len(alive), size * vocab_size)
+            best, indices = totals.topk(count)
+        best, indices = batch.from_last_stage(best), batch.from_last_stage(indices)
         kept = []
-        for index, each in enumerate(alive):
+        for number, prompt in enumerate(alive):
             ranked = [
-                (score, place // words, place % words)
-                for score, place in zip(best[index].tolist(), places[index].tolist(), strict=True)
+                (score, index // vocab_size, index % vocab_size)
+                for score, index in zip(
+                    best[number].tolist(), indices[number].tolist(), strict=True
+                )
             ]
-            parents = each.go_on(ranked, options)
-            if not each.done:
-                kept += [index * size + beam for beam in parents]
-        done += [each for each in alive if each.done]
-        alive = [each for each in alive if not each.done]
-        if not shares.any(bool(alive)):
+            parents = prompt.advance(ranked, options)
+            if not prompt.done:
+                kept += [number * size + beam for beam in parents]
+        done += [prompt for prompt in alive if prompt.done]
+        alive = [prompt for prompt in alive if not prompt.done]
+        if not batch.any(bool(alive)):
             break
         rows = torch.tensor(kept, dtype=torch.int64, device=device)
         decoder.select(rows)
         tokens_R = torch.tensor(
-            [beam[-1] for each in alive for beam in each.beams], dtype=torch.int64, device=device
+            [beam[-1] for prompt in alive for beam in prompt.beams],
+            dtype=torch.int64,
+            device=device,
         )
         if seen_RV is not None:
             seen_RV = seen_RV[rows]
             seen_RV[torch.arange(len(rows), device=device), tokens_R] = True
         logits_RV = decoder.step(tokens_R)
-    found = shares.gather([each.result() for each in sorted(done, key=lambda each: each.number)])
-    for number, each in enumerate(found):
-        if isinstance(each, int):
-            raise NonFiniteLogitsError(number, len(prompts[number]) + each)
-    return found
+    done.sort(key=lambda prompt: prompt.number)
+    results = batch.gather([prompt.result() for prompt in done])
+    for number, result in enumerate(results):
+        if isinstance(result, int):
+            raise NonFiniteLogitsError(number, len(prompts[number]) + result)
+    return results

@@ -1,16 +1,15 @@
-"""Keys and values of the tokens that were seen, and attention over them.
+"""Keys and values of earlier tokens, and attention over them.
 
-A cache stands for ``Attention.core`` of each layer while the model runs, so that a model knows
-nothing of it. The model sees one sequence, ``[1, T]``: at first all prompts behind one another, no
-padding between them, then the newest token of each. A row of the cache is one prompt's.
+A ``KVCacheCall`` is the ``kv_cache`` of the model's ``ForwardContext`` for one call. The model gets
+one sequence, ``[1, T]``: in the first call all prompts concatenated, without padding between them,
+then the newest token of each. A row of the cache belongs to one sequence that is generated.
 
-Letters of shapes: R rows of the cache, T tokens of a call, N heads of the queries, M heads of keys
-and values, C capacity, D size of a head.
+Letters of shapes: R rows of the cache, T tokens of a call, N query heads, M key and value heads,
+C capacity, D size of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,167 +19,158 @@ import torch.nn.functional as F
 from fusedops import ops
 from fusedops._core import checks
 
-# Of a cache that grows: the tokens that it begins with.
+# Initial capacity of a cache that grows, in tokens.
 _FIRST = 64
 
 
-@dataclass(frozen=True)
-class Call:
-    """What the tokens of one call of the model are.
-
-    Attributes:
-        rows: of the cache that each belongs to, ``[tokens]``; padding behind them has none.
-        positions: in their row, ``[tokens]``.
-        ends: where prompts end that lie behind one another, from 0 on, padding the last;
-            ``None``: each row has one new token.
-        longest: tokens of the longest prompt.
-        lengths: tokens of each row, new ones included, ``[R]`` int64.
-        place: the position of all tokens, where each row has one and they are the same.
-    """
-
-    rows: torch.Tensor
-    positions: torch.Tensor
-    ends: torch.Tensor | None
-    longest: int
-    lengths: torch.Tensor
-    place: int | None = None
-
-
-class Cache:
+class KVCache:
     """Keys and values of some rows, layer by layer.
 
     Args:
-        layers: how many.
-        capacity: tokens of a row for which there is room from the start; ``None``: it grows.
-        most: tokens that a row may come to, where it grows.
+        capacity: tokens of a row that are allocated from the start; ``None``: it grows.
+        max_seq_len: most tokens that a row may have.
 
     Attributes:
-        capacity: tokens of a row for which there is room.
-        copied: numbers that growing has copied so far.
+        capacity: tokens of a row that are allocated.
+        copied: elements that growing has copied so far.
     """
 
-    def __init__(self, layers: int, capacity: int | None, most: int) -> None:
-        self.capacity = min(_FIRST, most) if capacity is None else capacity
+    def __init__(self, capacity: int | None, max_seq_len: int) -> None:
+        self.capacity = min(_FIRST, max_seq_len) if capacity is None else capacity
         self.copied = 0
-        self._most = most
-        self._keys: list[torch.Tensor | None] = [None] * layers
-        self._values: list[torch.Tensor | None] = [None] * layers
+        self._max_seq_len = max_seq_len
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
 
     def reserve(self, tokens: int) -> None:
-        """Make room for rows of so many tokens: at least twice the room that there was.
+        """Allocate rows of so many tokens: at least twice the capacity there was.
 
         Raises:
-            ValueError: they are more than a row may come to.
+            ValueError: they are more than a row may have.
         """
-        if tokens > self._most:
-            checks.fail("Decoder", "most", f"at least {tokens}, the tokens of a row", self._most)
+        if tokens > self._max_seq_len:
+            wanted = f"at least {tokens}, the tokens of a row"
+            checks.fail("Decoder", "max_seq_len", wanted, self._max_seq_len)
         if tokens <= self.capacity:
             return
-        capacity = min(self._most, max(tokens, 2 * self.capacity))
-        for held in (self._keys, self._values):
-            for index, each in enumerate(held):
-                if each is not None:
-                    held[index] = _enlarged(each, capacity)
-                    self.copied += each.numel()
+        capacity = min(self._max_seq_len, max(tokens, 2 * self.capacity))
+        for tensors in (self.keys, self.values):
+            for layer, cached in tensors.items():
+                tensors[layer] = _enlarged(cached, capacity)
+                self.copied += cached.numel()
         self.capacity = capacity
 
     def select(self, rows: torch.Tensor, tokens: int) -> None:
-        """Let row ``i`` hold what row ``rows[i]`` held; ``tokens`` is the longest of them."""
-        for held in (self._keys, self._values):
-            for index, each in enumerate(held):
-                if each is not None:
-                    held[index] = _selected(each, rows, tokens)
+        """Let row ``i`` be what row ``rows[i]`` was; ``tokens`` is the length of the longest."""
+        for tensors in (self.keys, self.values):
+            for layer, cached in tensors.items():
+                tensors[layer] = _selected(cached, rows, tokens)
 
-    def core(self, layer: int, call: Call) -> Callable[..., torch.Tensor]:
-        """Return what stands for ``Attention.core`` of a layer during a call of the model."""
 
-        def attend(
-            query_1NTD: torch.Tensor,
-            key_1MTD: torch.Tensor,
-            value_1MTD: torch.Tensor,
-            *,
-            window: tuple[int, int] | None,
-            alibi_slopes: torch.Tensor | None,
-            **_: Any,
-        ) -> torch.Tensor:
-            if not len(query_1NTD):  # the second half of a batch of one under micro-batch overlap
-                return query_1NTD
-            # One view each: a token of a small model is as dear as what is done around its
-            # products.
-            query_TN1D, key_TM1D, value_TM1D = (
-                each.permute(2, 1, 0, 3) for each in (query_1NTD, key_1MTD, value_1MTD)
-            )
-            keys_RMCD = self._write(self._keys, layer, call, key_TM1D)
-            values_RMCD = self._write(self._values, layer, call, value_TM1D)
-            if call.ends is not None:
-                ends, longest = call.ends, call.longest
-                output_TND = ops.attention_varlen(
-                    query_TN1D.squeeze(2),
-                    key_TM1D.squeeze(2),
-                    value_TM1D.squeeze(2),
-                    ends,
-                    ends,
-                    longest,
-                    longest,
-                    is_causal=True,
-                    window=window,
-                    alibi_slopes=alibi_slopes,
-                )
-                return output_TND.transpose(0, 1).unsqueeze(0)
-            new, tokens = len(call.rows), len(query_TN1D)
-            # The operator itself: what its function checks for each layer holds by the way that a
-            # call is made.
-            output_RN1D = torch.ops.fusedops.attention_decode(
-                query_TN1D if new == tokens else query_TN1D[:new],
-                keys_RMCD,
-                values_RMCD,
-                call.lengths,
-                alibi_slopes,
-                None,
-                query_TN1D.shape[-1] ** -0.5,
-                -1 if window is None else window[0],
-                0.0,
-            )[0]
-            if new < tokens:
-                output_RN1D = F.pad(output_RN1D, (0, 0, 0, 0, 0, 0, 0, tokens - new))
-            return output_RN1D.permute(2, 1, 0, 3)
+@dataclass(frozen=True)
+class KVCacheCall:
+    """A cache with the places in it of the tokens of one call of the model.
 
-        return attend
+    Attributes:
+        cache: keys and values so far; the call appends its own.
+        rows: of the cache, for each token, ``[tokens]``; padding after them has none.
+        positions: in their row, ``[tokens]``.
+        cu_seqlens: cumulative lengths of concatenated prompts, padding the last; ``None``: each row
+            has one new token.
+        longest: tokens of the longest prompt.
+        lengths: tokens of each row, new ones included, ``[R]`` int64.
+        same_position: the position of all tokens, where each row has one and they are the same.
+    """
 
-    def _write(
+    cache: KVCache
+    rows: torch.Tensor
+    positions: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    longest: int
+    lengths: torch.Tensor
+    same_position: int | None = None
+
+    def attend(
         self,
-        held: list[torch.Tensor | None],
         layer: int,
-        call: Call,
-        new_TM1D: torch.Tensor,
+        query_1NTD: torch.Tensor,
+        key_1MTD: torch.Tensor,
+        value_1MTD: torch.Tensor,
+        *,
+        window: tuple[int, int] | None,
+        alibi_slopes: torch.Tensor | None,
+        **_: Any,
     ) -> torch.Tensor:
-        """Keep the keys or values of a call; returns those of all tokens so far."""
-        whole_RMCD, count = held[layer], len(call.rows)
-        if whole_RMCD is None:
+        """Append keys and values of a layer; return ``[1, N, T, D]``, attention over all."""
+        # One view each: for one token of a small model views take as long as products.
+        query_TN1D, key_TM1D, value_TM1D = (
+            tensor.permute(2, 1, 0, 3) for tensor in (query_1NTD, key_1MTD, value_1MTD)
+        )
+        keys_RMCD = self._append(self.cache.keys, layer, key_TM1D)
+        values_RMCD = self._append(self.cache.values, layer, value_TM1D)
+        if self.cu_seqlens is not None:
+            output_TND = ops.attention_varlen(
+                query_TN1D.squeeze(2),
+                key_TM1D.squeeze(2),
+                value_TM1D.squeeze(2),
+                self.cu_seqlens,
+                self.cu_seqlens,
+                self.longest,
+                self.longest,
+                is_causal=True,
+                window=window,
+                alibi_slopes=alibi_slopes,
+            )
+            return output_TND.transpose(0, 1).unsqueeze(0)
+        new, tokens = len(self.rows), len(query_TN1D)
+        # The operator itself: what its function checks for each layer holds by the way that a
+        # call is made.
+        output_RN1D = torch.ops.fusedops.attention_decode(
+            query_TN1D if new == tokens else query_TN1D[:new],
+            keys_RMCD,
+            values_RMCD,
+            self.lengths,
+            alibi_slopes,
+            None,
+            query_TN1D.shape[-1] ** -0.5,
+            -1 if window is None else window[0],
+            0.0,
+        )[0]
+        if new < tokens:
+            output_RN1D = F.pad(output_RN1D, (0, 0, 0, 0, 0, 0, 0, tokens - new))
+        return output_RN1D.permute(2, 1, 0, 3)
+
+    def _append(
+        self, tensors: dict[int, torch.Tensor], layer: int, new_TM1D: torch.Tensor
+    ) -> torch.Tensor:
+        """Append keys or values of a layer; return those of all tokens so far."""
+        count = len(self.rows)
+        if layer not in tensors:
             _, heads, _, size = new_TM1D.shape
-            shape = len(call.lengths), heads, self.capacity, size
-            held[layer] = whole_RMCD = new_TM1D.new_empty(shape)
+            shape = len(self.lengths), heads, self.cache.capacity, size
+            tensors[layer] = new_TM1D.new_empty(shape)
+        cached_RMCD = tensors[layer]
         new_TM1D = new_TM1D if count == len(new_TM1D) else new_TM1D[:count]
-        if call.place is not None:
-            whole_RMCD.narrow(2, call.place, 1).copy_(new_TM1D)
+        if self.same_position is not None:
+            cached_RMCD.narrow(2, self.same_position, 1).copy_(new_TM1D)
         else:
-            places = call.rows, call.positions
-            whole_RMCD.transpose(1, 2).index_put_(places, new_TM1D.squeeze(2))
-        return whole_RMCD
+            indices = self.rows, self.positions
+            cached_RMCD.transpose(1, 2).index_put_(indices, new_TM1D.squeeze(2))
+        return cached_RMCD
 
 
-def _enlarged(held_RMCD: torch.Tensor, capacity: int) -> torch.Tensor:
-    rows, heads, before, size = held_RMCD.shape
-    found = held_RMCD.new_empty(rows, heads, capacity, size)
-    found[:, :, :before] = held_RMCD
-    return found
+def _enlarged(cached_RMCD: torch.Tensor, capacity: int) -> torch.Tensor:
+    rows, heads, before, size = cached_RMCD.shape
+    enlarged = cached_RMCD.new_empty(rows, heads, capacity, size)
+    enlarged[:, :, :before] = cached_RMCD
+    return enlarged
 
 
-def _selected(held_RMCD: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the rows; where there stay as many, those that stay are not copied."""
-    if len(rows) != len(held_RMCD):
-        return held_RMCD.index_select(0, rows)
-    others = (rows != torch.arange(len(rows), device=rows.device)).nonzero().flatten()
-    if len(others):
-        held_RMCD[others, :, :tokens] = held_RMCD[rows[others], :, :tokens]
-    return held_RMCD
+def _selected(cached_RMCD: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the rows; if their number stays, rows that keep their place are not copied."""
+    if len(rows) != len(cached_RMCD):
+        return cached_RMCD.index_select(0, rows)
+    moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().flatten()
+    if len(moved):
+        cached_RMCD[moved, :, :tokens] = cached_RMCD[rows[moved], :, :tokens]
+    return cached_RMCD

@@ -1,17 +1,16 @@
-"""Incremental inference: a model is given each token once, and says what may follow.
+"""Incremental inference: each token passes the model once, and the logits after it come out.
 
-Two phases: ``prefill`` takes the prompts, whole and of any lengths, ``step`` one token of each.
-Prompts lie behind one another without padding, so that a row's numbers do not depend on the others.
-A ``Decoder`` reaches into the model where ``parallelize`` does (``docs/models.md``), for the time
-of a call: a model that is spread over processes is called in the same way, by all of them.
+Two phases: ``prefill`` takes the prompts, complete and of any lengths, ``step`` one token of each.
+Prompts are concatenated without padding, so that a row's numbers do not depend on the others. A
+``Decoder`` changes nothing of the model: its cache and what it wants of a call are arguments of the
+forward, so that several decoders, in several threads, may share one model.
 
-Letters of shapes: R rows, T tokens of a call, V words.
+Letters of shapes: R rows, T tokens of a call, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,76 +18,77 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops._core import checks
-from fusedops.generation.cache import Cache, Call
+from fusedops._core.deprecation import Renamed, renamed
+from fusedops.generation.cache import KVCache, KVCacheCall
 from fusedops.generation.options import Options
-from fusedops.generation.sampling import gathers
+from fusedops.generation.sampling import gathers_logits
 from fusedops.models import Transformer
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.engine import TrainEngine
+from fusedops.models.parallelization.vocab_parallel_head import VocabParallelHead
 from fusedops.nn import MoE
 from fusedops.parallel.tensor.vocabulary import VocabParallelProjection
 
 _OP = "Decoder"
 
 
+@renamed(most=Renamed("max_seq_len"), divided=Renamed("shard_logits"))
 class Decoder:
-    """A model and the cache of some sequences that it goes on with.
+    """A model with the KV cache of some sequences that it generates.
 
     Args:
-        model: a causal ``Transformer``, or what ``parallelize`` made of one; not changed. Every
+        model: a causal ``Transformer``, or the engine of one that ``parallelize`` returned. Every
             process makes the same calls: those of ``dp``, ``cp`` and ``ep`` with rows of their own,
             those of ``tp`` and ``pp`` with the same. With ``pp`` the ranks of the last stage get
             logits, the others ``[R, 0]``.
-        most: tokens that a row may come to.
-        capacity: of the cache, ``most`` at most; ``None``: it grows as it is needed.
-        divided: where ``tp`` divides the words, give each rank the logits of its own alone.
+        max_seq_len: most tokens that a row may have.
+        capacity: of the cache in tokens, at most ``max_seq_len``; ``None``: it grows.
+        shard_logits: if ``tp`` shards the vocabulary, give each rank the logits of its own shard.
 
     Attributes:
-        words: how they are divided then; ``None``: logits are of all words.
+        vocab_projection: of the shard whose logits are given then; ``None``: logits are of the
+            whole vocabulary.
 
     Raises:
         TypeError: ``model`` is no ``Transformer``, or a size no integer.
-        ValueError: ``model`` is no decoder, a size is less than 1, or ``most`` is above the model's
-            table of positions.
+        ValueError: ``model`` is no decoder, a size is less than 1, or ``max_seq_len`` is above the
+            model's table of positions.
         UnsupportedError: ``model`` has ``domain_experts``.
     """
 
     def __init__(
         self,
-        model: Transformer,
-        most: int,
+        model: Transformer | TrainEngine,
+        max_seq_len: int,
         capacity: int | None = None,
         *,
-        divided: bool = False,
+        shard_logits: bool = False,
     ) -> None:
-        check_model(_OP, model)
-        checks.integer(_OP, "most", most, least=1)
-        if model.config.position_tables and most > model.config.seq_len:
-            wanted = f"at most {model.config.seq_len}, the model's table of positions"
-            checks.fail(_OP, "most", wanted, most)
+        engine = check_model(_OP, model)
+        self.model = engine.model
+        sizes = self.model.config
+        checks.integer(_OP, "max_seq_len", max_seq_len, least=1)
+        if sizes.position_tables and max_seq_len > sizes.seq_len:
+            wanted = f"at most {sizes.seq_len}, the model's table of positions"
+            checks.fail(_OP, "max_seq_len", wanted, max_seq_len)
         if capacity is not None:
             checks.integer(_OP, "capacity", capacity, least=1)
-        self.model: Any = model
-        self._layers: list[Any] = list(self.model.layers.values())
-        sparse = [each for each in self.model.modules() if isinstance(each, MoE)]
-        self._gates = [each.gate for each in sparse if each.gate is not None]
-        self._device = device_of(model)
-        self._split = split_words(model)
-        self.words = self._split if divided else None
-        found = parallelized(model)
-        config = found.config
-        self._pipeline = found.pipeline
+        self._device = device_of(self.model)
+        self.vocab_projection = vocab_projection(self.model) if shard_logits else None
+        config = engine.config
+        self._pipeline = engine.pipeline
         # FSDP2 counts the versions of what it gathers, and tensors of inference have none.
-        self._mode = torch.inference_mode if found.mesh is None else torch.no_grad
+        self._mode = torch.inference_mode if engine.mesh is None else torch.no_grad
         # Ranks of tp share the tokens of sequences, or of experts.
-        self._unit = config.tp if config.sp or sparse else 1
-        self._room = None if capacity is None else min(capacity, most), most
-        self._cache = Cache(len(self._layers), *self._room)
+        has_experts = any(isinstance(module, MoE) for module in self.model.modules())
+        self._token_multiple = config.tp if config.sp or has_experts else 1
+        self._sizes = None if capacity is None else min(capacity, max_seq_len), max_seq_len
+        self._cache = KVCache(*self._sizes)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
-        self._longest, self._even = 0, False
+        self._longest, self._has_equal_lengths = 0, False
 
     @property
-    def cache(self) -> Cache:
-        """Keys and values so far."""
+    def cache(self) -> KVCache:
+        """Keys and values of the tokens so far."""
         return self._cache
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -100,25 +100,26 @@ class Decoder:
             ValueError: a prompt is empty, or longer than a row may come to.
             TypeError: one is no tensor of int64.
         """
-        for number, each in enumerate(prompts):
+        for number, prompt in enumerate(prompts):
             name = f"prompt {number}"
-            checks.index_tensor(_OP, name, each, dtypes=(torch.int64,))
-            if each.dim() != 1 or not len(each):
-                checks.fail(_OP, name, "of shape [tokens], one token at least", list(each.shape))
-        self._cache = Cache(len(self._layers), *self._room)
-        lengths = [len(each) for each in prompts]
+            checks.index_tensor(_OP, name, prompt, dtypes=(torch.int64,))
+            if prompt.dim() != 1 or not len(prompt):
+                checks.fail(_OP, name, "of shape [tokens], one token at least", list(prompt.shape))
+        self._cache = KVCache(*self._sizes)
+        lengths = [len(prompt) for prompt in prompts]
         self._lengths = self._new(lengths)
         self._longest = max(lengths, default=0)
-        self._even = len(set(lengths)) == 1
+        self._has_equal_lengths = len(set(lengths)) == 1
         self._cache.reserve(self._longest)
         total = sum(lengths)
         padding = self._padding(total)
-        ends = self._new([0, *lengths, *([padding] if padding else [])]).cumsum(0).int()
+        cu_seqlens = self._new([0, *lengths, *([padding] if padding else [])]).cumsum(0).int()
         rows = self._new(range(len(lengths))).repeat_interleave(self._lengths)
-        positions = torch.arange(total, device=self._device) - ends[:-1].long()[rows]
-        call = Call(rows, positions, ends, max(self._longest, padding), self._lengths)
+        positions = torch.arange(total, device=self._device) - cu_seqlens[:-1].long()[rows]
+        longest = max(self._longest, padding)
+        call = KVCacheCall(self._cache, rows, positions, cu_seqlens, longest, self._lengths)
         tokens = torch.cat([*prompts, self._new([])]).to(self._device)
-        return self._run(tokens, call, ends[1 : len(lengths) + 1].long() - 1)
+        return self._run(tokens, call, cu_seqlens[1 : len(lengths) + 1].long() - 1)
 
     def step(self, tokens_R: torch.Tensor) -> torch.Tensor:
         """Take the next token of each row, ``[R]`` int64; returns the logits after it, ``[R, V]``.
@@ -137,12 +138,12 @@ class Decoder:
         self._longest += 1
         self._lengths = positions + 1
         rows = torch.arange(len(tokens_R), device=self._device)
-        place = self._longest - 1 if self._even else None
-        call = Call(rows, positions, None, 1, self._lengths, place)
+        position = self._longest - 1 if self._has_equal_lengths else None
+        call = KVCacheCall(self._cache, rows, positions, None, 1, self._lengths, position)
         return self._run(tokens_R, call, rows)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Go on with these rows, in this order; some may be left out or stand several times.
+        """Continue with these rows, in this order; some may be removed or repeated.
 
         Raises:
             ValueError: (CPU) one is no row.
@@ -150,11 +151,11 @@ class Decoder:
         """
         checks.index_tensor(_OP, "rows", rows, dtypes=(torch.int64,))
         if checks.readable(rows) and rows.numel():
-            least, most = (int(each) for each in rows.aminmax())
+            low, high = (int(row) for row in rows.aminmax())
             count = len(self._lengths)
-            if least < 0 or most >= count:
+            if low < 0 or high >= count:
                 wanted = f"at least 0 and less than {count}, the rows so far"
-                checks.fail(_OP, "rows", wanted, least if least < 0 else most)
+                checks.fail(_OP, "rows", wanted, low if low < 0 else high)
         with self._mode():
             self._cache.select(rows, self._longest)
             self._lengths = self._lengths[rows]
@@ -164,87 +165,59 @@ class Decoder:
 
     def _padding(self, tokens: int) -> int:
         """Return how many tokens are missing for all ranks to have as many, and one at least."""
-        return -tokens % self._unit if tokens else self._unit
+        return -tokens % self._token_multiple if tokens else self._token_multiple
 
-    def _run(self, tokens_T: torch.Tensor, call: Call, wanted_R: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the wanted tokens."""
+    def _run(self, tokens_T: torch.Tensor, call: KVCacheCall, last_R: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens whose indices in the call are ``last_R``."""
         positions_T = call.positions
         padding = self._padding(len(tokens_T))
         if padding:
-            tokens_T, positions_T = (F.pad(each, (0, padding)) for each in (tokens_T, positions_T))
-        # A rank without rows asks for the padding's, so that no communication is empty.
-        asked_R = wanted_R if len(wanted_R) else self._new([0])
-        all_are = len(asked_R) == len(tokens_T)
-
-        def project(x_1TH: torch.Tensor, *parameters: Any) -> torch.Tensor:
-            split = self._split
-            x_1TH = x_1TH if split is None else split.gather_hidden(x_1TH)
-            x_1RH = x_1TH if all_are else x_1TH[:, asked_R]
-            if split is None:
-                return before(x_1RH, *parameters)
-            part_1RW = split.local_logits(x_1RH, *parameters)
-            return part_1RW if self.words is not None else split.gather_logits(part_1RW)
-
-        before: Any = None if self.model.head is None else self.model.head.project
-        with self._mode(), self._standing_in(call, project):
-            tokens_1T = tokens_T.unsqueeze(0)
+            tokens_T, positions_T = (F.pad(x, (0, padding)) for x in (tokens_T, positions_T))
+        # A rank without rows computes the padding's logits, so that no communication is empty.
+        indices_R = last_R if len(last_R) else self._new([0])
+        inputs: dict[str, Any] = {
+            "positions": positions_T,
+            "kv_cache": call,
+            "logits_to_keep": None if len(indices_R) == len(tokens_T) else indices_R,
+            "gather_logits": self.vocab_projection is None,
+            "dropless": True,
+        }
+        tokens_1T = tokens_T.unsqueeze(0)
+        with self._mode():
             if self._pipeline is None:
-                logits_1RV = self.model(tokens_1T, positions=positions_T)
+                logits_1RV = self.model(tokens_1T, **inputs)
             else:
-                logits_1RV = self._pipeline.logits(tokens_1T, positions_T)
+                logits_1RV = self._pipeline.logits(tokens_1T, **inputs)
             if logits_1RV is None:
-                return torch.empty(len(wanted_R), 0, device=self._device)
-            return logits_1RV[0, : len(wanted_R)]
-
-    @contextmanager
-    def _standing_in(self, call: Call, project: Callable[..., torch.Tensor]) -> Iterator[None]:
-        """Let the model attend the cache, make the logits that are wanted and drop no token.
-
-        Instances' own attributes: ``nn.Module`` looks at what it is given, which takes as long as a
-        small product.
-        """
-        places = [layer.attention.__dict__ for layer in self._layers]
-        cores = [each["core"] for each in places]
-        # Of a stage that has no head nothing is changed.
-        head = {"project": None} if self.model.head is None else self.model.head.__dict__
-        before = head["project"]
-        options = [gate.options for gate in self._gates]
-        try:
-            head["project"] = project
-            for index, place in enumerate(places):
-                place["core"] = self._cache.core(index, call)
-            for gate, each in zip(self._gates, options, strict=True):
-                gate.options = each | {"capacity_factor": None}
-            yield
-        finally:
-            head["project"] = before
-            for place, core in zip(places, cores, strict=True):
-                place["core"] = core
-            for gate, each in zip(self._gates, options, strict=True):
-                gate.options = each
+                return torch.empty(len(last_R), 0, device=self._device)
+            return logits_1RV[0, : len(last_R)]
 
 
-class Recomputed:
-    """Stands for a ``Decoder`` and keeps no keys: each step begins anew. To compare with.
+class RecomputingDecoder:
+    """A ``Decoder`` without a cache, to compare with: each step computes all tokens again.
 
     Args:
         model: as of ``Decoder``.
-        most: as of ``Decoder``.
-        divided: as of ``Decoder``.
+        max_seq_len: as of ``Decoder``.
+        shard_logits: as of ``Decoder``.
 
     Attributes:
-        words: as of ``Decoder``.
+        vocab_projection: as of ``Decoder``.
     """
 
-    def __init__(self, model: Transformer, most: int, *, divided: bool = False) -> None:
-        self._model, self._most, self._divided = model, most, divided
-        self.words = split_words(model) if divided else None
+    def __init__(
+        self, model: Transformer | TrainEngine, max_seq_len: int, *, shard_logits: bool = False
+    ) -> None:
+        self._model, self._max_seq_len, self._shard_logits = model, max_seq_len, shard_logits
+        transformer = check_model(_OP, model).model
+        self.vocab_projection = vocab_projection(transformer) if shard_logits else None
         self._rows: list[torch.Tensor] = []
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Do as ``Decoder.prefill``."""
         self._rows = list(prompts)
-        return Decoder(self._model, self._most, divided=self._divided).prefill(self._rows)
+        decoder = Decoder(self._model, self._max_seq_len, shard_logits=self._shard_logits)
+        return decoder.prefill(self._rows)
 
     def step(self, tokens_R: torch.Tensor) -> torch.Tensor:
         """Do as ``Decoder.step``."""
@@ -253,34 +226,47 @@ class Recomputed:
 
     def select(self, rows: torch.Tensor) -> None:
         """Do as ``Decoder.select``."""
-        self._rows = [self._rows[each] for each in rows.tolist()]
+        self._rows = [self._rows[row] for row in rows.tolist()]
 
 
-def decoder_for(model: Transformer, most: int, options: Options) -> Decoder | Recomputed:
-    """Return what ``options`` ask for."""
-    split = split_words(model)
-    divided = split is not None and not gathers(options, split)
+def decoder_for(
+    engine: TrainEngine, max_seq_len: int, options: Options
+) -> Decoder | RecomputingDecoder:
+    """Return the decoder that ``options`` ask for."""
+    projection = vocab_projection(engine.model)
+    shard_logits = projection is not None and not gathers_logits(options, projection)
     if options.cache:
-        return Decoder(model, most, options.cache_size, divided=divided)
-    return Recomputed(model, most, divided=divided)
+        return Decoder(engine, max_seq_len, options.cache_size, shard_logits=shard_logits)
+    return RecomputingDecoder(engine, max_seq_len, shard_logits=shard_logits)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where a model is; a stage of one may have no embedding."""
+    """Return the device of a model or of a stage, which may have no embedding."""
     return next(model.parameters()).device
 
 
-def split_words(model: Any) -> VocabParallelProjection | None:
-    """Return how ``tp`` divides the words; ``None``: they are whole, or of another stage."""
-    project = None if model.head is None else model.head.project
-    return project if isinstance(project, VocabParallelProjection) else None
+def vocab_projection(model: Any) -> VocabParallelProjection | None:
+    """Return how ``tp`` shards the logits; ``None``: it does not, or another stage has the head."""
+    return model.head.projection if isinstance(model.head, VocabParallelHead) else None
 
 
-def check_model(op: str, model: Any) -> None:
-    """Raise unless tokens can be generated by a model, as it is spread over processes."""
+def check_model(op: str, given: Any) -> TrainEngine:
+    """Return the engine of a model that can generate tokens; raise for all others.
+
+    Raises:
+        TypeError: ``given`` is neither a ``Transformer`` nor the engine of one.
+        ValueError: the model is an encoder, or a sharded model without its engine.
+        UnsupportedError: the model has ``domain_experts``.
+    """
+    engine = given if isinstance(given, TrainEngine) else TrainEngine(given)
+    model = engine.model
     if not isinstance(model, Transformer):
         got = checks.type_name(model)
         raise TypeError(f"{op}: model must be a fusedops.models.Transformer, got {got}")
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    if engine.mesh is None and (is_sharded or len(model.layers) < model.config.num_layers):
+        wanted = "the TrainEngine that parallelize returned"
+        checks.fail(op, "model", wanted, "its sharded Transformer alone")
     if not model.config.causal or model.config.head != "causal":
         raise ValueError(f"{op}: model must be a decoder (causal), got an encoder")
     if model.config.domain_experts:
@@ -288,3 +274,4 @@ def check_model(op: str, model: Any) -> None:
             f"{op}: model must have no domain_experts, got {model.config.domain_experts}: of new "
             "tokens no domain is known"
         )
+    return engine

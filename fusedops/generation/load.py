@@ -1,7 +1,7 @@
 """A model to generate with, from what ``fusedops train`` saved or from a Hugging Face checkpoint.
 
-Weights are saved by name and whole shape: what any number of processes saved in any layout is
-loaded by any other.
+Weights are saved by name and unsharded shape: a checkpoint of any number of processes in any layout
+loads into any other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fusedops.launch import config_table
 from fusedops.launch.processes import Ranks
 from fusedops.models import (
     ParallelConfig,
+    TrainEngine,
     Transformer,
     TransformerConfig,
     load_huggingface,
@@ -38,12 +39,12 @@ class Loaded:
     """A model, and what its tokens mean.
 
     Attributes:
-        model: spread over the processes.
+        engine: of the model, in its layout.
         text: between text and its tokens.
         description: where it is from.
     """
 
-    model: Transformer
+    engine: TrainEngine
     text: Text
     description: str
 
@@ -91,8 +92,8 @@ def _from_huggingface(
     kind = None if dtype is None else precision.dtype(dtype)
     with ranks.together():
         model = load_huggingface(folder, device=ranks.device, dtype=kind)
-        text = Text.of(_tokenizer(folder, tokenizer), _ends(folder))
-    return Loaded(_spread(model, layout, ranks), text, str(folder))
+        text = Text.of(_tokenizer(folder, tokenizer), _eos_tokens(folder))
+    return Loaded(_parallelized(model, layout, ranks), text, str(folder))
 
 
 def _tokenizer(folder: Path, given: str | None) -> str:
@@ -104,24 +105,24 @@ def _tokenizer(folder: Path, given: str | None) -> str:
     return str(path)
 
 
-def _ends(folder: Path) -> tuple[int, ...]:
-    """Return the tokens at which a text ends, as the folder's configurations say."""
+def _eos_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the end-of-text tokens of the folder's configurations."""
     for name in ("generation_config.json", _CONFIG):
         path = folder / name
         if not path.is_file():
             continue
         try:
-            told = json.loads(path.read_bytes())
+            values = json.loads(path.read_bytes())
         except ValueError as error:
             raise InputError(f"{path} is not valid JSON: {error}") from None
-        found = told.get("eos_token_id") if isinstance(told, dict) else None
-        if found is None:
+        eos = values.get("eos_token_id") if isinstance(values, dict) else None
+        if eos is None:
             continue
-        ends = tuple(found) if isinstance(found, list) else (found,)
-        if not all(isinstance(each, int) for each in ends):
+        tokens = tuple(eos) if isinstance(eos, list) else (eos,)
+        if not all(isinstance(token, int) for token in tokens):
             wanted = "null, a token or a list of tokens"
-            raise InputError(f"{path}: eos_token_id must be {wanted}, got {checks.shown(found)}")
-        return ends
+            raise InputError(f"{path}: eos_token_id must be {wanted}, got {checks.shown(eos)}")
+        return tokens
     return ()
 
 
@@ -144,18 +145,19 @@ def _from_run(
                 f"{folder} was trained on a file of tokens, which does not say what they mean: "
                 f"give --tokenizer with a {_TOKENIZER}, or --tokenizer bytes"
             )
-        held = precision.dtype(config["precision"]["parameters"])
+        saved_dtype = precision.dtype(config["precision"]["parameters"])
         text = Text.of(
             data["tokenizer"] if tokenizer is None else tokenizer,
             end_of_text=data["end_of_text"],
         )
-    model = _spread(Transformer(sizes, device="meta", dtype=held), layout, ranks)
-    with Checkpointer(root, model) as keeper:
-        restored = keeper.load(step)
+    engine = _parallelized(Transformer(sizes, device="meta", dtype=saved_dtype), layout, ranks)
+    model = engine.model
+    with Checkpointer(root, model) as checkpointer:
+        restored = checkpointer.load(step)
     assert restored is not None
     if dtype is not None:
         model.to(precision.dtype(dtype))
-    return Loaded(model, text, f"{folder}, step {restored.step}")
+    return Loaded(engine, text, f"{folder}, step {restored.step}")
 
 
 def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
     saved = newest(root, step)
     if saved is None and newest(root) is not None:
         raise InputError(f"{folder} has no whole checkpoint of step {step}")
-    damaged = [each.name for each in checkpoints(root)] if saved is None else []
+    damaged = [checkpoint.name for checkpoint in checkpoints(root)] if saved is None else []
     if damaged:
         raise CheckpointError(f"no checkpoint in {root} is good: {', '.join(damaged)} are damaged")
     if saved is None:
@@ -177,14 +179,12 @@ def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
     return extra
 
 
-def _spread(model: Transformer, layout: ParallelConfig, ranks: Ranks) -> Transformer:
-    """Return the model on this process or on all; without values, ``meta``'s stay to be loaded."""
+def _parallelized(model: Transformer, layout: ParallelConfig, ranks: Ranks) -> TrainEngine:
+    """Return the engine of the model; parameters on ``meta`` get memory, to be loaded later."""
     if ranks.size == 1:
         if next(model.parameters()).is_meta:
             model.to_empty(device=ranks.device)
-    else:
-        from fusedops.models import parallelize
+        return check_model("generate", model)
+    from fusedops.models import parallelize
 
-        model = parallelize(model, layout, device=ranks.device)
-    check_model("generate", model)
-    return model
+    return check_model("generate", parallelize(model, layout, device=ranks.device))

@@ -1,8 +1,8 @@
-"""The processes that generate together: some have prompts of their own, all have the result.
+"""The processes that generate together: ranks have prompts of their own, all get the results.
 
-Prompts are divided over ``dp x cp``. Ranks of ``tp`` share every row and choose the same. The last
-stage of a pipeline chooses and tells the others. Experts are spread over ranks with other prompts,
-which therefore call the model equally often: who has nothing to go on with computes padding.
+Prompts are sharded over ``dp x cp``. Ranks of ``tp`` have the same rows and choose the same tokens.
+The last stage of a pipeline chooses and broadcasts. Experts are on ranks with other prompts, which
+therefore call the model equally often: a rank whose sequences have ended computes padding.
 """
 
 from __future__ import annotations
@@ -12,43 +12,42 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 
 
-class Shares:
-    """Which prompts are whose, and who tells what to whom.
+class BatchShard:
+    """The prompts of this rank, and the communication of what ranks choose.
 
     Args:
-        model: ``parallelize`` made it, or one process has it alone.
-        count: of the prompts.
+        engine: of the model.
+        num_prompts: on all ranks.
         device: of the model.
 
     Attributes:
         chooses: whether this rank gets logits: with a pipeline, the last stage's.
     """
 
-    def __init__(self, model: Any, count: int, device: torch.device) -> None:
-        found = parallelized(model)
-        ranks = found.config.sizes.data if found.mesh is not None else 1
-        self._group = found.group("data") if ranks > 1 else None
-        self._each = -(-count // ranks)
-        self._count, self._device = count, device
-        self._rank = 0 if found.mesh is None else found.mesh.rank("data")
-        self._stages = found.group("pp") if found.pipeline is not None else None
+    def __init__(self, engine: TrainEngine, num_prompts: int, device: torch.device) -> None:
+        ranks = engine.config.sizes.data if engine.mesh is not None else 1
+        self._group = engine.group("data") if ranks > 1 else None
+        self._per_rank = -(-num_prompts // ranks)
+        self._num_prompts, self._device = num_prompts, device
+        self._rank = 0 if engine.mesh is None else engine.mesh.rank("data")
+        self._stages = engine.group("pp") if engine.pipeline is not None else None
         self._last = 0
-        if found.pipeline is not None:
-            order = found.pipeline.driver.table
+        if engine.pipeline is not None:
+            order = engine.pipeline.driver.table
             self._last = order.rank_of(order.stages - 1)
         self.chooses = self._stages is None or self._stages.rank() == self._last
 
     @property
-    def mine(self) -> range:
-        """Prompts of this rank."""
-        first = min(self._count, self._rank * self._each)
-        return range(first, min(self._count, first + self._each))
+    def prompts(self) -> range:
+        """Numbers of the prompts of this rank."""
+        first = min(self._num_prompts, self._rank * self._per_rank)
+        return range(first, min(self._num_prompts, first + self._per_rank))
 
-    def of_last(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return what the last stage has chosen; other ranks give something of the same shape."""
+    def from_last_stage(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Return what the last stage chose; other ranks pass a tensor of the same shape."""
         if self._stages is None or not chosen.numel():
             return chosen
         from fusedops.parallel.comm import collectives
@@ -57,41 +56,41 @@ class Shares:
             chosen.contiguous(), self._stages, source=self._last, label="chosen"
         ).wait()
 
-    def join(self, values: torch.Tensor, numbers: list[int], size: int) -> list[int]:
-        """Return a number of each sequence of all ranks, -1 where there is none.
+    def gather_tokens(self, tokens: torch.Tensor, sequences: list[int], samples: int) -> list[int]:
+        """Return the token of each sequence of all ranks, -1 where there is none.
 
         Args:
-            values: those of some sequences of this rank, int64.
-            numbers: which sequences these are.
-            size: sequences of a prompt.
+            tokens: of some sequences of this rank, int64.
+            sequences: the numbers of these sequences.
+            samples: sequences of a prompt.
         """
-        told = values.tolist()
         if self._group is None:
-            found = [-1] * (self._count * size)
-            for number, value in zip(numbers, told, strict=True):
-                found[number] = value
-            return found
+            gathered = [-1] * (self._num_prompts * samples)
+            for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+                gathered[sequence] = token
+            return gathered
         from fusedops.parallel.comm import collectives
 
-        first = self._rank * self._each * size
-        part = torch.full((self._each * size,), -1, dtype=torch.int64, device=self._device)
-        part[[each - first for each in numbers]] = values
-        whole = collectives.all_gather(part, self._group, label="tokens").wait()
-        return whole.tolist()[: self._count * size]
+        first = self._rank * self._per_rank * samples
+        shape = (self._per_rank * samples,)
+        shard = torch.full(shape, -1, dtype=torch.int64, device=self._device)
+        shard[[sequence - first for sequence in sequences]] = tokens
+        shards = collectives.all_gather(shard, self._group, label="tokens").wait()
+        return shards.tolist()[: self._num_prompts * samples]
 
     def any(self, value: bool) -> bool:
-        """Whether it is true of a rank."""
+        """Return whether the value is true on any rank."""
         if self._group is None:
             return value
         from fusedops.parallel.comm import collectives
 
-        told = torch.tensor([int(value)], device=self._device)
-        return bool(collectives.all_reduce(told, self._group, label="unfinished").wait())
+        count = torch.tensor([int(value)], device=self._device)
+        return bool(collectives.all_reduce(count, self._group, label="unfinished").wait())
 
     def gather(self, values: list[Any]) -> list[Any]:
         """Return the values of all ranks, in the order of their prompts."""
         if self._group is None:
             return values
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, values, group=self._group)
-        return [each for of_rank in found for each in of_rank]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, values, group=self._group)
+        return [value for of_rank in gathered for value in of_rank]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,22 +16,22 @@ from fusedops._core import checks
 from fusedops.generation.beams import search
 from fusedops.generation.decoder import check_model, decoder_for, device_of
 from fusedops.generation.options import Generated, NonFiniteLogitsError, Options, Token
-from fusedops.generation.ranks import Shares
-from fusedops.generation.sampling import NO_TOKEN, Chooser
-from fusedops.models import Transformer, TransformerConfig
+from fusedops.generation.ranks import BatchShard
+from fusedops.generation.sampling import NO_TOKEN, Sampler
+from fusedops.models import TrainEngine, Transformer, TransformerConfig
 
 _OP = "generate"
 
 
 def generate(
-    model: Transformer, prompts: Any, options: Options | None = None, **more: Any
+    model: Transformer | TrainEngine, prompts: Any, options: Options | None = None, **more: Any
 ) -> list[Generated]:
     """Let a model go on from prompts.
 
     Args:
-        model: a causal ``fusedops.models.Transformer``, in any dtype; or what ``parallelize`` made
-            of one: then all processes call this with the same arguments, and each gets all
-            sequences. Dropout is off meanwhile.
+        model: a causal ``fusedops.models.Transformer``, in any dtype; or the engine of one that
+            ``parallelize`` returned: all processes call this with the same arguments, and each
+            gets all sequences. Dropout is off meanwhile.
         prompts: tokens, int64: ``[S]`` of one prompt, ``[B, S]``, or a list with the tokens of each
             (tensors or lists of numbers), which may have different lengths.
         options: how.
@@ -60,22 +62,23 @@ def generate(
     """
     options = _options(options, more)
     rows = check(model, prompts, options)
+    engine = check_model(_OP, model)
     if options.beams > 1:
-        with _evaluating(model):
-            return search(model, rows, options)
-    found: list[list[int]] = [[] for _ in range(len(rows) * options.samples)]
-    reasons = [""] * len(found)
-    for token in _stream(model, rows, options):
-        found[token.sequence].append(token.token)
+        with _evaluating(engine.model):
+            return search(engine, rows, options)
+    generated: list[list[int]] = [[] for _ in range(len(rows) * options.samples)]
+    reasons = [""] * len(generated)
+    for token in _stream(engine, rows, options):
+        generated[token.sequence].append(token.token)
         reasons[token.sequence] = token.reason or ""
     return [
         Generated(number // options.samples, tokens, reason)
-        for number, (tokens, reason) in enumerate(zip(found, reasons, strict=True))
+        for number, (tokens, reason) in enumerate(zip(generated, reasons, strict=True))
     ]
 
 
 def stream(
-    model: Transformer, prompts: Any, options: Options | None = None, **more: Any
+    model: Transformer | TrainEngine, prompts: Any, options: Options | None = None, **more: Any
 ) -> Iterator[Token]:
     """Do as ``generate``, and give each token as soon as it is known.
 
@@ -106,82 +109,99 @@ def stream(
     options = _options(options, more)
     if options.beams > 1:
         checks.fail("stream", "beams", "1: the best is known at the end only", options.beams)
-    return _stream(model, check(model, prompts, options), options)
+    rows = check(model, prompts, options)
+    return _stream(check_model(_OP, model), rows, options)
 
 
-def _stream(model: Transformer, prompts: list[torch.Tensor], options: Options) -> Iterator[Token]:
-    size = options.samples
+def _stream(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -> Iterator[Token]:
+    model = engine.model
+    samples = options.samples
     device = device_of(model)
-    shares = Shares(model, len(prompts), device)
-    mine = [prompts[each] for each in shares.mine]
-    numbers = [each * size + sample for each in shares.mine for sample in range(size)]
-    told: list[list[int]] = [[] for _ in range(len(prompts) * size)]
-    open_ = set(range(len(told)))
+    batch = BatchShard(engine, len(prompts), device)
+    rank_prompts = [prompts[number] for number in batch.prompts]
+    # Numbers of the sequences of this rank that are in the batch, in the order of its rows.
+    sequences = [number * samples + sample for number in batch.prompts for sample in range(samples)]
+    generated: list[list[int]] = [[] for _ in range(len(prompts) * samples)]
+    unfinished = set(range(len(generated)))
     with _evaluating(model):
-        most = max(len(each) for each in prompts) + options.tokens
-        decoder = decoder_for(model, most, options)
-        logits = decoder.prefill(mine)
-        if size > 1:
-            rows = torch.arange(len(mine), device=device).repeat_interleave(size)
+        max_seq_len = max(len(prompt) for prompt in prompts) + options.tokens
+        decoder = decoder_for(engine, max_seq_len, options)
+        logits = decoder.prefill(rank_prompts)
+        if samples > 1:
+            rows = torch.arange(len(rank_prompts), device=device).repeat_interleave(samples)
             decoder.select(rows)
             logits = logits[rows]
-        chooser = Chooser(
+        sampler = Sampler(
             options,
-            [prompts[each // size] for each in numbers],
-            [options.stream(*divmod(each, size)) for each in numbers],
+            [prompts[sequence // samples] for sequence in sequences],
+            [options.stream(*divmod(sequence, samples)) for sequence in sequences],
             model.config.vocab_size,
             device,
-            decoder.words,
+            decoder.vocab_projection,
         )
         while True:
-            if shares.chooses:
-                tokens = chooser.choose(logits)
+            if batch.chooses:
+                tokens = sampler.sample(logits)
             else:
-                tokens = torch.empty(len(numbers), dtype=torch.int64, device=device)
-            tokens = shares.of_last(tokens)
-            for number, token in enumerate(shares.join(tokens, numbers, size)):
-                if number in open_:
+                tokens = torch.empty(len(sequences), dtype=torch.int64, device=device)
+            tokens = batch.from_last_stage(tokens)
+            for sequence, token in enumerate(batch.gather_tokens(tokens, sequences, samples)):
+                if sequence in unfinished:
                     if token == NO_TOKEN:
-                        prompt = number // size
-                        position = len(prompts[prompt]) + len(told[number])
+                        prompt = sequence // samples
+                        position = len(prompts[prompt]) + len(generated[sequence])
                         raise NonFiniteLogitsError(prompt, position)
-                    told[number].append(token)
-                    reason = _ends(number, told[number], options)
+                    generated[sequence].append(token)
+                    reason = _end_reason(sequence, generated[sequence], options)
                     if reason is not None:
-                        open_.discard(number)
-                    yield Token(number, token, reason)
-            if not open_:
+                        unfinished.discard(sequence)
+                    yield Token(sequence, token, reason)
+            if not unfinished:
                 return
-            rest = [row for row, number in enumerate(numbers) if number in open_]
-            # Rows that are done are left out when they are the half: copying stays cheap.
-            if 2 * len(rest) <= len(numbers) and numbers:
-                rows = torch.tensor(rest, dtype=torch.int64, device=device)
+            kept = [row for row, sequence in enumerate(sequences) if sequence in unfinished]
+            # Finished rows are removed once they are half of the batch: copying stays cheap.
+            if 2 * len(kept) <= len(sequences) and sequences:
+                rows = torch.tensor(kept, dtype=torch.int64, device=device)
                 decoder.select(rows)
-                chooser.select(rows)
-                numbers, tokens = [numbers[row] for row in rest], tokens[rows]
+                sampler.select(rows)
+                sequences, tokens = [sequences[row] for row in kept], tokens[rows]
             # A sequence that has ended may still be in the batch, also where it has no next token.
             logits = decoder.step(tokens.clamp(min=0))
 
 
-def _ends(number: int, tokens: list[int], options: Options) -> str | None:
+def _end_reason(sequence: int, tokens: list[int], options: Options) -> str | None:
     """Return why a sequence ends after these tokens, or ``None``."""
     if tokens[-1] in options.stop:
         return "stop"
-    if options.until is not None and options.until(number, tokens):
+    if options.until is not None and options.until(sequence, tokens):
         return "until"
     return "length" if len(tokens) == options.tokens else None
 
 
+# Models that generate, with the number of calls under way and the modules to set back to training.
+_LOCK = threading.Lock()
+_EVALUATED: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()
+
+
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off; each module is again what it was afterwards."""
-    training = [each for each in model.modules() if each.training]
-    model.eval()
+    """Set a model to evaluation; the last of several threads sets it back to what it was."""
+    with _LOCK:
+        calls, training = _EVALUATED.get(model, (0, []))
+        if not calls:
+            training = [module for module in model.modules() if module.training]
+            model.eval()
+        _EVALUATED[model] = calls + 1, training
     try:
         yield
     finally:
-        for each in training:
-            each.training = True
+        with _LOCK:
+            calls, training = _EVALUATED.pop(model)
+            if calls > 1:
+                _EVALUATED[model] = calls - 1, training
+            else:
+                for module in training:
+                    module.training = True
 
 
 def _options(options: Any, more: dict[str, Any]) -> Options:
@@ -199,27 +219,27 @@ def _prompts(prompts: Any, options: Options) -> list[torch.Tensor]:
         rows = list(prompts) if prompts.dim() > 1 else [prompts]
     else:
         rows = list(prompts)
-        if rows and all(isinstance(each, int) for each in rows):
+        if rows and all(isinstance(row, int) for row in rows):
             rows = [rows]
     if not rows:
         checks.fail(_OP, "prompts", "one at least", "none")
-    found = []
-    for number, each in enumerate(rows):
+    result = []
+    for number, row in enumerate(rows):
         name = f"prompt {number}"
-        _check_tokens(name, each)
-        if not isinstance(each, torch.Tensor):
-            for token in each:
+        _check_tokens(name, row)
+        if not isinstance(row, torch.Tensor):
+            for token in row:
                 checks.integer(_OP, name, token)
-            each = torch.tensor(each, dtype=torch.int64)
-        checks.index_tensor(_OP, name, each, dtypes=(torch.int64, torch.int32))
-        if each.dim() != 1:
-            checks.fail(_OP, name, "of shape [tokens]", list(each.shape))
-        if not len(each):
+            row = torch.tensor(row, dtype=torch.int64)
+        checks.index_tensor(_OP, name, row, dtypes=(torch.int64, torch.int32))
+        if row.dim() != 1:
+            checks.fail(_OP, name, "of shape [tokens]", list(row.shape))
+        if not len(row):
             checks.fail(_OP, name, "at least one token, to go on from", "none")
-        found.append(each.detach().to("cpu", torch.int64))
-    if not isinstance(options.seed, int) and len(options.seed) != len(found):
-        checks.fail(_OP, "seed", f"one number, or {len(found)}, one a prompt", len(options.seed))
-    return found
+        result.append(row.detach().to("cpu", torch.int64))
+    if not isinstance(options.seed, int) and len(options.seed) != len(result):
+        checks.fail(_OP, "seed", f"one number, or {len(result)}, one a prompt", len(options.seed))
+    return result
 
 
 def _check_tokens(name: str, given: Any) -> None:
@@ -230,17 +250,17 @@ def _check_tokens(name: str, given: Any) -> None:
 
 def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
     """Return the tokens of each prompt; raise what ``generate`` would."""
-    check_model(_OP, model)
+    engine = check_model(_OP, model)
     rows = _prompts(prompts, options)
-    config: TransformerConfig = model.config
-    longest = max(len(each) for each in rows)
+    config: TransformerConfig = engine.model.config
+    longest = max(len(row) for row in rows)
     if config.position_tables:
         _check_room("the model's positions", config.seq_len, longest, options)
     if options.cache_size is not None:
         # The last token is not gone on from.
         _check_room("cache_size", options.cache_size, longest, options, spare=1)
-    for number, each in enumerate(rows):
-        low, high = (int(found) for found in each.aminmax())
+    for number, row in enumerate(rows):
+        low, high = (int(token) for token in row.aminmax())
         if low < 0 or high >= config.vocab_size:
             wanted = f"tokens from 0 to {config.vocab_size - 1}, the words of the vocabulary"
             checks.fail(_OP, f"prompt {number}", wanted, low if low < 0 else high)

@@ -42,22 +42,22 @@ class Text:
         """
         if tokenizer == BYTES:
             return Text(lambda text: list(text.encode()), _of_bytes, tuple(stop) or (_BYTES,))
-        found, _ = open_tokenizer(tokenizer)
-        end = found.token_to_id(end_of_text)
-        ends = (*stop, *([] if end is None else [end]))
+        opened, _ = open_tokenizer(tokenizer)
+        end = opened.token_to_id(end_of_text)
+        stop = (*stop, *([] if end is None else [end]))
         return Text(
-            lambda text: found.encode(text).ids, lambda prompt: _of_pieces(found, prompt), ends
+            lambda text: opened.encode(text).ids, lambda prompt: _of_pieces(opened, prompt), stop
         )
 
 
 def _of_bytes(prompt: Sequence[int]) -> Callable[[int | None], str]:
-    # A letter may have four bytes: what is not whole yet waits.
-    whole = codecs.getincrementaldecoder("utf-8")("replace")
+    # A character may have four bytes: incomplete ones wait.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def decode(token: int | None) -> str:
         if token is None:
-            return whole.decode(b"", final=True)
-        return whole.decode(bytes([token])) if token < _BYTES else ""
+            return decoder.decode(b"", final=True)
+        return decoder.decode(bytes([token])) if token < _BYTES else ""
 
     return decode
 
@@ -76,7 +76,7 @@ def _of_pieces(tokenizer: Any, prompt: Sequence[int]) -> Callable[[int | None], 
         if token is None:
             return tokenizer.decode(waiting)
         piece = pieces.step(tokenizer, token)
-        if piece is None:  # a letter is not whole
+        if piece is None:  # a character is incomplete
             waiting.append(token)
             return ""
         waiting.clear()
@@ -85,7 +85,7 @@ def _of_pieces(tokenizer: Any, prompt: Sequence[int]) -> Callable[[int | None], 
     return decode
 
 
-class Words:
+class TextStream:
     """The text of a sequence as its tokens come, up to the first of some strings.
 
     Args:
@@ -100,35 +100,35 @@ class Words:
     def __init__(self, text: Text, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self.ended = False
         self._decode = text.decoder(prompt)
-        self._stops = [each for each in stops if each]
-        self._held = ""
-        self._fresh = ""
+        self._stops = [stop for stop in stops if stop]
+        self._pending = ""
+        self._ready = ""
 
     def feed(self, token: int | None) -> bool:
         """Take a token, ``None`` after the last; returns whether the text ends with it."""
         if self.ended:
             return True
-        self._held += self._decode(token)
-        places = [self._held.find(each) for each in self._stops]
-        found = [place for place in places if place >= 0]
-        if found:
-            self._fresh += self._held[: min(found)]
-            self._held, self.ended = "", True
+        self._pending += self._decode(token)
+        indices = [self._pending.find(stop) for stop in self._stops]
+        matches = [index for index in indices if index >= 0]
+        if matches:
+            self._ready += self._pending[: min(matches)]
+            self._pending, self.ended = "", True
         else:
-            sure = len(self._held) - (0 if token is None else self._begun())
-            self._fresh += self._held[:sure]
-            self._held = self._held[sure:]
+            count = len(self._pending) - (0 if token is None else self._partial_stop())
+            self._ready += self._pending[:count]
+            self._pending = self._pending[count:]
         return self.ended
 
     def take(self) -> str:
         """Return what has become known since the last time."""
-        fresh, self._fresh = self._fresh, ""
-        return fresh
+        ready, self._ready = self._ready, ""
+        return ready
 
-    def _begun(self) -> int:
-        """Return how many letters at the end may be the beginning of a string that ends it."""
-        longest = max((len(each) for each in self._stops), default=0)
-        for size in range(min(longest - 1, len(self._held)), 0, -1):
-            if any(each.startswith(self._held[-size:]) for each in self._stops):
+    def _partial_stop(self) -> int:
+        """Return how many characters at the end may be the beginning of a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=0)
+        for size in range(min(longest - 1, len(self._pending)), 0, -1):
+            if any(stop.startswith(self._pending[-size:]) for stop in self._stops):
                 return size
         return 0

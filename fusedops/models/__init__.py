@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from fusedops.models.attention_core import Documents
@@ -10,7 +11,7 @@ from fusedops.models.huggingface.configs import from_config, to_config
 from fusedops.models.huggingface.weights import load_huggingface, save_huggingface
 from fusedops.models.initialize import initialize
 from fusedops.models.parallelization.config import ParallelConfig
-from fusedops.models.parallelization.engine import Parallelized, parallelized
+from fusedops.models.parallelization.engine import TrainEngine, parallelized
 from fusedops.models.presets import PRESETS, TINY, preset
 from fusedops.models.transformer import Loss, Transformer
 
@@ -23,8 +24,8 @@ __all__ = [
     "Documents",
     "Loss",
     "ParallelConfig",
-    "Parallelized",
     "RopeScaling",
+    "TrainEngine",
     "Transformer",
     "TransformerConfig",
     "from_config",
@@ -44,4 +45,12 @@ def __getattr__(name: str) -> Any:
         from fusedops.models.parallelization.parallelize import parallelize
 
         return parallelize
+    if name == "Parallelized":
+        warnings.warn(
+            "fusedops.models.Parallelized is now TrainEngine; the former name goes with the next "
+            "release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return TrainEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

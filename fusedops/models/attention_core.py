@@ -1,4 +1,4 @@
-"""How queries meet keys on one device, in sequences that may hold several documents.
+"""Attention on one device, in sequences that may contain several documents.
 
 Letters of shapes: B sequences, S tokens of each, N heads, D size of a head.
 """
@@ -30,8 +30,8 @@ class Documents:
         """Return where documents end when all sequences lie behind one another, from 0 on."""
         begins = torch.ones_like(self.ids_BS, dtype=torch.bool)
         begins[:, 1:] = self.ids_BS[:, 1:] != self.ids_BS[:, :-1]
-        places = begins.flatten().nonzero().flatten()
-        return F.pad(places, (0, 1), value=begins.numel()).int()
+        starts = begins.flatten().nonzero().flatten()
+        return F.pad(starts, (0, 1), value=begins.numel()).int()
 
     @cached_property
     def longest(self) -> int:
@@ -53,7 +53,7 @@ def attend(
 ) -> torch.Tensor:
     """Return ``[B, N, S, D]``: each query's mean of the values that it may attend.
 
-    Dropout draws by a score's place among all ``[B, N, S, S]``, with documents as without.
+    The random number of a score follows from its index in ``[B, N, S, S]``, also with documents.
     """
     options: dict[str, Any] = {
         "dropout_p": dropout_p,
@@ -70,13 +70,13 @@ def attend(
         tokens = torch.arange(sequences * length, device=seed.device)
         seed = philox.placed_scores(seed, heads, length)
         options["seed"] = philox.at_tokens(seed, tokens, tokens, length)
-    ends, longest = documents.cu_seqlens, documents.longest
+    cu_seqlens, longest = documents.cu_seqlens, documents.longest
     output = ops.attention_varlen(
         _packed(query_BNSD),
         _packed(key_BNSD),
         _packed(value_BNSD),
-        ends,
-        ends,
+        cu_seqlens,
+        cu_seqlens,
         longest,
         longest,
         **options,

@@ -180,7 +180,7 @@ class TransformerConfig:
         balance_loss: factor of the routers' balance loss (1.0 times it where routing is uniform).
         z_loss: factor of the mean square of the routers' log-sum-exp.
         balance_rate: step of the bias that balances without a loss (arXiv:2408.15664): once per
-            optimizer step, by ``parallelized(model).balance()``; 0: there is no bias.
+            optimizer step, by ``TrainEngine.balance``; 0: there is no bias.
         initializer_range: standard deviation of new weights.
         pad_token_id: row of the embedding that starts as zeros and gets no gradient from the
             lookup (``padding_idx`` of ``torch.nn.Embedding``); a tied head still gives it one.
@@ -337,7 +337,7 @@ class TransformerConfig:
             sizes = self.domain_experts, self.num_experts, self.top_k
             object.__setattr__(self, "domain_experts", check_domain_experts(name, *sizes))
         shared = ("num_groups", "topk_groups", "group_score", "capacity_factor", "drop_policy")
-        more = {each: getattr(self, each) for each in shared}
+        more = {name: getattr(self, name) for name in shared}
         top_k = self.top_k if self.num_experts else 1
         check_options(name, max(1, self.num_experts), top_k, **more)
 
@@ -384,12 +384,11 @@ class TransformerConfig:
 
     def kinds(self, layers: Iterable[int]) -> dict[int, int]:
         """Return one layer of each kind among these, and how many are of it."""
-        found: dict[tuple[bool, bool], list[int]] = {}
-        for each in layers:
-            found.setdefault((self.is_sparse(each), self.has_cross_attention(each)), []).append(
-                each
-            )
-        return {alike[0]: len(alike) for alike in found.values()}
+        kinds: dict[tuple[bool, bool], list[int]] = {}
+        for index in layers:
+            kind = self.is_sparse(index), self.has_cross_attention(index)
+            kinds.setdefault(kind, []).append(index)
+        return {alike[0]: len(alike) for alike in kinds.values()}
 
     def layer(self, index: int) -> Weights:
         """Return the parameters of a layer."""
@@ -438,7 +437,7 @@ class TransformerConfig:
     def layers(self) -> Weights:
         """Return the parameters of all layers, without embeddings and head."""
         kinds = self.kinds(range(self.depth))
-        return sum((self.layer(each) * count for each, count in kinds.items()), Weights())
+        return sum((self.layer(index) * count for index, count in kinds.items()), Weights())
 
     def _attention(self) -> Weights:
         h, query, key = self.hidden_size, self.query_width, self.key_width

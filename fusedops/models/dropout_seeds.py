@@ -1,8 +1,8 @@
-"""What all dropout of a forward draws from: made once, from one seed, and given to each call.
+"""Seeds of all dropout calls of a forward: made once, from one seed, and passed to each call.
 
-A call's numbers follow from the seed, its layer and its place in the layer, not from the order in
-which calls are made: stages of a pipeline, which have some of the layers and other micro-batches
-at the same time, draw what one process does, and so does a layer that is run again.
+The random numbers of a call follow from the seed, its layer and its index in the layer, not from
+the order of calls: pipeline stages, which run some of the layers for several micro-batches at the
+same time, draw what one process draws, and so does a layer that is recomputed.
 """
 
 from __future__ import annotations
@@ -12,89 +12,61 @@ from typing import NamedTuple
 import torch
 
 from fusedops._core import philox
-from fusedops.parallel.dropout import Place
 
-# Calls of a layer: its attention's scores, what attention and feed-forward part add.
+# Dropout calls of a layer: attention scores, then the branch of attention and of feed-forward.
 SCORES, ATTENTION, FEED_FORWARD = range(3)
 _CALLS = 3
 
 
-class Draws(NamedTuple):
-    """Seeds with the places of a process's elements, a line for each call.
+class DropoutSeeds(NamedTuple):
+    """Seeds with the offsets of a process's elements in the whole batch, a row for each call.
 
     Attributes:
-        rows: for activations.
-        scores: for attention, whose cores know which of the scores they compute.
+        rows: for activations, int64 ``[calls, n]``.
+        scores: for attention scores, int64 ``[calls, n]``.
     """
 
     rows: torch.Tensor
     scores: torch.Tensor
 
     def of_embedding(self) -> torch.Tensor:
-        """Return the seed of what enters the first layer."""
+        """Return the seed of the input of the first layer."""
         return self.rows[0]
 
-    def of_rows(self, layer: int, call: int) -> torch.Tensor:
-        """Return the seed of a branch of a layer."""
+    def of_branch(self, layer: int, call: int) -> torch.Tensor:
+        """Return the seed of a branch of a layer: ``ATTENTION`` or ``FEED_FORWARD``."""
         return self.rows[1 + _CALLS * layer + call]
 
     def of_scores(self, layer: int) -> torch.Tensor:
-        """Return the seed of a layer's attention."""
+        """Return the seed of a layer's attention scores."""
         return self.scores[1 + _CALLS * layer + SCORES]
 
 
-def draws(
-    seed: torch.Tensor,
-    layers: int,
-    place: Place,
-    shape: tuple[int, int],
-    *,
-    heads: int,
-    features: int,
-    first: int | None = None,
-) -> Draws:
-    """Return the seeds of a forward.
+def call_seeds(seed: torch.Tensor, num_layers: int) -> torch.Tensor:
+    """Return a seed for each dropout call of a forward, ``[calls, 2]``.
 
     Args:
         seed: ``[2]``, the same on all processes.
-        layers: of the whole model.
-        place: of this process.
-        shape: sequences, and tokens of each that enter the model here.
-        heads: of attention, of all processes.
-        features: of the residual stream.
-        first: how many sequences come before these in the whole batch; by default those of other
-            processes.
+        num_layers: of the whole model.
     """
-    calls = 1 + _CALLS * layers
+    calls = 1 + _CALLS * num_layers
     numbers = torch.arange(calls, device=seed.device)
-    seeds = torch.stack((seed[0].expand(calls), seed[1] + numbers), 1)
-    if place == Place() and not first:
-        return Draws(seeds, seeds)
-    sequences, tokens = shape
-    first = place.batch_part * sequences if first is None else first
-    rows = place.rows(first, tokens // place.sequence_parts, features)
-    scores = place.scores(first, heads // place.head_parts, tokens * place.context_parts)
-    return Draws(philox.placed(seeds, rows), philox.placed(seeds, scores))
+    return torch.stack((seed[0].expand(calls), seed[1] + numbers), 1)
 
 
-def behind(drawn: Draws, sequences: int, *, tokens: int, heads: int, features: int) -> Draws:
-    """Return the seeds of a forward's last sequences.
+def with_offsets(
+    seeds: torch.Tensor, first: int, *, tokens: int, heads: int, features: int
+) -> DropoutSeeds:
+    """Return seeds for some sequences of a batch of which one process has all tokens and heads.
 
     Args:
-        drawn: of all of its sequences.
-        sequences: how many come before the last ones.
-        tokens: of a sequence here.
-        heads: of attention, of all processes.
+        seeds: of ``call_seeds``.
+        first: number of sequences before these in the whole batch.
+        tokens: of a sequence.
+        heads: of attention.
         features: of the residual stream.
     """
-    rows, scores = drawn
-    if rows.shape[1] == 2:  # of a batch that is whole here
-        place = Place()
-        return Draws(
-            philox.placed(rows, place.rows(sequences, tokens, features)),
-            philox.placed(scores, place.scores(sequences, heads, tokens)),
-        )
-    rows, scores = rows.clone(), scores.clone()
-    rows[:, 5:] += sequences * rows[:, 3:4]
-    scores[:, 2] += sequences * scores[:, 3]
-    return Draws(rows, scores)
+    size, square = (tokens or 1) * max(1, features), tokens * tokens
+    rows = size, tokens * features, size, first * tokens * features
+    scores = first * heads * square, heads * square, square
+    return DropoutSeeds(philox.placed(seeds, rows), philox.placed(seeds, scores))

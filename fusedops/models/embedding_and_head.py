@@ -1,11 +1,10 @@
-"""The two ends of a transformer: from words to hidden states, and from these to logits or a loss.
+"""Embedding and head of a transformer: tokens to hidden states, these to logits or a loss.
 
 Letters of shapes as in ``transformer.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +18,7 @@ from fusedops.nn import Dropout
 
 
 class Embedding(nn.Module):
-    """Words, and what is added to them before the first layer."""
+    """Embeddings of tokens, and of positions and token types where a model has them."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -57,31 +56,30 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """From the last hidden states to logits, or to the loss.
 
-    For the loss the backward makes logits again, chunk by chunk, unless they are small beside what
-    the layers keep: then they are kept, and a product is saved.
+    The backward of the loss recomputes the logits, chunk by chunk, unless they are small compared
+    with what the layers save: then they are saved.
 
     Attributes:
         weight: of the projection on the vocabulary, ``[V, H]``; ``None`` where it is the
             embedding's.
-        bias: of it, ``[V]``, or ``None``.
-        project: ``(x_BSH, weight, bias)`` to logits ``[B, S, V]``.
-        loss: ``(x_BSH, weight, bias, labels_BS)`` to the sum of the cross-entropies, float32.
-        recompute: whether the backward makes the logits again: set it where layers keep nothing.
+        bias: of the projection, ``[V]``, or ``None``.
+        recompute: whether the backward recomputes the logits: set it if layers save nothing.
     """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        hidden, words = config.hidden_size, config.vocab_size
+        hidden, vocab = config.hidden_size, config.vocab_size
         masked = config.head == "masked"
         self.transform = linear(hidden, hidden, True, kernel_name(config)) if masked else None
         self.norm = norm_of(config) if masked else None
-        self.weight = None if config.tied else nn.Parameter(torch.empty(words, hidden))
-        self.bias = nn.Parameter(torch.empty(words)) if masked else None
-        self.project: Callable[..., torch.Tensor] = project
-        # What a layer keeps at least for a token, in half precision, in numbers of float32.
+        self.weight = None if config.tied else nn.Parameter(torch.empty(vocab, hidden))
+        self.bias = nn.Parameter(torch.empty(vocab)) if masked else None
+        # The least that a layer saves for a token, in half precision, in numbers of float32.
         layer = (8 * hidden + 2 * config.intermediate_size) // 2
-        self.recompute = words > config.num_layers * layer
-        self.loss: Callable[..., torch.Tensor] = self._summed_loss
+        self.recompute = vocab > config.num_layers * layer
 
     def forward(
         self,
@@ -89,6 +87,8 @@ class Head(nn.Module):
         labels_BS: torch.Tensor | None = None,
         *,
         weight: torch.Tensor | None = None,
+        logits_to_keep: torch.Tensor | None = None,
+        gather_logits: bool = True,
     ) -> torch.Tensor:
         """Return logits ``[B, S, V]``, or with labels the sum of the targets' losses.
 
@@ -96,35 +96,34 @@ class Head(nn.Module):
             x_BSH: of the last layer.
             labels_BS: the target of each token; -100 where there is none.
             weight: the embedding's, where it is tied.
+            logits_to_keep: indices of the tokens ``[R]``: logits are ``[B, R, V]``.
+            gather_logits: whether ranks that shard the vocabulary gather the logits.
         """
         if self.transform is not None and self.norm is not None:
             x_BSH = self.norm(self.transform(x_BSH))
         weight = self.weight if weight is None else weight
         if labels_BS is None:
-            return self.project(x_BSH, weight, self.bias)
-        return self.loss(x_BSH, weight, self.bias, labels_BS)
+            return self.logits(x_BSH, weight, logits_to_keep, gather_logits=gather_logits)
+        return self.loss(x_BSH, weight, labels_BS)
 
-    def _summed_loss(self, *given: Any) -> torch.Tensor:
-        return summed_loss(*given, recompute=self.recompute)
+    def logits(
+        self,
+        x_BSH: torch.Tensor,
+        weight: Any,
+        logits_to_keep: torch.Tensor | None,
+        *,
+        gather_logits: bool,
+    ) -> torch.Tensor:
+        """Return logits ``[B, S, V]``, or ``[B, R, V]``; arguments as of ``forward``."""
+        if logits_to_keep is not None:
+            x_BSH = x_BSH[:, logits_to_keep]
+        return ops.linear_act(x_BSH, weight, self.bias, activation="identity")
 
-
-def project(x_BSH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return logits, ``[B, S, V]``."""
-    return ops.linear_act(x_BSH, weight, bias, activation="identity")
-
-
-def summed_loss(
-    x_BSH: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels_BS: torch.Tensor,
-    *,
-    recompute: bool | None = None,
-) -> torch.Tensor:
-    """Return the sum of the targets' cross-entropies; ``recompute`` as the operator has it."""
-    # A sum in bfloat16 has three digits; under autocast the operator's own float32 comes out.
-    half = x_BSH.dtype in (torch.bfloat16, torch.float16)
-    with torch.autocast(x_BSH.device.type, dtype=x_BSH.dtype) if half else nullcontext():
-        return ops.linear_cross_entropy(
-            x_BSH, weight, labels_BS, bias, reduction="sum", recompute=recompute
-        )
+    def loss(self, x_BSH: torch.Tensor, weight: Any, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the targets' cross-entropies, float32 for half precision."""
+        # A sum in bfloat16 has three digits; under autocast the operator's own float32 comes out.
+        half = x_BSH.dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(x_BSH.device.type, dtype=x_BSH.dtype) if half else nullcontext():
+            return ops.linear_cross_entropy(
+                x_BSH, weight, labels_BS, self.bias, reduction="sum", recompute=self.recompute
+            )

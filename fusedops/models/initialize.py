@@ -26,7 +26,7 @@ _BRANCH_ENDS = (
     "down_proj.weight",
     "down_proj",
 )
-_WORDS = "embedding.tokens.weight"
+_EMBEDDING = "embedding.tokens.weight"
 
 
 def initialize(model: nn.Module, seed: int | None = None) -> None:
@@ -68,69 +68,68 @@ def initialize(model: nn.Module, seed: int | None = None) -> None:
             elif parameter.dim() < 2 or name.endswith("bias"):
                 parameter.fill_(0.0)
             else:
-                ends = name.endswith(_BRANCH_ENDS)
-                scale = math.sqrt(2 * config.num_layers) if ends else 1.0
+                ends_branch = name.endswith(_BRANCH_ENDS)
+                scale = math.sqrt(2 * config.num_layers) if ends_branch else 1.0
                 _fill_normal(parameter, name, seed, config.initializer_range / scale)
-                if name == _WORDS and config.pad_token_id is not None:
-                    _local(parameter)[_places(parameter)[0] == config.pad_token_id] = 0.0
+                if name == _EMBEDDING and config.pad_token_id is not None:
+                    _local(parameter)[_indices(parameter)[0] == config.pad_token_id] = 0.0
 
 
 def _fill_normal(parameter: torch.Tensor, name: str, seed: int, std: float) -> None:
     """Fill a parameter, or this process's part of it."""
-    whole = parameter.shape
+    shape = parameter.shape
     local = _local(parameter)
     if local.numel() == 0:
         return
-    places = _places(parameter)
+    indices = _indices(parameter)
     rows = torch.zeros((), dtype=torch.int64)
-    for size, place in zip(whole[:-1], places[:-1], strict=True):
-        rows = rows[..., None] * size + place
-    rows, columns = rows.flatten().to(local.device), places[-1].to(local.device)
+    for size, index in zip(shape[:-1], indices[:-1], strict=True):
+        rows = rows[..., None] * size + index
+    rows, columns = rows.flatten().to(local.device), indices[-1].to(local.device)
     first = int(columns[0]) // 4
     blocks = torch.arange(first, int(columns[-1]) // 4 + 1, device=local.device)
-    whole_blocks = len(columns) == 4 * len(blocks)
+    has_full_blocks = len(columns) == 4 * len(blocks)
     key = _key(name, seed)
     flat = local.view(-1, len(columns))
     step = max(1, _CHUNK // len(blocks))
     for begin in range(0, len(rows), step):
-        some = rows[begin : begin + step]
-        drawn = _normal(some, blocks, key)
-        if not whole_blocks:
-            drawn = drawn[:, columns - 4 * first]
-        flat[begin : begin + step] = drawn * std
+        values = _normal(rows[begin : begin + step], blocks, key)
+        if not has_full_blocks:
+            values = values[:, columns - 4 * first]
+        flat[begin : begin + step] = values * std
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _places(parameter: torch.Tensor) -> list[torch.Tensor]:
+def _indices(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Return, for each dimension, where in the whole the elements stand that are here."""
-    places = [torch.arange(size) for size in parameter.shape]
+    indices = [torch.arange(size) for size in parameter.shape]
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
-        return places
+        return indices
     for axis, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
         dim = getattr(placement, "dim", None)
         if dim is not None:
             part = mesh.size(axis), mesh.get_local_rank(axis)
-            places[dim] = _part(places[dim], *part, getattr(placement, "split_factor", 1))
-    return places
+            indices[dim] = _part(indices[dim], *part, getattr(placement, "split_factor", 1))
+    return indices
 
 
-def _part(places: torch.Tensor, parts: int, index: int, factor: int) -> torch.Tensor:
+def _part(indices: torch.Tensor, parts: int, index: int, factor: int) -> torch.Tensor:
     """Return one of the parts of a dimension, as DTensor and FSDP2 divide it.
 
     Where a later axis of the mesh was divided first (FSDP2 after tensor parallelism), ``factor`` is
     its size, and each of its parts is divided for itself.
     """
-    found = [each.chunk(parts) for each in places.chunk(factor)]
-    return torch.cat([each[index] if index < len(each) else each[0][:0] for each in found])
+    pieces = [piece.chunk(parts) for piece in indices.chunk(factor)]
+    return torch.cat([chunks[index] if index < len(chunks) else chunks[0][:0] for chunks in pieces])
 
 
 def _key(name: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    low, high = (int.from_bytes(digest[each : each + 4], "little") for each in (0, 4))
+    low, high = (int.from_bytes(digest[start : start + 4], "little") for start in (0, 4))
     return torch.tensor(low), torch.tensor(high)
 
 

@@ -1,4 +1,4 @@
-"""What a model asks of the tensors that it is called with, in the words of the ops' errors."""
+"""Checks of the tensors that a model is called with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def check_inputs(
     tokens: torch.Tensor,
     labels: torch.Tensor | None,
     positions: torch.Tensor | None,
-    document_ids: torch.Tensor | None,
-    token_types: torch.Tensor | None,
+    document_ids: torch.Tensor | None = None,
+    token_types: torch.Tensor | None = None,
     domains: torch.Tensor | None = None,
 ) -> None:
     """Raise unless these are tokens of the model and what belongs to them."""
@@ -43,15 +43,15 @@ def check_inputs(
             wanted = f"of shape [{length}] or {list(tokens.shape)}, that of tokens"
             checks.fail(name, "positions", wanted, list(positions.shape))
         if config.position_tables and checks.readable(positions) and positions.numel():
-            least, most = (int(each) for each in positions.aminmax())
-            if least < 0 or most >= config.seq_len:
+            low, high = (int(position) for position in positions.aminmax())
+            if low < 0 or high >= config.seq_len:
                 wanted = f"from 0 to {config.seq_len - 1}, the table of positions"
-                checks.fail(name, "positions", wanted, least if least < 0 else most)
+                checks.fail(name, "positions", wanted, low if low < 0 else high)
     elif config.position_tables and length > config.seq_len:
         wanted = f"of at most {config.seq_len} tokens a sequence, the table of positions"
         checks.fail(name, "tokens", wanted, length)
     if checks.readable(tokens) and tokens.numel():
-        low, high = (int(each) for each in tokens.aminmax())
+        low, high = (int(token) for token in tokens.aminmax())
         if low < 0 or high >= config.vocab_size:
             wanted = f"from 0 to {config.vocab_size - 1}, the words of the vocabulary"
             checks.fail(name, "tokens", wanted, low if low < 0 else high)

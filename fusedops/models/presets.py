@@ -273,9 +273,9 @@ def preset(name: str) -> TransformerConfig:
         >>> preset("pangu-13b").num_layers
         40
     """
-    found = PRESETS.get(name.lower()) or TINY.get(name.lower())
-    if found is None:
+    config = PRESETS.get(name.lower()) or TINY.get(name.lower())
+    if config is None:
         near = difflib.get_close_matches(name.lower(), [*PRESETS, *TINY], n=1, cutoff=_NEAR)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(f"unknown model {name!r}: {hint}known: {', '.join(PRESETS)}")
-    return found
+    return config

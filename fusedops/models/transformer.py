@@ -1,18 +1,18 @@
-"""A transformer for one device: attention, layer, model. Its ends are in ``ends.py``.
+"""A transformer for one device: attention, layer, model. Its ends are in ``embedding_and_head.py``.
 
-It knows no parallelism. ``parallelize`` changes it from outside: it replaces linear layers,
-``Attention.core`` (how queries meet keys) and ``Head.project`` and ``Head.loss`` (how a hidden
-state meets the vocabulary), and shards the parameters. What the functions are given is a sequence
-with its positions, or a part of one.
+It contains no communication. ``parallelize`` replaces linear layers and the head by parallel ones,
+sets ``Transformer.partition``, and shards the parameters. Everything that a call decides is in the
+``ForwardContext`` that all layers get.
 
-Letters of shapes: B sequences, S tokens of each, H hidden size, N heads, D size of a head,
-V words of the vocabulary.
+Letters of shapes: B sequences, S tokens of each, H hidden size, N heads, D size of a head, V size
+of the vocabulary.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +20,17 @@ from torch import nn
 
 from fusedops import ops
 from fusedops._core import checks, dtypes, philox
-from fusedops.models.attention_core import Documents, attend
+from fusedops._core.labels import IGNORE_INDEX
+from fusedops.models.attention_core import Documents
 from fusedops.models.config import TransformerConfig
-from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD, Draws, draws
+from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD
 from fusedops.models.embedding_and_head import Embedding, Head
+from fusedops.models.forward_context import BatchPartition, ForwardContext
 from fusedops.models.initialize import initialize
 from fusedops.models.input_checks import check_inputs
 from fusedops.models.layer_parts import feed_forward_of, linear, norm_of
 from fusedops.models.positions import alibi_slopes, rotary_tables
 from fusedops.nn import BalancingBias, MoE, RMSNorm
-from fusedops.parallel.dropout import Place
 
 
 class Loss(NamedTuple):
@@ -47,41 +48,17 @@ class Loss(NamedTuple):
     auxiliary: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where the tokens stand; made once for all layers.
-
-    Attributes:
-        rotary: cosines and sines, ``[S, D]`` or ``[B, S, D]``, or ``None``.
-        documents: which tokens may attend each other, ``None``: all of a sequence.
-        tokens: the ids ``[B, S]``, where experts follow from them, else ``None``.
-        domains: of the tokens, ``[B, S]``, or ``None``.
-        draws: what dropout draws from; ``None``: torch's generator.
-    """
-
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    documents: Documents | None = None
-    tokens: torch.Tensor | None = None
-    domains: torch.Tensor | None = None
-    draws: Draws | None = None
-
-    def seed(self, layer: int, call: int) -> torch.Tensor | None:
-        """Return what dropout of a branch of a layer draws from."""
-        return None if self.draws is None else self.draws.of_rows(layer, call)
-
-
 class Attention(nn.Module):
     """Attention between the tokens of a sequence.
 
     Attributes:
-        core: how queries meet keys: ``attend``, or a function that is called the same way.
-        num_heads: heads of the queries in this process.
-        num_kv_heads: heads of keys and values in this process.
-        first_head: the number of its first head.
+        num_heads: query heads on this process.
+        num_kv_heads: key and value heads on this process.
+        first_head: index of its first head.
         head_dim: size of a head.
     """
 
-    core: Callable[..., torch.Tensor]
+    _core: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
@@ -98,47 +75,53 @@ class Attention(nn.Module):
         eps = config.norm_eps
         self.query_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
         self.key_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
-        self.core = attend
 
     def forward(
-        self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
+        self,
+        x_BSH: torch.Tensor,
+        context: ForwardContext,
+        query_input_BSH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return ``[B, S, H]``; queries are made of ``asking_BSH`` where it is given."""
-        return self.output(self.meet(*self.split(x_BSH, places, asking_BSH), places))
+        """Return ``[B, S, H]``; queries are computed from ``query_input_BSH`` if it is given."""
+        query, key, value = self.project_qkv(x_BSH, context, query_input_BSH)
+        return self.output(self.attend(query, key, value, context))
 
-    def split(
-        self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None
+    def project_qkv(
+        self,
+        x_BSH: torch.Tensor,
+        context: ForwardContext,
+        query_input_BSH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values by heads, ``[B, N, S, D]``, turned by their places."""
-        asking_BSH = x_BSH if asking_BSH is None else asking_BSH
-        query = self.query(asking_BSH).unflatten(-1, (-1, self.head_dim))
+        """Return queries, keys and values by heads, ``[B, N, S, D]``, rotated by positions."""
+        query_input_BSH = x_BSH if query_input_BSH is None else query_input_BSH
+        query = self.query(query_input_BSH).unflatten(-1, (-1, self.head_dim))
         key = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
         value = self.value(x_BSH).unflatten(-1, (-1, self.head_dim))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query_BNSD, key_BNSD, value_BNSD = (each.transpose(1, 2) for each in (query, key, value))
-        if places.rotary is not None:
-            query_BNSD, key_BNSD = ops.rotary_embedding(query_BNSD, key_BNSD, *places.rotary)
+        query_BNSD, key_BNSD, value_BNSD = (x.transpose(1, 2) for x in (query, key, value))
+        if context.rotary is not None:
+            query_BNSD, key_BNSD = ops.rotary_embedding(query_BNSD, key_BNSD, *context.rotary)
         return query_BNSD, key_BNSD, value_BNSD
 
-    def meet(
+    def attend(
         self,
         query_BNSD: torch.Tensor,
         key_BNSD: torch.Tensor,
         value_BNSD: torch.Tensor,
-        places: Places,
+        context: ForwardContext,
     ) -> torch.Tensor:
-        """Return what the heads here found, ``[B, S, N * D]``."""
+        """Return the attention output of the heads on this process, ``[B, S, N * D]``."""
         config = self.config
         slopes = None
         if config.alibi:
             slopes = alibi_slopes(config.num_heads, query_BNSD.device)
             slopes = slopes[self.first_head : self.first_head + self.num_heads]
         dropout_p = config.attention_dropout if self.training else 0.0
-        more = {}
-        if places.draws is not None and dropout_p > 0.0:
-            more["seed"] = places.draws.of_scores(self.index)
-        output_BNSD = self.core(
+        seed = {}
+        if context.dropout_seeds is not None and dropout_p > 0.0:
+            seed["seed"] = context.dropout_seeds.of_scores(self.index)
+        output_BNSD = self._attention_function(context)(
             query_BNSD,
             key_BNSD,
             value_BNSD,
@@ -146,21 +129,37 @@ class Attention(nn.Module):
             window=None if config.sliding_window is None else (config.sliding_window - 1, 0),
             alibi_slopes=slopes,
             dropout_p=dropout_p,
-            documents=places.documents,
-            **more,
+            documents=context.documents,
+            **seed,
         )
         return output_BNSD.transpose(1, 2).flatten(2)
+
+    def _attention_function(self, context: ForwardContext) -> Callable[..., torch.Tensor]:
+        if context.kv_cache is not None:
+            return partial(context.kv_cache.attend, self.index)
+        return context.attend or self._core or context.partition.attend
+
+    @property
+    def core(self) -> Callable[..., torch.Tensor] | None:
+        """The former way to replace attention; give ``attend`` to the forward instead."""
+        return self._core
+
+    @core.setter
+    def core(self, attend: Callable[..., torch.Tensor]) -> None:
+        warnings.warn(
+            "Attention.core is now an argument, model(tokens, attend=...); the former attribute "
+            "goes with the next release",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        self.__dict__["_core"] = attend
 
 
 class Layer(nn.Module):
     """Attention and feed-forward part, each added to the residual stream.
 
     Attributes:
-        router_loss: ``fusedops.moe_router_loss``, or a function that is called the same way.
         balancing: counts the router's choices for its bias, ``None`` where it has none.
-        take_tokens: gives the router and the experts the tokens that they compute here.
-        take_ids: gives those tokens' ids.
-        join_tokens: gives all tokens back.
     """
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
@@ -174,88 +173,136 @@ class Layer(nn.Module):
         if config.balance_rate and config.is_sparse(index):
             rate = config.balance_rate
             self.balancing = BalancingBias(config.num_experts, rate, own_bias=False)
-        self.router_loss: Callable[..., torch.Tensor] = ops.moe_router_loss
-        self.take_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
-        self.take_ids: Callable[[torch.Tensor], torch.Tensor] = _all
-        self.join_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
 
     def forward(
-        self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
+        self,
+        x_BSH: torch.Tensor,
+        context: ForwardContext,
+        query_input_BSH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``[B, S, H]`` and the router's loss, ``None`` where there is none.
+        """Return ``[B, S, H]`` and the router's auxiliary loss, ``None`` where there is none.
 
         Args:
             x_BSH: the residual stream.
-            places: of the tokens.
-            asking_BSH: what queries are made of, if not of the stream.
+            context: of the forward.
+            query_input_BSH: what queries are computed from, if not from the stream.
         """
-        seeds = [places.seed(self.index, call) for call in (ATTENTION, FEED_FORWARD)]
+        branch_BSH = self.attention(self.attention_input(x_BSH), context, query_input_BSH)
+        x_BSH, residual_BSH = self.feed_forward_input(branch_BSH, x_BSH, context)
+        if isinstance(self.feed_forward, MoE):
+            branch_BSH, auxiliary = self._experts(self.feed_forward, x_BSH, context)
+        else:
+            branch_BSH, auxiliary = self.feed_forward(x_BSH), None
+        return self.add_feed_forward(branch_BSH, residual_BSH, context), auxiliary
+
+    def attention_input(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the input of attention, from the residual stream."""
+        return x_BSH if self.config.post_norm else self.attention_norm(x_BSH)
+
+    def feed_forward_input(
+        self, branch_BSH: torch.Tensor, x_BSH: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the output of attention; return the input of the feed-forward part and the stream."""
+        seed = context.branch_seed(self.index, ATTENTION)
         if self.config.post_norm:
-            branch_BSH = self.attention(x_BSH, places, asking_BSH)
-            x_BSH, _ = self.attention_norm(branch_BSH, x_BSH, seed=seeds[0])
-            branch_BSH, auxiliary = self._feed_forward(x_BSH, places)
-            return self.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[1])[0], auxiliary
-        branch_BSH = self.attention(self.attention_norm(x_BSH), places, asking_BSH)
-        normed_BSH, x_BSH = self.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[0])
-        branch_BSH, auxiliary = self._feed_forward(normed_BSH, places)
-        dropout = self.config.dropout
-        x_BSH = ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training, seed=seeds[1])
-        return x_BSH, auxiliary
+            x_BSH, _ = self.attention_norm(branch_BSH, x_BSH, seed=seed)
+            return x_BSH, x_BSH
+        return self.feed_forward_norm(branch_BSH, x_BSH, seed=seed)
 
-    def _feed_forward(
-        self, x_BSH: torch.Tensor, places: Places
+    def add_feed_forward(
+        self, branch_BSH: torch.Tensor, residual_BSH: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Add the output of the feed-forward part; return the residual stream."""
+        config, seed = self.config, context.branch_seed(self.index, FEED_FORWARD)
+        if config.post_norm:
+            return self.feed_forward_norm(branch_BSH, residual_BSH, seed=seed)[0]
+        return ops.bias_dropout_add(
+            branch_BSH, None, residual_BSH, config.dropout, self.training, seed=seed
+        )
+
+    def _experts(
+        self, moe: MoE, x_BSH: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        part = self.feed_forward
-        if not isinstance(part, MoE):
-            return part(x_BSH), None
-        x_BSH = self.take_tokens(x_BSH)
-        logits, plan = self.choose(x_BSH, places)
-        auxiliary = None if logits is None else self.loss_of_router(logits, plan)
-        return self.join_tokens(part(x_BSH, plan=plan)), auxiliary
+        x_BSH = context.partition.shard_tokens(x_BSH)
+        logits, plan = self.route(x_BSH, context)
+        auxiliary = None if logits is None else self.auxiliary_loss(logits, plan, context)
+        return context.partition.gather_tokens(moe(x_BSH, plan=plan)), auxiliary
 
-    def choose(
-        self, x_BSH: torch.Tensor, places: Places
+    def route(
+        self, x_BSH: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor | None, ops.RoutingPlan]:
-        """Return the router's logits, ``None`` where ids decide, and the experts of each token."""
-        part: Any = self.feed_forward
-        if part.gate is None:
-            return None, self._hashed(places)
-        logits, plan = part.gate(x_BSH)
+        """Return the router's logits, ``None`` of a hash router, and the experts of each token."""
+        moe: Any = self.feed_forward
+        if moe.gate is None:
+            return None, self._hash_plan(context)
+        logits, plan = moe.gate(x_BSH, dropless=context.dropless)
         if self.balancing is not None:
             self.balancing.count(plan)
         return logits, plan
 
-    def loss_of_router(
-        self, logits: torch.Tensor, choices: ops.RoutingPlan | torch.Tensor
+    def auxiliary_loss(
+        self,
+        logits: torch.Tensor,
+        choices: ops.RoutingPlan | torch.Tensor,
+        context: ForwardContext,
     ) -> torch.Tensor | None:
-        """Return the losses of the router, ``None`` where the configuration has none."""
+        """Return the router's losses, ``None`` where the configuration has none."""
         config = self.config
         if not self.training or not (config.balance_loss or config.z_loss):
             return None
-        return self.router_loss(
+        return ops.moe_router_loss(
             logits,
             choices,
             balance=config.balance_loss,
             z=config.z_loss,
             score=config.router_score,
+            group=context.partition.router_group,
         )
 
-    def _hashed(self, places: Places) -> ops.RoutingPlan:
-        """Return the experts of each token by its id; a hash of their own in each layer."""
-        config, domains = self.config, places.domains
-        assert places.tokens is not None
+    def _hash_plan(self, context: ForwardContext) -> ops.RoutingPlan:
+        """Return the experts of each token by its id, with another hash in each layer."""
+        config, domains, shard = self.config, context.domains, context.partition.shard_ids
+        assert context.tokens is not None
         return ops.hash_route(
-            self.take_ids(places.tokens).flatten(),
+            shard(context.tokens).flatten(),
             config.num_experts,
             top_k=config.top_k,
             seed=config.router_seed + self.index,
-            domains=None if domains is None else self.take_ids(domains).flatten(),
+            domains=None if domains is None else shard(domains).flatten(),
             domain_experts=config.domain_experts or None,
         )
 
 
-def _all(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+class TransformerLayers(nn.ModuleDict):
+    """The layers of a model, or of a pipeline stage, by their indices as names."""
+
+    def forward(
+        self,
+        x_BSH: torch.Tensor,
+        context: ForwardContext,
+        norm: nn.Module | None = None,
+        query_positions: nn.Embedding | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states after the layers, and the sum of their auxiliary losses.
+
+        Args:
+            x_BSH: hidden states before the first layer here.
+            context: of the forward.
+            norm: of the input of a query layer.
+            query_positions: table from which a query layer, the last one of the model, computes
+                its queries; ``None``: the model has no such layer.
+        """
+        auxiliary = torch.zeros((), device=x_BSH.device)
+        layer: Any
+        for layer in self.values():
+            query_input_BSH = None
+            if query_positions is not None and layer.index == layer.config.num_layers - 1:
+                assert norm is not None
+                x_BSH = norm(x_BSH)
+                query_input_BSH = query_positions(context.positions).expand_as(x_BSH)
+            x_BSH, extra = layer(x_BSH, context, query_input_BSH)
+            auxiliary = auxiliary if extra is None else auxiliary + extra
+        return x_BSH, auxiliary
 
 
 class Transformer(nn.Module):
@@ -287,9 +334,6 @@ class Transformer(nn.Module):
         8
     """
 
-    # Which part of a batch and of the heads this process has: for dropout.
-    place = Place()
-
     def __init__(
         self,
         config: TransformerConfig,
@@ -300,14 +344,16 @@ class Transformer(nn.Module):
         super().__init__()
         _check(config)
         self.config = config
+        self.partition = BatchPartition()
         place = torch.get_default_device() if device is None else torch.device(device)
         with torch.device("meta"):
             self.embedding = Embedding(config)
-            layers = {str(each): Layer(config, each) for each in range(config.num_layers)}
-            self.layers = nn.ModuleDict(layers)
+            layers = {str(index): Layer(config, index) for index in range(config.num_layers)}
+            self.layers = TransformerLayers(layers)
             self.norm: nn.Module = nn.Identity() if config.post_norm else norm_of(config)
-            asks = nn.Embedding(config.seq_len, config.hidden_size) if config.query_layer else None
-            self.query_positions = asks
+            self.query_positions: nn.Embedding | None = None
+            if config.query_layer:
+                self.query_positions = nn.Embedding(config.seq_len, config.hidden_size)
             self.head = Head(config)
         if dtype is not None:
             self.to(dtype)
@@ -320,121 +366,123 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         labels: torch.Tensor | None = None,
         *,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-        token_types: torch.Tensor | None = None,
-        domains: torch.Tensor | None = None,
-        seed: torch.Tensor | None = None,
-        first_sequence: int | None = None,
+        context: ForwardContext | None = None,
+        **inputs: Any,
     ) -> Any:
         """Return logits, or with labels the loss.
 
         Args:
             tokens: ``[B, S]`` int64.
             labels: ``[B, S]`` int64: the target of each position (already shifted); -100 has none.
-            positions: ``[S]`` or ``[B, S]`` int64: where the tokens stand in their sequence; from 0
-                on by default.
-            document_ids: ``[B, S]``: tokens attend only those of their own document, which is a run
-                of equal numbers; padding is a document of its own.
-            token_types: ``[B, S]`` int64: BERT's segments; 0 by default.
-            domains: ``[B, S]`` int64: the domain of each token, with ``domain_experts``.
-            seed: what dropout draws from, int64 ``[2]``, the same on all processes; by default two
-                numbers of torch's generator.
-            first_sequence: how many sequences of the batch that ``seed`` is for come before these;
-                by default those of processes before this one.
+            context: what ``make_context`` returned for these tokens; made by default.
+            **inputs: arguments of ``make_context``, if there is no ``context``: ``positions``,
+                ``document_ids``, ``token_types``, ``domains``, ``seed``, ``first_sequence`` ...
 
         Returns:
             Logits ``[B, S, V]``, or a ``Loss``.
 
         Raises:
             ValueError: a shape does not fit, a sequence is longer than the table of positions, or
-                (CPU) a token is no word of the vocabulary or a position is not in the table.
-            TypeError: an argument is no int64 tensor.
+                (CPU) a token is not in the vocabulary or a position is not in the table.
+            TypeError: an argument is no int64 tensor, or an input is unknown, or given with
+                ``context``.
+            UnsupportedError: the model is a stage of a pipeline.
         """
         if len(self.layers) < self.config.num_layers:
             raise checks.UnsupportedError(
                 f"Transformer: this process has {len(self.layers)} of the "
-                f"{self.config.num_layers} layers: use parallelized(model).step or .forward"
+                f"{self.config.num_layers} layers: call step or forward of the TrainEngine"
             )
-        check_inputs(self.config, tokens, labels, positions, document_ids, token_types, domains)
+        if context is None:
+            names = ("positions", "document_ids", "token_types", "domains")
+            check_inputs(self.config, tokens, labels, *map(inputs.get, names))
+            context = self.make_context(tokens, **inputs)
+        elif inputs:
+            raise TypeError(f"Transformer: {', '.join(inputs)} must not be given with context")
+        else:
+            check_inputs(self.config, tokens, labels, context.positions, domains=context.domains)
+        seed = context.embedding_seed()
+        x_BSH = self.embedding(tokens, context.positions, context.token_types, seed=seed)
+        x_BSH, auxiliary = self.layers(x_BSH, context, self.norm, self.query_positions)
+        output = self.output(x_BSH, labels, context)
+        if labels is None:
+            return output
+        return Loss(output, (labels != IGNORE_INDEX).sum(), auxiliary)
+
+    def make_context(
+        self,
+        tokens: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        token_types: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+        first_sequence: int | None = None,
+        **options: Any,
+    ) -> ForwardContext:
+        """Return what all layers of a forward of these tokens need.
+
+        Args:
+            tokens: ``[B, S]`` int64.
+            positions: ``[S]`` or ``[B, S]`` int64: of the tokens in their sequence; from 0 on by
+                default.
+            document_ids: ``[B, S]``: tokens attend only those of their own document, which is a run
+                of equal numbers; padding is a document of its own.
+            token_types: ``[B, S]`` int64: BERT's segments; 0 by default.
+            domains: ``[B, S]`` int64: the domain of each token, with ``domain_experts``.
+            seed: of dropout, int64 ``[2]``, the same on all processes; by default two numbers of
+                torch's generator.
+            first_sequence: number of sequences before these in the batch that ``seed`` is for; by
+                default those of the data parallel ranks before this one.
+            **options: other fields of ``ForwardContext``: ``attend``, ``kv_cache``,
+                ``logits_to_keep``, ``gather_logits``, ``dropless``.
+        """
+        config = self.config
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        drawn = self.draws(tokens.shape, tokens.device, seed, first_sequence)
-        first = None if drawn is None else drawn.of_embedding()
-        x_BSH = self.embedding(tokens, positions, token_types, seed=first)
-        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, tokens, domains, drawn)
-        found = self.leave(x_BSH, labels)
-        return found if labels is None else Loss(found, (labels != -100).sum(), auxiliary)
+        rotary = None
+        if config.rotary:
+            dtype = dtypes.statistics_dtype(next(self.layers.parameters()).dtype)
+            width, theta, scaling = config.size_of_head, config.rope_theta, config.rope_scaling
+            rotary = rotary_tables(positions, width, theta, scaling, dtype)
+        seeds = None
+        if self.training and (config.dropout or config.attention_dropout):
+            seeds = self.partition.dropout_seeds(
+                philox.new_seed(tokens.device) if seed is None else seed,
+                tokens.shape,
+                first_sequence,
+                num_layers=config.num_layers,
+                num_heads=config.num_heads,
+                hidden_size=config.hidden_size,
+            )
+        hashes = config.router == "hash"
+        return ForwardContext(
+            positions=positions,
+            rotary=rotary,
+            documents=None if document_ids is None else Documents(document_ids),
+            token_types=token_types,
+            tokens=tokens if hashes else None,
+            domains=domains if hashes else None,
+            dropout_seeds=seeds,
+            partition=self.partition,
+            **options,
+        )
 
-    def through(
-        self,
-        x_BSH: torch.Tensor,
-        positions: torch.Tensor,
-        document_ids: torch.Tensor | None = None,
-        tokens: torch.Tensor | None = None,
-        domains: torch.Tensor | None = None,
-        drawn: Draws | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the hidden states behind the layers that there are, and their routers' losses."""
-        places = self._places(x_BSH, positions, document_ids, tokens, domains, drawn)
-        auxiliary = torch.zeros((), device=x_BSH.device)
-        for name, layer in self.layers.items():
-            asking_BSH = None
-            if self.query_positions is not None and name == str(self.config.num_layers - 1):
-                x_BSH = self.norm(x_BSH)
-                asking_BSH = self.query_positions(positions).expand_as(x_BSH)
-            x_BSH, extra = layer(x_BSH, places, asking_BSH)
-            auxiliary = auxiliary if extra is None else auxiliary + extra
-        return x_BSH, auxiliary
-
-    def leave(self, x_BSH: torch.Tensor, labels_BS: torch.Tensor | None) -> torch.Tensor:
+    def output(
+        self, x_BSH: torch.Tensor, labels_BS: torch.Tensor | None, context: ForwardContext
+    ) -> torch.Tensor:
         """Return logits, or with labels the sum of the targets' losses."""
         if self.query_positions is None:
             x_BSH = self.norm(x_BSH)
         weight = self.embedding.tokens.weight if self.config.tied else None
-        return self.head(x_BSH, labels_BS, weight=weight)
-
-    def draws(
-        self,
-        shape: Any,
-        device: torch.device,
-        seed: torch.Tensor | None = None,
-        first: int | None = None,
-    ) -> Draws | None:
-        """Return what dropout of a forward draws from, ``None`` where nothing is dropped.
-
-        Args:
-            shape: of the tokens here, ``[B, S]``.
-            device: of the hidden states.
-            seed: as of ``forward``.
-            first: ``first_sequence`` of ``forward``.
-        """
-        config = self.config
-        if not self.training or not (config.dropout or config.attention_dropout):
-            return None
-        seed = philox.new_seed(device) if seed is None else seed
-        sizes = {"heads": config.num_heads, "features": config.hidden_size}
-        return draws(seed, config.num_layers, self.place, shape, first=first, **sizes)
-
-    def _places(
-        self,
-        x_BSH: torch.Tensor,
-        positions: torch.Tensor,
-        document_ids: torch.Tensor | None,
-        tokens: torch.Tensor | None = None,
-        domains: torch.Tensor | None = None,
-        drawn: Draws | None = None,
-    ) -> Places:
-        config = self.config
-        rotary = None
-        if config.rotary:
-            dtype = dtypes.statistics_dtype(x_BSH.dtype)
-            width, theta, scaling = config.size_of_head, config.rope_theta, config.rope_scaling
-            rotary = rotary_tables(positions, width, theta, scaling, dtype)
-        documents = None if document_ids is None else Documents(document_ids)
-        if config.router != "hash":
-            tokens = domains = None
-        return Places(rotary, documents, tokens, domains, drawn)
+        return self.head(
+            x_BSH,
+            labels_BS,
+            weight=weight,
+            logits_to_keep=context.logits_to_keep,
+            gather_logits=context.gather_logits,
+        )
 
 
 def _check(config: TransformerConfig) -> None:

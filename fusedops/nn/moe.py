@@ -312,16 +312,24 @@ class _Router(nn.Module):
         """Initialise as ``torch.nn.Linear``."""
         _uniform(self.weight.shape[1], self.weight, self.bias)
 
-    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
-        """Return the logits ``[tokens, num_experts]`` and the plan."""
+    def forward(
+        self, input: torch.Tensor, *, dropless: bool = False
+    ) -> tuple[torch.Tensor, RoutingPlan]:
+        """Return the logits ``[tokens, num_experts]`` and the plan.
+
+        Args:
+            input: ``[..., hidden_size]``.
+            dropless: whether experts take all tokens, whatever the capacity factor.
+        """
         rows = input.reshape(-1, self.weight.shape[1])
         logits = self._logits(rows)
+        options = self.options | {"capacity_factor": None} if dropless else self.options
         plan = moe_route(
             logits,
             self.top_k,
             bias=self.e_score_correction_bias,
             jitter=self.jitter if self.training else 0.0,
-            **self.options,
+            **options,
         )
         return logits, plan
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.models import ParallelConfig, Transformer
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models import ParallelConfig, TrainEngine, Transformer
 from fusedops.models.parallelization.parallelize import parallelize
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import Case
@@ -24,7 +23,7 @@ ADAMW: dict[str, Any] = {"lr": 0.05, "eps": 0.05, "weight_decay": 0.1}
 
 
 def standard(model: nn.Module, mesh: Any, case: Case) -> Parallel:
-    """Spread a ``Transformer`` as a case says; the step is that of a training loop."""
+    """Parallelize a ``Transformer`` in the layout of a case."""
     if not isinstance(model, Transformer):
         raise TypeError(
             "verify: parallelize must be given for a model that is no fusedops.models.Transformer, "
@@ -32,7 +31,12 @@ def standard(model: nn.Module, mesh: Any, case: Case) -> Parallel:
         )
     given: dict[str, Any] = {**case.mesh, **case.options}
     config = ParallelConfig(**given)
-    run = parallelized(parallelize(model, config))
+    return trained_by(parallelize(model, config))
+
+
+def trained_by(run: TrainEngine) -> Parallel:
+    """Return a model whose steps are those of a training loop with its engine."""
+    config = run.config
 
     def forward_backward(batch: Batch) -> torch.Tensor:
         parts = config.microbatches

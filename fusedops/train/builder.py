@@ -20,7 +20,6 @@ from fusedops.launch.processes import Ranks
 from fusedops.launch.run_folder import lock_run_folder
 from fusedops.models import (
     ParallelConfig,
-    Parallelized,
     Transformer,
     TransformerConfig,
     from_config,
@@ -28,7 +27,7 @@ from fusedops.models import (
     preset,
     to_config,
 )
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.parallelize import parallelize
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
@@ -70,7 +69,7 @@ class Run:
 
     config: Config
     ranks: Ranks
-    parallel: Parallelized
+    parallel: TrainEngine
     optimizer: AdamW
     scale: LossScale
     train: Sequences
@@ -154,7 +153,7 @@ def _build_corpus(
     return corpus, sizes
 
 
-def _build_optimizer(config: Config, parallel: Parallelized, ranks: Ranks) -> AdamW:
+def _build_optimizer(config: Config, parallel: TrainEngine, ranks: Ranks) -> AdamW:
     _check_no_decay(config.optimizer.no_decay, parallel.model, ranks)
     try:  # all ranks find the same mistakes
         return parallel.optimizer(
@@ -170,7 +169,7 @@ def _build_optimizer(config: Config, parallel: Parallelized, ranks: Ranks) -> Ad
 
 def _build_checkpointer(
     config: Config,
-    parallel: Parallelized,
+    parallel: TrainEngine,
     optimizer: AdamW,
     scale: LossScale,
     resources: contextlib.ExitStack,
@@ -281,7 +280,7 @@ def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
     return config_table.fill(ParallelConfig, given, "parallel").for_ranks(ranks)
 
 
-def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Parallelized:
+def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks) -> TrainEngine:
     """Return the model with its first weights, which the seed alone decides, on all processes.
 
     Raises:
@@ -296,8 +295,7 @@ def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks)
         else:
             model = Transformer(sizes, device="meta", dtype=dtype)
         mesh = make_mesh(parallel_config.sizes, device_type=device.type)
-        model = parallelize(model, parallel_config, mesh, device=device, seed=config.seed)
-        parallel = parallelized(model)
+        parallel = parallelize(model, parallel_config, mesh, device=device, seed=config.seed)
         probe = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
         parallel.shard_batch(probe)
     except (ValueError, TypeError, checks.UnsupportedError) as error:

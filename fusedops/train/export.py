@@ -26,7 +26,7 @@ def export(model: Any, config: Config, *, first: bool) -> None:
     """Write a trained model to ``config.export``; all ranks call this.
 
     Args:
-        model: of the run; it may be spread over ranks.
+        model: a ``Transformer``, or the ``TrainEngine`` of the run.
         config: of the run.
         first: whether this rank writes the files beside the weights.
 

@@ -120,7 +120,7 @@ def _loop(
         )
     if finished and config.export:
         watchdog.set_phase(run.step, "the export after step")
-        export(run.parallel.model, config, first=run.ranks.rank == 0)
+        export(run.parallel, config, first=run.ranks.rank == 0)
     return TrainResult(run.step, finished, loss, validation, Path(config.out))
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from fusedops.checkpoint import Restored
-from fusedops.models.parallelization.engine import Shard
+from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.optim.norms import clip_coefficient
 from fusedops.train import precision
 from fusedops.train.builder import Run
@@ -136,7 +136,7 @@ def evaluate(run: Run) -> float | None:
     return summed / (count * config.data.seq_len)
 
 
-def _shard(run: Run, batch: TokenBatch) -> Shard:
+def _shard(run: Run, batch: TokenBatch) -> MicroBatch:
     """Return this rank's part of sequences, on its device."""
     given = [
         None if tensor is None else tensor.to(run.ranks.device, non_blocking=True)

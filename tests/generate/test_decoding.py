@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -145,12 +147,8 @@ def test_what_ends_a_sequence() -> None:
 def test_a_stream_gives_rounds_of_tokens_and_leaves_the_model_as_it_was() -> None:
     model = made(TINY["tiny-mixtral"], dropout=0.1, capacity_factor=1.0).train()
     model.layers["0"].eval()
-    before = [
-        [each.training for each in model.modules()],
-        [each.attention.core for each in model.layers.values()],
-        [each.feed_forward.gate.options for each in model.layers.values()],
-        model.head.project,
-    ]
+    before = [dict(each.__dict__) for each in model.modules()]
+    options = [dict(each.feed_forward.gate.options) for each in model.layers.values()]
     told = []
     for token in stream(model, PROMPTS[:2], tokens=3):
         assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
@@ -159,13 +157,28 @@ def test_a_stream_gives_rounds_of_tokens_and_leaves_the_model_as_it_was() -> Non
     assert [each.reason for each in told] == [None] * 4 + ["length"] * 2
     expected = fusedops.generate(model, PROMPTS[:2], tokens=3)
     assert [each.tokens for each in expected] == [[t.token for t in told[n::2]] for n in (0, 1)]
-    after = [
-        [each.training for each in model.modules()],
-        [each.attention.core for each in model.layers.values()],
-        [each.feed_forward.gate.options for each in model.layers.values()],
-        model.head.project,
-    ]
-    assert before == after
+    assert before == [each.__dict__ for each in model.modules()]
+    assert options == [each.feed_forward.gate.options for each in model.layers.values()]
+
+
+def test_two_threads_generate_from_one_model() -> None:
+    """Both are inside of the model at the same time, in every call of it."""
+    model = made(TINY["tiny-mixtral"], dropout=0.1, capacity_factor=1.0).train()
+    prompts = [[5, 17, 3, 8], [200, 1]]
+    expected = [fusedops.generate(model, [each], tokens=6)[0].tokens for each in prompts]
+    meeting = threading.Barrier(2, timeout=60)
+
+    def meet(*_: Any) -> None:
+        meeting.wait()
+
+    model.layers["1"].register_forward_pre_hook(meet)
+
+    def generated(prompt: list[int]) -> list[int]:
+        return fusedops.generate(model, [prompt], tokens=6)[0].tokens
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(generated, prompts)) == expected
+    assert all(each.training for each in model.modules())
 
 
 DOMAINS: dict[str, Any] = {
@@ -295,9 +308,13 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a long prompt": (
         lambda: Decoder(gpt2(), 4).prefill([torch.arange(5)]),
         ValueError,
-        "most must be at least 5, the tokens of a row, got 4",
+        "max_seq_len must be at least 5, the tokens of a row, got 4",
     ),
-    "a step too many": (lambda: filled(2).step(torch.arange(2)), ValueError, "most must be at lea"),
+    "a step too many": (
+        lambda: filled(2).step(torch.arange(2)),
+        ValueError,
+        "max_seq_len must be at lea",
+    ),
     "a token for no row": (
         lambda: filled(4).step(torch.arange(3)),
         ValueError,
@@ -313,14 +330,14 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "past the table": (
         lambda: Decoder(gpt2(), 65),
         ValueError,
-        "most must be at most 64, the model's table of positions, got 65",
+        "max_seq_len must be at most 64, the model's table of positions, got 65",
     ),
     "past what a row may come to, in a larger cache": (
         lambda: Decoder(gpt2(), 4, 8).prefill([torch.arange(5)]),
         ValueError,
-        "most must be at least 5, the tokens of a row, got 4",
+        "max_seq_len must be at least 5, the tokens of a row, got 4",
     ),
-    "no room": (lambda: Decoder(gpt2(), 0), ValueError, "most must be at least 1"),
+    "no room": (lambda: Decoder(gpt2(), 0), ValueError, "max_seq_len must be at least 1"),
     "no cache": (lambda: Decoder(gpt2(), 4, 0), ValueError, "capacity must be at least 1"),
     "an encoder": (lambda: Decoder(Transformer(TINY["tiny-bert"]), 4), ValueError, "a decoder"),
 }

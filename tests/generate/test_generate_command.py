@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import fusedops
 from fusedops.cli.main import app
-from fusedops.generation.text import Text, Words
+from fusedops.generation.text import Text, TextStream
 from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
 from fusedops.train import train
 
@@ -192,7 +192,7 @@ def test_a_space_between_prompt_and_text_stays(tmp_path: Path) -> None:
     made.save(str(tmp_path / "tokenizer.json"))
     text = Text.of(str(tmp_path / "tokenizer.json"))
     tokens = text.encode("once upon a time")
-    words = Words(text, [" ti"], tokens[:2])
+    words = TextStream(text, [" ti"], tokens[:2])
     assert [words.feed(each) for each in tokens[2:]] == [False, True]
     assert words.take() == " a"
 
@@ -223,7 +223,7 @@ def test_configurations_that_name_no_tokens_are_refused(tmp_path: Path) -> None:
 
 
 def test_letters_come_whole_and_what_may_end_a_text_is_held_back() -> None:
-    words = Words(Text.of("bytes"), ["END", "\u00e9\u00e9"])
+    words = TextStream(Text.of("bytes"), ["END", "\u00e9\u00e9"])
     told = []
     for byte in "a\u00e9E\u20acENx\u00e9!".encode():
         assert not words.feed(byte)
@@ -232,7 +232,7 @@ def test_letters_come_whole_and_what_may_end_a_text_is_held_back() -> None:
     for byte in b"zEN":
         words.feed(byte)
     assert words.take() == "z" and words.feed(ord("D")) and words.take() == ""
-    cut = Words(Text.of("bytes"))
+    cut = TextStream(Text.of("bytes"))
     for token in (*b"x", *"\u20ac".encode()[:2], 256):
         cut.feed(token)
     cut.feed(None)
@@ -324,7 +324,7 @@ def test_of_a_corpus_of_tokens_alone_a_tokenizer_must_be_given(tmp_path: Path) -
 def test_a_letter_that_is_cut_at_the_end_is_shown(folders: tuple[str, str]) -> None:
     pytest.importorskip("tokenizers")
     for tokenizer in ("bytes", f"{folders[1]}/tokenizer.json"):
-        words = Words(Text.of(tokenizer), ["\u20acx"])
+        words = TextStream(Text.of(tokenizer), ["\u20acx"])
         for token in (*"a\u20acb".encode(), *"\u20ac".encode()[:2]):
             words.feed(token)
         words.feed(None)

@@ -107,7 +107,7 @@ def test_what_any_layout_trained_any_other_generates(
     assert all(on(_train, str(folder), parallel))
     # Weights are those of the checkpoint, wherever they were.
     with initialize_distributed("cpu") as alone:
-        saved = load(folder / "run", alone).model
+        saved = load(folder / "run", alone).engine.model
     export = load_huggingface(folder / "export")
     for (name, one), other in zip(saved.named_parameters(), export.parameters(), strict=True):
         assert torch.equal(one, other), name

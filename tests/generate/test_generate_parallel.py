@@ -12,6 +12,7 @@ import fusedops
 from fusedops.models import (
     TINY,
     ParallelConfig,
+    TrainEngine,
     Transformer,
     initialize,
     parallelize,
@@ -55,7 +56,7 @@ def _model(name: str, layout: dict[str, Any] | None = None) -> Transformer:
     return Transformer(config, device="meta")
 
 
-def _generated(model: Transformer, prompts: Any = PROMPTS) -> list[list[list[int]]]:
+def _generated(model: Transformer | TrainEngine, prompts: Any = PROMPTS) -> list[list[list[int]]]:
     return [
         [each.tokens for each in fusedops.generate(model, prompts, tokens=8, **call)]
         for call in CALLS
@@ -71,9 +72,9 @@ def test_ranks_generate_what_one_process_does(name: str, layout: dict[str, Any])
     expected = _generated(alone), _generated(alone, PROMPTS[0])
 
     def on_rank(rank: int) -> Any:
-        model = parallelize(_model(name, layout), ParallelConfig(**layout), seed=0)
+        engine = parallelize(_model(name, layout), ParallelConfig(**layout), seed=0)
         # With one prompt a rank of dp has none.
-        return _generated(model), _generated(model, PROMPTS[0])
+        return _generated(engine), _generated(engine, PROMPTS[0])
 
     ranks = math.prod(layout.get(each, 1) for each in ("dp", "cp", "tp", "pp"))
     for found in threads.run(on_rank, ranks):
@@ -82,9 +83,9 @@ def test_ranks_generate_what_one_process_does(name: str, layout: dict[str, Any])
 
 def _communicated(rank: int, layout: dict[str, Any], call: dict[str, Any]) -> list[Any]:
     """Return the log of the communications of each of four rounds."""
-    model = parallelize(_model("tiny-llama"), ParallelConfig(**layout), seed=0)
+    engine = parallelize(_model("tiny-llama"), ParallelConfig(**layout), seed=0)
     logs = []
-    tokens = fusedops.generation.stream(model, PROMPTS, tokens=4, **call)
+    tokens = fusedops.generation.stream(engine, PROMPTS, tokens=4, **call)
     for _ in range(4):
         with collectives.recorded() as log:
             for _ in PROMPTS:

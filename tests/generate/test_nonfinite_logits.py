@@ -89,14 +89,14 @@ def test_tokens_come_until_one_cannot_be_chosen(model: Transformer) -> None:
 def test_all_ranks_raise_what_one_of_them_meets(layout: dict[str, int], where: str) -> None:
     def on_rank(rank: int) -> list[str]:
         whole = Transformer(replace(TINY["tiny-llama"], initializer_range=0.1), device="meta")
-        model = parallelize(whole, ParallelConfig(**layout), seed=0)
+        engine = parallelize(whole, ParallelConfig(**layout), seed=0)
         if rank == 1:
-            parameter: Any = dict(model.named_parameters())["head.weight"].detach()
+            parameter: Any = dict(whole.named_parameters())["head.weight"].detach()
             getattr(parameter, "_local_tensor", parameter)[0] = float("nan")
         messages = []
         for options in CALLS:
             with pytest.raises(NonFiniteLogitsError) as caught:
-                fusedops.generate(model, PROMPTS, tokens=3, **options)
+                fusedops.generate(engine, PROMPTS, tokens=3, **options)
             messages.append(str(caught.value))
         return messages
 

@@ -13,7 +13,6 @@ import fusedops
 from fusedops import memory
 from fusedops._core.copy_engine import HostCopyEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
-from fusedops.models.parallelization.engine import parallelized
 from fusedops.ops._weight_gradients import summed
 from fusedops.testing import threads
 
@@ -41,8 +40,8 @@ def _settings(engine: HostCopyEngine) -> memory.OffloadSettings:
 def _left(rank: int, name: str, dtype: torch.dtype, values: dict[str, Any]) -> tuple[int, set[str]]:
     """Return how many tensors left, and which weights among them."""
     whole = Transformer(replace(preset(name), num_layers=1), device="meta", dtype=dtype)
-    model = parallelize(whole, ParallelConfig(**values), seed=0)
-    engine, run = _Told(), parallelized(model)
+    run = parallelize(whole, ParallelConfig(**values), seed=0)
+    engine, model = _Told(), run.model
     memory.apply(
         model, memory.Policy(memory.offload("layers.*")), offload_settings=_settings(engine)
     )

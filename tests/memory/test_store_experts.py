@@ -18,7 +18,6 @@ import fusedops
 from fusedops import memory
 from fusedops._core.copy_engine import HostCopyEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
-from fusedops.models.parallelization.engine import parallelized
 from fusedops.testing import threads
 
 STEPS = 4
@@ -29,8 +28,7 @@ CONFIG = replace(preset("tiny-mixtral"), num_experts=8, top_k=1, router="hash", 
 def _train(rank: int, values: dict[str, Any]) -> Any:
     """Return losses, weights and what layers moved, of a few steps on other words each."""
     model = Transformer(CONFIG, device="meta")
-    model = parallelize(model, ParallelConfig(**values), seed=3)
-    run = parallelized(model)
+    run = parallelize(model, ParallelConfig(**values), seed=3)
     optimizer = run.optimizer(lr=0.05, weight_decay=0.1)
     losses, chosen = [], []
     stores = [layer.feed_forward.experts.stored for layer in model.layers.values()]
@@ -313,8 +311,8 @@ def test_what_cannot_be_stored_is_told() -> None:
 def _stages(rank: int) -> int:
     config = replace(CONFIG, num_layers=4, moe_layers=1)
     values: dict[str, Any] = {"pp": 2, "microbatches": 2, "offload": "experts"}
-    model = parallelize(Transformer(config, device="meta"), ParallelConfig(**values), seed=0)
-    run = parallelized(model)
+    model = Transformer(config, device="meta")
+    run = parallelize(model, ParallelConfig(**values), seed=0)
     shard = run.shard_batch(torch.arange(8)[None], torch.arange(8)[None])
     run.step([shard, shard], run.count(torch.cat([shard.labels, shard.labels])))
     assert all(each.grad is not None for each in model.parameters())

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fusedops import memory
-from fusedops.models import Transformer, TransformerConfig, preset
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize, preset
 from fusedops.nn import MoE
 
 HASH: dict[str, Any] = {"router": "hash", "balance_loss": 0.0}
@@ -35,7 +34,7 @@ def test_every_kind_of_experts_has_its_parameters_and_trains(kind: str) -> None:
     torch.manual_seed(0)
     model = Transformer(KINDS[kind])
     assert sum(each.numel() for each in model.parameters()) == model.config.parameters().total
-    run = parallelized(model)
+    run = parallelize(model, ParallelConfig())
     optimizer = run.optimizer(lr=3e-3)
     tokens = _batch()
     shard = run.shard_batch(tokens[:, :-1], tokens[:, 1:])
@@ -75,7 +74,7 @@ def _layers(model: Transformer) -> list[Any]:
 def test_biases_move_by_the_choices_of_the_step_alone(recomputed: bool) -> None:
     torch.manual_seed(0)
     model = Transformer(KINDS["bias"])
-    run = parallelized(model)
+    run = parallelize(model, ParallelConfig())
     tokens = _batch()
     shard = run.shard_batch(tokens[:, :-1], tokens[:, 1:])
     count = run.count(shard.labels)

@@ -176,9 +176,8 @@ def test_heads_of_alibi_have_their_own_slopes() -> None:
         seen.append(options["alibi_slopes"].tolist())
         return attend(*tensors, **options)
 
-    attention.core = core
     tokens = _tokens(model.config, 1, 3)
-    model(tokens)
+    model(tokens, attend=core)
     half = 32
     for name in ("query", "key", "value"):
         linear = getattr(attention, name)
@@ -186,8 +185,8 @@ def test_heads_of_alibi_have_their_own_slopes() -> None:
         linear.bias = torch.nn.Parameter(linear.bias[half:])
     attention.output.weight = torch.nn.Parameter(attention.output.weight[:, half:])
     attention.num_heads, attention.first_head = 2, 2
-    model(tokens)
-    assert seen[1] == seen[0][2:] == [2.0**-6, 2.0**-8]
+    model(tokens, attend=core)
+    assert seen[model.config.num_layers] == seen[0][2:] == [2.0**-6, 2.0**-8]
 
 
 def test_the_query_layer_asks_with_positions() -> None:
@@ -348,3 +347,31 @@ def test_a_whole_model_compiles_to_one_graph() -> None:
         total = loss.total + loss.auxiliary
         results.append((total, *torch.autograd.grad(total, list(model.parameters()))))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_context_decides_what_a_forward_computes() -> None:
+    torch.manual_seed(0)
+    model = Transformer(TINY["tiny-llama"]).eval()
+    tokens = _tokens(model.config, 2, 9)
+    logits = model(tokens)
+    assert torch.equal(model(tokens, context=model.make_context(tokens)), logits)
+    some = torch.tensor([2, 8])
+    torch.testing.assert_close(model(tokens, logits_to_keep=some), logits[:, some])
+    with pytest.raises(TypeError, match="positions must not be given with context"):
+        model(tokens, context=model.make_context(tokens), positions=torch.arange(9))
+
+
+def test_the_former_attribute_of_attention_still_works() -> None:
+    torch.manual_seed(0)
+    model = Transformer(TINY["tiny-llama"]).eval()
+    tokens = _tokens(model.config, 1, 5)
+    calls = []
+
+    def core(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append(len(tensors))
+        return attend(*tensors, **options)
+
+    expected = model(tokens)
+    with pytest.warns(DeprecationWarning, match=r"Attention.core is now an argument"):
+        model.layers["0"].attention.core = core
+    assert torch.equal(model(tokens), expected) and calls == [3]

@@ -385,18 +385,17 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
     threads.run(_refused, 2)
 
 
-def _model(name: str, core: Any = None) -> Transformer:
+def _model(name: str) -> Transformer:
     """Return a tiny model in float64, without dropout."""
     torch.manual_seed(4)
-    model = Transformer(
+    return Transformer(
         replace(preset(name), dropout=0.0, attention_dropout=0.0), dtype=torch.float64
     )
-    for layer in model.layers.values():
-        layer.attention.core = core or layer.attention.core
-    return model
 
 
-def _loss(model: Transformer, cut: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+def _loss(
+    model: Transformer, cut: Callable[[torch.Tensor, int], torch.Tensor], attend: Any = None
+) -> torch.Tensor:
     """Return the sum of the targets' losses of packed sequences, or of the part that is cut out."""
     g = torch.Generator().manual_seed(2)
     tokens = torch.randint(64, (2, 24), generator=g)
@@ -407,13 +406,14 @@ def _loss(model: Transformer, cut: Callable[[torch.Tensor, int], torch.Tensor]) 
         cut(tokens.roll(-1, 1), 1),
         positions=cut(places, 0),
         document_ids=cut(ids, 1),
+        attend=attend,
     ).total
 
 
 def _trained(rank: int, name: str, kind: str) -> list[torch.Tensor]:
     group = dist.group.WORLD
-    model = _model(name, context_core(group, kind))
-    loss = _loss(model, lambda whole, dim: shard_sequence(whole, group, dim))
+    model, attend = _model(name), context_core(group, kind)
+    loss = _loss(model, lambda whole, dim: shard_sequence(whole, group, dim), attend)
     grads = torch.autograd.grad(loss, list(model.parameters()))
     return [loss, *grads]
 

@@ -14,7 +14,8 @@ import fusedops
 from fusedops import add_layer_norm, add_rms_norm, attention, attention_varlen, bias_dropout_add
 from fusedops._core import philox
 from fusedops.models import ParallelConfig, Transformer, preset
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.batch_partition import ProcessPartition
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.nn import AddLayerNorm, AddRMSNorm, Dropout
 from fusedops.parallel.dropout import Place
 
@@ -175,7 +176,7 @@ def test_a_model_drops_by_place(packed: bool) -> None:
     half = model(tokens[2:], document_ids=given[1], seed=SEED, first_sequence=2)
     torch.testing.assert_close(half, whole[2:])
     assert not torch.allclose(model(tokens[2:], document_ids=given[1], seed=SEED), whole[2:])
-    model.place = Place(batch_part=1)
+    model.partition = ProcessPartition(Place(batch_part=1))
     torch.testing.assert_close(model(tokens[2:], document_ids=given[1], seed=SEED), whole[2:])
     # One document a sequence is no document: the same scores are dropped.
     alike = model(tokens[2:], document_ids=torch.zeros_like(tokens[2:]), seed=SEED)
@@ -184,10 +185,11 @@ def test_a_model_drops_by_place(packed: bool) -> None:
 
 def test_each_call_of_a_forward_draws_numbers_of_its_own() -> None:
     model = _dropping(num_layers=3)
-    drawn = model.draws((2, 8), torch.device("cpu"), SEED)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    drawn = model.make_context(tokens, seed=SEED).dropout_seeds
     assert drawn is not None
     assert len(drawn.rows) == len({tuple(each) for each in drawn.rows.tolist()}) == 10
-    assert model.eval().draws((2, 8), torch.device("cpu"), SEED) is None
+    assert model.eval().make_context(tokens, seed=SEED).dropout_seeds is None
 
 
 def test_micro_batches_draw_what_the_whole_step_does() -> None:
@@ -195,7 +197,7 @@ def test_micro_batches_draw_what_the_whole_step_does() -> None:
     found = []
     for parts in (1, 2):
         model = _dropping(num_layers=2)
-        run = dataclasses.replace(parallelized(model), config=ParallelConfig(microbatches=parts))
+        run = TrainEngine(model, ParallelConfig(microbatches=parts))
         shards = [run.shard_batch(each, each) for each in tokens.chunk(parts)]
         torch.manual_seed(5)
         run.step(shards, torch.tensor(40))

@@ -13,7 +13,7 @@ import torch
 from process_pool import World
 
 from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
-from fusedops.models.parallelization.engine import attach, parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import ordered_sum
 from fusedops.testing import threads
@@ -41,10 +41,10 @@ def _new(model: str, dtype: torch.dtype, device: str = "cpu") -> Transformer:
 
 
 def train(
-    model: Transformer, computing: Callable[[], Any] = nullcontext
+    run: TrainEngine, computing: Callable[[], Any] = nullcontext
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return the loss of each step, and weights and biases after the last one, whole."""
-    run = parallelized(model)
+    model: Any = run.model
     optimizer = run.optimizer(lr=0.01)
     generator = torch.Generator().manual_seed(3)
     losses = []
@@ -83,7 +83,7 @@ def _assert_one_process(name: str, values: dict[str, Any]) -> None:
     alone = _new(name, torch.float64)
     initialize(alone, SEED)
     config = ParallelConfig(microbatches=values.get("microbatches", 1))
-    losses, weights = train(attach(alone, replace(parallelized(alone), config=config)))
+    losses, weights = train(TrainEngine(alone, config))
     ranks = ParallelConfig(**values).sizes.ranks
     seen = set()
     for found, parts in threads.run(_trained, ranks, values, torch.float64, name):
@@ -158,7 +158,7 @@ def test_sums_of_neighbours_are_parts_of_the_ordered_sum(ranks: int, dtype: torc
 def _exchanges(rank: int, values: dict[str, Any]) -> list[tuple[str, int]]:
     """Return label and ranks of the exchanges of a forward."""
     config = ParallelConfig(dp=4, ep=4, **values)
-    model = parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED)
+    model = parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED).model
     with collectives.recorded() as log:
         model(torch.arange(TOKENS)[None])
     return [(each.label, each.ranks) for each in log.calls]
@@ -203,8 +203,8 @@ def _assert_same_bits(found: list[Any]) -> None:
 
 
 def _mixed(rank: int, values: dict[str, Any]) -> Any:
-    model = parallelize(_new("losses", torch.float32, "meta"), ParallelConfig(**values), seed=SEED)
-    return train(model, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    run = parallelize(_new("losses", torch.float32, "meta"), ParallelConfig(**values), seed=SEED)
+    return train(run, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
 
 
 def test_in_mixed_precision_rows_travel_in_the_dtype_of_the_products() -> None:

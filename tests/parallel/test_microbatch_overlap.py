@@ -12,9 +12,10 @@ from process_pool import World
 from split_layers import whole
 from torch import distributed as dist
 
+from fusedops import memory
 from fusedops._core.checks import UnsupportedError
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import COMPUTE, Log
 from fusedops.testing import threads
@@ -23,23 +24,23 @@ LAYERS, SEQUENCES, TOKENS = 3, 4, 12
 EXCHANGES = ("tokens to experts", "experts' results", "gradients of tokens", "gradients of results")
 
 
-def _model(
+def _engine(
     name: str,
     *,
     layers: int = LAYERS,
     dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
     **values: Any,
-) -> Transformer:
+) -> TrainEngine:
     sizes: dict[str, Any] = {"num_layers": layers, "vocab_size": 131, "seq_len": 32}
     drops = {"dropout": dropout, "attention_dropout": dropout}
     whole = Transformer(replace(preset(name), **sizes, **drops), device="meta", dtype=dtype)
     return parallelize(whole, ParallelConfig(**values), seed=0)
 
 
-def _step(model: Any) -> tuple[torch.Tensor, Log, Log]:
+def _step(run: TrainEngine) -> tuple[torch.Tensor, Log, Log]:
     """Return the loss, and what was recorded before and after it was known."""
-    run = parallelized(model)
+    model: Any = run.model
     generator = torch.Generator().manual_seed(1)
     shape = SEQUENCES * run.data_ranks, TOKENS + 1
     text = torch.randint(model.config.vocab_size, shape, generator=generator)
@@ -55,7 +56,7 @@ def _step(model: Any) -> tuple[torch.Tensor, Log, Log]:
 
 
 def _recorded(rank: int, name: str, values: dict[str, Any]) -> tuple[Log, Log]:
-    return _step(_model(name, **values))[1:]
+    return _step(_engine(name, **values))[1:]
 
 
 @dataclass
@@ -138,10 +139,10 @@ def test_without_overlap_nothing_runs_beside_communication() -> None:
 
 def _both(rank: int, name: str, values: dict[str, Any]) -> None:
     found, expected = (
-        _model(name, **values, overlap_microbatches=overlaps) for overlaps in (True, False)
+        _engine(name, **values, overlap_microbatches=overlaps) for overlaps in (True, False)
     )
     assert torch.equal(_step(found)[0], _step(expected)[0])
-    words, plain = (whole(each.embedding.tokens.weight.grad) for each in (found, expected))
+    words, plain = (whole(each.model.embedding.tokens.weight.grad) for each in (found, expected))
     assert torch.equal(words, plain)
 
 
@@ -165,12 +166,12 @@ def _rounded(rank: int) -> dict[str, float]:
     """Return which part of a weight's gradient has other bits with overlap."""
     given: dict[str, Any] = {"dtype": torch.bfloat16, "dp": 2, "ep": 2}
     models = [
-        _model("tiny-mixtral", layers=1, **given, overlap_microbatches=overlaps)
+        _engine("tiny-mixtral", layers=1, **given, overlap_microbatches=overlaps)
         for overlaps in (False, True)
     ]
     for each in models:
         _step(each)
-    one, two = ({n: whole(p.grad) for n, p in each.named_parameters()} for each in models)
+    one, two = ({n: whole(p.grad) for n, p in each.model.named_parameters()} for each in models)
     return {name: float((one[name] != two[name]).double().mean()) for name in one}
 
 
@@ -184,7 +185,7 @@ def test_gradients_of_experts_are_added_in_float32() -> None:
 def _gathered(rank: int, values: dict[str, Any]) -> list[tuple[dict[str, int], int]]:
     found = []
     for overlaps in (False, True):
-        logs = _step(_model("tiny-mixtral", layers=1, **values, overlap_microbatches=overlaps))[1:]
+        logs = _step(_engine("tiny-mixtral", layers=1, **values, overlap_microbatches=overlaps))[1:]
         weights = [e for log in logs for e in log.calls if e.label in ("weights", "gradients")]
         found.append((len(weights), sum(each.bytes for each in weights)))
     return found
@@ -204,10 +205,10 @@ def _under_autocast(rank: int) -> None:
         {"overlap_microbatches": True},
     )
     for values in ({}, *({"ep": 2, **each} for each in divided)):
-        model = _model("tiny-mixtral", layers=1, dp=2, **values)
+        engine: Any = _engine("tiny-mixtral", layers=1, dp=2, **values)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses.append(_step(model)[0])
-        assert model.embedding.tokens.weight.grad is not None
+            losses.append(_step(engine)[0])
+        assert engine.model.embedding.tokens.weight.grad is not None
     assert all(torch.equal(each, losses[0]) for each in losses)
 
 
@@ -218,8 +219,8 @@ def test_autocast_lowers_what_travels_to_experts() -> None:
 
 def _in_stages(rank: int, name: str, values: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     """Return the loss of the second of two steps, and the gradients of both."""
-    model = _model(name, layers=4, pp=2, microbatches=2, pipeline_cuts=(2,), **values)
-    run = parallelized(model)
+    run = _engine(name, layers=4, pp=2, microbatches=2, pipeline_cuts=(2,), **values)
+    model: Any = run.model
     generator = torch.Generator().manual_seed(1)
     shape = 2, 3 * run.data_ranks, TOKENS + 1  # halves of two and of one
     text = torch.randint(model.config.vocab_size, shape, generator=generator)
@@ -282,14 +283,27 @@ def test_compiled_code_takes_the_batch_whole(name: str) -> None:
     torch._dynamo.reset()
     found = []
     for compiled in (False, True):
-        model = _model(name, layers=1, dropout=0.2, overlap_microbatches=True)
+        run = _engine(name, layers=1, dropout=0.2, overlap_microbatches=True)
+        model: Any = run.model
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         text = torch.arange(4)[:, None] + torch.arange(TOKENS + 1)
         output = call(text[:, :-1], text[:, 1:], seed=torch.tensor([1, 2]))
-        loss = parallelized(model).loss(output, torch.tensor(4 * TOKENS))
+        loss = run.loss(output, torch.tensor(4 * TOKENS))
         loss.backward()
         found.append((loss.detach(), model.embedding.tokens.weight.grad))
     assert all(map(torch.equal, *found))
+
+
+def test_a_policy_for_a_module_that_runs_in_phases_is_refused() -> None:
+    """Its recomputation would be left out without a word."""
+    for name in ("attention", "feed_forward"):
+        engine = parallelize(
+            Transformer(preset("tiny-mixtral")), ParallelConfig(overlap_microbatches=True)
+        )
+        memory.apply(engine.model, memory.Policy(memory.recompute(f"layers.*.{name}")))
+        with pytest.raises(UnsupportedError, match=f"layers.0.{name} must not be named by a mem"):
+            engine.model(torch.arange(8).reshape(2, 4))
+        engine.model(torch.arange(4)[None])  # one sequence is not split
 
 
 def test_what_has_no_halves_is_refused() -> None:

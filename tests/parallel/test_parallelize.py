@@ -18,7 +18,7 @@ from process_pool import World
 from torch import nn
 
 from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
-from fusedops.models.parallelization.engine import attach, parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
 
@@ -41,9 +41,9 @@ def _batch(words: int, documents: bool) -> tuple[Any, ...]:
     return tokens, labels, None, begins.cumsum(1)
 
 
-def _step(model: Transformer, documents: bool) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+def _step(run: TrainEngine, documents: bool) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """Return the mean loss, the norm of the gradients, the gradients and the weights of a step."""
-    run = parallelized(model)
+    model: Any = run.model
     microbatches = run.config.microbatches
     batch = _batch(model.config.vocab_size, documents)
     # What a micro-batch is does not depend on the layout; each rank takes its rows of it.
@@ -86,7 +86,7 @@ def _expected(name: str, microbatches: int, documents: bool) -> Any:
     model = Transformer(_config(name), dtype=torch.float64, device="meta").to_empty(device="cpu")
     initialize(model, SEED)
     config = ParallelConfig(microbatches=microbatches)
-    return _step(attach(model, replace(parallelized(model), config=config)), documents)
+    return _step(TrainEngine(model, config), documents)
 
 
 def _parity(rank: int, name: str, values: dict[str, Any], on_meta: bool, documents: bool) -> None:
@@ -96,8 +96,7 @@ def _parity(rank: int, name: str, values: dict[str, Any], on_meta: bool, documen
         model.to_empty(device="cpu")
         # The values of process 0 count.
         initialize(model, SEED if rank == 0 else SEED + 1)
-    model = parallelize(model, ParallelConfig(**values), seed=SEED)
-    found = _step(model, documents)
+    found = _step(parallelize(model, ParallelConfig(**values), seed=SEED), documents)
     torch.testing.assert_close(found[0], expected[0], msg=lambda text: f"loss: {text}")
     for kind, mine, theirs in zip(("gradient", "weight"), found[2:], expected[2:], strict=True):
         assert mine.keys() == theirs.keys()
@@ -200,7 +199,8 @@ def test_all_modes_on_processes(on_ranks: OnRanks) -> None:
 
 def _counted(rank: int, sequence: bool) -> tuple[dict[str, int], dict[str, int]]:
     config = ParallelConfig(tp=2, sp=sequence, overlap=False)
-    model = parallelize(Transformer(_config("tiny-llama"), device="meta"), config, seed=SEED)
+    model = Transformer(_config("tiny-llama"), device="meta")
+    parallelize(model, config, seed=SEED)
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
     with collectives.recorded() as forward:
         output = model(tokens, tokens)
@@ -236,10 +236,10 @@ def _manual(rank: int, zero: int) -> None:
     torch.manual_seed(0)
     whole = _Plain()
     mine = copy.deepcopy(whole)
-    parallelize(mine, ParallelConfig(dp=2, zero=zero, mode="manual"))
+    run = parallelize(mine, ParallelConfig(dp=2, zero=zero, mode="manual"))
     x = torch.randn(6, 4, dtype=torch.float64)
     whole(x).square().sum().backward()
-    mine(parallelized(mine).rows(x)).square().sum().backward()
+    mine(run.rows(x)).square().sum().backward()
     for a, b in zip(mine.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(_whole(a.grad), b.grad)
 
@@ -276,7 +276,7 @@ def _refusals(rank: int) -> None:
         parallelize(nn.Linear(2, 2), ParallelConfig(dp=6))
     with pytest.raises(TypeError, match="config must be a ParallelConfig, got dict"):
         parallelize(model, {"dp": 6})  # type: ignore[arg-type]
-    run = parallelized(parallelize(model, ParallelConfig(dp=3, tp=2, sp=True)))
+    run = parallelize(model, ParallelConfig(dp=3, tp=2, sp=True))
     with pytest.raises(ValueError, match="a multiple of 2, for the ranks of cp 1 and tp 2, got 3"):
         run.shard_batch(torch.zeros(1, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="a multiple of dp = 3 sequences, got 4"):
@@ -289,14 +289,13 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
 
 def test_without_torch_distributed_it_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match="parallelize: torch.distributed is not initialised"):
-        parallelize(Transformer(_config("tiny-llama"), device="meta"), ParallelConfig())
+        parallelize(Transformer(_config("tiny-llama"), device="meta"), ParallelConfig(dp=2))
 
 
 def _compiled(world: World, name: str, values: dict[str, Any]) -> float:
     """Return the largest difference of loss and gradients between a compiled model and itself."""
     model = Transformer(_config(name, num_layers=1), dtype=torch.float64, device="meta")
-    model = parallelize(model, ParallelConfig(**values), seed=SEED)
-    run, found = parallelized(model), []
+    run, found = parallelize(model, ParallelConfig(**values), seed=SEED), []
     tokens, labels, *_ = _batch(model.config.vocab_size, False)
     shard = run.shard_batch(run.rows(tokens), run.rows(labels))
     for call in (model, torch.compile(model, backend="aot_eager")):

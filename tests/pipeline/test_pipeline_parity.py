@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
-from fusedops.models.parallelization.engine import attach, parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.testing import threads
 
 SEED = 5
@@ -38,9 +38,9 @@ def _batch(words: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def step(model: Transformer) -> tuple[Any, ...]:
+def step(run: TrainEngine) -> tuple[Any, ...]:
     """Return the mean loss, the gradients' norm, the gradients and the weights of a step."""
-    run = parallelized(model)
+    model: Any = run.model
     parts = run.config.microbatches
     batch = [each.chunk(parts) for each in _batch(model.config.vocab_size)]
     optimizer = run.optimizer(lr=0.01, eps=1e-3)
@@ -68,15 +68,14 @@ def _expected(name: str, microbatches: int, others: tuple[tuple[str, Any], ...])
     model = Transformer(_config(name, **dict(others)), dtype=torch.float64)
     initialize(model, SEED)
     config = ParallelConfig(microbatches=microbatches)
-    return step(attach(model, replace(parallelized(model), config=config)))
+    return step(TrainEngine(model, config))
 
 
 def check(rank: int, name: str, values: dict[str, Any], others: dict[str, Any]) -> list[str]:
     """Compare a step of this rank's part with one process; return the names of its parameters."""
     expected = _expected(name, values.get("microbatches", 1), tuple(others.items()))
     model = Transformer(_config(name, **others), dtype=torch.float64, device="meta")
-    model = parallelize(model, ParallelConfig(**values), seed=SEED)
-    found = step(model)
+    found = step(parallelize(model, ParallelConfig(**values), seed=SEED))
     torch.testing.assert_close(found[0], expected[0], msg=lambda text: f"loss: {text}")
     torch.testing.assert_close(found[1], expected[1], msg=lambda text: f"norm: {text}")
     for kind, mine, theirs in zip(("gradient", "weight"), found[2:], expected[2:], strict=True):

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from fusedops import UnsupportedError
 from fusedops.checkpoint import Checkpointer
 from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
-from fusedops.models.parallelization.engine import Parallelized, parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.parallel import timeline
 from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
@@ -30,11 +30,11 @@ def _model(name: str) -> Transformer:
     return Transformer(replace(preset(name), **sizes), device="meta")
 
 
-def _spread(name: str, **values: Any) -> Parallelized:
-    return parallelized(parallelize(_model(name), ParallelConfig(**values), seed=SEED))
+def _spread(name: str, **values: Any) -> TrainEngine:
+    return parallelize(_model(name), ParallelConfig(**values), seed=SEED)
 
 
-def _step(run: Parallelized) -> None:
+def _step(run: TrainEngine) -> None:
     tokens = torch.arange(run.config.microbatches * 17).reshape(-1, 17) % WORDS
     parts = [each[None] for each in tokens]
     shards = [run.shard_batch(each[:, :-1], each[:, 1:]) for each in parts]
@@ -88,7 +88,7 @@ def test_what_ran_is_the_schedule_and_each_product_once(schedule: str) -> None:
             assert alive == {rank: 2 - rank}
     model = _model("tiny-llama").to_empty(device="cpu")
     initialize(model, SEED)
-    run = replace(parallelized(model), config=ParallelConfig(microbatches=microbatches))
+    run = TrainEngine(model, ParallelConfig(microbatches=microbatches))
     with _Products() as products:
         _step(run)
     assert sum(each[2] for each in found) == products.total
@@ -130,7 +130,7 @@ def test_what_autograd_keeps_is_bounded_by_what_is_alive(schedule: str) -> None:
             assert kept == parts * single
 
 
-def _goes_on(run: Parallelized, folder: str) -> dict[str, torch.Tensor]:
+def _goes_on(run: TrainEngine, folder: str) -> dict[str, torch.Tensor]:
     """Take a step from the last checkpoint on and save; return the weights that are here."""
     # A small eps would take steps from the rounding of gradients that are 0 in exact arithmetic.
     optimizer = run.optimizer(lr=0.01, eps=1e-3)
@@ -150,8 +150,7 @@ def _in_stages(rank: int, folder: str, schedule: str) -> dict[str, torch.Tensor]
 def _alone(folder: str) -> dict[str, torch.Tensor]:
     model = _model("tiny-gpt2").to_empty(device="cpu")
     initialize(model, SEED)
-    run = parallelized(model)
-    return _goes_on(replace(run, config=ParallelConfig(microbatches=4)), folder)
+    return _goes_on(TrainEngine(model, ParallelConfig(microbatches=4)), folder)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -219,9 +218,9 @@ def _refused(rank: int) -> None:
     with pytest.raises(ValueError, match="shards must be microbatches = 4 of them.* got 1"):
         shard = run.shard_batch(torch.zeros(1, 4, dtype=torch.int64))
         run.step([shard], torch.tensor(4))
-    with pytest.raises(UnsupportedError, match=r"use parallelized\(model\).clip before"):
+    with pytest.raises(UnsupportedError, match="call clip of the engine before"):
         run.optimizer(max_norm=1.0)
-    with pytest.raises(UnsupportedError, match=r"use parallelized\(model\).step"):
+    with pytest.raises(UnsupportedError, match="call step or forward of the TrainEngine"):
         run.model(torch.zeros(1, 4, dtype=torch.int64))
 
 

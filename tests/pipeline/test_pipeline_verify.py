@@ -15,10 +15,9 @@ import torch
 
 import fusedops
 from fusedops import testing
-from fusedops.models import Transformer, preset
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
 from fusedops.parallel.pipeline.schedules import SCHEDULES
-from fusedops.testing.standard import standard
+from fusedops.testing.standard import trained_by
 
 
 def model() -> Transformer:
@@ -126,9 +125,10 @@ COMPUTES = {
 
 
 def planted(model: Transformer, mesh: Any, case: testing.Case, bug: str) -> testing.Parallel:
-    """Spread a model as it should be, but for one thing."""
-    parallel = standard(model, mesh, case)
-    pipeline = parallelized(parallel.model).pipeline
+    """Parallelize a model as it should be, but for one thing."""
+    given: dict[str, Any] = {**case.mesh, **case.options}
+    engine = parallelize(model, ParallelConfig(**given))
+    pipeline = engine.pipeline
     assert pipeline is not None
     driver = pipeline.driver
     if bug in COMPUTES:
@@ -140,7 +140,7 @@ def planted(model: Transformer, mesh: Any, case: testing.Case, bug: str) -> test
     elif bug == "sums of halves left out":
         for each in driver.data.values():
             each.end_part = lambda *, weights, last: None  # type: ignore[method-assign]
-    return parallel
+    return trained_by(engine)
 
 
 # Model, what shows it beside pp 2, the schedule, and what the smallest case must still have.

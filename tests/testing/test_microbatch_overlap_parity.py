@@ -80,8 +80,10 @@ def test_a_step_is_that_of_one_process(case: str) -> None:
     testing.replay(testing.Case(**given, **more), MODELS[name])
 
 
-def _mean_of_halves(layer: Any, halves: Any) -> Any:
-    losses = [layer.loss_of_router(each.logits, each.expert_ids) for each in halves if each]
+def _mean_of_halves(layer: Any, halves: Any, context: Any) -> Any:
+    losses = [
+        layer.auxiliary_loss(each.logits, each.expert_ids, context) for each in halves if each
+    ]
     return sum(losses) / len(losses) if losses else None
 
 
@@ -93,7 +95,7 @@ def test_verify_finds_a_loss_of_routers_that_is_a_mean_of_halves(
     sizes: dict[str, Any] = {"batch_sizes": (4,), "seq_lens": (4,)}
     assert fusedops.verify(factory, [{"dp": 2}], **given, **sizes)
     monkeypatch.setattr(
-        "fusedops.models.parallelization.microbatch_overlap._loss_of_router", _mean_of_halves
+        "fusedops.models.parallelization.microbatch_overlap._auxiliary_loss", _mean_of_halves
     )
     with pytest.raises(testing.ParityError, match=r"gradient layers\.0"):
         fusedops.verify(factory, [{"dp": 2}], **given, **sizes)

@@ -11,8 +11,8 @@ from parity_models import MODELS
 
 import fusedops
 from fusedops import testing
-from fusedops.models import Parallelized
-from fusedops.models.parallelization import parallelize
+from fusedops.models import TrainEngine
+from fusedops.models.parallelization import batch_partition
 from fusedops.parallel.dropout import Place
 
 # All of dp, cp, tp in {1, 2} but the single process, the smallest first.
@@ -78,9 +78,11 @@ def test_dropout_draws_what_one_process_does(
     case = testing.Case(mesh=mesh, options=given, workload="documents", **size)
     testing.replay(case, MODELS["llama"])
     if "dp" in mesh or "pp" in mesh:
-        monkeypatch.setattr(Parallelized, "_draws", lambda self, shards, seed: [{}] * len(shards))
+        monkeypatch.setattr(
+            TrainEngine, "_dropout_inputs", lambda self, shards, seed: [{}] * len(shards)
+        )
     else:
-        monkeypatch.setattr(parallelize, "_place", lambda config, mesh: Place())
+        monkeypatch.setattr(batch_partition, "place_of", lambda config, mesh: Place())
     with pytest.raises(AssertionError, match="loss is"):
         testing.replay(case, MODELS["llama"])
 

@@ -13,7 +13,7 @@ from train_runs import Watching, config, on_ranks
 from fusedops._core import dtypes
 from fusedops.checkpoint import GuardError
 from fusedops.models import Transformer
-from fusedops.models.parallelization.engine import Parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.train import loop, train
 from fusedops.train.builder import Run
 
@@ -81,7 +81,7 @@ def _spoiling(rank: int, folder: str, changes: dict[str, Any], rank_of_nan: int)
     return events, run.scale.value, _weights(run.parallel), [dict(e) for e in watching.records]
 
 
-def _weights(parallel: Parallelized) -> dict[str, Any]:
+def _weights(parallel: TrainEngine) -> dict[str, Any]:
     model: Any = parallel.model
     assert isinstance(model, Transformer) or parallel.config.pp > 1
     found = {}

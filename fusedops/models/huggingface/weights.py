@@ -20,7 +20,8 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.models.huggingface.configs import from_config, to_config
 from fusedops.models.huggingface.families import FAMILIES, TIED_HEADS, Family, Row
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.engine import TrainEngine
+from fusedops.models.parallelization.gathering import parameter_gatherer
 from fusedops.models.transformer import Transformer
 
 _WHOLE = "model.safetensors"
@@ -84,7 +85,7 @@ def load_huggingface(
 
 
 def save_huggingface(
-    model: Transformer,
+    model: Transformer | TrainEngine,
     folder: str | os.PathLike[str],
     *,
     max_file_bytes: int = 5 * 10**9,
@@ -92,8 +93,8 @@ def save_huggingface(
     """Write a model as transformers and other programs read it.
 
     Args:
-        model: a ``Transformer``; one that is spread over processes is gathered row by row, by all
-            of them together, and rank 0 writes.
+        model: a ``Transformer``, or the engine of one that is sharded over processes: all of them
+            call this, tensors are gathered one by one, and rank 0 writes.
         folder: where ``config.json`` and the weights go; made if it does not exist. Files of these
             names are replaced, each in one step when it is whole.
         max_file_bytes: above it the weights go into several files, with an index. One tensor is
@@ -102,16 +103,19 @@ def save_huggingface(
     Raises:
         UnsupportedError: no family computes the same as this model (PanGu's query layer, ALiBi), or
             the package safetensors is missing.
-        TypeError: ``model`` is no ``Transformer``.
-        ValueError: ``max_file_bytes`` is not positive.
+        TypeError: ``model`` is neither a ``Transformer`` nor the engine of one.
+        ValueError: ``max_file_bytes`` is not positive, or the model is one stage of a pipeline
+            without its engine.
     """
+    engine = model if isinstance(model, TrainEngine) else TrainEngine(model)
+    model = engine.model
     if not isinstance(model, Transformer):
-        got = checks.type_name(model)
-        raise TypeError(f"save_huggingface: model must be a Transformer, got {got}")
+        wanted = "a Transformer or the engine of one"
+        raise TypeError(f"save_huggingface: model must be {wanted}, got {checks.type_name(model)}")
     checks.integer("save_huggingface", "max_file_bytes", max_file_bytes, least=1)
     values = to_config(model.config)
     values["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
-    parameters = _Stages(model) if parallelized(model).pipeline else _Whole(model)
+    parameters = parameter_gatherer(engine)
     rows = FAMILIES[values["model_type"]].rows(model.config)
     writer = _Writer(Path(folder), max_file_bytes) if _is_first() else None
     for row in rows:
@@ -308,56 +312,6 @@ class _Writer:
 def _shard_names(count: int) -> Iterator[str]:
     for each in range(1, count + 1):
         yield f"model-{each:05d}-of-{count:05d}.safetensors"
-
-
-class _Whole:
-    """The parameters of a model that this process, or all of its processes, have parts of."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = dict(model.named_parameters())
-
-    def read(self, name: str) -> torch.Tensor | None:
-        """Return a parameter, whole; ``None`` where this process has no part of it."""
-        if name not in self.parameters:
-            return None
-        found: Any = self.parameters[name].detach()
-        return found.full_tensor() if hasattr(found, "full_tensor") else found
-
-
-class _Stages(_Whole):
-    """The parameters of a model whose stages send theirs to the process that writes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        pipeline = parallelized(model).pipeline
-        assert pipeline is not None
-        self.group = pipeline.driver.group
-        self.device = next(model.parameters()).device
-        mine = {name: (each.shape, each.dtype) for name, each in self.parameters.items()}
-        every: list[dict[str, Any]] = [{} for _ in range(self.group.size())]
-        torch.distributed.all_gather_object(every, mine, group=self.group)
-        self.known = {name: kind for stage in every for name, kind in stage.items()}
-        # Words that both ends have come from the first.
-        self.owners = {
-            name: rank for rank, stage in reversed(list(enumerate(every))) for name in stage
-        }
-        # Other copies of the pipeline have nobody who writes.
-        self.sends = 0 in torch.distributed.get_process_group_ranks(self.group)
-
-    def read(self, name: str) -> torch.Tensor | None:
-        """Return a parameter, whole, where it is and on the process that writes."""
-        from fusedops.parallel.comm import collectives
-
-        found, owner, rank = super().read(name), self.owners[name], self.group.rank()
-        if owner == 0 or rank not in (0, owner) or not self.sends:
-            return found
-        to, source = (0, None) if rank == owner else (None, owner)
-        if found is None:
-            shape, dtype = self.known[name]
-            found = torch.empty(shape, dtype=dtype, device=self.device)
-        return collectives.send_receive(
-            found, self.group, to=to, source=source, label="weights"
-        ).wait()
 
 
 def _is_first() -> bool:

@@ -33,7 +33,7 @@ def balance(model: nn.Module, group: dist.ProcessGroup | None, *, taken: bool) -
         return
     counters = [layer.balancing for layer in layers if layer.balancing is not None]
     if taken:
-        counts = torch.stack([each.tokens_per_expert for each in counters])
+        counts = torch.stack([counter.tokens_per_expert for counter in counters])
         if group is not None:
             counts = collectives.all_reduce(counts, group, label="tokens of experts").wait()
         for layer, counter, row in zip(layers, counters, counts, strict=True):
@@ -49,14 +49,14 @@ def balance(model: nn.Module, group: dist.ProcessGroup | None, *, taken: bool) -
 def uncounted(model: nn.Module) -> Iterator[None]:
     """Forget what is counted inside: forwards that no step follows."""
     counters = [layer.balancing for layer in _layers(model) if layer.balancing is not None]
-    before = [each.tokens_per_expert.clone() for each in counters]
+    before = [counter.tokens_per_expert.clone() for counter in counters]
     try:
         yield
     finally:
-        for each, counts in zip(counters, before, strict=True):
-            each.tokens_per_expert.copy_(counts)
+        for counter, counts in zip(counters, before, strict=True):
+            counter.tokens_per_expert.copy_(counts)
 
 
 def _layers(model: nn.Module) -> list[Layer]:
-    found = (each for each in model.modules() if isinstance(each, Layer))
-    return [each for each in found if each.balancing is not None]
+    layers = (module for module in model.modules() if isinstance(module, Layer))
+    return [layer for layer in layers if layer.balancing is not None]

@@ -214,10 +214,10 @@ RECOMPUTE_FLAGS = (
 
 def _words(name: str, value: Any) -> tuple[str, ...]:
     """Return a word or several as a tuple."""
-    found = (value,) if isinstance(value, str) else value
-    if not isinstance(found, Sequence) or not all(isinstance(each, str) for each in found):
+    words = (value,) if isinstance(value, str) else value
+    if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
         raise TypeError(f"{_OP}: {name} must be a word or several, got {checks.shown(value)}")
-    return tuple(found)
+    return tuple(words)
 
 
 def check_recompute(

@@ -1,81 +1,78 @@
-"""What a training loop asks of a model that is spread over processes.
+"""``TrainEngine``: a training step of a model in any layout, on one process or on many.
 
-The same questions have answers for a model on one process, so that a loop is written once.
+One training loop serves every layout: the engine shards batches, runs forwards and backwards, and
+reduces losses and norms over the processes.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from fusedops._core import checks, philox
+from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.config import TransformerConfig
 from fusedops.models.parallelization import balancing
 from fusedops.models.parallelization.config import ParallelConfig
+from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.models.transformer import Loss
 from fusedops.optim import AdamW, OffloadedAdamW, global_norm
 from fusedops.optim.norms import clip_coefficient, scale_gradients
 
 if TYPE_CHECKING:
-    from fusedops.models.parallelization.pipeline import Pipeline
+    from fusedops.models.parallelization.pipeline import PipelineEngine
     from fusedops.parallel.data.grad_sync import GradientSync
     from fusedops.parallel.mesh import Mesh
 
-_NAME = "_parallelized"
-# Labels of tokens that have no target.
-_IGNORED = -100
-
-
-class Shard(NamedTuple):
-    """A process's part of a micro-batch, as ``Transformer`` takes it.
-
-    Attributes:
-        tokens: ``[B, S / cp]``.
-        labels: ``[B, S / cp]``, or ``None``.
-        positions: ``[S / cp]`` or ``[B, S / cp]``: where these tokens stand in their sequence.
-        document_ids: ``[B, S / cp]``, or ``None``.
-        domains: ``[B, S / cp]``, or ``None``.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor | None
-    positions: torch.Tensor
-    document_ids: torch.Tensor | None
-    domains: torch.Tensor | None = None
-
 
 @dataclass(frozen=True, eq=False)
-class Parallelized:
-    """A model and the processes that share its training.
+class TrainEngine:
+    """A model with the processes that train it together; ``parallelize`` makes it.
+
+    Args:
+        model: the ``Transformer``, or with ``mode="manual"`` any module.
+        config: the layout of the training.
+        mesh: process groups; ``None``: one process trains the model.
+        data: reduces gradients over data parallel ranks; ``None`` on one process and with a
+            pipeline, which does it itself.
+        pipeline: the stages of this process and their schedule; ``None`` if it has all layers.
 
     Attributes:
-        model: the model.
-        config: how it is spread.
-        mesh: of the processes; ``None``: there is one.
-        data: what sums gradients, and when; ``None`` on one process and with a pipeline.
-        pipeline: the stages of this process and what runs them; ``None`` where it has all layers.
+        model: as the argument; so are the other attributes.
+
+    Example:
+        >>> import torch
+        >>> from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+        >>> engine = parallelize(Transformer(preset("tiny-llama")), ParallelConfig())
+        >>> batch = torch.arange(9)[None]
+        >>> microbatch = engine.shard_batch(batch[:, :-1], batch[:, 1:])
+        >>> losses = engine.step([microbatch], engine.count(microbatch.labels))
+        >>> losses[0].num_tokens
+        tensor(8)
     """
 
-    model: nn.Module
+    model: Any
     config: ParallelConfig = field(default_factory=ParallelConfig)
     mesh: Mesh | None = None
     data: GradientSync | None = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelineEngine | None = None
 
     @property
     def data_rank(self) -> int:
-        """Which sequences this process gets: its place of ``data_ranks``."""
+        """Which sequences this process gets: its index among ``data_ranks``."""
         return 0 if self.mesh is None else self.mesh.rank("dp")
 
     @property
     def data_ranks(self) -> int:
-        """How many processes get different sequences."""
+        """The number of processes that get different sequences."""
         return self.config.dp
 
     def group(self, name: str) -> Any:
@@ -101,7 +98,7 @@ class Parallelized:
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         domains: torch.Tensor | None = None,
-    ) -> Shard:
+    ) -> MicroBatch:
         """Return what this process computes of sequences that it shares with the others of ``cp``.
 
         Args:
@@ -127,7 +124,7 @@ class Parallelized:
             shared = f"a multiple of {unit}, for the ranks of cp {config.cp} and tp {config.tp}"
             checks.fail("shard_batch", "tokens of a sequence", shared, length)
         if self.mesh is None or config.cp == 1:
-            return Shard(tokens, labels, positions, document_ids, domains)
+            return MicroBatch(tokens, labels, positions, document_ids, domains)
         from fusedops.parallel.context import shard_sequence
 
         group = self.mesh.group("cp")
@@ -135,29 +132,29 @@ class Parallelized:
         def part(tensor: torch.Tensor | None) -> Any:
             return None if tensor is None else shard_sequence(tensor, group, tensor.dim() - 1)
 
-        return Shard(*map(part, (tokens, labels, positions, document_ids, domains)))
+        return MicroBatch(*map(part, (tokens, labels, positions, document_ids, domains)))
 
     def step(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[MicroBatch],
         num_tokens: torch.Tensor,
         *,
         scale: float = 1.0,
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
         seed: torch.Tensor | None = None,
     ) -> list[Loss]:
-        """Leave the gradients of a step in the parameters: all its forwards and backwards.
+        """Run all forwards and backwards of a step; parameters have its gradients afterwards.
 
-        The way to train that every layout has; a pipeline orders the micro-batches by its schedule.
+        It works for every layout; a pipeline orders the micro-batches by its schedule.
 
         Args:
             shards: the micro-batches of this process, of ``shard_batch``.
             num_tokens: targets of the whole step on all processes (``count``).
             scale: factor of the loss.
             computing: what forwards run in, such as ``lambda: torch.autocast("cpu")``.
-            seed: what dropout of the step draws from, int64 ``[2]``, the same on all processes; by
-                default two numbers of torch's generator. Each element draws by its place among all
-                sequences of the step: neither layout nor cut into micro-batches changes a number.
+            seed: of the dropout of the step, int64 ``[2]``, the same on all processes; by default
+                two numbers of torch's generator. The number of an element follows from its index
+                among all sequences of the step: neither layout nor micro-batches change it.
 
         Returns:
             For each micro-batch the loss's parts of this process, without a graph; where layers are
@@ -166,24 +163,25 @@ class Parallelized:
         Raises:
             ValueError: these are not as many micro-batches as the configuration says.
         """
-        self._check_parts(shards)
-        draws = self._draws(shards, seed)
+        self._check_microbatches(shards)
+        dropout = self._dropout_inputs(shards, seed)
         if self.pipeline is not None:
-            given = self, shards, num_tokens, scale, computing, draws
-            return self.pipeline.step(*given)
+            return self.pipeline.step(
+                shards, lambda output: self.loss(output, num_tokens) * scale, computing, dropout
+            )
         outputs = []
         for number, shard in enumerate(shards):
             self.begin(last=number == len(shards) - 1)
             with computing():
-                output = self._run(shard, **draws[number])
+                output = self._run(shard, **dropout[number])
             (self.loss(output, num_tokens) * scale).backward()
-            outputs.append(Loss(*(each.detach() for each in output)))
+            outputs.append(Loss(*(part.detach() for part in output)))
         return outputs
 
     @torch.no_grad()
     def forward(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[MicroBatch],
         *,
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Loss]:
@@ -195,18 +193,20 @@ class Parallelized:
         """
         with balancing.uncounted(self.model):
             if self.pipeline is not None:
-                self._check_parts(shards)
+                self._check_microbatches(shards)
                 return self.pipeline.forward(shards, computing)
             with computing():
-                return [self._run(each) for each in shards]
+                return [self._run(shard) for shard in shards]
 
-    def _run(self, shard: Shard, **draws: Any) -> Loss:
+    def _run(self, shard: MicroBatch, **dropout: Any) -> Loss:
         tokens, labels, *others = shard
-        given = dict(zip(shard._fields[2:], others, strict=True))
-        return self.model(tokens, labels, **given, **draws)
+        inputs = dict(zip(shard._fields[2:], others, strict=True))
+        return self.model(tokens, labels, **inputs, **dropout)
 
-    def _draws(self, shards: Sequence[Shard], seed: torch.Tensor | None) -> list[dict[str, Any]]:
-        """Return what each micro-batch of a step tells the model for its dropout."""
+    def _dropout_inputs(
+        self, shards: Sequence[MicroBatch], seed: torch.Tensor | None
+    ) -> list[dict[str, Any]]:
+        """Return the model's arguments ``seed`` and ``first_sequence`` of each micro-batch."""
         config = getattr(self.model, "config", None)
         if not isinstance(config, TransformerConfig) or not self.model.training:
             return [{} for _ in shards]
@@ -214,30 +214,30 @@ class Parallelized:
             return [{} for _ in shards]
         if seed is None:
             seed = philox.new_seed(shards[0].tokens.device)
-        sizes = [len(each.tokens) for each in shards]
-        before = [self.data_ranks * each for each in accumulate(sizes, initial=0)]
+        sizes = [len(shard.tokens) for shard in shards]
+        before = [self.data_ranks * size for size in accumulate(sizes, initial=0)]
         return [
             {"seed": seed, "first_sequence": first + self.data_rank * size}
             for first, size in zip(before, sizes, strict=False)
         ]
 
-    def _check_parts(self, shards: Sequence[Shard]) -> None:
+    def _check_microbatches(self, shards: Sequence[MicroBatch]) -> None:
         if len(shards) != self.config.microbatches:
             wanted = f"microbatches = {self.config.microbatches} of them, the configuration's"
-            checks.fail("Parallelized", "shards", wanted, len(shards))
+            checks.fail("TrainEngine", "shards", wanted, len(shards))
 
     def begin(self, *, last: bool) -> None:
-        """Say, before its forward, whether a micro-batch is the last one of a step."""
+        """Prepare for a forward: gradients are reduced after the ``last`` micro-batch of a step."""
         if self.data is not None:
             self.data.begin(last=last)
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return how many targets all processes have together; int64.
+        """Return the number of targets on all processes, int64.
 
         Args:
             labels: of this process, ``[..., S]``: of one micro-batch or of all of a step.
         """
-        return self._sum((labels != _IGNORED).sum())
+        return self._sum((labels != IGNORE_INDEX).sum())
 
     def loss(self, output: Loss, num_tokens: torch.Tensor) -> torch.Tensor:
         """Return this process's share of the mean loss: call ``backward`` on it.
@@ -261,15 +261,15 @@ class Parallelized:
             outputs: of the model, for each micro-batch.
             num_tokens: as in ``loss``.
         """
-        total = torch.stack([each.total.detach() for each in outputs]).sum()
-        extra = torch.stack([each.auxiliary.detach() for each in outputs]).mean()
-        found = self._sum(torch.stack([total, extra.to(total.dtype)]))
+        total = torch.stack([output.total.detach() for output in outputs]).sum()
+        extra = torch.stack([output.auxiliary.detach() for output in outputs]).mean()
+        sums = self._sum(torch.stack([total, extra.to(total.dtype)]))
         if self.config.pp > 1:
-            found = self._sum(found, "pp")
-        extra = found[1] / self.config.sizes.data
+            sums = self._sum(sums, "pp")
+        extra = sums[1] / self.config.sizes.data
         if self.mesh is not None and self.config.tp > 1 and _routes(self.model):
             extra = self._sum(extra.clone(), "tp") / self.config.tp
-        return found[0] / num_tokens.clamp_min(1) + extra
+        return sums[0] / num_tokens.clamp_min(1) + extra
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm.
@@ -277,7 +277,7 @@ class Parallelized:
         Every process must call this; each gets the same norm, that of one process.
         """
         norm = self.norm()
-        grads = [each.grad for each in self.model.parameters() if each.grad is not None]
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         scale_gradients(grads, clip_coefficient(norm, max_norm))
         return norm
 
@@ -288,7 +288,7 @@ class Parallelized:
         return global_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def balance(self, *, taken: bool = True) -> None:
-        """Move the biases of routers that balance without a loss; beside the optimizer's step.
+        """Update the biases of routers that balance without a loss; with the optimizer's step.
 
         By the choices of all processes since the last call, which every process must make. Models
         without ``balance_rate`` are left alone.
@@ -313,8 +313,8 @@ class Parallelized:
                 if options.get(name):
                     raise checks.UnsupportedError(
                         f"optimizer: {name} must not be given with pp = {self.config.pp}: a "
-                        "process has a part of the gradients; use parallelized(model).clip before "
-                        "the step"
+                        "process has a part of the gradients; call clip of the engine before the "
+                        "step"
                     )
         kind = OffloadedAdamW if "optimizer" in self.config.offload else AdamW
         return kind(self.model.named_parameters(), **options)
@@ -327,29 +327,27 @@ class Parallelized:
         return collectives.all_reduce(values, self.mesh.group(name), label="loss").wait()
 
 
-def parallelized(model: nn.Module) -> Parallelized:
-    """Return what a training loop asks of a model.
+def parallelized(model: nn.Module | TrainEngine) -> TrainEngine:
+    """Return the engine of a model; the former way to what ``parallelize`` returns now.
 
     Args:
-        model: what ``parallelize`` returned, or any model that one process trains alone.
+        model: what ``parallelize`` returned, or a model that one process trains alone.
 
-    Example:
-        >>> import torch
-        >>> from fusedops.models import Transformer, parallelized, preset
-        >>> run = parallelized(Transformer(preset("tiny-llama")))
-        >>> tokens = torch.arange(9)[None]
-        >>> shard = run.shard_batch(tokens[:, :-1], tokens[:, 1:])
-        >>> loss = run.loss(run.model(*shard[:2]), run.count(shard.labels))
-        >>> loss.backward()
+    Raises:
+        TypeError: ``model`` is no engine, and there are several processes.
     """
-    found = model.__dict__.get(_NAME)
-    return Parallelized(model) if found is None else found
-
-
-def attach(model: nn.Module, found: Parallelized) -> nn.Module:
-    """Let ``parallelized`` find what belongs to a model."""
-    model.__dict__[_NAME] = found
-    return model
+    warnings.warn(
+        "parallelized(model): parallelize returns the TrainEngine now; the former function goes "
+        "with the next release",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    if isinstance(model, TrainEngine):
+        return model
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        got = checks.type_name(model)
+        raise TypeError(f"parallelized: model must be what parallelize returned, got {got}")
+    return TrainEngine(model)
 
 
 def _routes(model: nn.Module) -> bool:

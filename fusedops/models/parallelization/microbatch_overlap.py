@@ -1,5 +1,8 @@
 """Micro-batch overlap: layers run on two halves of a batch (``overlap_microbatches``).
 
+The phases call the layer's own methods (``attention_input``, ``project_qkv``, ``attend``, ``route``
+and so on), between which a module that communicates starts and waits for its communication.
+
 Each half goes through a layer in phases, three for attention and three for the feed-forward part,
 and the second half is two phases behind the first. Communication between two phases of one half
 overlaps a phase of the other half, which always contains matrix products:
@@ -24,16 +27,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fusedops import ops
+from fusedops._core.checks import UnsupportedError
 from fusedops.memory.wrap import Wrapped
-from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD, Draws, behind
-from fusedops.models.transformer import Layer, Places, Transformer
+from fusedops.models.attention_core import Documents
+from fusedops.models.forward_context import ForwardContext
+from fusedops.models.parallelization.batch_partition import seeds_of_later_sequences
+from fusedops.models.transformer import Layer, Transformer, TransformerLayers
 from fusedops.nn import MoE
 from fusedops.ops._weight_gradients import summed
 from fusedops.parallel.expert.layer import ExpertExchange
@@ -52,21 +58,21 @@ _LEAD = 2
 
 
 class Routed(NamedTuple):
-    """What a router said of some tokens: its logits, and the experts that they chose."""
+    """The router's logits of some tokens, and the experts that they chose."""
 
     logits: torch.Tensor
     expert_ids: torch.Tensor
 
 
 class _Half(NamedTuple):
-    """What a half of a batch brings to the layers."""
+    """The input of the layers for one half of a batch."""
 
     x_BSH: torch.Tensor
-    places: Places
-    asking_BSH: torch.Tensor | None
+    context: ForwardContext
+    query_input_BSH: torch.Tensor | None
 
 
-def overlap_microbatches(model: Any) -> None:
+def overlap_microbatches(model: Transformer) -> None:
     """Make a model's layers run on two halves of each batch in alternating phases."""
     layer: Any
     for layer in model.layers.values():
@@ -74,86 +80,113 @@ def overlap_microbatches(model: Any) -> None:
         if isinstance(layer.feed_forward, MoE):
             experts: Any = layer.feed_forward.experts
             experts.forward = _OverlappedExperts(experts)
-    model.through = _OverlappedForward(model)
+    model.layers = OverlappedLayers(dict(model.layers.items()))
 
 
-class _OverlappedForward:
-    """Stands as ``Transformer.through``; an object, so that a copied model has its own."""
+class OverlappedLayers(TransformerLayers):
+    """Layers that run on two halves of a batch in alternating phases."""
 
-    def __init__(self, model: Transformer) -> None:
-        self._model = model
-
-    def __call__(
+    def forward(
         self,
         x_BSH: torch.Tensor,
-        positions: torch.Tensor,
-        document_ids: torch.Tensor | None = None,
-        tokens: torch.Tensor | None = None,
-        domains: torch.Tensor | None = None,
-        drawn: Draws | None = None,
+        context: ForwardContext,
+        norm: nn.Module | None = None,
+        query_positions: nn.Embedding | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        model, config = self._model, self._model.config
-        given = positions, document_ids, tokens, domains, drawn
-        if torch.compiler.is_compiling():  # which waits inside of its operators
-            return Transformer.through(model, x_BSH, *given)
+        """Return what ``TransformerLayers.forward`` returns.
+
+        Compiled code, which waits inside of its operators, and generation, which has no batch to
+        split, run the layers on the whole batch.
+        """
+        is_whole = torch.compiler.is_compiling() or context.kv_cache is not None
         sizes = [-(-x_BSH.shape[0] // 2), x_BSH.shape[0] // 2]
-        if sizes[1] == 0 and not _exchanges(model):
-            return Transformer.through(model, x_BSH, *given)
+        if is_whole or (sizes[1] == 0 and not self._has_exchanges()):
+            return super().forward(x_BSH, context, norm, query_positions)
         xs = x_BSH.split(sizes)
-        at = [positions] * 2 if positions.dim() == 1 else positions.split(sizes)
-        perhaps = document_ids, tokens, domains
-        others = [[None] * 2 if each is None else each.split(sizes) for each in perhaps]
-        draws = [drawn, drawn]
-        if drawn is not None:
-            features = {"heads": config.num_heads, "features": config.hidden_size}
-            draws[1] = behind(drawn, sizes[0], tokens=x_BSH.shape[1], **features)
-        places = [model._places(*each) for each in zip(xs, at, *others, draws, strict=True)]
-        asking: list[Any] = [None, None]
+        contexts = _split(context, sizes, self)
+        query_inputs: list[Any] = [None, None]
         auxiliary = torch.zeros((), device=x_BSH.device)
-        for layers in _runs(model):
-            if _asks(model, layers[-1]):
-                assert model.query_positions is not None
-                with _held([model.norm]):
-                    xs = tuple(model.norm(each) for each in xs)
-                asks = model.query_positions(positions)
-                parts = [asks] * 2 if asks.dim() == 2 else asks.split(sizes)
-                asking = [a.expand_as(x) for a, x in zip(parts, xs, strict=True)]
-            call = layers[0] if len(layers) == 1 else _OverlappedLayers(layers)
-            xs, extra = call(xs, places, asking)
+        for layers in self._runs(has_query_layer=query_positions is not None):
+            if query_positions is not None and _is_last(layers[-1]):
+                assert norm is not None
+                with _shared_once([norm]):
+                    xs = tuple(norm(x) for x in xs)
+                queries = query_positions(context.positions)
+                halves = [queries] * 2 if queries.dim() == 2 else queries.split(sizes)
+                query_inputs = [q.expand_as(x) for q, x in zip(halves, xs, strict=True)]
+            run = layers[0] if len(layers) == 1 else _LayerRun(layers)
+            xs, extra = run(xs, contexts, query_inputs)
             auxiliary = auxiliary if extra is None else auxiliary + extra
         return torch.cat(xs), auxiliary
 
+    def _has_exchanges(self) -> bool:
+        """Whether experts are on other ranks: an empty half takes part in their communication."""
+        layers: Any = self.values()
+        parts = [layer.feed_forward for layer in layers]
+        return any(isinstance(part, MoE) and _exchange_of(part) is not None for part in parts)
 
-def _exchanges(model: Transformer) -> bool:
-    """Whether ranks with other batches take part: an empty half goes with theirs."""
-    parts = [layer.feed_forward for layer in model.layers.values()]
-    return any(isinstance(each, MoE) and _exchange_of(each) is not None for each in parts)
+    def _runs(self, *, has_query_layer: bool) -> list[list[Layer]]:
+        """Return the layers in runs; the two halves are synchronized between runs."""
+        runs: list[list[Any]] = []
+        joins = False
+        for layer in self.values():
+            alone = not _is_plain(layer) or (has_query_layer and _is_last(layer))
+            if joins and not alone:
+                runs[-1].append(layer)
+            else:
+                runs.append([layer])
+            joins = not alone
+        return runs
 
 
-def _runs(model: Transformer) -> list[list[Layer]]:
-    """Return the layers in runs between which the halves meet."""
-    runs: list[list[Any]] = []
-    joins = False
-    for layer in model.layers.values():
-        alone = not _is_plain(layer) or _asks(model, layer)
-        if joins and not alone:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-        joins = not alone
-    return runs
+def _split(
+    context: ForwardContext, sizes: Sequence[int], layers: TransformerLayers
+) -> list[ForwardContext]:
+    """Return the contexts of two halves of a batch."""
+
+    def halves(tensor: torch.Tensor | None, has_batch: bool = True) -> Sequence[Any]:
+        if tensor is None or not has_batch:
+            return [tensor, tensor]
+        return tensor.split(list(sizes))
+
+    has_batch = context.positions.dim() == 2
+    positions = halves(context.positions, has_batch)
+    rotary: Sequence[Any] = [None, None]
+    if context.rotary is not None:
+        rotary = list(zip(*(halves(table, has_batch) for table in context.rotary), strict=True))
+    ids = halves(None if context.documents is None else context.documents.ids_BS)
+    seeds = [context.dropout_seeds, context.dropout_seeds]
+    if context.dropout_seeds is not None:
+        layer: Any = next(iter(layers.values()))
+        seeds[1] = seeds_of_later_sequences(
+            context.dropout_seeds,
+            sizes[0],
+            tokens=context.positions.shape[-1],
+            heads=layer.config.num_heads,
+            features=layer.config.hidden_size,
+        )
+    tokens, domains = halves(context.tokens), halves(context.domains)
+    return [
+        replace(
+            context,
+            positions=positions[half],
+            rotary=rotary[half],
+            documents=None if ids[half] is None else Documents(ids[half]),
+            tokens=tokens[half],
+            domains=domains[half],
+            dropout_seeds=seeds[half],
+        )
+        for half in range(2)
+    ]
 
 
-def _asks(model: Transformer, layer: nn.Module) -> bool:
-    """Whether a layer's queries are made of positions: the last one's, of some models."""
-    name = str(model.config.num_layers - 1)
-    if model.query_positions is None or name not in model.layers:
-        return False
-    return model.layers[name] is layer
+def _is_last(layer: Any) -> bool:
+    """Whether a layer is the last one of the whole model."""
+    return layer.index == layer.config.num_layers - 1
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether nothing stands around a layer that wants to see its call."""
+    """Whether no hook and no wrapper needs the call of a layer."""
     return isinstance(layer.forward, _OverlappedLayer) and not _has_hooks(layer)
 
 
@@ -161,7 +194,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-class _OverlappedLayers:
+class _LayerRun:
     """Calls layers that follow each other, for two halves of a batch."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -170,48 +203,74 @@ class _OverlappedLayers:
     def __call__(
         self,
         xs: Sequence[torch.Tensor],
-        places: Sequence[Places],
-        asking: Sequence[torch.Tensor | None],
+        contexts: Sequence[ForwardContext],
+        query_inputs: Sequence[torch.Tensor | None],
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Return the halves behind the layers, and the routers' losses."""
-        halves = [_Half(*each) for each in zip(xs, places, asking, strict=True)]
-        with _held(self._layers), summed(True):
-            phases = [self._through(half, late=i == 0) for i, half in enumerate(halves)]
-            found = run_interleaved(phases, lead=_LEAD)
-            pairs = zip(*(routed for _, routed in found), strict=True)
-            losses = map(_loss_of_router, self._layers, pairs)
-            some = [each for each in losses if each is not None]
-        return tuple(x for x, _ in found), sum(some[1:], some[0]) if some else None
+        """Return the halves after the layers, and the sum of the auxiliary losses."""
+        for layer in self._layers:
+            _check_not_wrapped(layer)
+        halves = [_Half(*half) for half in zip(xs, contexts, query_inputs, strict=True)]
+        with _shared_once(self._layers), summed(True):
+            phases = [self._phases(half, late=i == 0) for i, half in enumerate(halves)]
+            results = run_interleaved(phases, lead=_LEAD)
+            pairs = zip(*(routed for _, routed in results), strict=True)
+            losses = [
+                _auxiliary_loss(layer, pair, contexts[0])
+                for layer, pair in zip(self._layers, pairs, strict=True)
+            ]
+            some = [loss for loss in losses if loss is not None]
+        return tuple(x for x, _ in results), sum(some[1:], some[0]) if some else None
 
-    def _through(self, half: _Half, *, late: bool) -> Phases[list[Routed | None]]:
+    def _phases(self, half: _Half, *, late: bool) -> Phases[list[Routed | None]]:
         x_BSH, routed = half.x_BSH, []
         for layer in self._layers:
-            x_BSH, found = yield from _layer(layer, half._replace(x_BSH=x_BSH), late)
-            routed.append(found)
+            x_BSH, of_layer = yield from _layer(layer, half._replace(x_BSH=x_BSH), late)
+            routed.append(of_layer)
         return x_BSH, routed
 
 
+def _check_not_wrapped(layer: Layer) -> None:
+    """Raise if a memory policy wraps a module of which the phases call the parts.
+
+    Raises:
+        UnsupportedError: the policy would have no effect.
+    """
+    part: Any = layer.feed_forward
+    modules: dict[str, nn.Module] = {"attention": layer.attention}
+    if isinstance(part, (MoE, ParallelMLP, ParallelGatedMLP)):
+        modules["feed_forward"] = part
+    if isinstance(part, MoE):
+        modules["feed_forward.experts"] = part.experts
+    for name, module in modules.items():
+        if isinstance(module.__dict__.get("forward"), Wrapped):
+            raise UnsupportedError(
+                f"overlap_microbatches: layers.{layer.index}.{name} must not be named by a memory "
+                "policy, because its parts run in phases of their own: name 'layers.*', norms or "
+                "operators"
+            )
+
+
 class _OverlappedLayer:
-    """Stands as ``Layer.forward`` and takes halves; a whole batch goes through as ever."""
+    """Replaces ``Layer.forward``: takes two halves, or a whole batch as the layer does."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
 
-    def __call__(self, x: Any, places: Any, asking: Any = None) -> Any:
+    def __call__(self, x: Any, context: Any, query_input: Any = None) -> Any:
         layer = self._layer
         if isinstance(x, torch.Tensor):
-            return Layer.forward(layer, x, places, asking)
-        call = _OverlappedLayers([layer])
+            return Layer.forward(layer, x, context, query_input)
+        run = _LayerRun([layer])
         part = layer.feed_forward
         if isinstance(part, MoE) and _has_hooks(part.experts):
-            return part.experts(call, x, places, asking)
-        return call(x, places, asking)
+            return part.experts(run, x, context, query_input)
+        return run(x, context, query_input)
 
 
 class _OverlappedExperts:
-    """Stands as the experts' ``forward``; what it is given to call runs inside of their hooks.
+    """Replaces the experts' ``forward``; given a ``_LayerRun``, runs it inside of their hooks.
 
-    Experts that FSDP2 divides over other ranks than the rest of a layer are gathered by a call of
+    Experts that FSDP2 shards over other ranks than the rest of a layer are gathered by a call of
     their own: the layer's phases run inside of one.
     """
 
@@ -220,7 +279,7 @@ class _OverlappedExperts:
         self.around = experts.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(args[0], _OverlappedLayers):
+        if isinstance(args[0], _LayerRun):
             return args[0](*args[1:])
         if self.around is not None:
             return self.around(*args, **kwargs)
@@ -228,7 +287,7 @@ class _OverlappedExperts:
 
 
 @contextmanager
-def _held(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _shared_once(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let both halves read the same tensors for parameters that are shared with other ranks."""
     with ExitStack() as stack:
         for module in modules:
@@ -241,60 +300,59 @@ def _held(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _loss_of_router(layer: Layer, halves: Sequence[Routed | None]) -> torch.Tensor | None:
+def _auxiliary_loss(
+    layer: Layer, halves: Sequence[Routed | None], context: ForwardContext
+) -> torch.Tensor | None:
     """Return the router's loss over the tokens of both halves."""
     if halves[0] is None:
         return None
-    logits, expert_ids = (torch.cat(each) for each in zip(*halves, strict=True))
-    return layer.loss_of_router(logits, expert_ids)
+    logits, expert_ids = (torch.cat(tensors) for tensors in zip(*halves, strict=True))
+    return layer.auxiliary_loss(logits, expert_ids, context)
 
 
 def _layer(layer: Layer, half: _Half, late: bool) -> Phases[Routed | None]:
-    """Go through a layer; as ``Layer.forward``."""
-    x_BSH, places, asking_BSH = half
-    seeds = [places.seed(layer.index, call) for call in (ATTENTION, FEED_FORWARD)]
-    if layer.config.post_norm:
-        branch_BSH = yield from _attention(layer, x_BSH, places, asking_BSH)
-        x_BSH, _ = layer.attention_norm(branch_BSH, x_BSH, seed=seeds[0])
-        branch_BSH, routed = yield from _feed_forward(layer, x_BSH, places, late)
-        return layer.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[1])[0], routed
-    branch_BSH = yield from _attention(layer, layer.attention_norm(x_BSH), places, asking_BSH)
-    normed_BSH, x_BSH = layer.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[0])
-    branch_BSH, routed = yield from _feed_forward(layer, normed_BSH, places, late)
-    given = branch_BSH, None, x_BSH, layer.config.dropout, layer.training
-    return ops.bias_dropout_add(*given, seed=seeds[1]), routed
+    """Run a layer on one half; yields where the other half runs a phase."""
+    x_BSH, context, query_input_BSH = half
+    input_BSH = layer.attention_input(x_BSH)
+    branch_BSH = yield from _attention(layer, input_BSH, context, query_input_BSH)
+    input_BSH, x_BSH = layer.feed_forward_input(branch_BSH, x_BSH, context)
+    branch_BSH, routed = yield from _feed_forward(layer, input_BSH, context, late)
+    return layer.add_feed_forward(branch_BSH, x_BSH, context), routed
 
 
 def _attention(
-    layer: Layer, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None
+    layer: Layer,
+    x_BSH: torch.Tensor,
+    context: ForwardContext,
+    query_input_BSH: torch.Tensor | None,
 ) -> Any:
     part: Any = layer.attention
     row = part.output
     if not isinstance(row, RowLinear):
         yield "query, key, value"
-        heads = part.split(x_BSH, places, asking_BSH)
+        heads = part.project_qkv(x_BSH, context, query_input_BSH)
         yield "attention"
-        branch_BSH = row(part.meet(*heads, places))
+        branch_BSH = row(part.attend(*heads, context))
         yield "norm"
         return branch_BSH
     enters = [
-        None if each is None else start_to_tensor_parallel(each, row.group, sequence=row.sequence)
-        for each in (x_BSH, asking_BSH)
+        None if x is None else start_to_tensor_parallel(x, row.group, sequence=row.sequence)
+        for x in (x_BSH, query_input_BSH)
     ]
     yield "query, key, value"
-    given, asking = (None if each is None else each.wait() for each in enters)
-    heads = part.split(given, places, asking)
+    x_BSH, query_input_BSH = (None if x is None else x.wait() for x in enters)  # type: ignore[assignment]
+    heads = part.project_qkv(x_BSH, context, query_input_BSH)
     yield "attention"
-    partial = row.product(part.meet(*heads, places))
-    leaves = start_from_tensor_parallel(partial, row.group, sequence=row.sequence)
+    partial_sum = row.product(part.attend(*heads, context))
+    leaves = start_from_tensor_parallel(partial_sum, row.group, sequence=row.sequence)
     yield "norm"
     return row.biased(leaves.wait())
 
 
-def _feed_forward(layer: Layer, x_BSH: torch.Tensor, places: Places, late: bool) -> Any:
+def _feed_forward(layer: Layer, x_BSH: torch.Tensor, context: ForwardContext, late: bool) -> Any:
     part: Any = layer.feed_forward
     if isinstance(part, MoE):
-        return (yield from _experts(layer, part, x_BSH, places, late))
+        return (yield from _experts(layer, part, x_BSH, context, late))
     if not isinstance(part, (ParallelMLP, ParallelGatedMLP)):
         yield "feed-forward"
         branch_BSH = part(x_BSH)
@@ -310,41 +368,43 @@ def _feed_forward(layer: Layer, x_BSH: torch.Tensor, places: Places, late: bool)
     return part.biased(leaves.wait()), None
 
 
-def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, places: Places, late: bool) -> Any:
-    x_BSH = layer.take_tokens(x_BSH)
-    logits, plan = layer.choose(x_BSH, places)
+def _experts(
+    layer: Layer, part: MoE, x_BSH: torch.Tensor, context: ForwardContext, late: bool
+) -> Any:
+    x_BSH = context.partition.shard_tokens(x_BSH)
+    logits, plan = layer.route(x_BSH, context)
     rows = x_BSH.flatten(0, 1)
     exchange = _exchange_of(part)
-    trip = None
+    dispatch = None
     if exchange is not None:
-        trip = exchange.start(_forward_of(part.experts), rows, plan)
-    meanwhile = "nothing" if part.shared_experts is None else "shared expert"
+        dispatch = exchange.start(_forward_of(part.experts), rows, plan)
+    other_phase = "nothing" if part.shared_experts is None else "shared expert"
     shared_BSH, output = None, torch.empty(())
-    for place in ("first", "second"):
-        computes = late == (place == "second")
-        yield "experts" if computes else meanwhile
+    for phase in ("first", "second"):
+        computes = late == (phase == "second")
+        yield "experts" if computes else other_phase
         if not computes:
             shared_BSH = part.shared(x_BSH)
-            if trip is not None:
-                trip.second_hop()
-        elif trip is not None:
-            trip.compute()
+            if dispatch is not None:
+                dispatch.second_hop()
+        elif dispatch is not None:
+            dispatch.compute()
         else:
             output = _forward_of(part.experts)(rows, plan)
     yield "norm"
-    output = output if trip is None else trip.combine_wait()
+    output = output if dispatch is None else dispatch.combine_wait()
     branch_BSH = output.view_as(x_BSH)
     branch_BSH = branch_BSH if shared_BSH is None else branch_BSH + shared_BSH
     routed = None if logits is None else Routed(logits, plan.expert_ids)
-    return layer.join_tokens(branch_BSH), routed
+    return context.partition.gather_tokens(branch_BSH), routed
 
 
 def _around(module: nn.Module) -> Any:
     """Return what stands as a module's forward, below policies and micro-batch overlap."""
-    found = module.__dict__.get("forward")
-    while isinstance(found, Wrapped):
-        found = found.before
-    return found.around if isinstance(found, _OverlappedExperts) else found
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, Wrapped):
+        forward = forward.before
+    return forward.around if isinstance(forward, _OverlappedExperts) else forward
 
 
 def _forward_of(experts: nn.Module) -> Callable[..., Any]:
@@ -355,5 +415,5 @@ def _forward_of(experts: nn.Module) -> Callable[..., Any]:
 def _exchange_of(part: MoE) -> ExpertExchange | None:
     """Return how experts are reached that lie on other ranks."""
     around = _around(part.experts)
-    found = around.call if isinstance(around, ParameterSubstitution) else None
-    return found if isinstance(found, ExpertExchange) else None
+    call = around.call if isinstance(around, ParameterSubstitution) else None
+    return call if isinstance(call, ExpertExchange) else None

@@ -1,9 +1,8 @@
-"""A step of a transformer whose layers are divided: what its stages compute, and what they share.
+"""``PipelineEngine``: a step of a transformer whose layers are split into stages.
 
-Every rank of the pipeline has the whole micro-batch: tokens, labels and positions do not travel,
-hidden states do. The table of words that embedding and head share is whole on both; its gradients
-are added once, at the end of the step, the first stage's first, so that both copies stay equal to
-the bit.
+Every rank of the pipeline has the complete micro-batch: hidden states are sent, tokens, labels and
+positions are not. A tied embedding is replicated on the first and the last rank; its gradients are
+added once, at the end of the step, the first stage's first, so that both copies keep equal bits.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fusedops._core import dtypes
 from fusedops.models.parallelization.config import ParallelConfig
+from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.models.parallelization.stages import Stage
 from fusedops.models.transformer import Loss, Transformer
 from fusedops.optim import global_norm
@@ -29,17 +29,14 @@ from fusedops.parallel.pipeline.driver import Driver
 from fusedops.parallel.pipeline.schedules import table
 from fusedops.parallel.tensor.layers import local
 
-if TYPE_CHECKING:
-    from fusedops.models.parallelization.engine import Parallelized, Shard
-
-# What embedding and head share.
-WORDS = "embedding.tokens.weight"
+# The parameter that a tied head shares with the embedding.
+EMBEDDING = "embedding.tokens.weight"
 
 Computing = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class PipelineEngine:
     """The stages of a process and what runs them.
 
     Attributes:
@@ -63,11 +60,11 @@ class Pipeline:
         mesh: Mesh,
         stages: Mapping[int, Stage],
         data: Mapping[int, GradientSync],
-    ) -> Pipeline:
+    ) -> PipelineEngine:
         """Return the pipeline of a model that was cut."""
-        for each in data.values():
-            for replicas in each.reducers:
-                replicas.remove()  # half of a backward passes their hooks by; the driver tells them
+        for stage_data in data.values():
+            for reducer in stage_data.reducers:
+                reducer.remove()  # half of a backward passes their hooks by; the driver tells them
         order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
         ends = [order.rank_of(0), order.rank_of(order.stages - 1)]
         other, rank = None, mesh.rank("pp")
@@ -77,101 +74,94 @@ class Pipeline:
 
     def step(
         self,
-        run: Parallelized,
-        shards: Sequence[Shard],
-        num_tokens: torch.Tensor,
-        scale: float,
+        shards: Sequence[MicroBatch],
+        loss_fn: Callable[[Loss], torch.Tensor],
         computing: Computing,
-        draws: Sequence[Mapping[str, Any]],
+        dropout: Sequence[Mapping[str, Any]],
     ) -> list[Loss]:
-        """Run the schedule; as ``Parallelized.step``."""
-        found = [self._nothing(each) for each in shards]
+        """Run the schedule; ``loss_fn`` returns the scalar whose gradients a stage computes."""
+        losses = [self._zero_loss(shard) for shard in shards]
 
         def compute(
             stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, torch.Tensor]:
             with computing():
-                x_BSH, loss = self._run(stage, shards[microbatch], given, draws[microbatch])
-            share = run.loss(loss, num_tokens) * scale
-            found[microbatch] = _added(found[microbatch], loss)
+                x_BSH, loss = self._run(stage, shards[microbatch], given, dropout[microbatch])
+            share = loss_fn(loss)
+            losses[microbatch] = _added(losses[microbatch], loss)
             return x_BSH, share
 
         self.driver.step(compute, shards[0].tokens.device, _keys(_tokens(shards), computing))
-        self._share_words()
-        return found
+        self._add_tied_gradients()
+        return losses
 
-    def forward(self, shards: Sequence[Shard], computing: Computing) -> list[Loss]:
-        """Run the forwards alone; as ``Parallelized.forward``."""
-        found = [self._nothing(each) for each in shards]
+    def forward(self, shards: Sequence[MicroBatch], computing: Computing) -> list[Loss]:
+        """Run the forwards alone; as ``TrainEngine.forward``."""
+        losses = [self._zero_loss(shard) for shard in shards]
 
         def compute(
             stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, None]:
             with computing():
                 x_BSH, loss = self._run(stage, shards[microbatch], given, {})
-            found[microbatch] = _added(found[microbatch], loss)
+            losses[microbatch] = _added(losses[microbatch], loss)
             return x_BSH, None
 
         self.driver.forward(compute, shards[0].tokens.device, _keys(_tokens(shards), computing))
-        return found
+        return losses
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return what may follow tokens that pass the stages one after the other.
+    def logits(self, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor | None:
+        """Return the logits of tokens that pass the stages one after the other.
 
         Args:
             tokens: ``[B, S]``, the same on all ranks of the pipeline.
-            positions: ``[S]`` or ``[B, S]``.
+            **inputs: of ``Transformer.make_context``.
 
         Returns:
-            What ``Head.project`` gives, on the rank of the last stage; ``None`` on the others.
+            Logits on the rank of the last stage; ``None`` on the others.
         """
-        found: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []
 
         def compute(
             stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, None]:
-            given = tokens if given is None else given
-            x_BSH, _ = self.stages[stage](given, positions=positions, tokens=tokens)
+            context = self.stages[stage].make_context(tokens, **inputs)
+            x_BSH, _ = self.stages[stage](tokens if given is None else given, None, context)
             if not self.stages[stage].is_last:
                 return x_BSH, None
             assert x_BSH is not None
-            found.append(x_BSH)
+            logits.append(x_BSH)
             return None, None
 
-        self._whole_batch.forward(compute, tokens.device, _keys([tokens], nullcontext))
-        return found[0] if found else None
+        self._unsplit.forward(compute, tokens.device, _keys([tokens], nullcontext))
+        return logits[0] if logits else None
 
     @cached_property
-    def _whole_batch(self) -> Driver:
-        """What runs forwards of a batch that is not divided."""
+    def _unsplit(self) -> Driver:
+        """The driver of forwards of a batch that is not split into micro-batches."""
         return Driver(replace(self.driver.table, microbatches=1), self.driver.group, self.stages)
 
     def _run(
         self,
         stage: int,
-        shard: Shard,
-        given: torch.Tensor | None,
-        draws: Mapping[str, Any],
+        shard: MicroBatch,
+        received: torch.Tensor | None,
+        dropout: Mapping[str, Any],
     ) -> tuple[torch.Tensor | None, Loss]:
         tokens, labels, positions, document_ids, domains = shard
-        return self.stages[stage](
-            tokens if given is None else given,
-            labels,
-            positions=positions,
-            document_ids=document_ids,
-            tokens=tokens,
-            domains=domains,
-            **draws,
+        context = self.stages[stage].make_context(
+            tokens, positions=positions, document_ids=document_ids, domains=domains, **dropout
         )
+        return self.stages[stage](tokens if received is None else received, labels, context)
 
-    def _nothing(self, shard: Shard) -> Loss:
-        """Return the parts of a loss to which stages add theirs, in the dtype that all have."""
+    def _zero_loss(self, shard: MicroBatch) -> Loss:
+        """Return a loss of zeros, to which stages add theirs, in the dtype of all stages."""
         dtype = dtypes.statistics_dtype(next(self.model.parameters()).dtype)
         zero = torch.zeros((), dtype=dtype, device=shard.tokens.device)
         return Loss(zero, torch.zeros_like(zero, dtype=torch.int64), zero)
 
-    def _share_words(self) -> None:
-        """Add the gradients of the table of words that stands on two ranks."""
+    def _add_tied_gradients(self) -> None:
+        """Add the gradients of the embedding that the first and the last rank share."""
         if self.other_end is None:
             return
         weight = self.model.embedding.tokens.weight
@@ -185,17 +175,17 @@ class Pipeline:
         mine.copy_(collectives.ordered_sum(parts))
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of the gradients of all stages; words that are shared count once."""
+        """Return the norm of the gradients of all stages; a shared embedding counts once."""
         # The rank before the other end is the first one.
-        again = self.other_end is not None and self.other_end < self.driver.group.rank()
+        is_copy = self.other_end is not None and self.other_end < self.driver.group.rank()
         grads = [
-            each.grad
-            for name, each in self.model.named_parameters()
-            if each.grad is not None and not (again and name == WORDS)
+            parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and not (is_copy and name == EMBEDDING)
         ]
         mine = global_norm(grads).square()[None]
-        every = collectives.all_gather(mine, self.driver.group, label="norm").wait()
-        values = every.tolist()
+        squares = collectives.all_gather(mine, self.driver.group, label="norm").wait()
+        values = squares.tolist()
         finite = all(map(math.isfinite, values))
         return torch.tensor(
             math.sqrt(math.fsum(values)) if finite else sum(values),
@@ -209,8 +199,8 @@ def _added(one: Loss, other: Loss) -> Loss:
     return Loss(*(a + b.detach() for a, b in zip(one, other, strict=True)))
 
 
-def _tokens(shards: Sequence[Shard]) -> list[torch.Tensor]:
-    return [each.tokens for each in shards]
+def _tokens(shards: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    return [shard.tokens for shard in shards]
 
 
 def _keys(tokens: Sequence[torch.Tensor], computing: Computing) -> Callable[[int], Hashable]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fusedops.models.config import TransformerConfig
+from fusedops.models.forward_context import ForwardContext
 from fusedops.models.initialize import initialize
 from fusedops.models.transformer import Transformer
 
@@ -71,43 +72,43 @@ def measured(
     """
     length = model.seq_len if seq_len is None else seq_len
     kinds = model.kinds(range(model.num_layers))
-    whole = Transformer(model, device="meta", dtype=dtype)
-    for name in [each for each in whole.layers if int(each) not in kinds]:
-        del whole.layers[name]
-    whole.to_empty(device=device)
-    initialize(whole, 0)
+    network = Transformer(model, device="meta", dtype=dtype)
+    for name in [name for name in network.layers if int(name) not in kinds]:
+        del network.layers[name]
+    network.to_empty(device=device)
+    initialize(network, 0)
     tokens = torch.arange(length, device=device)[None] % model.vocab_size
     positions = torch.arange(length, device=device)
     with torch.random.fork_rng():
-        x_BSH = whole.embedding(tokens, positions).detach()
-        first = _seconds(lambda _: whole.embedding(tokens, positions), x_BSH)
-        last = _seconds(lambda given: whole.leave(given, tokens), x_BSH)
+        x_BSH = network.embedding(tokens, positions).detach()
+        first = _seconds(lambda _: network.embedding(tokens, positions), x_BSH)
+        context = network.make_context(tokens)
+        last = _seconds(lambda hidden: network.output(hidden, tokens, context), x_BSH)
         of_kind = {}
         for index in kinds:
-            layer: nn.Module = whole.layers[str(index)]
-            places = whole._places(x_BSH, positions, None)
-            asking = x_BSH if index == model.num_layers - 1 and model.query_layer else None
-            run = _layer(layer, places, asking)
+            layer: nn.Module = network.layers[str(index)]
+            is_query_layer = index == model.num_layers - 1 and model.query_layer
+            run = _layer(layer, context, x_BSH if is_query_layer else None)
             of_kind[model.is_sparse(index)] = _seconds(run, x_BSH)
-    return Costs([of_kind[model.is_sparse(each)] for each in range(model.num_layers)], first, last)
+    return Costs([of_kind[model.is_sparse(i)] for i in range(model.num_layers)], first, last)
 
 
 def _layer(
-    layer: nn.Module, places: object, asking: torch.Tensor | None
+    layer: nn.Module, context: ForwardContext, query_input: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda given: layer(given, places, asking)[0]
+    return lambda hidden: layer(hidden, context, query_input)[0]
 
 
 def _seconds(run: Callable[[torch.Tensor], torch.Tensor], x_BSH: torch.Tensor) -> float:
     """Return the median time of a forward and its backward; the first run does not count."""
     times = []
     for _ in range(_RUNS + 1):
-        given = x_BSH.detach().requires_grad_()
-        _wait(given.device)
+        input_BSH = x_BSH.detach().requires_grad_()
+        _wait(input_BSH.device)
         began = time.perf_counter()
-        found = run(given)
-        torch.autograd.backward(found, torch.ones_like(found))
-        _wait(given.device)
+        output = run(input_BSH)
+        torch.autograd.backward(output, torch.ones_like(output))
+        _wait(input_BSH.device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 

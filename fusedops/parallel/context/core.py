@@ -1,4 +1,4 @@
-"""What replaces ``Attention.core`` of a model whose sequences are sharded over a group."""
+"""Attention of a model whose sequences are sharded over a group: its argument ``attend``."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def context_core(
         TypeError: ``group`` is no process group.
 
     Example:
+        >>> import torch
         >>> import torch.distributed as dist
         >>> from fusedops.models import Transformer, preset
         >>> from fusedops.parallel import context_core
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, core = Transformer(preset("tiny-llama")), context_core(dist.group.WORLD)
-        >>> for layer in model.layers.values():
-        ...     layer.attention.core = core
+        >>> logits = model(torch.arange(8)[None], attend=core)
         >>> dist.destroy_process_group()
     """
     check_group("context_core", group)

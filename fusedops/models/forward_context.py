@@ -1,0 +1,127 @@
+"""``ForwardContext``: what all layers of a forward need beside the hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fusedops.models.attention_core import Documents, attend
+from fusedops.models.dropout_seeds import DropoutSeeds, call_seeds, with_offsets
+
+
+class CachedAttention(Protocol):
+    """Keys and values of earlier tokens, as generation keeps them."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Append keys and values of a layer; attend all of them. Arguments as of ``attend``."""
+
+
+class BatchPartition:
+    """Which part of a batch, of its sequences and of the heads this process computes: all of it.
+
+    ``parallelize`` gives a model the one of its process.
+
+    Attributes:
+        router_group: ranks whose tokens count in the auxiliary loss of a router; ``None``: this
+            process has all tokens.
+    """
+
+    router_group: Any = None
+
+    def attend(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Attend the tokens of the whole sequence; arguments as of ``attention_core.attend``."""
+        return attend(*tensors, **options)
+
+    def shard_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that experts on this process compute."""
+        return x_BSH
+
+    def shard_ids(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the ids of the tokens that experts on this process compute."""
+        return ids_BS
+
+    def gather_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return all tokens, of the shards that ``shard_tokens`` made."""
+        return x_BSH
+
+    def dropout_seeds(
+        self,
+        seed: torch.Tensor,
+        shape: torch.Size | tuple[int, int],
+        first_sequence: int | None,
+        *,
+        num_layers: int,
+        num_heads: int,
+        hidden_size: int,
+    ) -> DropoutSeeds:
+        """Return the seeds of a forward.
+
+        Args:
+            seed: int64 ``[2]``, the same on all processes.
+            shape: of the tokens on this process, ``[B, S]``.
+            first_sequence: number of sequences of the whole batch before these; ``None``: those of
+                the data parallel ranks before this one.
+            num_layers: of the whole model.
+            num_heads: of attention, on all processes.
+            hidden_size: features of the residual stream.
+        """
+        seeds = call_seeds(seed, num_layers)
+        if not first_sequence:
+            return DropoutSeeds(seeds, seeds)
+        sizes = {"tokens": shape[1], "heads": num_heads, "features": hidden_size}
+        return with_offsets(seeds, first_sequence, **sizes)
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What all layers of a forward need beside the hidden states; ``Transformer.make_context``.
+
+    Attributes:
+        positions: of the tokens in their sequence, ``[S]`` or ``[B, S]``.
+        rotary: cosines and sines, ``[S, D]`` or ``[B, S, D]`` each, or ``None``.
+        documents: which tokens may attend each other; ``None``: all of a sequence.
+        token_types: BERT's segments, ``[B, S]``, or ``None``: 0.
+        tokens: the ids ``[B, S]``, for routers that hash them, else ``None``.
+        domains: of the tokens, ``[B, S]``, or ``None``.
+        dropout_seeds: of all dropout calls; ``None``: nothing is dropped.
+        partition: which part of the batch this process computes.
+        attend: attention over queries, keys and values, called as ``attention_core.attend``;
+            ``None``: that of the partition.
+        kv_cache: keys and values of earlier tokens, which are attended instead.
+        logits_to_keep: indices of the tokens whose logits are computed, ``[R]``; ``None``: all.
+        gather_logits: whether every rank of ``tp`` gets the logits of the whole vocabulary, not of
+            its own shard alone.
+        dropless: whether experts take all tokens, whatever their ``capacity_factor``.
+    """
+
+    positions: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    documents: Documents | None = None
+    token_types: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    domains: torch.Tensor | None = None
+    dropout_seeds: DropoutSeeds | None = None
+    partition: BatchPartition = BatchPartition()
+    attend: Callable[..., torch.Tensor] | None = None
+    kv_cache: CachedAttention | None = None
+    logits_to_keep: torch.Tensor | None = None
+    gather_logits: bool = True
+    dropless: bool = False
+
+    def embedding_seed(self) -> torch.Tensor | None:
+        """Return the dropout seed of the input of the first layer."""
+        return None if self.dropout_seeds is None else self.dropout_seeds.of_embedding()
+
+    def branch_seed(self, layer: int, call: int) -> torch.Tensor | None:
+        """Return the dropout seed of a branch of a layer."""
+        return None if self.dropout_seeds is None else self.dropout_seeds.of_branch(layer, call)

@@ -1,0 +1,139 @@
+"""Which part of a batch, of its sequences and of the heads a process of a layout computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from fusedops._core import philox
+from fusedops.models.dropout_seeds import DropoutSeeds, call_seeds, with_offsets
+from fusedops.models.forward_context import BatchPartition
+from fusedops.models.parallelization.config import ParallelConfig
+from fusedops.parallel.context import ContextCore, context_core
+from fusedops.parallel.dropout import Place
+from fusedops.parallel.mesh import Mesh
+from fusedops.parallel.tensor.replicated import gather_tokens, local_chunk, scatter_tokens
+
+
+class ProcessPartition(BatchPartition):
+    """The part of the batch that a process of a mesh computes.
+
+    Args:
+        place: of this process's tokens and heads in the whole batch, for dropout.
+        router_group: ranks whose tokens count in the auxiliary loss of a router.
+        tp_group: ranks that share the tokens of experts.
+        sequence: whether those tokens are sharded along the sequence already.
+        context_core: attention over the ranks of ``cp``.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        router_group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        sequence: bool = False,
+        context_core: ContextCore | None = None,
+    ) -> None:
+        self.place = place
+        self.router_group = router_group
+        self._tp_group, self._is_sequence_parallel = tp_group, sequence
+        self._context_core = context_core
+
+    @classmethod
+    def of(cls, config: ParallelConfig, mesh: Mesh) -> ProcessPartition:
+        """Return the part of this process in a layout."""
+        has_cp = config.cp > 1
+        return cls(
+            place_of(config, mesh),
+            router_group=mesh.group("stage"),
+            tp_group=mesh.group("tp") if config.tp > 1 else None,
+            sequence=config.sp,
+            context_core=context_core(mesh.group("cp"), config.context) if has_cp else None,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessPartition:
+        return self  # process groups cannot be copied, and nothing here changes
+
+    def attend(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Attend the tokens of the whole sequence, on whatever ranks of ``cp`` they are."""
+        if self._context_core is not None:
+            return self._context_core(*tensors, **options)
+        return super().attend(*tensors, **options)
+
+    def shard_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens: each rank of ``tp`` computes a shard of them by all experts.
+
+        With sequence parallelism they are sharded already.
+        """
+        if self._tp_group is None or self._is_sequence_parallel:
+            return x_BSH
+        return scatter_tokens(x_BSH, group=self._tp_group)
+
+    def shard_ids(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the ids of this rank's tokens."""
+        return ids_BS if self._tp_group is None else local_chunk(ids_BS, group=self._tp_group)
+
+    def gather_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of all ranks of ``tp``, of the shards that ``shard_tokens`` made."""
+        if self._tp_group is None or self._is_sequence_parallel:
+            return x_BSH
+        return gather_tokens(x_BSH, group=self._tp_group)
+
+    def dropout_seeds(
+        self,
+        seed: torch.Tensor,
+        shape: torch.Size | tuple[int, int],
+        first_sequence: int | None,
+        *,
+        num_layers: int,
+        num_heads: int,
+        hidden_size: int,
+    ) -> DropoutSeeds:
+        """Return the seeds of a forward, with the offsets of this rank's elements."""
+        seeds, place = call_seeds(seed, num_layers), self.place
+        if place == Place() and not first_sequence:
+            return DropoutSeeds(seeds, seeds)
+        sequences, tokens = shape
+        first = place.batch_part * sequences if first_sequence is None else first_sequence
+        rows = place.rows(first, tokens // place.sequence_parts, hidden_size)
+        heads = num_heads // place.head_parts
+        scores = place.scores(first, heads, tokens * place.context_parts)
+        return DropoutSeeds(philox.placed(seeds, rows), philox.placed(seeds, scores))
+
+
+def place_of(config: ParallelConfig, mesh: Mesh) -> Place:
+    """Return where this rank's tokens and heads are, for dropout as on one process."""
+    tp = mesh.rank("tp")
+    return Place(
+        batch_part=mesh.rank("dp"),
+        sequence_part=tp if config.sp else 0,
+        sequence_parts=config.tp if config.sp else 1,
+        head_part=tp,
+        head_parts=config.tp,
+        context_part=mesh.rank("cp"),
+        context_parts=config.cp,
+    )
+
+
+def seeds_of_later_sequences(
+    seeds: DropoutSeeds, first: int, *, tokens: int, heads: int, features: int
+) -> DropoutSeeds:
+    """Return the seeds of a forward's sequences from ``first`` on.
+
+    Args:
+        seeds: of all of its sequences.
+        first: number of sequences before the later ones.
+        tokens: of a sequence on this process.
+        heads: of attention, on all processes.
+        features: of the residual stream.
+    """
+    rows, scores = seeds
+    if rows.shape[1] == 2:  # of a batch that one process has
+        return with_offsets(rows, first, tokens=tokens, heads=heads, features=features)
+    rows, scores = rows.clone(), scores.clone()
+    rows[:, 5:] += first * rows[:, 3:4]
+    scores[:, 2] += first * scores[:, 3]
+    return DropoutSeeds(rows, scores)

@@ -1,0 +1,77 @@
+"""Whole parameters of a sharded model, one at a time, for files that other programs read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.models.parallelization.engine import TrainEngine
+from fusedops.models.transformer import Transformer
+
+
+def parameter_gatherer(engine: TrainEngine) -> ParameterGatherer:
+    """Return what gathers the parameters of a model; every process calls this.
+
+    Raises:
+        ValueError: the model is one stage of a pipeline, and the engine does not know the others.
+    """
+    if engine.pipeline is not None:
+        return StageParameterGatherer(engine)
+    model = engine.model
+    if isinstance(model, Transformer) and len(model.layers) < model.config.num_layers:
+        wanted = "the TrainEngine that parallelize returned, for a stage of a pipeline"
+        checks.fail("save_huggingface", "model", wanted, "its Transformer alone")
+    return ParameterGatherer(model)
+
+
+class ParameterGatherer:
+    """The parameters of a model whose layers are all on this process, sharded or not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = dict(model.named_parameters())
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Return the unsharded parameter; ``None`` if this process has no shard of it."""
+        if name not in self.parameters:
+            return None
+        parameter: Any = self.parameters[name].detach()
+        return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+class StageParameterGatherer(ParameterGatherer):
+    """The parameters of a model whose stages send theirs to the process that writes."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        super().__init__(engine.model)
+        assert engine.pipeline is not None
+        self.group = engine.pipeline.driver.group
+        self.device = next(engine.model.parameters()).device
+        mine = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
+        stages: list[dict[str, Any]] = [{} for _ in range(self.group.size())]
+        dist.all_gather_object(stages, mine, group=self.group)
+        self.shapes = {name: shape for stage in stages for name, shape in stage.items()}
+        # The first stage sends the embedding that the first and the last one share.
+        self.owners = {
+            name: rank for rank, stage in reversed(list(enumerate(stages))) for name in stage
+        }
+        # Pipelines of other data parallel ranks have no process that writes.
+        self.sends = 0 in dist.get_process_group_ranks(self.group)
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Return the unsharded parameter on its own stage and on the process that writes."""
+        from fusedops.parallel.comm import collectives
+
+        parameter, owner, rank = super().read(name), self.owners[name], self.group.rank()
+        if owner == 0 or rank not in (0, owner) or not self.sends:
+            return parameter
+        to, source = (0, None) if rank == owner else (None, owner)
+        if parameter is None:
+            shape, dtype = self.shapes[name]
+            parameter = torch.empty(shape, dtype=dtype, device=self.device)
+        return collectives.send_receive(
+            parameter, self.group, to=to, source=source, label="weights"
+        ).wait()

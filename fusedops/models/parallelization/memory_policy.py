@@ -1,0 +1,51 @@
+"""What layers recompute or offload, by the configuration of a layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusedops import memory
+from fusedops.models.parallelization.config import ParallelConfig
+from fusedops.models.transformer import Transformer
+from fusedops.nn import MLP, MoE
+from fusedops.parallel.mesh import Mesh
+from fusedops.parallel.tensor.layers import ParallelMLP
+
+_NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+
+
+def apply_memory_policy(model: Transformer, config: ParallelConfig, mesh: Mesh | None) -> None:
+    """Let the layers of a model, or of a stage, save less for their backward."""
+    rules = []
+    head: Any = model.head  # of the last stage
+    if head is not None and ("activations" in config.offload or "layer" in config.remade):
+        # Logits would be the largest saved tensor.
+        head.recompute = True
+    if "activations" in config.offload:
+        rules.append(memory.offload("layers.*"))
+    if "layer" in config.remade:
+        slices = config.recompute_slice_activation and config.tp > 1
+        rules.append(
+            memory.recompute(
+                "layers.*",
+                mp_comm_recompute=config.mp_comm_recompute,
+                recompute_slice_activation=slices,
+                group=mesh.group("tp") if slices and mesh is not None else None,
+            )
+        )
+    if "norm" in config.remade:
+        # FSDP2 gathers a layer's weights after the backward of what reads a last norm's output.
+        inside = model.config.post_norm and config.zero == 3
+        modules = "layers.*.attention_norm" if inside else ()
+        rules.append(memory.recompute(modules, ops=_NORMS))
+    if "activation" in config.remade:
+        rules.append(memory.recompute(ops="linear_glu"))
+        layer: Any
+        for layer in model.layers.values():
+            part = layer.feed_forward
+            if isinstance(part, (MLP, ParallelMLP)):
+                part.recompute = True
+            elif isinstance(part, MoE):
+                part.experts.recompute = True
+    if rules:
+        memory.apply(model, memory.Policy(*rules))

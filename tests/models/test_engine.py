@@ -1,0 +1,116 @@
+"""``TrainEngine``: what ``parallelize`` returns, on one process and on several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fusedops
+from fusedops import models
+from fusedops.models import (
+    ParallelConfig,
+    TrainEngine,
+    Transformer,
+    initialize,
+    parallelize,
+    parallelized,
+    preset,
+    save_huggingface,
+)
+from fusedops.testing import threads
+
+
+def _model() -> Transformer:
+    return Transformer(preset("tiny-llama"), device="meta")
+
+
+def _trained(engine: TrainEngine) -> list[torch.Tensor]:
+    """Return the losses of three steps and the weights after them."""
+    batch = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
+    optimizer = engine.optimizer(lr=1e-2)
+    losses = []
+    for _ in range(3):
+        parts = batch.chunk(engine.config.microbatches)
+        shards = [engine.shard_batch(part[:, :-1], part[:, 1:]) for part in parts]
+        count = engine.count(batch[:, 1:])
+        losses.append(engine.mean_loss(engine.step(shards, count), count))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(each.detach() for each in engine.model.parameters())]
+
+
+@pytest.mark.parametrize("values", [{}, {"microbatches": 2, "recompute": "full"}])
+def test_one_process_trains_without_torch_distributed(values: dict[str, Any]) -> None:
+    """With the bits of a loop over the plain model: recomputation changes none."""
+    engine = parallelize(_model(), ParallelConfig(**values), seed=0)
+    assert engine.mesh is None and isinstance(engine.model, Transformer)
+    plain = _model().to_empty(device="cpu")
+    initialize(plain, 0)
+    parts = ParallelConfig(microbatches=values.get("microbatches", 1))
+    expected = _trained(TrainEngine(plain, parts))
+    assert all(map(torch.equal, _trained(engine), expected))
+
+
+def test_one_process_saves_what_its_configuration_says() -> None:
+    kept = []
+    for recompute in ("none", "full"):
+        engine = parallelize(_model(), ParallelConfig(recompute=recompute), seed=0)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x
+        ):
+            engine.model(torch.arange(32)[None], torch.arange(32)[None])
+        kept.append(sum(sizes))
+    assert kept[1] < kept[0] / 2
+
+
+def test_the_model_does_not_know_its_engine() -> None:
+    model = _model()
+    before = set(model.__dict__)
+    engine = parallelize(model, ParallelConfig(), seed=0)
+    assert engine.model is model and set(model.__dict__) == before
+
+
+def test_former_names_warn_and_return_the_engine() -> None:
+    engine = parallelize(_model(), ParallelConfig(), seed=0)
+    with pytest.warns(DeprecationWarning, match="parallelize returns the TrainEngine now"):
+        assert parallelized(engine) is engine
+    with pytest.warns(DeprecationWarning, match="parallelize returns the TrainEngine now"):
+        assert parallelized(engine.model).model is engine.model
+    with pytest.warns(DeprecationWarning, match="Parallelized is now TrainEngine"):
+        assert models.Parallelized is TrainEngine
+
+
+def _refused(rank: int) -> None:
+    engine = parallelize(_model(), ParallelConfig(tp=2), seed=0)
+    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="must be what paralleli"):
+        parallelized(engine.model)
+    with pytest.raises(ValueError, match="model must be the TrainEngine that parallelize returned"):
+        fusedops.generate(engine.model, [[1, 2]], tokens=2)
+
+
+def _refused_stage(rank: int) -> None:
+    engine = parallelize(_model(), ParallelConfig(pp=2), seed=0)
+    with pytest.raises(ValueError, match="model must be the TrainEngine that parallelize returned"):
+        save_huggingface(engine.model, "unused")
+
+
+def test_a_sharded_model_without_its_engine_is_refused() -> None:
+    threads.run(_refused, 2)
+    threads.run(_refused_stage, 2)
+
+
+def test_each_step_of_a_layout_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The plan of tensor parallelism names every kind of module that it changes."""
+
+    def on_rank(rank: int) -> None:
+        parallelize(_model(), ParallelConfig(tp=2, sp=True), seed=0)
+
+    with caplog.at_level("DEBUG", logger="fusedops"):
+        threads.run(on_rank, 2)
+    text = "\n".join(caplog.messages)
+    assert "parallelize: ParallelConfig(dp=1, tp=2" in text
+    assert "parallelize: tp: 2 modules layers.*.attention.query: ColumnParallel(seq" in text
+    assert "parallelize: tp: 1 modules norm: SharedNorm()" in text
