@@ -127,10 +127,10 @@ def test_layers_that_do_not_make_the_stages_are_told_with_what_would(case: str) 
 
 
 def test_selective_recomputation_is_norms_and_activations() -> None:
-    assert ParallelConfig(recompute="selective").remade == {"norm", "activation"}
-    assert ParallelConfig(recompute="norm").remade == {"norm"}
-    assert ParallelConfig(recompute="full").remade == {"layer"}
-    assert ParallelConfig().remade == set()
+    assert ParallelConfig(recompute="selective").recomputed == {"norm", "activation"}
+    assert ParallelConfig(recompute="norm").recomputed == {"norm"}
+    assert ParallelConfig(recompute="full").recomputed == {"layer"}
+    assert ParallelConfig().recomputed == set()
 
 
 def test_former_names_of_fields_are_taken_with_a_warning() -> None:

@@ -179,8 +179,8 @@ class ParallelConfig:
         return own if self.pipeline_virtual is None else self.pipeline_virtual
 
     @property
-    def remade(self) -> frozenset[str]:
-        """What is made again: of ``"layer"``, ``"norm"``, ``"activation"``."""
+    def recomputed(self) -> frozenset[str]:
+        """What the backward recomputes: of ``"layer"``, ``"norm"``, ``"activation"``."""
         if self.recompute == "full":
             return frozenset(("layer",))
         words = set(self.recompute.split("+"))

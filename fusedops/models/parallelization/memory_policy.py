@@ -18,12 +18,12 @@ def apply_memory_policy(model: Transformer, config: ParallelConfig, mesh: Mesh |
     """Let the layers of a model, or of a stage, save less for their backward."""
     rules = []
     head: Any = model.head  # of the last stage
-    if head is not None and ("activations" in config.offload or "layer" in config.remade):
+    if head is not None and ("activations" in config.offload or "layer" in config.recomputed):
         # Logits would be the largest saved tensor.
         head.recompute = True
     if "activations" in config.offload:
         rules.append(memory.offload("layers.*"))
-    if "layer" in config.remade:
+    if "layer" in config.recomputed:
         slices = config.recompute_slice_activation and config.tp > 1
         rules.append(
             memory.recompute(
@@ -33,12 +33,12 @@ def apply_memory_policy(model: Transformer, config: ParallelConfig, mesh: Mesh |
                 group=mesh.group("tp") if slices and mesh is not None else None,
             )
         )
-    if "norm" in config.remade:
+    if "norm" in config.recomputed:
         # FSDP2 gathers a layer's weights after the backward of what reads a last norm's output.
         inside = model.config.post_norm and config.zero == 3
         modules = "layers.*.attention_norm" if inside else ()
         rules.append(memory.recompute(modules, ops=_NORMS))
-    if "activation" in config.remade:
+    if "activation" in config.recomputed:
         rules.append(memory.recompute(ops="linear_glu"))
         layer: Any
         for layer in model.layers.values():

@@ -137,7 +137,7 @@ def tensor_parallel_plan(
     """
     sp = config.sp
     overlap = sp and config.overlap and not config.overlap_microbatches
-    recompute = "activation" in config.remade
+    recompute = "activation" in config.recomputed
     plan: dict[str, ParallelStyle] = {
         "embedding.tokens": VocabEmbedding(sp),
         "layers.*.attention": Heads(sp),
