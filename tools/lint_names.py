@@ -4,7 +4,7 @@
 
 A public class name occurs once in ``fusedops/``. File names, names of classes and names of public
 functions contain none of ``BANNED``, whose replacements say what a developer of Megatron, DeepSpeed
-or torchtitan would search for. ``EXEMPT_FOLDERS`` and ``SHARED_NAMES`` are to be emptied.
+or torchtitan would search for.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ BANNED = {
     "whole": "unsharded, replicated",
 }
 
-# Folders whose names are not those of the field yet.
-EXEMPT_FOLDERS = ("models",)
 # Subclasses carry the name of the class that they replace.
 SHARED_NAMES = ("CrossEntropyLoss", "LayerNorm", "MLP", "RMSNorm")
 
@@ -77,11 +75,6 @@ class Name(NamedTuple):
     text: str
     path: Path
     line: int
-
-    @property
-    def is_exempt(self) -> bool:
-        """Whether it is in one of ``EXEMPT_FOLDERS``."""
-        return self.path.parts[0] in EXEMPT_FOLDERS
 
     def __str__(self) -> str:
         return f"{PACKAGE}/{self.path}:{self.line}: {self.kind} {self.text}"
@@ -125,11 +118,10 @@ def errors(package: Path) -> list[str]:
     for name in names(package):
         if name.kind == "class":
             classes[name.text].append(name)
-        if not name.is_exempt:
-            bad = [word for word in words(name.text) if word in BANNED]
-            lines += [f"{name}: not {word!r}, but {BANNED[word]}" for word in bad]
+        bad = [word for word in words(name.text) if word in BANNED]
+        lines += [f"{name}: not {word!r}, but {BANNED[word]}" for word in bad]
     for text, places in classes.items():
-        if len(places) == 1 or text in SHARED_NAMES or all(name.is_exempt for name in places):
+        if len(places) == 1 or text in SHARED_NAMES:
             continue
         others = ", ".join(f"{PACKAGE}/{name.path}" for name in places[1:])
         lines.append(f"{places[0]}: the name occurs {len(places)} times, also in {others}")

@@ -97,7 +97,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--steps", type=_whole(1, 10**6), help="training steps of each model and dtype")
-    add("--more-steps", type=_whole(0, 10**6), help="further steps of the model that writes")
+    add("--more-steps", type=_whole(0, 10**6), help="further steps of the generating model")
     add("--layers", type=_whole(1, 1000))
     add("--hidden", type=_whole(HEAD_DIM, 65536), help=f"a multiple of {HEAD_DIM}")
     add("--vocab", type=_whole(300, 65536), help="entries of the byte-pair vocabulary")
@@ -108,11 +108,16 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU)")
     add("--corpus", type=Path, help="directory of Python files (default: the installed sympy)")
     add("--out", type=Path, default=Path("out"), help="output directory (default: out)")
-    add("--time-limit", type=_whole(1, 10**6), default=125, help="seconds after which to cut steps")
-    add("--no-generate", action="store_true", help="no sample of generated code")
-    add("--no-untuned", action="store_true", help="no rows with the system's allocator settings")
+    add(
+        "--time-limit",
+        type=_whole(1, 10**6),
+        default=125,
+        help="seconds; fewer steps run if needed",
+    )
+    add("--no-generate", action="store_true", help="do not generate sample code")
+    add("--no-untuned", action="store_true", help="omit rows with the system's allocator settings")
     add("--json", action="store_true", help="print the results as JSON instead of tables")
-    add("--record", action="store_true", help="keep the results in bench/results/<device>")
+    add("--record", action="store_true", help="store the results in bench/results/<device>")
     options = parser.parse_args(arguments)
     options.device = _device(options.device)
     defaults = DEFAULTS["cuda" if options.device.startswith("cuda") else "cpu"]

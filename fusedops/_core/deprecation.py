@@ -78,11 +78,12 @@ def present(kind: type, values: Mapping[str, Any], stacklevel: int = 3) -> dict[
     return result
 
 
-def former_names(module: str, **former: Any) -> Callable[[str], Any]:
+def former_names(module: str, stacklevel: int = 2, **former: Any) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module that had other names for its classes or functions.
 
     Args:
         module: its name.
+        stacklevel: whose line the warning shows; 3 if a ``__getattr__`` calls the result.
         **former: by former name, the class or function, which knows its own module and name.
     """
 
@@ -94,7 +95,7 @@ def former_names(module: str, **former: Any) -> Callable[[str], Any]:
             f"{module}.{name} is now {value.__module__}.{value.__qualname__}; the former name goes "
             "with the next release",
             DeprecationWarning,
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
         return value
 

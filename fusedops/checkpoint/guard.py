@@ -88,7 +88,7 @@ class Guard:
         >>> guard.check(0, loss=2.0, grad_norm=1.0).ok
         True
         >>> guard.check(1, loss=float("nan"), grad_norm=1.0)
-        Verdict(step=1, action='skip', reason='the loss is nan', restored=None)
+        GuardDecision(step=1, action='skip', reason='the loss is nan', restored=None)
     """
 
     def __init__(

@@ -148,7 +148,7 @@ def _whole_mask(
 ) -> torch.Tensor | None:
     """Return mask and window in one, ``[..., Sq, Sk]``, or ``None`` where all may be attended."""
     rows, columns = query.shape[2], key.shape[2]
-    pattern = _attention_math.AttentionPattern(1.0, window_left, window_right, 0.0)
+    pattern = _attention_math.AttentionOptions(1.0, window_left, window_right, 0.0)
     allowed = _attention_math.allowed(rows, columns, pattern, query.device)
     if mask is None:
         return None if allowed is None else allowed.expand(1, 1, rows, columns)

@@ -31,7 +31,7 @@ from fusedops._core.tracing import is_traced, plain_size
 
 
 @dataclass(frozen=True)
-class AttentionPattern:
+class AttentionOptions:
     """The numbers among an attention op's arguments."""
 
     scale: float
@@ -69,7 +69,7 @@ def per_query_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def allowed(
-    rows: int, columns: int, pattern: AttentionPattern, device: torch.device
+    rows: int, columns: int, pattern: AttentionOptions, device: torch.device
 ) -> torch.Tensor | None:
     """Return which keys the window lets a query attend, ``[Sq, Sk]``, or ``None`` for all."""
     if pattern.window_left < 0 and pattern.window_right < 0:
@@ -100,7 +100,7 @@ def softmax(
     attn_mask: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    pattern: AttentionPattern,
+    pattern: AttentionOptions,
 ) -> Softmax:
     """Return scores and softmax, differentiable in ``query``, ``key``, ``attn_mask``, ``sinks``."""
     accumulation = dtypes.statistics_dtype(query.dtype)
@@ -161,7 +161,7 @@ def forward(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     keep: torch.Tensor | None,
-    pattern: AttentionPattern,
+    pattern: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, not rounded, the log-sum-exp and its parts (``keeps_parts``).
 
@@ -225,7 +225,7 @@ def backward(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     keep: torch.Tensor | None,
-    pattern: AttentionPattern,
+    pattern: AttentionOptions,
     output_mask: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of query, key, value, attn_mask and sinks that are asked for."""

@@ -19,7 +19,7 @@ from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 from fusedops.ops import _attention_math as math
-from fusedops.ops._attention_math import AttentionPattern
+from fusedops.ops._attention_math import AttentionOptions
 
 
 def attention(
@@ -315,7 +315,7 @@ class _Arguments(NamedTuple):
         """Return the arguments of ``math.forward``."""
         shape = (*self.query.shape[:3], self.key.shape[2])
         keep = math.keep_factors(shape, self.seed, self.dropout_p, self.query)
-        pattern = AttentionPattern(self.scale, self.window_left, self.window_right, self.softcap)
+        pattern = AttentionOptions(self.scale, self.window_left, self.window_right, self.softcap)
         return (*self[:6], keep, pattern)
 
 

@@ -16,7 +16,7 @@ from fusedops._core import checks, dtypes
 from fusedops._core.library import define_op
 from fusedops._core.sharding import REPLICATE, Placement
 from fusedops.ops import _attention_math as math
-from fusedops.ops._attention_math import AttentionPattern
+from fusedops.ops._attention_math import AttentionOptions
 
 
 def attention_decode(
@@ -195,7 +195,7 @@ def _reference(
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[n]
-        pattern = AttentionPattern(scale, window_left, 0, softcap, length - query.shape[2])
+        pattern = AttentionOptions(scale, window_left, 0, softcap, length - query.shape[2])
         here = slice(n, n + 1)
         k, v = key_cache[here, :, :length], value_cache[here, :, :length]
         wide, lse[here], _ = math.forward(query[here], k, v, None, slopes, sinks, None, pattern)

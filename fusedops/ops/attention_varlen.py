@@ -16,7 +16,7 @@ from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement
 from fusedops.ops import _attention_math as math
-from fusedops.ops._attention_math import AttentionPattern
+from fusedops.ops._attention_math import AttentionOptions
 
 
 def attention_varlen(
@@ -207,7 +207,7 @@ class _Arguments(NamedTuple):
             if placed:
                 factors = self._placed_factors(rows, columns)
             window = (self.window_left, self.window_right)
-            pattern = AttentionPattern(self.scale, *window, self.softcap, k.shape[2] - q.shape[2])
+            pattern = AttentionOptions(self.scale, *window, self.softcap, k.shape[2] - q.shape[2])
             yield rows, (q, k, v, None, slopes, self.sinks, factors, pattern)
 
     def _placed_factors(self, rows: slice, columns: slice) -> torch.Tensor | None:

@@ -53,8 +53,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Replicas":
-        former_names = deprecation.former_names(__name__, Replicas=__getattr__("BucketedAllReduce"))
-        return former_names(name)
+        reducer = __getattr__("BucketedAllReduce")
+        return deprecation.former_names(__name__, stacklevel=3, Replicas=reducer)(name)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -46,7 +46,7 @@ def test_what_is_no_terminal_gets_whole_lines(capsys: pytest.CaptureFixture[str]
 def test_the_answer_of_a_plan_is_whole_in_a_terminal_of_any_width(width: int) -> None:
     model = preset("mixtral-8x7b")
     few: dict[str, Any] = {"recompute": ("none",), "offload": ((),)}
-    found = plan(model, 16, 80 << 30, Layout(microbatches=8), **few)
+    found = plan(model, 16, 80 << 30, Layout.of(microbatches=8), **few)
     out = terminal(width)
     plan_command._show("mixtral", model, 16, found, 2, out)
     text = printed(out)
@@ -54,7 +54,7 @@ def test_the_answer_of_a_plan_is_whole_in_a_terminal_of_any_width(width: int) ->
     lines = [line.split("│") for line in text.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line] for line in lines if line[1].strip()]
     best = found.rows[0]
-    sizes = [str(getattr(best.layout, name)) for name in ("dp", "tp", "pp", "ep", "zero")]
+    sizes = [str(getattr(best.layout.parallel, name)) for name in ("dp", "tp", "pp", "ep", "zero")]
     assert cells[0][1:6] == sizes
     assert f"{best.estimate.peak / 2**30:.2f}" in cells[0]
 

@@ -14,14 +14,16 @@ The pages in ``docs/ops`` are made of docstrings: ``test_docstrings.py`` runs th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 ALL_PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 PAGES = [page for page in ALL_PAGES if page.parent != DOCS / "ops"]
-PACKAGES = ("transformers", "triton", "typer")  # a block that imports one is skipped without it
+PACKAGES = ("accelerate", "transformers", "triton")  # skip blocks that import one
 TIMEOUT = 300.0  # seconds; a page takes a few
 # A comment of one of the two kinds, or a block: its indentation and its code.
 _PARTS = re.compile(
@@ -44,6 +46,9 @@ _PARTS = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _TORCHRUN = re.compile(r"# torchrun --nproc-per-node (\d+) ")
+
+
+Run = Callable[[Path, Sequence["Block"]], None]
 
 
 @dataclass(frozen=True)
@@ -84,39 +89,91 @@ def blocks_of(text: str) -> list[Block]:
     return blocks
 
 
-def run_page(page: Path, blocks: Sequence[Block], folder: Path) -> None:
-    """Run the blocks of a page; raise with the traceback of the first one that fails."""
-    code = [block for block in blocks if block.not_run is None]
-    if not code:
-        return
-    ranks = max(block.processes for block in code)
+class Forks:
+    """A process that has imported what pages import, and forks for each page.
+
+    transformers takes seconds to import, more than most pages take to run.
+    """
+
+    def __init__(self) -> None:
+        self._connection: Connection | None = None
+        self._process: Any = None
+
+    def run(self, page: Path, blocks: Sequence[Block], folder: Path) -> None:
+        """Run the blocks of a page in a process of its own; raise if one fails."""
+        if self._connection is None:
+            self._connection, theirs = CONTEXT.Pipe()
+            self._process = CONTEXT.Process(target=_fork_for_pages, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+        self._connection.send((str(page), blocks, str(folder)))
+        failure = _answer(self._connection, time.monotonic() + TIMEOUT)
+        if failure is not None:
+            self.close()
+            raise AssertionError(f"{page.name}: {failure}")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        self._connection = self._process = None
+
+
+def _fork_for_pages(connection: Connection) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with contextlib.suppress(ImportError):  # pages that need it are skipped
+        from transformers import GPT2LMHeadModel, LlamaForCausalLM, Trainer  # noqa: F401
+    while True:
+        try:
+            page, blocks, folder = connection.recv()
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(TIMEOUT))  # ends a page that hangs
+            connection.send(_failure(page, blocks, folder, rank=0))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            connection.send(f"the process has ended with status {status}")
+
+
+def _answer(connection: Connection, deadline: float) -> str | None:
+    """Return why a process failed, ``None`` if it did not."""
+    if not connection.poll(max(0.0, deadline - time.monotonic())):
+        return f"no answer in {TIMEOUT} s"
+    try:
+        answer: str | None = connection.recv()
+    except EOFError:
+        return "the process has ended"
+    return answer
+
+
+def run_on_ranks(page: Path, blocks: Sequence[Block], folder: Path, ranks: int) -> None:
+    """Run the blocks of a page as torchrun would; raise if a rank fails."""
     connections, processes = [], []
     for rank in range(ranks):
         mine, theirs = CONTEXT.Pipe()
         own = folder / str(rank)
         own.mkdir()
-        arguments = (theirs, str(page), code, str(own), rank, ranks, str(folder / "store"))
-        processes.append(CONTEXT.Process(target=_run, args=arguments, daemon=True))
+        arguments = (theirs, str(page), blocks, str(own), rank, ranks, str(folder / "store"))
+        processes.append(CONTEXT.Process(target=_run_rank, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()
         connections.append(mine)
     deadline = time.monotonic() + TIMEOUT
     try:
         for rank, connection in enumerate(connections):
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise AssertionError(f"{page.name}: rank {rank} gave no answer in {TIMEOUT} s")
-            try:
-                failure = connection.recv()
-            except EOFError:
-                failure = "the process has ended"
-            assert failure is None, f"rank {rank} of {ranks}: {failure}"
+            failure = _answer(connection, deadline)
+            assert failure is None, f"{page.name}, rank {rank} of {ranks}: {failure}"
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _run(
+def _run_rank(
     connection: Connection,
     page: str,
     blocks: Sequence[Block],
@@ -125,25 +182,28 @@ def _run(
     ranks: int,
     store: str,
 ) -> None:
-    os.chdir(folder)
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    _as_torchrun(rank, ranks, store)
+    connection.send(_failure(page, blocks, folder, rank))
+
+
+def _failure(page: str, blocks: Sequence[Block], folder: str, rank: int) -> str | None:
+    """Run the blocks; return the traceback of the first one that fails."""
     import torch
 
+    os.chdir(folder)
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     namespace: dict[str, Any] = {"__name__": "page"}
     try:
         with open(os.devnull, "w") as silence:
             sys.stdout = silence
-            if ranks > 1:
-                _as_torchrun(rank, ranks, store)
             for block in blocks:
                 # Lines before it are empty: a traceback has the numbers of the page.
                 code = compile("\n" * (block.line - 1) + block.code, page, "exec")
                 exec(code, namespace)
-        connection.send(None)
     except BaseException:
-        connection.send(traceback.format_exc())
+        return traceback.format_exc()
+    return None
 
 
 def _as_torchrun(rank: int, ranks: int, store: str) -> None:
@@ -159,20 +219,42 @@ def _as_torchrun(rank: int, ranks: int, store: str) -> None:
     dist.init_process_group = init
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def run(forks: Forks, tmp_path: Path) -> Run:
+    """``run(page, blocks)`` raises with the traceback of the first block that fails."""
+
+    def run_page(page: Path, blocks: Sequence[Block]) -> None:
+        runs = [block for block in blocks if block.not_run is None]
+        ranks = max((block.processes for block in runs), default=1)
+        if ranks > 1:
+            run_on_ranks(page, runs, tmp_path, ranks)
+        elif runs:
+            forks.run(page, runs, tmp_path)
+
+    return run_page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_of_the_page_runs(page: Path, tmp_path: Path) -> None:
+def test_code_of_the_page_runs(page: Path, run: Run) -> None:
     blocks = blocks_of(page.read_text())
     for package in PACKAGES:
         if any(block.not_run is None and package in block.code for block in blocks):
             pytest.importorskip(package)
-    run_page(page, blocks, tmp_path)
+    run(page, blocks)
 
 
 def _page(*lines: str) -> list[Block]:
     return blocks_of("\n".join(lines) + "\n")
 
 
-def test_blocks_share_a_namespace_and_hidden_code_comes_first(tmp_path: Path) -> None:
+def test_blocks_share_a_namespace_and_hidden_code_comes_first(run: Run) -> None:
     blocks = _page(
         "<!-- run first:",
         "number = 3",
@@ -187,19 +269,19 @@ def test_blocks_share_a_namespace_and_hidden_code_comes_first(tmp_path: Path) ->
         "  ```",
     )
     assert [block.line for block in blocks] == [2, 5, 10]
-    run_page(Path("page.md"), blocks, tmp_path)
+    run(Path("page.md"), blocks)
 
 
-def test_a_block_that_does_not_run_fails_with_its_line(tmp_path: Path) -> None:
+def test_a_block_that_does_not_run_fails_with_its_line(run: Run) -> None:
     blocks = _page("# Title", "", "```python", "x = 1", "y = x / 0", "```")
     with pytest.raises(AssertionError, match='page.md", line 5(?s:.*)ZeroDivisionError'):
-        run_page(Path("page.md"), blocks, tmp_path)
+        run(Path("page.md"), blocks)
 
 
-def test_a_marked_block_is_left_out(tmp_path: Path) -> None:
+def test_a_marked_block_is_left_out(run: Run) -> None:
     blocks = _page("<!-- not run: needs a GPU -->", "```python", "1 / 0", "```")
     assert [block.not_run for block in blocks] == ["needs a GPU"]
-    run_page(Path("page.md"), blocks, tmp_path)
+    run(Path("page.md"), blocks)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +297,7 @@ def test_a_marker_needs_a_reason_and_a_block(lines: tuple[str, ...], says: str) 
         _page(*lines)
 
 
-def test_a_block_for_torchrun_runs_on_its_processes(tmp_path: Path) -> None:
+def test_a_block_for_torchrun_runs_on_its_processes(run: Run) -> None:
     blocks = _page(
         "```python",
         "# torchrun --nproc-per-node 2 sum.py",
@@ -227,7 +309,7 @@ def test_a_block_for_torchrun_runs_on_its_processes(tmp_path: Path) -> None:
         "assert (int(ranks), dist.get_world_size()) == (1, 2)",
         "```",
     )
-    run_page(Path("page.md"), blocks, tmp_path)
+    run(Path("page.md"), blocks)
 
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -180,7 +180,7 @@ class ParallelConfig:
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """What is recomputed: of ``"layer"``, ``"norm"``, ``"activation"``."""
+        """What the backward recomputes: of ``"layer"``, ``"norm"``, ``"activation"``."""
         if self.recompute == "full":
             return frozenset(("layer",))
         words = set(self.recompute.split("+"))
