@@ -25,6 +25,7 @@ def test_names_that_occur_twice_and_banned_words_are_reported(tmp_path: Path) ->
     (tmp_path / "train" / "rows.py").write_text("class _Row: ...\ndef send_home(): ...\n")
     (tmp_path / "models" / "trip.py").write_text("class Run: ...\nclass Hop: ...\n")
     assert [line.removeprefix("fusedops/") for line in lint_names.errors(tmp_path)] == [
+        "models/trip.py:1: file trip: not 'trip', but dispatcher",
         "train/keeper.py:1: file keeper: not 'keeper', but checkpointer, PolicyState",
         "train/keeper.py:2: function say: not 'say', but report, print_message",
         "train/rows.py:2: function send_home: not 'home', but combine",
