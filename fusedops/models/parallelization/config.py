@@ -1,7 +1,7 @@
-"""``ParallelConfig``: how a model is spread over processes, as plain values that are checked.
+"""``ParallelConfig``: the layout of a training, as plain values that are validated.
 
-Nothing here makes a group or touches a model: a configuration can be written, compared and refused
-on a machine with one process.
+Nothing here makes a process group or changes a model: a configuration can be written, compared and
+refused on a machine with one process.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ _MAX_CHUNKS = 8  # of expert_parallel
 )
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How a model is spread over processes, and what its training keeps.
+    """How a model is sharded over processes, and what its training saves.
 
-    There are ``dp * tp * cp * pp`` processes. Experts lie on ``ep`` of the ``dp * cp`` that see
-    different tokens.
+    There are ``dp * tp * cp * pp`` processes. Experts are sharded over ``ep`` of the ``dp * cp``
+    ranks that see different tokens.
 
     Attributes:
         dp: data parallel: ranks that get different sequences.
-        tp: tensor parallel: shares of each product, of the heads and of the vocabulary.
+        tp: tensor parallel: shards of products, heads and the vocabulary.
         sp: sequence parallel: norms, dropout and residual sums on ``1 / tp`` of the tokens.
-        cp: context parallel: shares of each sequence.
+        cp: context parallel: shards of each sequence.
         pp: pipeline parallel: ranks that hold stages of layers.
         ep: expert parallel, inside of ``dp * cp``.
-        ep_chunks: parts of the tokens, of which one travels while experts compute another.
-        ep_nodes: on so many nodes the ranks of ``ep`` lie, neighbours together: a token goes to
-            each node once, and from there to its experts.
+        ep_chunks: chunks of the tokens; the all-to-all of one overlaps the experts of another.
+        ep_nodes: number of nodes of the ranks of ``ep``, which are adjacent on a node: a token is
+            sent to each node once, and from there to its experts.
         ep_deterministic: add experts' gradients in an order that does not depend on ``ep``: weights
             then have the same bits for each that is a power of two. Experts compute the tokens of
             each rank apart, and gradients are summed after each micro-batch, which takes longer.
-        zero: what of each parameter is divided over ``dp * cp``: 0 nothing, 1 the optimizer's
+        zero: what of each parameter is sharded over ``dp * cp``: 0 nothing, 1 the optimizer's
             states, 2 gradients as well, 3 weights as well.
         microbatches: forward and backward passes of a step.
         overlap_microbatches: run the layers on two halves of each micro-batch alternately, so that
@@ -69,7 +69,7 @@ class ParallelConfig:
             ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
             ``"dualpipev"``.
         pipeline_virtual: stages of a rank; by default the schedule's own number, 1 or 2.
-        pipeline_balance: what makes stages even: ``"operations"`` of a token, seconds that are
+        pipeline_balance: cost that stages balance: ``"operations"`` of a token, seconds that are
             ``"measured"`` on process 0, or the number of ``"layers"``.
         pipeline_cuts: instead of a balance: first layers of the stages after the first.
         mode: ``"explicit"``: the sizes as they stand; ``"data"``: all processes are ``dp``;
@@ -77,25 +77,25 @@ class ParallelConfig:
             the mesh is made and the gradients are reduced.
         context: how ``cp`` ranks attend to each other: ``"ring"``, or ``"all_to_all"``, which needs
             ``cp`` to divide the heads.
-        overlap: communicate beside the computation: gradients while the backward runs, the chunks
-            of tensor parallelism's products beside each other.
-        recompute: what the backward makes again: ``"none"``, ``"full"`` (only the inputs of layers
-            are kept), ``"norm"``, ``"activation"``, both joined by ``+``, which ``"selective"``
+        overlap: overlap communication with computation: of gradients with the backward, of tensor
+            parallelism with the chunks of its products.
+        recompute: what the backward recomputes: ``"none"``, ``"full"`` (only the inputs of layers
+            are saved), ``"norm"``, ``"activation"``, both joined by ``+``, which ``"selective"``
             means.
-        recompute_slice_activation: keep ``1 / tp`` of what full recomputation keeps.
-        mp_comm_recompute: repeat tensor parallelism's communication when a layer is made again,
-            instead of keeping what it gave.
+        recompute_slice_activation: save ``1 / tp`` of what full recomputation saves.
+        mp_comm_recompute: repeat tensor parallelism's communication when a layer is recomputed,
+            instead of saving its result.
         parallel_optimizer_comm_recompute: gather ``zero=3``'s weights again in the backward,
             instead of keeping them from the forward on.
         offload: ``"optimizer"``: masters and moments in host memory; ``"activations"``: what layers
-            keep for the backward; ``"experts"``: weights of experts, of which those that tokens
+            save for the backward; ``"experts"``: weights of experts, of which those that tokens
             chose come to the device for a layer's forward and backward. Several in a tuple.
-        bucket_bytes: parameters, or gradients, of about so many bytes travel together.
+        bucket_bytes: size of the buckets in which parameters and gradients are communicated.
         bucket_layers: instead of ``bucket_bytes``: first layers of the buckets, in ascending order.
-        shard_threshold: parameters of fewer bytes are not divided by ``zero``.
-        not_sharded: patterns of parameters' names (``"*.bias"``) that ``zero`` leaves whole.
-        shard_ranks: so many ranks share what ``zero`` divides, and groups of them hold replicas;
-            all of ``dp * cp`` by default.
+        shard_threshold: parameters of fewer bytes are not sharded by ``zero``.
+        not_sharded: patterns of parameters' names (``"*.bias"``) that ``zero`` does not shard.
+        shard_ranks: ranks of a group over which ``zero`` shards, with replicas in other groups
+            (HSDP); all of ``dp * cp`` by default.
 
     Raises:
         TypeError: a value has the wrong type.
