@@ -1,10 +1,10 @@
-"""Names that the package must not have: a class name twice, or a word of no meaning in the field.
+"""Words that names and pages must not have: a class name twice, a word of no meaning in the field.
 
     python tools/lint_names.py          # exit code 1 and one line for each name
 
 A public class name occurs once in ``fusedops/``. File names, names of classes and names of public
 functions contain none of ``BANNED``, whose replacements say what a developer of Megatron, DeepSpeed
-or torchtitan would search for.
+or torchtitan would search for. Pages (``README.md`` and ``docs``) contain none of ``PHRASES``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,21 @@ BANNED = {
     "way": "AllToAll",
     "whole": "unsharded, replicated",
 }
+
+PHRASES = (
+    "as it is",
+    "beside",
+    "goes on",
+    "held",
+    "in turns",
+    "keeper",
+    "made again",
+    "made anew",
+    "remade",
+    "stand beside",
+    "told",
+    "what is whole",
+)
 
 # Subclasses carry the name of the class that they replace.
 SHARED_NAMES = ("CrossEntropyLoss", "LayerNorm", "MLP", "RMSNorm")
@@ -128,7 +143,19 @@ def errors(package: Path) -> list[str]:
     return lines
 
 
+def phrases(pages: Iterable[Path]) -> list[str]:
+    """Return a line for each of ``PHRASES`` on a page."""
+    banned = re.compile(rf"\b({'|'.join(PHRASES)})\b")
+    return [
+        f"{page}:{number}: {match.group()!r} is no standard English of the field"
+        for page in pages
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)
+        for match in banned.finditer(line)
+    ]
+
+
 if __name__ == "__main__":
-    lines = errors(ROOT / PACKAGE)
-    print("\n".join(lines) or "names: none twice, none of the banned words")
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    lines = [*errors(ROOT / PACKAGE), *phrases(pages)]
+    print("\n".join(lines) or "names: none twice, no banned word in a name or on a page")
     sys.exit(1 if lines else 0)
