@@ -114,3 +114,16 @@ def test_each_step_of_a_layout_is_logged(caplog: pytest.LogCaptureFixture) -> No
     assert "parallelize: ParallelConfig(dp=1, tp=2" in text
     assert "parallelize: tp: 2 modules layers.*.attention.query: ColumnParallel(seq" in text
     assert "parallelize: tp: 1 modules norm: SharedNorm()" in text
+
+
+def test_what_parallelize_returned_before_still_works_as_a_model() -> None:
+    engine = parallelize(_model(), ParallelConfig(), seed=0)
+    tokens = torch.arange(8)[None]
+    with pytest.warns(DeprecationWarning, match=r"call engine\.model"):
+        logits = engine(tokens)
+    assert torch.equal(logits, engine.model(tokens))
+    with pytest.warns(DeprecationWarning, match=r"engine\.model\.parameters") as record:
+        assert len(list(engine.parameters())) == len(list(engine.model.parameters()))
+    assert record[0].filename == __file__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = engine.nothing

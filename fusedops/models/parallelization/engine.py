@@ -65,6 +65,29 @@ class TrainEngine:
     data: GradientSync | None = None
     pipeline: PipelineEngine | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model, which ``parallelize`` returned before (deprecated)."""
+        if name.startswith("__") or name == "model":
+            raise AttributeError(name)
+        value = getattr(self.model, name)
+        warnings.warn(
+            f"parallelize returns a TrainEngine: {name} is an attribute of its model, "
+            f"engine.model.{name}; the former use goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return value
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Call the model, which ``parallelize`` returned before (deprecated)."""
+        warnings.warn(
+            "parallelize returns a TrainEngine: call engine.model(...); the former use goes with "
+            "the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.model(*args, **inputs)
+
     @property
     def data_rank(self) -> int:
         """Which sequences this process gets: its index among ``data_ranks``."""
