@@ -349,7 +349,8 @@ stand_in.install_if_asked()
 import torch
 from triton import knobs
 import fusedops
-from fusedops.specs import all_specs, hot
+import hot_samples
+from fusedops.specs import all_specs
 from fusedops.specs.comparison import fresh, run
 
 found = []
@@ -361,7 +362,7 @@ with fusedops.use_backend("triton"):
             run(all_specs()[op].op, fresh(warm.plain(op, getattr(torch, dtype))[int(number)]))
         else:
             call = warm.hot_calls(op, getattr(torch, dtype), 90)[int(number)]
-            hot.made(call, getattr(torch, dtype), torch.device("cpu")).run()
+            hot_samples.made(call, getattr(torch, dtype), torch.device("cpu")).run()
 print(json.dumps(found))
 """
 

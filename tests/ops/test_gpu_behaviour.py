@@ -10,12 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hot_samples
 import pytest
 import torch
 from op_testing import assert_within_budget
 
 import fusedops
-from fusedops.specs import Sample, all_specs, hot, tensors_in
+from fusedops.specs import Sample, all_specs, tensors_in
 from fusedops.specs.comparison import floating, incoming, run
 
 pytest.importorskip("triton")
@@ -28,17 +29,17 @@ Tensors = list[torch.Tensor]
 _INTEGERS_ARE_DATA = ("moe_sort", "moe_unpack")
 
 
-def _without_dropout(call: hot.HotCall) -> hot.HotCall:
+def _without_dropout(call: hot_samples.HotCall) -> hot_samples.HotCall:
     return dataclasses.replace(
         call, make=lambda device, dtype: call.make(device, dtype)[:3], random=False
     )
 
 
-def calls() -> dict[str, hot.HotCall]:
+def calls() -> dict[str, hot_samples.HotCall]:
     """Return op -> one hot call that draws nothing and writes to no buffer."""
-    found: dict[str, hot.HotCall] = {}
-    for kernels in hot.ops():
-        for call in hot.calls(kernels, BF16):
+    found: dict[str, hot_samples.HotCall] = {}
+    for kernels in hot_samples.ops():
+        for call in hot_samples.calls(kernels, BF16):
             if call.op in all_specs() and not call.buffers:
                 if call.op == "bias_dropout_add":
                     call = _without_dropout(call)
@@ -58,7 +59,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def sample_of(op: str) -> Sample:
-    return hot.made(CALLS[op], BF16, CUDA).sample
+    return hot_samples.made(CALLS[op], BF16, CUDA).sample
 
 
 def step(op: str, sample: Sample, given: Tensors) -> Tensors:
@@ -184,7 +185,9 @@ def test_compiled_without_a_graph_break(op: str) -> None:
     spec, sample = all_specs()[op], sample_of(op)
     torch._dynamo.reset()
     compiled = torch.compile(spec.op, fullgraph=True)
-    assert_within_budget(run(compiled, sample), spec, hot.made(CALLS[op], BF16, CUDA).plain())
+    assert_within_budget(
+        run(compiled, sample), spec, hot_samples.made(CALLS[op], BF16, CUDA).plain()
+    )
 
 
 # More than 2 ** 31 elements: rows of 8192, 64 more than fit 31 bits.

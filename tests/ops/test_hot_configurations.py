@@ -1,7 +1,7 @@
 """The configurations that users run, against float64: on a GPU all, in the interpreter some.
 
 A hot sample launches the tiles that the static report has on record, with descriptors where these
-are used, three blocks deep in each direction (``fusedops/specs/hot``). The generic tests of an op
+are used, three blocks deep in each direction (``tools/hot_samples``). The generic tests of an op
 have small and odd calls, which launch other configurations.
 """
 
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import hot_samples
 import pytest
 import torch
 from op_testing import assert_within_budget
 
 import fusedops
-from fusedops.specs import hot
 
 pytest.importorskip("triton")
 
@@ -38,7 +38,7 @@ REPRESENTATIVE = {
 LONG = ("attention", "moe_permute", "rms_norm", "rotary_embedding")
 
 
-def over_lists(call: hot.HotCall) -> bool:
+def over_lists(call: hot_samples.HotCall) -> bool:
     return call.op in ("adamw", "square_sums")  # tests/ops/test_hot_lists.py
 
 
@@ -47,16 +47,16 @@ def each_call() -> Any:
         ("call", "dtype"),
         [
             pytest.param(call, dtype, id=f"{op}-{str(dtype)[6:]}-{call.op} {call.name}")
-            for op in hot.ops()
+            for op in hot_samples.ops()
             for dtype in DTYPES
-            for call in hot.calls(op, dtype)
+            for call in hot_samples.calls(op, dtype)
             if not over_lists(call)
         ],
     )
 
 
-def check(call: hot.HotCall, dtype: torch.dtype, device: torch.device) -> None:
-    sample = hot.made(call, dtype, device)
+def check(call: hot_samples.HotCall, dtype: torch.dtype, device: torch.device) -> None:
+    sample = hot_samples.made(call, dtype, device)
     assert sample.spec is not None
     fusedops.reset_counters()
     with fusedops.use_backend("triton"):
@@ -68,7 +68,7 @@ def check(call: hot.HotCall, dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @each_call()
-def test_hot_samples_match_float64(call: hot.HotCall, dtype: torch.dtype) -> None:
+def test_hot_samples_match_float64(call: hot_samples.HotCall, dtype: torch.dtype) -> None:
     check(call, dtype, torch.device("cuda"))
 
 
@@ -85,8 +85,8 @@ def real_tiles() -> Iterator[None]:
         yield
 
 
-def chosen(op: str, name: str) -> hot.HotCall:
-    (call,) = [each for each in hot.calls(op, torch.bfloat16) if each.name == name]
+def chosen(op: str, name: str) -> hot_samples.HotCall:
+    (call,) = [each for each in hot_samples.calls(op, torch.bfloat16) if each.name == name]
     return call
 
 
@@ -106,5 +106,5 @@ def test_representative_hot_samples_in_the_interpreter(op: str, name: str) -> No
 
 def test_representative_names_are_those_of_hot_samples() -> None:
     for op, names in REPRESENTATIVE.items():
-        known = {call.name for call in hot.calls(op, torch.bfloat16)}
+        known = {call.name for call in hot_samples.calls(op, torch.bfloat16)}
         assert known.issuperset(names), f"{op}: {sorted(set(names) - known)} of {sorted(known)}"

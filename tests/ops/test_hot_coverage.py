@@ -17,12 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_gpu
+import hot_samples
 import pytest
 import torch
 
 from fusedops import kernels
 from fusedops._core import env
-from fusedops.specs import all_specs, hot, multi_tensor_specs
+from fusedops.specs import all_specs, multi_tensor_specs
 
 pytest.importorskip("triton")
 if env.triton_interpreted():
@@ -99,7 +100,7 @@ def launches_of(calls: list[Any], capability: int) -> list[Launch]:
     return recorder.launches
 
 
-def difference(case: hot.ReportCase, launch: Launch) -> list[str]:
+def difference(case: hot_samples.ReportCase, launch: Launch) -> list[str]:
     """Return what of a launch is not as the case says."""
     described = case.described
     if launch.kernel is not described["kernel"]:
@@ -127,14 +128,14 @@ def launched(op: str) -> dict[int, list[tuple[str, Launch]]]:
     """Return the launches of all hot samples of a kernel file by capability."""
     found: dict[int, list[tuple[str, Launch]]] = {capability: [] for capability in CAPABILITIES}
     for dtype in DTYPES:
-        for sample in hot.samples(op, dtype):
+        for sample in hot_samples.samples(op, dtype):
             calls = fake_gpu.calls_of(sample.run, "cpp")
             for capability, launches in found.items():
                 launches += [(sample.name, each) for each in launches_of(calls, capability)]
     return found
 
 
-def matching(op: str, case: hot.ReportCase, capability: int) -> list[Launch]:
+def matching(op: str, case: hot_samples.ReportCase, capability: int) -> list[Launch]:
     """Return the launches that compile a case."""
     return [each for _, each in launched(op)[capability] if not difference(case, each)]
 
@@ -156,17 +157,17 @@ def blocks_deep(launch: Launch) -> dict[str, float]:
 WHOLE_ROWS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "scaled_masked_softmax")
 
 
-@pytest.mark.parametrize("op", hot.ops())
+@pytest.mark.parametrize("op", hot_samples.ops())
 def test_samples_are_three_blocks_deep(op: str) -> None:
     shallow = []
-    for case in hot.cases(op, 90):
+    for case in hot_samples.cases(op, 90):
         found = [too_few_blocks(op, case, launch) for launch in matching(op, case, 90)]
         if found and all(found):
             shallow.append(f"{case.kernel} {case.described['label']}: {min(found, key=len)}")
     assert not shallow, "\n".join(shallow)
 
 
-def too_few_blocks(op: str, case: hot.ReportCase, launch: Launch) -> list[str]:
+def too_few_blocks(op: str, case: hot_samples.ReportCase, launch: Launch) -> list[str]:
     """Return the directions in which a launch of a case takes less than three blocks."""
     found = []
     # One program adds up all the losses of cross_entropy, and walks them.
@@ -183,12 +184,17 @@ def too_few_blocks(op: str, case: hot.ReportCase, launch: Launch) -> list[str]:
 def test_every_kernel_file_with_cases_has_hot_samples() -> None:
     folder = Path(kernels.__file__).parent
     files = {path.stem for path in folder.glob("[!_]*.py") if path.stem != "__init__"}
-    with_cases = {name for name in files if hot.cases(name)}
-    assert with_cases == set(hot.ops())
+    with_cases = {name for name in files if hot_samples.cases(name)}
+    assert with_cases == set(hot_samples.ops())
 
 
 def test_every_op_has_a_hot_sample() -> None:
-    called = {call.op for op in hot.ops() for dtype in DTYPES for call in hot.calls(op, dtype)}
+    called = {
+        call.op
+        for op in hot_samples.ops()
+        for dtype in DTYPES
+        for call in hot_samples.calls(op, dtype)
+    }
     assert called == {*all_specs(), *multi_tensor_specs()}
 
 
@@ -197,8 +203,8 @@ def test_the_report_has_a_row_for_each_case() -> None:
     rows = csv.DictReader(line for line in lines if not line.startswith("#"))
     recorded = collections.Counter((row["op"], row["arch"]) for row in rows)
     known = {
-        (op, f"sm_{capability}"): len(hot.cases(op, capability))
-        for op in hot.ops()
+        (op, f"sm_{capability}"): len(hot_samples.cases(op, capability))
+        for op in hot_samples.ops()
         for capability in CAPABILITIES
     }
     assert recorded == collections.Counter({key: count for key, count in known.items() if count})
@@ -206,20 +212,20 @@ def test_the_report_has_a_row_for_each_case() -> None:
 
 def test_an_unknown_kernel_file_is_named() -> None:
     with pytest.raises(ValueError, match=r"'relu': there are some for adamw, add_layer_norm"):
-        hot.samples("relu")
+        hot_samples.samples("relu")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("op", hot.ops())
+@pytest.mark.parametrize("op", hot_samples.ops())
 def test_every_configuration_of_the_report_is_launched(op: str, capability: int) -> None:
     launches = launched(op)[capability]
     missing = []
-    for case in hot.cases(op, capability):
+    for case in hot_samples.cases(op, capability):
         closest = min((difference(case, launch) for _, launch in launches), key=len)
         if closest:
             label = f"{case.kernel} {case.described['label']}"
             same = [difference(case, launch) for _, launch in launches]
             near = min((d for d in same if d != ["kernel"]), key=len, default=["no launch of it"])
             missing.append(f"{label}: {'; '.join(near)}")
-    total = len(hot.cases(op, capability))
+    total = len(hot_samples.cases(op, capability))
     assert not missing, f"{len(missing)} of {total} not launched:\n" + "\n".join(missing)

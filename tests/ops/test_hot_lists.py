@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import hot_samples
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -18,7 +19,7 @@ import fusedops
 from fusedops._core import dtypes
 from fusedops.ops.adamw import Draw, TensorLists, adamw
 from fusedops.ops.square_sums import square_sums
-from fusedops.specs import hot, tensors_in
+from fusedops.specs import tensors_in
 
 pytest.importorskip("triton")
 
@@ -144,17 +145,17 @@ def test_a_step_of_many_tensors_matches_float64(
 
 
 def each_hot_call() -> Any:
-    found = [call for op in ("adamw", "square_sums") for call in hot.calls(op, BF16)]
+    found = [call for op in ("adamw", "square_sums") for call in hot_samples.calls(op, BF16)]
     return pytest.mark.parametrize("call", found, ids=lambda call: f"{call.op} {call.name}")
 
 
 @each_machine
 @each_hot_call()
 def test_hot_samples_of_lists_match_float64(
-    call: hot.HotCall, backend: str, device: torch.device
+    call: hot_samples.HotCall, backend: str, device: torch.device
 ) -> None:
     """Sizes and addresses that 16 divides: the configurations on record."""
-    made = hot.made(call, BF16, device).sample
+    made = hot_samples.made(call, BF16, device).sample
 
     def outcome(name: str, wide: bool) -> list[torch.Tensor]:
         args = pytree.tree_map_only(

@@ -75,14 +75,15 @@ def covering(op: str, dtype: str = "bfloat16") -> list[tuple[str, int]]:
 
 def call_on_gpu(op: str, kind: str, number: int) -> Callable[[], object]:
     """Return what runs a sample and its gradients on the GPU."""
+    import hot_samples
     import torch
 
-    from fusedops.specs import all_specs, hot
+    from fusedops.specs import all_specs
     from fusedops.specs.comparison import run
 
     device, dtype = torch.device("cuda"), torch.bfloat16
     if kind == "hot":
-        return hot.made(warm.hot_calls(op, dtype)[number], dtype, device).run
+        return hot_samples.made(warm.hot_calls(op, dtype)[number], dtype, device).run
     sample = all_specs()[op].samples(device, dtype)[number]
     return lambda: run(all_specs()[op].op, sample)
 

@@ -105,11 +105,13 @@ def _present_torch(library: ctypes.CDLL) -> None:
     cuda.get_device_properties = lambda device=None: facts
     cuda.set_per_process_memory_fraction = lambda fraction, device=None: None
 
-    from fusedops.specs import all_specs, hot
+    import hot_samples
+
+    from fusedops.specs import all_specs
 
     # "cuda" means the CPU here.
-    make_hot = hot.made
-    hot.made = lambda call, dtype, device: make_hot(call, dtype, torch.device("cpu"))
+    make_hot = hot_samples.made
+    hot_samples.made = lambda call, dtype, device: make_hot(call, dtype, torch.device("cpu"))
     for name, spec in all_specs().items():
 
         def samples(_: Any, dtype: torch.dtype, make: Any = spec.samples) -> Any:

@@ -36,9 +36,11 @@ KINDS = ("hot", "plain")
 @functools.cache
 def known_ops() -> tuple[str, ...]:
     """Return what has samples: ops, and kernel files with configurations of the static report."""
-    from fusedops.specs import all_specs, hot
+    import hot_samples
 
-    return tuple(sorted({*all_specs(), *hot.ops()}))
+    from fusedops.specs import all_specs
+
+    return tuple(sorted({*all_specs(), *hot_samples.ops()}))
 
 
 @functools.cache
@@ -58,9 +60,9 @@ def hot_calls(op: str, dtype: torch.dtype, capability: int | None = None) -> Seq
         dtype: of the data.
         capability: only what the report has for this one of 80, 90, 100 and 120.
     """
-    from fusedops.specs import hot
+    import hot_samples
 
-    return hot.calls(op, dtype, capability) if op in hot.ops() else []
+    return hot_samples.calls(op, dtype, capability) if op in hot_samples.ops() else []
 
 
 def items(ops: Sequence[str], capability: int | None = None) -> list[str]:
@@ -85,8 +87,9 @@ def items(ops: Sequence[str], capability: int | None = None) -> list[str]:
 def compile_item(item: str, capability: int | None = None) -> None:
     """Compile the kernels of one item of ``items(ops, capability)``."""
     import fake_gpu
+    import hot_samples
 
-    from fusedops.specs import all_specs, hot
+    from fusedops.specs import all_specs
     from fusedops.specs.comparison import fresh
 
     op, name, kind, number = item.split()
@@ -97,7 +100,7 @@ def compile_item(item: str, capability: int | None = None) -> None:
         return
     reported = capability if capability in (80, 90, 100, 120) else None
     call = hot_calls(op, dtype, reported)[int(number)]
-    fake_gpu.launch(fake_gpu.calls_of(hot.made(call, dtype, torch.device("cpu")).run))
+    fake_gpu.launch(fake_gpu.calls_of(hot_samples.made(call, dtype, torch.device("cpu")).run))
 
 
 @contextlib.contextmanager

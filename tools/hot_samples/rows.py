@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fusedops.specs.hot.call import HotCall, ReportCase, deep
 from fusedops.specs.make import randint, randn
+from hot_samples.call import HotCall, ReportCase, deep
 
 # A backward over rows has two programs a multiprocessor: three rows and more for each of 132.
 _ROWS = 816

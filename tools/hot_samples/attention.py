@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fusedops.specs.hot.call import HotCall, ReportCase
 from fusedops.specs.make import randn
+from hot_samples.call import HotCall, ReportCase
 
 # Three blocks of 128 queries and of keys, and one that is not full.
 _TOKENS = 400

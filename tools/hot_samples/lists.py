@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fusedops.specs.hot.call import HotCall, ReportCase, deep
 from fusedops.specs.make import randn
+from hot_samples.call import HotCall, ReportCase, deep
 
 _BIASES = 320
 _BLOCK = 1024  # elements of a program

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from fusedops.specs import _routing
-from fusedops.specs.hot.call import HotCall, ReportCase, deep
-from fusedops.specs.hot.products import average_rows, grouped_weight
 from fusedops.specs.make import randint, randn
 from fusedops.specs.moe_route import distinct
+from hot_samples.call import HotCall, ReportCase, deep
+from hot_samples.products import average_rows, grouped_weight
 
 _TOKENS = 208
 _HIDDEN = 2576  # three blocks of 1024 columns, the last not full

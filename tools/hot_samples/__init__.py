@@ -25,9 +25,9 @@ import torch
 from fusedops.specs import all_specs
 from fusedops.specs.comparison import ComparisonResult, fresh, incoming
 from fusedops.specs.comparison import run as run_sample
-from fusedops.specs.hot import attention, elementwise, experts, lists, products, rows
-from fusedops.specs.hot.call import HotCall, ReportCase
 from fusedops.specs.spec import Sample, Spec
+from hot_samples import attention, elementwise, experts, lists, products, rows
+from hot_samples.call import HotCall, ReportCase
 
 __all__ = ["ReportCase", "HotCall", "HotSample", "calls", "cases", "made", "ops", "samples"]
 

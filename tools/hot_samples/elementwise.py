@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fusedops._core.activation import GELU_VARIANTS
-from fusedops.specs.hot.call import HotCall, ReportCase, deep
 from fusedops.specs.make import randn
+from hot_samples.call import HotCall, ReportCase, deep
 
 _APPROXIMATE = {activation: name for name, activation in GELU_VARIANTS.items()}
 # A backward with a sum over rows has eight programs a multiprocessor, shared by tiles of columns;

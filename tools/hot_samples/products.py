@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fusedops.specs.hot.call import HotCall, ReportCase
 from fusedops.specs.make import randn
+from hot_samples.call import HotCall, ReportCase
 
 # Three tiles of 128 rows, three of 256 columns, and five steps of 64 along the sums; fewer rows
 # where the case is that of few.
