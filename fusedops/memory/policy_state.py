@@ -29,8 +29,8 @@ from fusedops.memory.policy import (
     recomputed,
     saving_rule,
 )
+from fusedops.memory.recomputation.checkpointed_region import Region
 from fusedops.memory.recomputation.producers import Producer, ProducerTracker, recomputed_storage
-from fusedops.memory.recomputation.region import Region
 from fusedops.memory.recomputation.selective import Keep, communicates
 from fusedops.memory.recomputation.slices import Slice, worth_slicing
 from fusedops.memory.saved_tensors import (

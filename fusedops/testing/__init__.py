@@ -11,9 +11,9 @@ In reading order: ``case`` (what is drawn), ``batches`` (workloads), ``arguments
 
 from fusedops.testing.batches import WORKLOADS, token_batch
 from fusedops.testing.case import Case, Space
+from fusedops.testing.case_run import Difference, Parallel
 from fusedops.testing.fuzzer import Failure, ParityError, Report, replay, verify
 from fusedops.testing.ranks import RankError
-from fusedops.testing.trial import Difference, Parallel
 
 __all__ = [
     "WORKLOADS",

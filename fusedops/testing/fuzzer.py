@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
-from fusedops.testing import arguments, batches, script, standard, threads, trial
+from fusedops.testing import arguments, batches, case_run, script, standard, threads
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import BATCH_SIZES, SEQ_LENS, Case, Space
+from fusedops.testing.case_run import Reference, Subject
 from fusedops.testing.processes import Processes
 from fusedops.testing.ranks import RankError
 from fusedops.testing.shrink import shrink
-from fusedops.testing.trial import Reference, Subject
 
 RANKS = ("threads", "processes")
 # A case that is refused (sizes that do not divide) is drawn again with other sizes so many times.
@@ -315,33 +315,35 @@ class _Outcome:
     why: str = ""
 
 
-Runner = Callable[..., list[trial.RankComparison]]
+Runner = Callable[..., list[case_run.RankComparison]]
 
 
 @contextlib.contextmanager
 def _runner(ranks: str, most: int) -> Iterator[Runner]:
     if ranks == "threads":
         yield lambda subject, case, known: threads.run(
-            trial.on_rank, case.ranks, subject, case, known, seed=case.seed
+            case_run.on_rank, case.ranks, subject, case, known, seed=case.seed
         )
         return
     with Processes(most) as pool:
-        yield lambda subject, case, known: pool.run(trial.on_rank, case.ranks, subject, case, known)
+        yield lambda subject, case, known: pool.run(
+            case_run.on_rank, case.ranks, subject, case, known
+        )
 
 
 def _outcome(subject: Subject, case: Case, run: Runner) -> _Outcome:
     """Run a case on one process and on ranks."""
-    known: Reference = trial.reference(subject, case)
+    known: Reference = case_run.reference(subject, case)
     try:
         verdicts = run(subject, case, known)
     except RankError as error:
         kinds = {type(raised).__name__ for raised in error.errors.values()}
-        if kinds and len(error.errors) == case.ranks and kinds <= set(trial.REFUSALS):
+        if kinds and len(error.errors) == case.ranks and kinds <= set(case_run.REFUSALS):
             return _Outcome("refused", str(error.errors[min(error.errors)]))
         kind = min(kinds) if kinds else (error.why.splitlines() or ["no answer"])[0]
         return _Outcome(kind, str(error))
     differences = [difference for verdict in verdicts for difference in verdict.differences]
-    differences += trial.missing(known, verdicts)
+    differences += case_run.missing(known, verdicts)
     if not differences:
         return _Outcome("")
     # A wrong gradient spoils those that the backward computes after it: the last parameter, which

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedops.testing.case import Case
-from fusedops.testing.trial import Subject
+from fusedops.testing.case_run import Subject
 
 # What verify() uses where nothing else was given: it needs no line in the script.
 DEFAULTS: set[Any] = set()

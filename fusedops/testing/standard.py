@@ -15,7 +15,7 @@ from fusedops.models import ParallelConfig, TrainEngine, Transformer
 from fusedops.models.parallelization.parallelize import parallelize
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import Case
-from fusedops.testing.trial import Parallel
+from fusedops.testing.case_run import Parallel
 
 # AdamW whose first step is no sign: with a small eps it would be the sign of each gradient, and
 # that of a gradient which is zero in exact arithmetic is rounding.

@@ -15,7 +15,7 @@ from torch import nn
 import fusedops
 from fusedops._core import dtypes
 from fusedops.integrations import describe
-from fusedops.integrations.hf.rules.residual import unknown_names
+from fusedops.integrations.hf.rules.residual_norm import unknown_names
 
 of_each_family = pytest.mark.parametrize("family", DENSE.values(), ids=DENSE)
 EAGER = {"attn_implementation": "eager"}

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import fusedops
 from fusedops.integrations import describe
-from fusedops.integrations.hf import originals
+from fusedops.integrations.hf import original_code
 from fusedops.integrations.hf.rules.rule import PatchRule, subclass
 
 pytest.importorskip("transformers")
@@ -97,7 +97,7 @@ def places() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("rule", "place"), places())
 def test_every_rule_asks_for_every_place(
-    monkeypatch: pytest.MonkeyPatch, rule: Any, place: originals.CodePlace
+    monkeypatch: pytest.MonkeyPatch, rule: Any, place: original_code.CodePlace
 ) -> None:
     """The original's method is called, whatever the patched class would do."""
     assert place.known is not None
@@ -266,13 +266,13 @@ def test_what_was_replaced_before_is_not_taken_for_the_original(
 ) -> None:
     """The rule of a class whose forward another library has replaced refuses, by its name."""
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
-    place, *_ = originals.places_of(modeling_llama.LlamaMLP)
+    place, *_ = original_code.places_of(modeling_llama.LlamaMLP)
     assert place.known is None
-    reason = originals.replaced((place,))
+    reason = original_code.replaced((place,))
     assert reason is not None and reason.startswith("LlamaMLP.forward was replaced by test_patch")
     known = functional.scaled_dot_product_attention
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *args: args)
-    (place,) = originals.functions("scaled_dot_product_attention")
+    (place,) = original_code.functions("scaled_dot_product_attention")
     assert place.known is known
 
 

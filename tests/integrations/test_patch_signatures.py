@@ -14,7 +14,7 @@ from torch import nn
 
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import signatures
-from fusedops.integrations.hf.originals import CodePlace
+from fusedops.integrations.hf.original_code import CodePlace
 from fusedops.integrations.hf.rules.rule import PatchRule
 
 pytest.importorskip("transformers")

@@ -16,9 +16,9 @@ from fusedops.parallel.budgets import Budget
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.pipeline.schedules import table
 from fusedops.testing import Case, threads, token_batch
+from fusedops.testing.case_run import Subject
 from fusedops.testing.fuzzer import adamw, token_loss
 from fusedops.testing.standard import standard
-from fusedops.testing.trial import Subject
 
 BATCH, TOKENS, HIDDEN, WORDS, BYTES = 2, 16, 16, 19, 8  # of float64
 ACTIVATION = BATCH * TOKENS * HIDDEN * BYTES

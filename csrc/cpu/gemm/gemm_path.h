@@ -6,8 +6,8 @@
 #include <type_traits>
 
 #include "gemm.h"
-#include "gemm_direct.h"
 #include "gemm_kernel.h"
+#include "gemm_unpacked.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {

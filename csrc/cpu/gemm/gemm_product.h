@@ -12,10 +12,10 @@
 #include "../../common/parallel.h"
 #include "../common/workspace.h"
 #include "gemm.h"
-#include "gemm_direct.h"
 #include "gemm_kernel.h"
 #include "gemm_pack.h"
 #include "gemm_path.h"
+#include "gemm_unpacked.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
@@ -224,7 +224,7 @@ class Gemm {
     return fetch;
   }
 
-  // The same of compact rows (gemm_direct.h) and columns of B that lie along the sum; `last` is
+  // The same of compact rows (gemm_unpacked.h) and columns of B that lie along the sum; `last` is
   // where the columns end that this thread reads one after the other.
   void multiply_in_place(int side, int64_t column, int64_t last, const Packed* a,
                          Sum* tiles) const {
@@ -269,7 +269,7 @@ class Gemm {
         workspace(Workspace::tiles, sides_ * panels * kRows * kColumns * sizeof(Sum)));
   }
 
-  // `in_place`: B is read where it lies (gemm_direct.h), by all rows at once.
+  // `in_place`: B is read where it lies (gemm_unpacked.h), by all rows at once.
   void run_few_rows(bool in_place) const {
     Packed* a = pack_rows(0, m_);
     if (in_place) compact_rows<kPanelA>(a, blocks_, padded_rows(m_));

@@ -1,5 +1,5 @@
 // Vectors of lines that are contiguous along k, loaded, widened and transposed in registers: what
-// packing (gemm_pack.h) and products that read B where it lies (gemm_direct.h) begin with.
+// packing (gemm_pack.h) and products that read B where it lies (gemm_unpacked.h) begin with.
 //
 // Include from *.isa.cpp only.
 #pragma once

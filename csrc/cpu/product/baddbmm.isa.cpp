@@ -1,10 +1,10 @@
 // Batches of matrix products, and sums over broadcast dimensions (interface: baddbmm.h).
 //
 // Each product, or some rows or columns of one where the batch is short, is computed by one thread,
-// which finishes it in registers (gemm_alone.h): a broadcast addend is never materialised and the
-// output is written once. A single row, a long sum and the gradient of a broadcast operand, which
-// is one product of several factors, are calls of gemm.isa.cpp that add to its tiles in L1: sums
-// stay in float32 and nothing is written between them.
+// which finishes it in registers (gemm_single_thread.h): a broadcast addend is never materialised
+// and the output is written once. A single row, a long sum and the gradient of a broadcast operand,
+// which is one product of several factors, are calls of gemm.isa.cpp that add to its tiles in L1:
+// sums stay in float32 and nothing is written between them.
 //
 // Sums over dimensions go piece by piece: kPiece elements of the result are accumulated in L1 while
 // the gradient is read once. Long sums are cut into parts by size alone, which are added in order.
@@ -15,7 +15,7 @@
 #include "../../common/parallel.h"
 #include "../common/workspace.h"
 #include "../gemm/epilogue.h"
-#include "../gemm/gemm_alone.h"
+#include "../gemm/gemm_single_thread.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
@@ -100,7 +100,7 @@ void one_product(const BatchedProduct& a, int64_t index, std::vector<Factors>& f
   gemm(call);
 }
 
-// The batch by gemm_alone.h.
+// The batch by gemm_single_thread.h.
 template <typename Policy>
 void products_alone(const BatchedProduct& a, const AloneShape& shape) {
   using T = typename Policy::T;

@@ -151,8 +151,8 @@ def _times(row: MemoryRow) -> list[str]:
 
 
 def _picture(reports: dict[str, MemoryReport]) -> str:
-    from fusedops.memory.measurement import picture
+    from fusedops.memory.measurement import plot
 
     first = next(iter(reports.values()))
     lines = {name: reports[name].timeline for name in ("plain", "recompute")}
-    return picture.timeline(f"{first.model}: bytes of one step, as it is and recomputed", lines)
+    return plot.timeline(f"{first.model}: bytes of one step, as it is and recomputed", lines)

@@ -19,7 +19,7 @@ from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf.calibration import calibrate as calibration
 from fusedops.integrations.hf.calibration import file
-from fusedops.integrations.hf.originals import replaced
+from fusedops.integrations.hf.original_code import replaced
 from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
 from fusedops.integrations.hf.rules.rule import LEVELS, PatchRule, absorbed, resolution, rule_of

@@ -14,7 +14,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.peak import peak_bytes
 from fusedops.memory.layers import placed
-from fusedops.memory.measurement import picture
+from fusedops.memory.measurement import plot
 from fusedops.memory.measurement.trace import (
     BACKWARD,
     CAST,
@@ -100,7 +100,7 @@ class MemoryReport:
 
     def svg(self, title: str = "") -> str:
         """Return the step as a picture: bytes over time, with the layers."""
-        return picture.timeline(title or f"{self.model}: memory of one step", {"": self.timeline})
+        return plot.timeline(title or f"{self.model}: memory of one step", {"": self.timeline})
 
     def __str__(self) -> str:
         unknown = self.dynamic - self.named

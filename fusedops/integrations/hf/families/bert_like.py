@@ -19,7 +19,7 @@ from fusedops.integrations.hf.rules.feed_forward import (
     probe_dense_act,
 )
 from fusedops.integrations.hf.rules.lm_heads import head_rule
-from fusedops.integrations.hf.rules.residual import (
+from fusedops.integrations.hf.rules.residual_norm import (
     add_norm,
     dropout_obstacle,
     norm_obstacle,

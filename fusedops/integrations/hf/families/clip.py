@@ -10,7 +10,7 @@ from transformers.models.clip import modeling_clip
 
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.feed_forward import feed_forward_rule
-from fusedops.integrations.hf.rules.residual import (
+from fusedops.integrations.hf.rules.residual_norm import (
     add_norm,
     norm_obstacle,
     probe_add_norm,

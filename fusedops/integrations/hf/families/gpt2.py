@@ -14,7 +14,7 @@ from transformers.models.gpt2 import modeling_gpt2
 
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.feed_forward import probe_feed_forward
-from fusedops.integrations.hf.rules.residual import (
+from fusedops.integrations.hf.rules.residual_norm import (
     add_norm,
     deferral_obstacle,
     deferred,

@@ -10,7 +10,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.feed_forward import Names, feed_forward_rule
-from fusedops.integrations.hf.rules.residual import (
+from fusedops.integrations.hf.rules.residual_norm import (
     add_norm,
     dropout_obstacle,
     norm_obstacle,

@@ -16,7 +16,7 @@ from torch import nn
 from fusedops.integrations.hf.rules import rms_norms
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.gated_mlp import gated_mlp_rule
-from fusedops.integrations.hf.rules.residual import unknown_forward, unknown_names
+from fusedops.integrations.hf.rules.residual_norm import unknown_forward, unknown_names
 from fusedops.integrations.hf.rules.rms_norms import (
     add_norm,
     norm_obstacle,

@@ -15,7 +15,7 @@ from fusedops.integrations.hf.rules.feed_forward import (
     feed_forward_obstacle,
     probe_feed_forward,
 )
-from fusedops.integrations.hf.rules.residual import (
+from fusedops.integrations.hf.rules.residual_norm import (
     add_norm,
     norm_obstacle,
     unknown_forward,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.models.t5 import modeling_t5
 
-from fusedops.integrations.hf.partitioned import gathered
+from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.feed_forward import (
     Names,
@@ -25,7 +25,11 @@ from fusedops.integrations.hf.rules.feed_forward import (
     probe_feed_forward,
 )
 from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule
-from fusedops.integrations.hf.rules.residual import dropout_obstacle, probability, unknown_forward
+from fusedops.integrations.hf.rules.residual_norm import (
+    dropout_obstacle,
+    probability,
+    unknown_forward,
+)
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import activation_name

@@ -20,7 +20,7 @@ from fusedops.integrations.hf.rules.feed_forward import (
     feed_forward_obstacle,
 )
 from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule
-from fusedops.integrations.hf.rules.residual import (
+from fusedops.integrations.hf.rules.residual_norm import (
     add_norm,
     norm_obstacle,
     probe_add_norm,

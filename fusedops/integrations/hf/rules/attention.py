@@ -29,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf.originals import (
+from fusedops.integrations.hf.original_code import (
     Places,
     context_obstacle,
     functions,

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.integrations import moe
 
 from fusedops._core import dtypes
-from fusedops.integrations.hf.originals import context_obstacle, name_of
+from fusedops.integrations.hf.original_code import context_obstacle, name_of
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,

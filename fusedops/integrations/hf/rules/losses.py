@@ -17,7 +17,7 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.modeling_utils import PreTrainedModel
 
-from fusedops.integrations.hf.originals import (
+from fusedops.integrations.hf.original_code import (
     context_obstacle,
     global_function,
     name_of,

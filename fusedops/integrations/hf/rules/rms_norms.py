@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.partitioned import gathered
+from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, runs_here, subclass
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.rms_norm import rms_norm

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf.rules.residual import unknown_forward, unknown_names
+from fusedops.integrations.hf.rules.residual_norm import unknown_forward, unknown_names
 from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_route import moe_route

@@ -28,7 +28,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends
-from fusedops.integrations.hf.originals import (
+from fusedops.integrations.hf.original_code import (
     KNOWN,
     Places,
     context_obstacle,
@@ -36,7 +36,7 @@ from fusedops.integrations.hf.originals import (
     remember,
     replaced,
 )
-from fusedops.integrations.hf.partitioned import only_gather
+from fusedops.integrations.hf.partitioned_weights import only_gather
 from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments
 
 LEVELS = ("O0", "O1", "O2", "O3")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.rules.experts import compute, experts_obstacle, gate_note
-from fusedops.integrations.hf.rules.residual import unknown_forward, unknown_names
+from fusedops.integrations.hf.rules.residual_norm import unknown_forward, unknown_names
 from fusedops.integrations.hf.rules.routers import router_obstacle
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops import nn as fused
-from fusedops.integrations.hf.originals import remember
-from fusedops.integrations.hf.partitioned import gathered
+from fusedops.integrations.hf.original_code import remember
+from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,

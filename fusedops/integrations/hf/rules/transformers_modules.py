@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import activations, pytorch_utils
 
-from fusedops.integrations.hf.originals import remember
-from fusedops.integrations.hf.partitioned import gathered, gathers_on_access
+from fusedops.integrations.hf.original_code import remember
+from fusedops.integrations.hf.partitioned_weights import gathered, gathers_on_access
 from fusedops.integrations.hf.rules import torch_modules
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.originals import remember
-from fusedops.integrations.hf.partitioned import gathered
+from fusedops.integrations.hf.original_code import remember
+from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules.rule import bypass_obstacle
 from fusedops.integrations.hf.rules.torch_modules import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
