@@ -153,7 +153,7 @@ class CudaCopyEngine:
         return bool(ticket.query())
 
     def wait(self, ticket: torch.cuda.Event, seconds: float) -> None:
-        """Let the caller's stream wait; the host goes on."""
+        """Let the caller's stream wait; the host continues."""
         torch.cuda.current_stream(self._device).wait_event(ticket)
 
     def finish(self, ticket: torch.cuda.Event, seconds: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Saving and loading all that a training run is, so that it goes on with the same bits.
+"""Saving and loading all that a training run is, so that it resumes with the same bits.
 
 Tensors go through torch's distributed checkpoint, which shards and reshards them; what belongs to a
 rank (random generators, the position in its data, schedulers and the like) is a file of its own.

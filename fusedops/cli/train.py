@@ -45,7 +45,7 @@ def train(
     A configuration has the keys that docs/training.md explains.
     """
     launched = env.launched()
-    again = "; the same command goes on from the last checkpoint"
+    again = "; the same command resumes from the last checkpoint"
     with report_errors_once(first=launched is None or launched[0] == 0, lost=again):
         files.check_environment()
         if example:
@@ -99,7 +99,7 @@ def _train(config: str, overrides: list[str]) -> None:
 
 def _ending(result: TrainResult) -> str:
     if not result.finished:
-        return f"stopped at step {result.step} and saved; the same command goes on from there"
+        return f"stopped at step {result.step} and saved; the same command resumes from there"
     if result.loss is None:
         return f"all {result.step} steps were done before: {result.folder}"
     losses = f"loss {result.loss:.4f}"
@@ -125,7 +125,7 @@ class _ProgressPrinter:
             self._bar.stop()
 
     def begin(self, run: Run) -> None:
-        """Tell what is trained, and where it goes on from."""
+        """Tell what is trained, and from which step it resumes."""
         self.began, self.run = True, run
         warning = train_memory.check_memory(run)
         self._every, self._steps = run.config.log.every, run.config.steps

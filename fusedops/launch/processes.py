@@ -270,6 +270,6 @@ class _Passing:
         if failed or (killed and self.count > 1):
             return failed[0] if failed else 1
         if killed:
-            message = "stopped before the first step; the same command begins again, or goes on"
+            message = "stopped before the first step; the same command starts or resumes it"
             print(f"fusedops: {message}", file=sys.stderr)
         return 0

@@ -132,3 +132,19 @@ def sum_over_shards(sums: torch.Tensor, tensors: Sequence[Any]) -> torch.Tensor:
 
 def _is_replicated(placement: Any) -> bool:
     return bool(placement.is_replicate())
+
+
+def is_final(param: torch.Tensor) -> bool:
+    """Whether a gradient is what it will be in the step as soon as it was accumulated.
+
+    FSDP2 sets those of DTensors when they are reduced. DDP reduces those of plain parameters later.
+    """
+    if is_dtensor(param):
+        return True
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def placed_otherwise(grad: Any, param: Any) -> bool:
+    """Whether a gradient is a DTensor whose placements differ from those of its parameter."""
+    return is_dtensor(grad) and grad.placements != param.placements

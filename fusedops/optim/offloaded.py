@@ -362,7 +362,7 @@ class OffloadedAdamW(AdamW):
                 optimizer._arrived(param)
 
         for param in self._slots:
-            if param.requires_grad and _is_final(param):
+            if param.requires_grad and _shards.is_final(param):
                 self._hooks.append(param.register_post_accumulate_grad_hook(arrived))
 
     def _storage(self, param: torch.Tensor) -> Storage:
@@ -382,7 +382,7 @@ class OffloadedAdamW(AdamW):
             grad = param.grad
             if not self._is_last_pass(param) or grad is None:
                 return
-            if grad.layout is not torch.strided or _placed_otherwise(grad, param):
+            if grad.layout is not torch.strided or _shards.placed_otherwise(grad, param):
                 return
             self._note(param, GradientSnapshot.of(param, self._engine.mark()))
 
@@ -593,18 +593,3 @@ def _to_offload(params: list[torch.Tensor], device_fraction: float) -> set[torch
         else:
             offloaded.add(param)
     return offloaded
-
-
-def _is_final(param: torch.Tensor) -> bool:
-    """Whether a gradient is what it will be in the step as soon as it was accumulated.
-
-    FSDP2 sets those of DTensors when they are reduced. DDP reduces those of plain parameters later.
-    """
-    if _shards.is_dtensor(param):
-        return True
-    dist = torch.distributed
-    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-
-
-def _placed_otherwise(grad: Any, param: Any) -> bool:
-    return _shards.is_dtensor(grad) and grad.placements != param.placements

@@ -366,7 +366,7 @@ def _resume(run: Run) -> None:
     if restored is None:
         return
     run.resume_from(restored)
-    notes = [*run.notes, f"goes on from step {restored.step}"]
+    notes = [*run.notes, f"resumes from step {restored.step}"]
     notes += [f"passed over {path.name}: {why}" for path, why in restored.passed_over]
     saved = restored.extra["corpus"]
     if saved.startswith(corpora.CONTENT) and saved != run.corpus:

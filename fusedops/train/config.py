@@ -233,7 +233,7 @@ class Config:
     """A training run.
 
     Attributes:
-        out: its folder: checkpoints, metrics, cache. A run goes on from what is there.
+        out: its folder: checkpoints, metrics, cache. A run resumes from what is there.
         steps: of the optimizer, in all.
         batch: sequences of a step, on all processes together.
         seed: of the weights, the order of the data and dropout.

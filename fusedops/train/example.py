@@ -15,7 +15,7 @@ _TEXT = """\
 # fusedops train NAME --processes 2     two, sharing each step (see [parallel])
 # fusedops train NAME --set steps=400 --set optimizer.lr=3e-4
 #
-# Started again, a run goes on from its last checkpoint: with the same bits, also after a kill -9.
+# Started again, a run resumes from its last checkpoint: with the same bits, also after a kill -9.
 # Keys that are left out have the values that stand here, but for those without a default: out,
 # steps, batch, data.train.
 

@@ -174,4 +174,4 @@ def _save(run: Run, *, last: bool) -> None:
     except CheckpointError as error:
         if last:
             raise
-        _log.warning("%s; training goes on", error)
+        _log.warning("%s; training continues", error)

@@ -28,7 +28,7 @@ class Metrics:
 
     Args:
         folder: of the run.
-        step: that the run goes on from: lines of later steps, which an ended run had written after
+        step: that the run resumes from: lines of later steps, which an ended run had written after
             its last checkpoint, are removed. Lines count from 1, the first step that was done; a
             file that counts from 0, as older versions did, is written anew.
         tensorboard: whether to write events.
@@ -97,7 +97,7 @@ class Metrics:
         except (ValueError, TypeError, KeyError):
             raise InputError(
                 f"{self._path} is damaged: line {number} is no step's; move it away, and the run "
-                "goes on with a new one"
+                "continues with a new one"
             ) from None
 
     def write(self, record: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Metrics:
             self._file.flush()
         except OSError as error:
             if not self._warned:
-                _log.warning("%s; training goes on", self._cannot(error))
+                _log.warning("%s; training continues", self._cannot(error))
             self._warned = True
         if self._events is not None:
             for name, value in record.items():

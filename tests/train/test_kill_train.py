@@ -97,10 +97,10 @@ def test_a_run_that_is_interrupted_ends_with_the_same_bits(file: Path) -> None:
     code, told = interrupted(file, "killed", kill_second_rank)
     assert code == 1 and "process 1 was killed: SIGKILL" in told and "Traceback" not in told
     done = subprocess.run(command(file, "killed"), capture_output=True, text=True)
-    assert done.returncode == 0 and "goes on from step " in done.stderr
+    assert done.returncode == 0 and "resumes from step " in done.stderr
 
     code, told = interrupted(file, "restarted", kill_second_rank, "--restarts", "1")
-    assert code == 0 and "goes on from step " in told, told
+    assert code == 0 and "resumes from step " in told, told
 
     code, told = interrupted(file, "stopped", lambda parent: os.kill(parent.pid, signal.SIGTERM))
     assert code == 0 and "stopped at step " in told and "Traceback" not in told, told

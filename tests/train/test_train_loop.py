@@ -52,7 +52,7 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         file.write('{"step": 9, "lo')  # half a line
     resumed = Watching()
     train(config(tmp_path), callback=resumed)
-    assert resumed.first == 5 and resumed.run.notes == ("goes on from step 5",)
+    assert resumed.first == 5 and resumed.run.notes == ("resumes from step 5",)
     assert same_bits(wanted, resumed)
     told = [each["loss"] for each in lines(tmp_path)]
     assert told == [each["loss"] for each in wanted.records]
@@ -315,7 +315,7 @@ def test_metrics_without_room_wait_for_it(tmp_path: Path, caplog: pytest.LogCapt
     text = (tmp_path / "metrics.jsonl").read_text()
     assert [json.loads(each)["step"] for each in text.splitlines()] == [*range(1, 6)]
     (told,) = [each.getMessage() for each in caplog.records]
-    assert "metrics.jsonl: File too large; training goes on" in told
+    assert "metrics.jsonl: File too large; training continues" in told
 
 
 def test_collectives_wait_for_longer_than_the_watchdog() -> None:
