@@ -1,17 +1,17 @@
-"""Products beside communication: a gather before one, or a reduce-scatter after, block by block.
+"""Products that overlap communication: a gather before one, or a reduce-scatter after, by blocks.
 
-With a split sequence a column-parallel product waits for an all-gather and a reduce-scatter waits
+With a sharded sequence a column-parallel product waits for an all-gather and a reduce-scatter waits
 for a row-parallel product. Here each is cut into the blocks of the ranks: while a block is
-multiplied the next one comes, or the one before leaves.
+multiplied the next one arrives, or the previous one is sent.
 
-    all_gather_linear     own block first; block k comes while block k - 1 is multiplied
-    linear_reduce_scatter the others' blocks first; each leaves while the next is multiplied
+    all_gather_linear     own block first; block k arrives while block k - 1 is multiplied
+    linear_reduce_scatter the others' blocks first; each is sent while the next is multiplied
 
-Backward each is the other, for the gradient of the input; the gradient of a weight is one product
-over all tokens, for which the blocks have come by then (``all_gather_linear`` keeps its own block
-only, and gathers again). Rows of a product do not depend on other rows and sums over ranks are
-those of ``ordered_sum``, so that results are the bits of ``gather_from_sequence`` and
-``scatter_to_sequence`` with a whole product, and so are the bytes sent.
+The backward of each is the other, for the gradient of the input; the gradient of a weight is one
+product over all tokens, for which the blocks have arrived by then (``all_gather_linear`` saves its
+own block only, and gathers again). Rows of a product do not depend on other rows and sums over
+ranks are those of ``ordered_sum``, so bits and bytes sent are those of ``gather_from_sequence`` and
+``scatter_to_sequence`` with an undivided product.
 
 Reference: Wang et al.: Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models, ASPLOS 2023.
@@ -41,17 +41,9 @@ def all_gather_linear(
     *,
     activation: str = "identity",
 ) -> torch.Tensor:
-    """Compute ``fusedops.linear_act`` of the ranks' parts of a sequence, joined.
+    """Compute ``fusedops.linear_act`` of the ranks' parts ``[..., s, H]`` of a sequence, joined.
 
-    Args:
-        input: ``[..., s, H]``, this rank's part.
-        weight: ``[f, H]``, local.
-        group: the process group.
-        bias: ``[f]``, local.
-        activation: as there.
-
-    Returns:
-        ``[..., S, f]``, all tokens.
+    ``weight`` ``[f, H]`` and ``bias`` ``[f]`` are local. Returns ``[..., S, f]``, all tokens.
 
     Raises:
         ValueError: a shape does not fit, or ``activation`` is unknown.
@@ -68,38 +60,25 @@ def all_gather_glu(
     *,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """Compute ``fusedops.linear_glu`` of the ranks' parts of a sequence, joined.
+    """Compute ``fusedops.linear_glu`` of the ranks' parts ``[..., s, H]`` of a sequence, joined.
 
-    Args:
-        input: ``[..., s, H]``, this rank's part.
-        gate_weight: ``[f, H]``, local.
-        up_weight: ``[f, H]``, local.
-        group: the process group.
-        activation: as there.
-
-    Returns:
-        ``[..., S, f]``, all tokens.
+    The weights ``[f, H]`` are local. Returns ``[..., S, f]``, all tokens.
 
     Raises:
         ValueError: a shape does not fit, or ``activation`` is unknown.
     """
     checks.choice("all_gather_glu", "activation", activation, ACTIVATIONS)
-    given = _lower(input, gate_weight, up_weight)
-    return _GatherProduct.apply("linear_glu", group, activation, *given)
+    tensors = _lower(input, gate_weight, up_weight)
+    return _GatherProduct.apply("linear_glu", group, activation, *tensors)
 
 
 def linear_reduce_scatter(
     input: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Compute this rank's part of the sum over the ranks of ``input @ weight.T``.
+    """Compute this rank's tokens of the sum over the ranks of ``input @ weight.T``.
 
-    Args:
-        input: ``[..., S, f]``, all tokens.
-        weight: ``[H, f]``, local.
-        group: the process group.
-
-    Returns:
-        ``[..., s, H]``, this rank's part of the sequence.
+    ``input`` is ``[..., S, f]``, all tokens, and ``weight`` ``[H, f]`` local. Returns ``[..., s,
+    H]``.
 
     Raises:
         ValueError: a shape does not fit, or the group does not divide the sequence.
@@ -120,9 +99,9 @@ class _GatherProduct(torch.autograd.Function):
         for rank, block in _arriving(part, group):
             with computing(f"block {rank}"):
                 results[rank] = _op(op)(block, *parameters, activation, keep)
-        output, *kept = (_joined(each) for each in zip(*results, strict=True))
+        output, *saved = (_joined(blocks) for blocks in zip(*results, strict=True))
         ctx.op, ctx.group, ctx.activation, ctx.keep = op, group, activation, keep
-        ctx.save_for_backward(part, *parameters, *kept)
+        ctx.save_for_backward(part, *parameters, *saved)
         ctx.parameters = len(parameters)
         return output
 
@@ -131,7 +110,7 @@ class _GatherProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, group = grads[0], ctx.group
         part, *saved = ctx.saved_tensors
-        parameters, kept = saved[: ctx.parameters], saved[ctx.parameters :]
+        parameters, saved = saved[: ctx.parameters], saved[ctx.parameters :]
         numbers = (ctx.activation, ctx.keep)
         _, _, _, wants_input, *wanted = ctx.needs_input_grad
         none = [False] * len(wanted)
@@ -144,15 +123,16 @@ class _GatherProduct(torch.autograd.Function):
         if wants_input:
             leaving = _Leaving(group)
             for rank in leaving.order:
-                block, z = _block(grad, rank, group), [_block(each, rank, group) for each in kept]
+                block = _block(grad, rank, group)
+                z = [_block(tensor, rank, group) for tensor in saved]
                 with computing(f"gradient of block {rank}"):
                     result = backward(block, part, *parameters, *z, *numbers, [True, *none])[0]
                 leaving.send(rank, result)
         if again is not None:
-            whole = again.wait()
+            input = again.wait()
             with computing("gradients of the parameters"):
                 _, *grad_parameters = backward(
-                    grad, whole, *parameters, *kept, *numbers, [False, *wanted]
+                    grad, input, *parameters, *saved, *numbers, [False, *wanted]
                 )
         grad_input = leaving.total() if leaving is not None else None
         return None, None, None, grad_input, *grad_parameters
@@ -195,44 +175,28 @@ class _ProductScatter(torch.autograd.Function):
         return None, _joined(results) if wants_input else None, grad_weight
 
 
-class _Gather:
-    """The ranks' blocks on their way here, one message under way at a time.
+def _arriving(part: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield rank and block of every rank, our own first; the next block is under way meanwhile.
 
     Step k receives the block of the rank k behind, and sends ours to the rank k ahead.
     """
+    sent, rank, ranks = part.contiguous(), group.rank(), group.size()
 
-    def __init__(self, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._part, self._group = part.contiguous(), group
-        self._step = 0
-        self._next = self._start()
+    def start(step: int) -> Pending:
+        label = f"block {(rank - step) % ranks} comes"
+        return collectives.shift(sent, group, by=step, label=label)
 
-    def _start(self) -> tuple[int, Pending] | None:
-        self._step += 1
-        rank, ranks = self._group.rank(), self._group.size()
-        if self._step >= ranks:
-            return None
-        source = (rank - self._step) % ranks
-        label = f"block {source} comes"
-        return source, collectives.shift(self._part, self._group, by=self._step, label=label)
-
-    def others(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield rank and block of each other rank; the next is under way meanwhile."""
-        while self._next is not None:
-            rank, pending = self._next
-            block = pending.wait()
-            self._next = self._start()
-            yield rank, block
-
-
-def _arriving(part: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield rank and block of every rank, our own first."""
-    gather = _Gather(part, group)
-    yield group.rank(), part
-    yield from gather.others()
+    pending = start(1) if ranks > 1 else None
+    yield rank, part
+    for step in range(1, ranks):
+        assert pending is not None
+        block = pending.wait()
+        pending = start(step + 1) if step + 1 < ranks else None
+        yield (rank - step) % ranks, block
 
 
 class _Leaving:
-    """Blocks of partial sums on their way to their ranks, and those that come here."""
+    """Blocks of partial sums sent to their ranks, and those that arrive here."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -253,7 +217,7 @@ class _Leaving:
         )
 
     def total(self) -> torch.Tensor:
-        """Return the ordered sum of what came and our own, rounded once."""
+        """Return the ordered sum of all blocks, rounded once."""
         assert self._own is not None
         blocks = {rank: pending.wait() for rank, pending in self._pending.items()}
         blocks[self._group.rank()] = self._own
@@ -261,12 +225,12 @@ class _Leaving:
 
 
 def _block(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tokens of a rank; what was not kept (one dim, empty) as it is."""
+    """Return the tokens of a rank; a tensor that was not saved (one dim, empty) unchanged."""
     return tensor if tensor.dim() == 1 else tensor.chunk(group.size(), _DIM)[rank]
 
 
 def _joined(blocks: Any) -> torch.Tensor:
-    """Return blocks joined along the sequence; of what was not kept, one."""
+    """Return blocks joined along the sequence; the first of tensors that were not saved."""
     return blocks[0] if blocks[0].dim() == 1 else torch.cat(tuple(blocks), _DIM)
 
 
@@ -275,10 +239,10 @@ def _op(name: str) -> Any:
 
 
 def _lower(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return the tensors as autocast would hand them to a linear layer."""
+    """Return the tensors as autocast passes them to a linear layer."""
     first = tensors[0]
     assert first is not None
     lower = dtypes.autocast_dtype(first.device)
     if lower is None or first.dtype == torch.float64:
         return list(tensors)
-    return [None if each is None else each.to(lower) for each in tensors]
+    return [None if tensor is None else tensor.to(lower) for tensor in tensors]

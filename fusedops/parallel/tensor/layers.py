@@ -1,4 +1,4 @@
-"""Tensor parallelism: the four communications as autograd nodes, and the layers that use them.
+"""Tensor parallelism: the communications as autograd nodes, and the layers that use them.
 
 Between a column-parallel and a row-parallel product the features are sharded over the ranks.
 ``to_tensor_parallel`` (f in Megatron-LM) leads into that region, ``from_tensor_parallel`` (g) out
@@ -10,6 +10,8 @@ sequence:
     reduce_from              all-reduce       nothing          from_tensor_parallel
     gather_from_sequence     all-gather       reduce-scatter   to_tensor_parallel, sequence parallel
     scatter_to_sequence      reduce-scatter   all-gather       from_tensor_parallel, seq. parallel
+    gather_tokens            all-gather       own chunk        replicated.py
+    scatter_tokens           own chunk        all-gather       replicated.py
 
 A layer is made from a plain one by ``of``: names and ``state_dict`` keys stay, parameters become
 DTensors on the mesh, and the forward uses their local shards. Nothing here knows a model.
@@ -50,26 +52,67 @@ def copy_to(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     For an activation that enters the sharded features, and for a replicated parameter that is
     applied to sharded activations.
     """
-    return _CopyTo.apply(input, group) if group.size() > 1 else input
+    return communicate("copy_to", input, group)
 
 
 def reduce_from(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum of the ranks' ``input``; the gradient of each is the sum's."""
-    return _ReduceFrom.apply(input, group) if group.size() > 1 else input
+    return communicate("reduce_from", input, group)
 
 
 def gather_from_sequence(
     input: torch.Tensor, group: dist.ProcessGroup, dim: int = -2
 ) -> torch.Tensor:
     """Return the ranks' parts of a sequence joined; the gradient of a part is summed over ranks."""
-    return _GatherFromSequence.apply(input, group, dim) if group.size() > 1 else input
+    return communicate("gather_from_sequence", input, group, dim)
 
 
 def scatter_to_sequence(
     input: torch.Tensor, group: dist.ProcessGroup, dim: int = -2
 ) -> torch.Tensor:
     """Return this rank's part of the sum of the ranks' ``input``; gradients are joined."""
-    return _ScatterToSequence.apply(input, group, dim) if group.size() > 1 else input
+    return communicate("scatter_to_sequence", input, group, dim)
+
+
+def communicate(
+    name: str, input: torch.Tensor, group: dist.ProcessGroup, dim: int = -2
+) -> torch.Tensor:
+    """Communicate ``input`` as ``name`` says, and its gradient as the transpose does."""
+    return _Communicate.apply(name, input, group, dim) if group.size() > 1 else input
+
+
+class _Communicate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, input: torch.Tensor, group: dist.ProcessGroup, dim: int
+    ) -> torch.Tensor:
+        ctx.name, ctx.group, ctx.dim = name, group, dim
+        if name == "copy_to":
+            return input.view_as(input)
+        if name == "reduce_from":
+            summed = input.clone(memory_format=torch.contiguous_format)
+            return collectives.all_reduce(summed, group).wait()
+        if name == "gather_from_sequence":
+            return collectives.all_gather(input, group, dim=dim).wait()
+        if name == "scatter_to_sequence":
+            return collectives.reduce_scatter(input, group, dim=dim).wait()
+        if name == "gather_tokens":
+            return collectives.all_gather(input, group, dim=dim, label="tokens").wait()
+        return input.chunk(group.size(), dim)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, communicate(_TRANSPOSES[ctx.name], grads[0], ctx.group, ctx.dim), None, None
+
+
+_TRANSPOSES = {
+    "copy_to": "reduce_from",
+    "reduce_from": "copy_to",
+    "gather_from_sequence": "scatter_to_sequence",
+    "scatter_to_sequence": "gather_from_sequence",
+    "gather_tokens": "scatter_tokens",
+    "scatter_tokens": "gather_tokens",
+}
 
 
 def to_tensor_parallel(
@@ -87,51 +130,6 @@ def from_tensor_parallel(
 ) -> torch.Tensor:
     """Return the sum of the ranks' ``[B, S, H]``: ``[B, S, H]``, or scattered ``[B, s, H]``."""
     return scatter_to_sequence(partial, group) if sequence else reduce_from(partial, group)
-
-
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return reduce_from(grads[0], ctx.group), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        summed = input.clone(memory_format=torch.contiguous_format)
-        return collectives.all_reduce(summed, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return copy_to(grads[0], ctx.group), None
-
-
-class _GatherFromSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return collectives.all_gather(input, group, dim=dim).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return scatter_to_sequence(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _ScatterToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return collectives.reduce_scatter(input, group, dim=dim).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return gather_from_sequence(grads[0], ctx.group, ctx.dim), None, None
 
 
 def distribute(
@@ -192,17 +190,17 @@ def replicated(
 ) -> torch.Tensor:
     """Return a replicated parameter for the forward.
 
-    Args:
-        parameter: the parameter.
-        group: the process group.
-        partial_grad: whether the ranks' gradients are parts of a sum, because each applies it to
-            other tokens or features; they are summed then. Otherwise all ranks have the sum.
+    With ``partial_grad`` each rank applies it to other tokens or features, so that gradients are
+    summed. Otherwise all ranks have the sum.
     """
     return copy_to(local(parameter), group) if partial_grad else local(parameter)
 
 
 class ParallelLayer(nn.Module):
     """What layers on a mesh have in common.
+
+    ``of`` of each layer makes it from a plain module that has the same parameters on every rank;
+    hooks of the module are not carried over.
 
     Args:
         mesh: the ranks; one dim.
@@ -309,7 +307,7 @@ class ColumnLinear(ParallelLayer):
         """Return ``module`` with its outputs sharded.
 
         Args:
-            module: has the same parameters on every rank. Hooks stay behind.
+            module: the plain layer.
             mesh: the ranks.
             sequence: whether the input is sharded along the sequence.
             overlap: whether it is gathered in blocks that overlap the product.
@@ -378,12 +376,6 @@ class RowLinear(ParallelLayer):
     ) -> RowLinear:
         """Return ``module`` with its inputs sharded.
 
-        Args:
-            module: has the same parameters on every rank. Hooks stay behind.
-            mesh: the ranks.
-            sequence: whether the output is sharded along the sequence.
-            overlap: whether it is reduced in blocks that overlap the product.
-
         Raises:
             ValueError: ranks do not divide the inputs, or there is an activation.
             TypeError: ``module`` is no linear layer.
@@ -413,9 +405,9 @@ class RowLinear(ParallelLayer):
 class ParallelMLP(ParallelLayer):
     """A feed-forward layer whose hidden features are sharded over the ranks.
 
-    Made by ``ParallelMLP.of``; runs as one ``fusedops.mlp`` per rank, or as
-    two products if ``module`` saves what is between them. ``w1`` ``[F, H]`` and ``b1``
-    are ``Shard(0)``, ``w2`` ``[H, F]`` is ``Shard(1)``, ``b2`` is replicated.
+    Made by ``ParallelMLP.of``; one ``fusedops.mlp`` per rank, or two products if ``module`` saves
+    what is between them. ``w1`` ``[F, H]`` and ``b1`` are ``Shard(0)``, ``w2`` ``[H, F]`` is
+    ``Shard(1)``, ``b2`` is replicated.
     """
 
     w1: nn.Parameter
@@ -432,17 +424,12 @@ class ParallelMLP(ParallelLayer):
     ) -> ParallelMLP:
         """Return ``module`` with its hidden features sharded.
 
-        Args:
-            module: has the same parameters on every rank. Hooks stay behind.
-            mesh: the ranks.
-            sequence: whether input and output are sharded along the sequence.
-            overlap: whether they are communicated in blocks that overlap two products, which
-                replace one ``fusedops.mlp``: the hidden features are saved as well, the gathered
-                input is not.
+        ``overlap`` replaces one ``fusedops.mlp`` by two products: the hidden features are saved as
+        well, the gathered input is not.
 
         Raises:
-            ValueError: ranks do not divide the hidden features, or ``module`` recomputes and
-                ``overlap`` is asked for.
+            ValueError: ranks do not divide the hidden features, or ``module`` recomputes with
+            ``overlap``.
             TypeError: ``module`` is no ``fusedops.nn.MLP``.
         """
         self = cls(mesh, sequence=sequence, overlap=overlap)
@@ -452,10 +439,8 @@ class ParallelMLP(ParallelLayer):
             checks.fail(op, "overlap", "False where the module recomputes", overlap)
         self.activation, self.recompute = module.activation, module.recompute
         self.keep_hidden = module.keep_hidden
-        self.w1 = distribute(op, "w1", module.w1, mesh, 0)
-        self.b1 = distribute(op, "b1", module.b1, mesh, 0)
-        self.w2 = distribute(op, "w2", module.w2, mesh, 1)
-        self.b2 = distribute(op, "b2", module.b2, mesh, None)
+        for name, dim in (("w1", 0), ("b1", 0), ("w2", 1), ("b2", None)):
+            setattr(self, name, distribute(op, name, getattr(module, name), mesh, dim))
         return self.train(module.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -506,7 +491,7 @@ class ParallelGatedMLP(ParallelLayer):
     def of(
         cls, module: GatedMLP, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False
     ) -> ParallelGatedMLP:
-        """Return ``module`` with its hidden features sharded; arguments of ``ParallelMLP.of``."""
+        """Return ``module`` with its hidden features sharded."""
         self = cls(mesh, sequence=sequence, overlap=overlap)
         check_type(cls.__name__, module, GatedMLP)
         if overlap and module.gate_proj.bias is not None:
@@ -555,7 +540,7 @@ def _activation_of(op: str, module: Any) -> str:
 
 
 def check_type(op: str, module: Any, wanted: type) -> None:
-    """Raise unless ``module``, of which a layer is to be made, is a ``wanted``."""
+    """Raise unless ``module`` is a ``wanted``."""
     if not isinstance(module, wanted):
         name = f"{wanted.__module__}.{wanted.__qualname__}"
         raise TypeError(f"{op}: module must be a {name}, got {checks.type_name(module)}")

@@ -18,8 +18,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from fusedops.parallel.comm import collectives
-from fusedops.parallel.tensor.layers import distribute, local
+from fusedops.parallel.tensor.layers import communicate, distribute, local
 from fusedops.parallel.tensor.sequence import replicated_parameters
 
 if TYPE_CHECKING:
@@ -27,12 +26,10 @@ if TYPE_CHECKING:
 
 
 def allreduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Sum the gradients of a module's parameters over ranks, in the backward.
+    """Sum the gradients of a replicated module's parameters over ranks, in the backward.
 
-    Args:
-        module: replicated; each rank calls it with other tokens. Its parameters become DTensors,
-            ``Replicate``; names, hooks and ``state_dict`` stay.
-        mesh: the ranks; of one dimension.
+    Each rank calls it with other tokens. Its parameters become DTensors, ``Replicate``; names,
+    hooks and ``state_dict`` stay.
 
     Raises:
         TypeError: a parameter is a DTensor already.
@@ -129,38 +126,10 @@ def local_chunk(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 1) ->
 
 
 def scatter_tokens(replicated: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's tokens ``[B, s, H]`` of a tensor ``[B, S, H]`` that every rank has.
-
-    The backward gathers the ranks' gradients, so that each has all of them.
-    """
-    return _ScatterTokens.apply(replicated, group) if group.size() > 1 else replicated
+    """Return this rank's tokens ``[B, s, H]`` of a replicated ``[B, S, H]``; gathers gradients."""
+    return communicate("scatter_tokens", replicated, group, 1)
 
 
 def gather_tokens(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return all ranks' tokens ``[B, S, H]``; their gradient must be the same on every rank.
-
-    In the backward each rank takes its chunk of it.
-    """
-    return _GatherTokens.apply(shard, group) if group.size() > 1 else shard
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, replicated: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return local_chunk(replicated, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return gather_tokens(grads[0], ctx.group), None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return collectives.all_gather(shard, group, dim=1, label="tokens").wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return scatter_tokens(grads[0], ctx.group), None
+    """Return all ranks' tokens ``[B, S, H]``; their gradient must be the same on every rank."""
+    return communicate("gather_tokens", shard, group, 1)

@@ -44,29 +44,23 @@ class _ReplicatedParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *parameters: torch.Tensor) -> Any:
         ctx.group = group
-        ctx.like = [(each.shape, each.dtype, each.device) for each in parameters]
-        return tuple(each.view_as(each) for each in parameters)
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        # A parameter that no token met has no gradient here, and may have one on other ranks.
+        # A parameter that no token of this rank used may have a gradient on other ranks.
         wide = dtypes.statistics_dtype(ctx.like[0][1])
-        flat = torch.cat(
-            [
-                torch.zeros(shape, dtype=wide, device=device).flatten()
-                if grad is None
-                else grad.flatten().to(wide)
-                for grad, (shape, _, device) in zip(grads, ctx.like, strict=True)
-            ]
-        )
-        flat = collectives.all_reduce(flat, ctx.group).wait()
-        parts = flat.split([shape.numel() for shape, _, _ in ctx.like])
-        sums = (
-            part.view(shape).to(dtype)
-            for part, (shape, dtype, _) in zip(parts, ctx.like, strict=True)
-        )
-        return None, *sums
+        flat = [
+            torch.zeros(shape.numel(), dtype=wide, device=device)
+            if grad is None
+            else grad.flatten().to(wide)
+            for grad, (shape, _, device) in zip(grads, ctx.like, strict=True)
+        ]
+        summed = collectives.all_reduce(torch.cat(flat), ctx.group).wait()
+        parts = zip(summed.split([part.numel() for part in flat]), ctx.like, strict=True)
+        return None, *(part.view(shape).to(dtype) for part, (shape, dtype, _) in parts)
 
 
 # How each norm computes: from the module, its parameters and its arguments.
@@ -121,15 +115,9 @@ class SequenceNorm(ParallelLayer):
 
     @classmethod
     def of(
-        cls,
-        module: LayerNorm | RMSNorm | AddLayerNorm | AddRMSNorm,
-        mesh: DeviceMesh,
+        cls, module: LayerNorm | RMSNorm | AddLayerNorm | AddRMSNorm, mesh: DeviceMesh
     ) -> SequenceNorm:
         """Return ``module`` with the gradients of its parameters summed over the ranks.
-
-        Args:
-            module: has the same parameters on every rank. Hooks stay behind.
-            mesh: the ranks.
 
         Raises:
             TypeError: ``module`` is none of these norms of ``fusedops.nn``.
@@ -137,7 +125,7 @@ class SequenceNorm(ParallelLayer):
         self = cls(mesh, sequence=True)
         op = cls.__name__
         if type(module) not in _FORWARDS:
-            names = ", ".join(each.__name__ for each in _FORWARDS)
+            names = ", ".join(norm.__name__ for norm in _FORWARDS)
             wanted = f"module must be one of fusedops.nn's {names}"
             raise TypeError(f"{op}: {wanted}, got {checks.type_name(module)}")
         self.compute = _FORWARDS[type(module)]
@@ -145,8 +133,8 @@ class SequenceNorm(ParallelLayer):
             if hasattr(module, name):
                 setattr(self, name, getattr(module, name))
         for name in ("weight", "bias"):
-            whole = distribute(op, name, getattr(module, name, None), mesh, None)
-            self.register_parameter(name, whole)
+            parameter = distribute(op, name, getattr(module, name, None), mesh, None)
+            self.register_parameter(name, parameter)
         return self.train(module.training)
 
     def forward(self, *inputs: torch.Tensor, **options: Any) -> Any:

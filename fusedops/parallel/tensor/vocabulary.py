@@ -178,11 +178,7 @@ class VocabularyEmbedding(ParallelLayer):
     ) -> VocabularyEmbedding:
         """Return ``module`` with its vocabulary sharded.
 
-        Args:
-            module: has the same parameters on every rank. Hooks stay behind. What is tied to its
-                weight is tied again by the caller: ``head.weight = embedding.weight``.
-            mesh: the ranks.
-            sequence: whether the output is sharded along the sequence.
+        What is tied to its weight is tied again by the caller: ``head.weight = embedding.weight``.
 
         Raises:
             ValueError: a rank would have no rows, or ``module`` has ``max_norm``, ``sparse`` or
@@ -207,13 +203,13 @@ class VocabularyEmbedding(ParallelLayer):
             if least < 0 or largest >= self.vocab_size:
                 got = least if least < 0 else largest
                 checks.fail("VocabularyEmbedding", "tokens", f"in [0, {self.vocab_size})", got)
-        elsewvocab = (tokens < vocab.start) | (tokens >= vocab.stop)
-        rows = (tokens - vocab.start).masked_fill(elsewvocab, 0)
+        elsewhere = (tokens < vocab.start) | (tokens >= vocab.stop)
+        rows = (tokens - vocab.start).masked_fill(elsewhere, 0)
         padding = self.padding_idx
         if padding is not None:
             padding = padding - vocab.start if padding in vocab else None
         output = F.embedding(rows, local(self.weight), padding)
-        output = output.masked_fill(elsewvocab.unsqueeze(-1), 0.0)
+        output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return from_tensor_parallel(output, self.group, sequence=self.sequence)
 
 
@@ -234,11 +230,6 @@ class VocabularyCrossEntropy(ParallelLayer):
         cls, module: LinearCrossEntropyLoss, mesh: DeviceMesh, *, sequence: bool = False
     ) -> VocabularyCrossEntropy:
         """Return ``module`` with its vocabulary sharded.
-
-        Args:
-            module: has the same parameters on every rank. Hooks stay behind.
-            mesh: the ranks.
-            sequence: whether the input is sharded along the sequence.
 
         Raises:
             ValueError: a rank would have no rows.
@@ -281,15 +272,7 @@ class VocabularyCrossEntropy(ParallelLayer):
 class VocabParallelProjection:
     """How a head with a sharded vocabulary computes logits; called as ``Head.project`` is.
 
-    Args:
-        group: the process group.
-        vocab_size: size of the vocabulary.
-        sequence: whether hidden states are sharded along the sequence.
-
-    Attributes:
-        vocab_size: size of the vocabulary.
-        vocab: the range of this rank.
-        max_local_size: the size of the largest range.
+    ``vocab`` is the range of this rank, and ``max_local_size`` the size of the largest range.
     """
 
     def __init__(
@@ -329,8 +312,8 @@ class VocabParallelProjection:
             count: how many of each row.
 
         Returns:
-            ``[R, count]``, the largest first, and their tokens. Each rank sends 16 bytes for each
-            of its candidates.
+            ``[R, count]``, the largest first, and their tokens. Each rank sends 16 bytes per
+            candidate.
         """
         dtype, candidates = values.dtype, min(count, self.max_local_size)
         if values.shape[-1] < candidates:
@@ -345,7 +328,7 @@ class VocabParallelProjection:
 
 
 def largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest values of the last dim and their places; of one: the first of equals."""
+    """Return the largest values of the last dim and their indices; of one: the first of equals."""
     if count > 1:
         return values.topk(count, sorted=True)
     best, place = values.max(-1, keepdim=True)
