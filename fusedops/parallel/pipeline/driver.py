@@ -1,16 +1,14 @@
 """Runs a pipeline's schedule on one rank: computes, sends, receives, in the order of its list.
 
 The lists are those of ``schedules.py``. Torch's own runtime is not used, its split of a backward
-is: that runtime keeps a buffer for each micro-batch from step to step, however few are alive at a
-time, starts by two passes that only learn shapes, and its second half of a backward goes past the
-hooks that data parallelism lives on. Here memory for what is received is made when the receive is
-posted and goes with its backward; a stage is told when its last gradient is there; everything that
-travels goes through ``communication``; and ``computing`` marks each action, so that a recorded log
-is a timeline.
+is: that runtime keeps a buffer for each micro-batch from step to step, starts by two passes that
+only learn shapes, and its second half of a backward bypasses the hooks of data parallelism. Here
+memory for a receive lives from its post to its backward; a stage is notified when its last gradient
+is ready; and ``computing`` marks each action, so that a recorded log is a timeline.
 
-A stage gives, beside what the next one gets, a scalar: its share of the loss (of the last stage the
-loss, of any stage the losses of its routers), whose gradient is 1. It is a second root of the
-stage's backward, so it needs no schedule's help and travels nowhere.
+A stage returns, besides the input of the next one, a scalar: its share of the loss (of the last
+stage the loss, of any stage the losses of its routers), whose gradient is 1. It is a second root of
+the stage's backward and is not communicated.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from fusedops.parallel.pipeline.schedules import (
     ScheduleTable,
 )
 
-# What a stage tells the next of what it will send: number of dims, dtype, sizes.
+# The header that precedes the first tensor of a shape: number of dims, dtype, sizes.
 _HEADER = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -50,33 +48,33 @@ class Computes(Protocol):
     def __call__(
         self, stage: int, microbatch: int, given: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return what the next stage gets, and this stage's share of the loss.
+        """Return the input of the next stage, and this stage's share of the loss.
 
         The first is ``None`` of the last stage. The second is ``None`` where there is no share.
         """
 
 
 class Reduces(Protocol):
-    """What sums the gradients of a stage over copies of it."""
+    """What sums the gradients of a stage over its replicas: ``data.grad_sync.GradientSync``."""
 
     def begin(self, *, last: bool) -> None:
-        """Say, before a whole backward, whether it is the stage's last one of the step."""
+        """Prepare for an undivided backward; ``last``: the stage's last one of the step."""
 
     def begin_part(self) -> None:
-        """Say that a part of a backward follows."""
+        """Prepare for a part of a backward."""
 
     def end_part(self, *, weights: bool, last: bool) -> None:
-        """Say that it has ended, whether it made gradients of weights, whether it was the last."""
+        """Finish a part; ``weights``: it computed the gradients of weights."""
 
     def start(self) -> None:
-        """Begin to sum what is whole on each rank: all gradients of the stage are there."""
+        """Start to sum replicated gradients: all gradients of the stage are ready."""
 
     def finish(self) -> None:
         """Wait for the sums."""
 
 
 @dataclass
-class _Held:
+class _InFlight:
     """A micro-batch on a stage, from its forward to the end of its backward."""
 
     given: torch.Tensor | None
@@ -87,21 +85,16 @@ class _Held:
 
 @dataclass
 class Driver:
-    """The stages of a rank and what runs them.
-
-    Attributes:
-        table: the schedule.
-        group: the ranks of the pipeline.
-        stages: the modules of this rank, by number of the stage: whose parameters get gradients.
-        data: for each of them, what sums its gradients; nothing for stages without copies.
-        most_alive: the most micro-batches of which a stage kept a graph at a time, in the last
-            step, by stage.
-    """
+    """The stages of a rank and what runs them."""
 
     table: ScheduleTable
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # the ranks of the pipeline
+    # The modules of this rank, by number of the stage: whose parameters get gradients
     stages: Mapping[int, nn.Module]
+    # For each of them, what sums its gradients; nothing for stages without copies
     data: Mapping[int, Reduces] = field(default_factory=dict)
+    # The most micro-batches of which a stage kept a graph at a time, in the last step, by
+    # stage
     most_alive: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -116,15 +109,15 @@ class Driver:
         Args:
             compute: the forward.
             device: of what is received.
-            key: of a micro-batch: two that have the same send tensors of the same shape and dtype.
+            key: of a micro-batch: two with one key send tensors of the same shape and dtype.
         """
         step = _Step(self, compute, device, key)
         self.most_alive.clear()
         for action in self._lists:
             step.do(action)
         step.settle()
-        for each in self.data.values():
-            each.finish()
+        for sync in self.data.values():
+            sync.finish()
 
     @torch.no_grad()
     def forward(
@@ -135,10 +128,6 @@ class Driver:
         for action in self._forwards:
             step.do(action)
         step.settle()
-
-    def is_here(self, stage: int) -> bool:
-        """Whether a stage is of this rank."""
-        return stage in self.stages
 
 
 class _Step:
@@ -153,17 +142,17 @@ class _Step:
     ) -> None:
         self._driver, self._table, self._group = driver, driver.table, driver.group
         self._compute, self._device, self._key = compute, device, key
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._alive: Counter[int] = Counter()
         self._backwards: Counter[int] = Counter()
-        # What other stages made: tensors of this rank's own, and receives under way.
+        # From other stages: tensors of this rank's own, and pending receives.
         self._forward: dict[tuple[int, int], Pending | torch.Tensor] = {}
         self._backward: dict[tuple[int, int], Pending | torch.Tensor] = {}
         self._outgoing: dict[tuple[int, int], torch.Tensor] = {}
         self._sent: dict[str, Pending] = {}
 
     def do(self, action: Action) -> None:
-        """Do one thing of the list."""
+        """Run an action."""
         kind, stage, microbatch = action
         place = stage, microbatch
         if kind in (SEND_FORWARD, SEND_BACKWARD):
@@ -184,10 +173,10 @@ class _Step:
         for pending in self._sent.values():
             pending.wait()
         self._sent.clear()
-        assert not (self._held or self._forward or self._backward or self._outgoing)
+        assert not (self._in_flight or self._forward or self._backward or self._outgoing)
 
     def _wait(self, kind: str, place: tuple[int, int]) -> torch.Tensor | None:
-        """Return what another stage made for this action."""
+        """Return the tensor of another stage that this action needs."""
         stage = place[0]
         if kind == FORWARD:
             found = self._forward.pop(place) if stage else None
@@ -205,23 +194,23 @@ class _Step:
             data = self._driver.data.get(stage)
             if data is not None:
                 data.begin(last=self._is_last(stage))
-            held = self._with_gradient(self._held.pop(place), given)
-            torch.autograd.backward(held.roots, held.grads)
-            self._pass_back(place, held)
+            state = self._with_gradient(self._in_flight.pop(place), given)
+            torch.autograd.backward(state.roots, state.grads)
+            self._pass_back(place, state)
         else:
             self._run_part(kind, place, given)
 
     def _run_part(self, kind: str, place: tuple[int, int], given: torch.Tensor | None) -> None:
-        """Make, of a backward, the gradient of what was given, or later those of the weights."""
+        """Compute, of a backward, the gradient of the input, or later those of the weights."""
         stage = place[0]
-        held, data = self._held[place], self._driver.data.get(stage)
-        self._with_gradient(held, given)
-        if kind == INPUT and held.given is None:  # the first stage: there is nothing but weights
+        state, data = self._in_flight[place], self._driver.data.get(stage)
+        self._with_gradient(state, given)
+        if kind == INPUT and state.given is None:  # the first stage has no gradient of an input
             return
         if data is not None:
             data.begin_part()
         if kind == INPUT:
-            self._run_input(place, held)
+            self._run_input(place, state)
         else:
             self._run_weight(place)
         if data is not None:
@@ -239,45 +228,45 @@ class _Step:
             self._put(self._forward, (stage + 1, microbatch), passed.detach(), place)
         if not training:
             return
-        roots = [each for each in (passed, share) if each is not None and each.requires_grad]
+        roots = [root for root in (passed, share) if root is not None and root.requires_grad]
         grads = [torch.ones_like(share)] if share is not None and share.requires_grad else []
-        self._held[place] = _Held(given, roots, grads)
+        self._in_flight[place] = _InFlight(given, roots, grads)
         self._alive[stage] += 1
         most = self._driver.most_alive
         most[stage] = max(most[stage], self._alive[stage])
 
-    def _run_input(self, place: tuple[int, int], held: _Held) -> None:
+    def _run_input(self, place: tuple[int, int], state: _InFlight) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
 
         weights = self._driver.stages[place[0]].parameters()
-        _, held.groups = stage_backward_input(held.roots, held.grads, [held.given], weights)
-        held.roots, held.grads = [], []
-        self._pass_back(place, held)
+        _, state.groups = stage_backward_input(state.roots, state.grads, [state.given], weights)
+        state.roots, state.grads = [], []
+        self._pass_back(place, state)
 
     def _run_weight(self, place: tuple[int, int]) -> None:
-        held = self._held.pop(place)
-        if held.groups is None:
-            torch.autograd.backward(held.roots, held.grads)
+        state = self._in_flight.pop(place)
+        if state.groups is None:
+            torch.autograd.backward(state.roots, state.grads)
             return
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        stage_backward_weight(self._driver.stages[place[0]].parameters(), held.groups)
+        stage_backward_weight(self._driver.stages[place[0]].parameters(), state.groups)
 
-    def _with_gradient(self, held: _Held, given: torch.Tensor | None) -> _Held:
+    def _with_gradient(self, state: _InFlight, given: torch.Tensor | None) -> _InFlight:
         if given is not None:
-            held.grads.insert(0, given)
-        return held
+            state.grads.insert(0, given)
+        return state
 
     def _is_last(self, stage: int) -> bool:
         """Whether the backward that runs is the last one of a stage."""
         return self._backwards[stage] == self._table.microbatches - 1
 
-    def _pass_back(self, place: tuple[int, int], held: _Held) -> None:
+    def _pass_back(self, place: tuple[int, int], state: _InFlight) -> None:
         stage, microbatch = place
-        if held.given is not None:
-            assert held.given.grad is not None
-            self._put(self._backward, (stage - 1, microbatch), held.given.grad, place)
-            held.given = None
+        if state.given is not None:
+            assert state.given.grad is not None
+            self._put(self._backward, (stage - 1, microbatch), state.given.grad, place)
+            state.given = None
 
     def _put(
         self,
@@ -286,8 +275,8 @@ class _Step:
         tensor: torch.Tensor,
         place: tuple[int, int],
     ) -> None:
-        """Leave a tensor for another stage: of this rank, or to be sent next."""
-        if self._driver.is_here(target[0]):
+        """Keep a tensor for another stage of this rank, or for the send that follows."""
+        if target[0] in self._driver.stages:
             here[target] = tensor
         else:
             self._outgoing[place] = tensor
@@ -301,7 +290,7 @@ class _Step:
             data.start()
 
     def _send(self, action: Action) -> None:
-        """Send what the action before made; the send of this kind before it ends first."""
+        """Send the result of the previous action, after the previous send of this kind ended."""
         kind, stage, microbatch = action
         tensor = self._outgoing.pop((stage, microbatch)).contiguous()
         forward = kind == SEND_FORWARD
@@ -311,14 +300,14 @@ class _Step:
         if forward and self._learns(stage + 1, microbatch, tensor):
             header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
             header += [0] * (_HEADER - len(header))
-            said = torch.tensor(header, device=self._device)
-            collectives.send_receive(said, self._group, to=to, source=None, label="shape").wait()
+            sent = torch.tensor(header, device=self._device)
+            collectives.send_receive(sent, self._group, to=to, source=None, label="shape").wait()
         self._sent[kind] = collectives.send_receive(
             tensor, self._group, to=to, source=None, label=str(action)
         )
 
     def _learns(self, stage: int, microbatch: int, tensor: torch.Tensor) -> bool:
-        """Whether a stage has to be told what it gets; raise if it believes something else."""
+        """Whether a stage needs the header; raise if it expects something else."""
         known, key = self._driver._known, (stage, self._key(microbatch))
         what = tensor.shape, tensor.dtype
         if key in known and known[key] != what:
@@ -337,10 +326,10 @@ class _Step:
         known = self._driver._known
         if key not in known:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
-            told = collectives.send_receive(
+            pending = collectives.send_receive(
                 header, self._group, to=None, source=source, out=header, label="shape"
             )
-            dims, dtype, *sizes = told.wait().tolist()
+            dims, dtype, *sizes = pending.wait().tolist()
             known[key] = torch.Size(sizes[:dims]), _DTYPES[dtype]
         shape, dtype = known[key]
         out = torch.empty(shape, dtype=dtype, device=self._device)

@@ -2,10 +2,9 @@
 
 A schedule divides a step of ``microbatches`` among ``ranks`` that hold ``virtual`` stages each. The
 tables are those of ``torch.distributed.pipelining`` but for GPipe and 1F1B, which torch has as code
-that runs, not as tables. Nothing here communicates or needs a process group: a schedule can be
-drawn, timed and refused on one process.
+that runs, not as tables. Nothing here communicates or needs a process group.
 
-What is done to a stage and a micro-batch: ``F`` its forward, ``B`` its backward; or the backward in
+Actions on a stage and a micro-batch: ``F`` its forward, ``B`` its backward; or the backward in
 two parts, ``I`` for the gradient of its input and ``W``, any time later, for those of its weights.
 ``ScheduleTable.with_transfers`` inserts sends and receives. A receive is placed where its send is
 in one order of the actions of all ranks, so that ranks that follow their lists never wait in a
@@ -46,25 +45,16 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A way to order a pipeline's work.
+    """An order of a pipeline's work."""
 
-    Attributes:
-        name: as ``ParallelConfig.pipeline_schedule`` has it.
-        title: for people.
-        virtual: stages of a rank, unless more are asked for.
-        fixed: whether a rank cannot have another number of stages.
-        splits: whether backwards come in two parts.
-        is_v: whether stages go down the ranks and up again, else round and round.
-        torch: torch's class (``Schedule...``), ``None`` where the table is made here.
-    """
-
-    name: str
+    name: str  # as ``ParallelConfig.pipeline_schedule`` has it
     title: str
     _: KW_ONLY
-    virtual: int = 1
-    fixed: bool = False
-    splits: bool = False
-    is_v: bool = False
+    virtual: int = 1  # stages of a rank, unless more are asked for
+    fixed: bool = False  # whether a rank cannot have another number of stages
+    splits: bool = False  # whether backwards come in two parts
+    is_v: bool = False  # whether stages go down the ranks and up again, else round and round
+    # Torch's class (``Schedule...``), ``None`` where the table is made here.
     torch: str | None = None
 
 
@@ -85,25 +75,17 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class ScheduleTable:
-    """The actions of a schedule for sizes.
-
-    Attributes:
-        schedule: which.
-        ranks: of the pipeline.
-        microbatches: of a step.
-        virtual: stages of a rank.
-        actions: of each rank, computations only.
-    """
+    """The actions of a schedule for given sizes."""
 
     schedule: PipelineSchedule
-    ranks: int
-    microbatches: int
-    virtual: int
-    actions: tuple[tuple[Action, ...], ...]
+    ranks: int  # of the pipeline
+    microbatches: int  # of a step
+    virtual: int  # stages of a rank
+    actions: tuple[tuple[Action, ...], ...]  # of each rank, computations only
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """All stages of the pipeline."""
         return self.ranks * self.virtual
 
     def rank_of(self, stage: int) -> int:
@@ -113,18 +95,18 @@ class ScheduleTable:
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank."""
-        return [each for each in range(self.stages) if self.rank_of(each) == rank]
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def boundaries(self, rank: int) -> int:
         """Return how many neighbours of the stages of a rank are on other ranks."""
-        neighbours = [each + step for each in self.stages_of(rank) for step in (-1, 1)]
-        inside = [each for each in neighbours if 0 <= each < self.stages]
-        return sum(self.rank_of(each) != rank for each in inside)
+        neighbours = [stage + step for stage in self.stages_of(rank) for step in (-1, 1)]
+        inside = [stage for stage in neighbours if 0 <= stage < self.stages]
+        return sum(self.rank_of(stage) != rank for stage in inside)
 
     def needs(self, action: Action) -> list[Action]:
         """Return the actions of which at least one must be done before.
 
-        Empty: the action needs nothing. ``W`` needs its own ``I``.
+        Empty: the action needs nothing.
         """
         kind, stage, microbatch = action
         if kind == FORWARD:
@@ -133,23 +115,22 @@ class ScheduleTable:
             return [Action(INPUT, stage, microbatch)]
         if stage == self.stages - 1:
             return [Action(FORWARD, stage, microbatch)]
-        return [Action(each, stage + 1, microbatch) for each in (BACKWARD, INPUT)]
+        return [Action(backward, stage + 1, microbatch) for backward in (BACKWARD, INPUT)]
 
     def with_transfers(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of each rank with sends and receives."""
         return _with_transfers(self, self.actions)
 
     def forwards(self) -> tuple[tuple[Action, ...], ...]:
-        """Return actions, with transfers, of forwards alone: for validation."""
-        only = [
+        """Return the forwards alone, with transfers: for validation."""
+        microbatches = range(self.microbatches)
+        return _with_transfers(
+            self,
             [
-                Action(FORWARD, stage, microbatch)
-                for microbatch in range(self.microbatches)
-                for stage in self.stages_of(rank)
-            ]
-            for rank in range(self.ranks)
-        ]
-        return _with_transfers(self, only)
+                [Action(FORWARD, stage, i) for i in microbatches for stage in self.stages_of(rank)]
+                for rank in range(self.ranks)
+            ],
+        )
 
 
 def table(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> ScheduleTable:
@@ -184,15 +165,7 @@ def table(name: str, ranks: int, microbatches: int, virtual: int | None = None) 
 def check_schedule(
     op: str, name: str, ranks: int, microbatches: int, virtual: int | None = None
 ) -> PipelineSchedule:
-    """Return a schedule; raise unless it exists for these sizes.
-
-    Args:
-        op: who asks.
-        name: of ``SCHEDULES``.
-        ranks: of the pipeline.
-        microbatches: of a step.
-        virtual: stages of a rank, or ``None``.
-    """
+    """Return a schedule; raise unless it exists for these sizes."""
     checks.choice(op, "pipeline_schedule", name, tuple(SCHEDULES))
     schedule = SCHEDULES[name]
     for what, size in (("pp", ranks), ("microbatches", microbatches)):
@@ -201,7 +174,7 @@ def check_schedule(
         checks.integer(op, "pipeline_virtual", virtual, least=1)
         if schedule.fixed and virtual != schedule.virtual:
             wanted = f"{schedule.virtual} with pipeline_schedule {name!r}"
-            others = [each.name for each in SCHEDULES.values() if not each.fixed]
+            others = [other.name for other in SCHEDULES.values() if not other.fixed]
             hint = f" ({', '.join(others)} take any number)"
             checks.fail(op, "pipeline_virtual", wanted, f"{virtual}{hint}")
     if name == "dualpipev" and microbatches < 2 * ranks:
@@ -214,7 +187,7 @@ def check_schedule(
 
 
 def _check_rounds(op: str, name: str, ranks: int, microbatches: int) -> None:
-    """Raise unless micro-batches make whole rounds of at least ``ranks`` each."""
+    """Raise unless micro-batches form complete rounds of at least ``ranks`` each."""
 
     def fits(number: int) -> bool:
         return number % max(1, number // ranks) == 0
@@ -226,23 +199,21 @@ def _check_rounds(op: str, name: str, ranks: int, microbatches: int) -> None:
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    return [
-        Action(kind, rank, each) for kind in (FORWARD, BACKWARD) for each in range(microbatches)
-    ]
+    return [Action(kind, rank, i) for kind in (FORWARD, BACKWARD) for i in range(microbatches)]
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
     ahead = min(microbatches, ranks - rank)
-    found = [Action(FORWARD, rank, each) for each in range(ahead)]
-    for each in range(microbatches):
-        found.append(Action(BACKWARD, rank, each))
-        if ahead + each < microbatches:
-            found.append(Action(FORWARD, rank, ahead + each))
-    return found
+    actions = [Action(FORWARD, rank, i) for i in range(ahead)]
+    for i in range(microbatches):
+        actions.append(Action(BACKWARD, rank, i))
+        if ahead + i < microbatches:
+            actions.append(Action(FORWARD, rank, ahead + i))
+    return actions
 
 
 class _Seat:
-    """What torch's schedules ask of a stage when they make their tables."""
+    """What torch's schedules read of a stage when they make their tables."""
 
     def __init__(self, stage: int, stages: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_size = stage, stages, ranks
@@ -258,28 +229,28 @@ def _of_torch(name: str, ranks: int, microbatches: int, virtual: int) -> list[li
     """Return the computations of one of torch's schedules."""
     module = importlib.import_module("torch.distributed.pipelining.schedules")
     kind = getattr(module, f"Schedule{name}")
-    seats = [_Seat(each * ranks, ranks * virtual, ranks) for each in range(virtual)]
+    seats = [_Seat(lap * ranks, ranks * virtual, ranks) for lap in range(virtual)]
     order = kind(seats, microbatches).pipeline_order
     return [list(_flat(order[rank])) for rank in range(ranks)]
 
 
 def _flat(actions: Iterable[Any]) -> Iterable[Action]:
     """Yield torch's actions as ours; those that it pairs one after the other."""
-    for each in actions:
-        if each is None:
+    for action in actions:
+        if action is None:
             continue
-        if each.sub_actions is not None:
-            yield from _flat(each.sub_actions)
+        if action.sub_actions is not None:
+            yield from _flat(action.sub_actions)
         else:
-            yield Action(each.computation_type.value, each.stage_index, each.microbatch_index)
+            yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
 
 
 def _with_transfers(
     table: ScheduleTable, actions: Iterable[Iterable[Action]]
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions with sends behind what is sent and the receives at the same moment."""
-    left = [deque(each) for each in actions]
-    found: list[list[Action]] = [[] for _ in left]
+    """Return the actions, each send after what is sent, each receive at the same moment."""
+    left = [deque(of_rank) for of_rank in actions]
+    ordered: list[list[Action]] = [[] for _ in left]
     done: set[Action] = set()
     while any(left):
         before = len(done)
@@ -288,7 +259,7 @@ def _with_transfers(
             if not waiting or (needs and not done.intersection(needs)):
                 continue
             action = waiting.popleft()
-            found[rank].append(action)
+            ordered[rank].append(action)
             done.add(action)
             kind, stage, microbatch = action
             forward = kind == FORWARD
@@ -298,7 +269,7 @@ def _with_transfers(
             send, receive = SEND_BACKWARD, RECEIVE_BACKWARD
             if forward:
                 send, receive = SEND_FORWARD, RECEIVE_FORWARD
-            found[rank].append(Action(send, stage, microbatch))
-            found[table.rank_of(other)].append(Action(receive, other, microbatch))
+            ordered[rank].append(Action(send, stage, microbatch))
+            ordered[table.rank_of(other)].append(Action(receive, other, microbatch))
         assert len(done) > before, f"{table.schedule.name} waits in a circle"
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, ordered))

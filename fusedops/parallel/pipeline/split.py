@@ -63,8 +63,7 @@ def balanced(
             )
             for end in ends
         }
-    cuts = best[layers][2]
-    return _runs(cuts)
+    return _runs(best[layers][2])
 
 
 def shortest(
@@ -105,12 +104,12 @@ def shortest(
         stages[-1] += last
         return timeline(order, stages=stages).end, max(stages)
 
-    cuts = tuple(each.stop for each in found)
+    cuts = tuple(run.stop for run in found)
     best = rating(cuts)
     while left > 0:
         others = _moves(cuts)[:left]
         left -= len(others)
-        rated, other = min(((rating(each), each) for each in others), default=(best, cuts))
+        rated, other = min(((rating(move), move) for move in others), default=(best, cuts))
         if rated >= best:
             break
         best, cuts = rated, other
@@ -123,11 +122,11 @@ def _runs(cuts: Sequence[int]) -> list[range]:
 
 
 def _moves(cuts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the cuts after a layer has gone from one stage to another, to near ones first."""
+    """Return the cuts after a layer has moved from one stage to another, to near ones first."""
     stages = range(len(cuts))
     pairs = [(a, b) for a in stages for b in stages if a != b]
-    pairs.sort(key=lambda each: abs(each[0] - each[1]))
-    sizes = [len(each) for each in _runs(cuts)]
+    pairs.sort(key=lambda pair: abs(pair[0] - pair[1]))
+    sizes = [len(run) for run in _runs(cuts)]
     return [
         tuple(
             cut + (min(a, b) <= i < max(a, b)) * (1 if b < a else -1) for i, cut in enumerate(cuts)
@@ -138,13 +137,7 @@ def _moves(cuts: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def at(starts: Sequence[int], layers: int, stages: int, op: str = "pipeline") -> list[range]:
-    """Return the runs of layers between cuts.
-
-    Args:
-        starts: first layers of the stages after the first, in ascending order.
-        layers: how many there are.
-        stages: how many runs are wanted.
-        op: who asks.
+    """Return the runs of layers between cuts, the first layers of the later stages.
 
     Raises:
         ValueError: the cuts do not make that many runs of layers that exist.
@@ -153,21 +146,14 @@ def at(starts: Sequence[int], layers: int, stages: int, op: str = "pipeline") ->
     ascending = all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
     if len(starts) != stages - 1 or not ascending:
         even = balanced([1.0] * layers, stages)
-        hint = f" ({tuple(each.start for each in even[1:])} would fit)"
+        hint = f" ({tuple(run.start for run in even[1:])} would fit)"
         wanted = f"{stages - 1} first layers between 1 and {layers - 1}, in ascending order"
         checks.fail(op, "pipeline_cuts", wanted, f"{tuple(starts)}{hint}")
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return _runs(bounds[1:])
 
 
 def check_layers(op: str, layers: int, stages: int, virtual: int = 1) -> None:
-    """Raise unless each stage can have a layer.
-
-    Args:
-        op: who asks.
-        layers: how many there are.
-        stages: how many there are.
-        virtual: of those, how many a rank has.
-    """
+    """Raise unless each stage can have a layer; ``virtual`` is the stages of a rank."""
     if layers >= stages:
         return
     ranks = stages // virtual

@@ -1,7 +1,7 @@
-"""What ran when on each rank of a pipeline, as numbers and as a picture.
+"""What ran when on each rank of a pipeline, as numbers and as a plot.
 
-Of a step that was recorded (``communication.recorded``), or of a schedule alone whose actions are
-given costs, without running anything.
+Of a step that was recorded (``comm.collectives.recorded``), or computed from a schedule and the
+costs of its actions, without running anything.
 """
 
 from __future__ import annotations
@@ -38,73 +38,62 @@ _LEFT, _TOP, _ROW, _HEIGHT, _WIDTH = 58, 44, 30, 24, 860
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """An action and its time.
+    """An action and its time."""
 
-    Attributes:
-        action: what ran.
-        begin: when, in the unit of the costs or in seconds.
-        end: until when.
-    """
-
-    action: Action
-    begin: float
-    end: float
+    action: Action  # what ran
+    begin: float  # when, in the unit of the costs or in seconds
+    end: float  # until when
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when.
+    """What ran when."""
 
-    Attributes:
-        spans: of each rank, in their order.
-        title: of the picture.
-    """
-
-    spans: tuple[tuple[ActionSpan, ...], ...]
-    title: str = ""
+    spans: tuple[tuple[ActionSpan, ...], ...]  # of each rank, in their order
+    title: str = ""  # of the picture
 
     @property
     def begin(self) -> float:
         """When the first rank began."""
-        return min(each.begin for rank in self.spans for each in rank)
+        return min(span.begin for rank in self.spans for span in rank)
 
     @property
     def end(self) -> float:
         """When the last rank ended."""
-        return max(each.end for rank in self.spans for each in rank)
+        return max(span.end for rank in self.spans for span in rank)
 
     def bubble(self) -> float:
         """Return the share of all ranks' time in which they computed nothing."""
-        busy = sum(each.end - each.begin for rank in self.spans for each in rank)
+        busy = sum(span.end - span.begin for rank in self.spans for span in rank)
         return 1.0 - busy / (len(self.spans) * (self.end - self.begin))
 
     def alive(self) -> list[float]:
-        """Return, for each rank, of how many micro-batches it kept activations at most.
+        """Return the most micro-batches of which each rank kept activations.
 
         From a stage's forward to the end of its backward; of a rank with several stages each counts
         for its share.
         """
-        found = []
+        peaks = []
         for rank in self.spans:
             now, most = 0, 0
-            stages = len({each.action.stage for each in rank})
-            for each in rank:
-                now += each.action.kind == FORWARD
+            stages = len({span.action.stage for span in rank})
+            for span in rank:
+                now += span.action.kind == FORWARD
                 most = max(most, now)
-                now -= each.action.kind in (BACKWARD, WEIGHT)
-            found.append(most / stages)
-        return found
+                now -= span.action.kind in (BACKWARD, WEIGHT)
+            peaks.append(most / stages)
+        return peaks
 
     def svg(self) -> str:
-        """Return the picture: a row for each rank, a box for each action, bubbles left white."""
+        """Return the plot: a row for each rank, a box for each action, bubbles left white."""
         height = _TOP + _ROW * len(self.spans) + 8
         title = f"{self.title}: " if self.title else ""
-        told = f"{title}{100 * self.bubble():.1f} % bubbles"
+        caption = f"{title}{100 * self.bubble():.1f} % bubbles"
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 10} {height}"'
-            f' role="img" aria-label="{told}" font-family="sans-serif" font-size="12">',
+            f' role="img" aria-label="{caption}" font-family="sans-serif" font-size="12">',
             f'<rect width="{_LEFT + _WIDTH + 10}" height="{height}" fill="white"/>',
-            f'<text x="8" y="20">{told}</text>',
+            f'<text x="8" y="20">{caption}</text>',
             *self._legend(),
         ]
         for rank, spans in enumerate(self.spans):
@@ -117,11 +106,11 @@ class Timeline:
         return "\n".join([*lines, "</svg>"]) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the picture to a file."""
+        """Write the plot to a file."""
         Path(path).write_text(self.svg())
 
     def _legend(self) -> Iterator[str]:
-        kinds = {each.action.kind for rank in self.spans for each in rank}
+        kinds = {span.action.kind for rank in self.spans for span in rank}
         x = _LEFT + _WIDTH - 330
         for kind, name in _NAMES.items():
             if kind in kinds:
@@ -131,15 +120,15 @@ class Timeline:
 
     def _row(self, y: int, spans: Sequence[ActionSpan]) -> Iterator[str]:
         scale = _WIDTH / (self.end - self.begin)
-        laps = sorted({each.action.stage for each in spans})
-        for each in spans:
-            kind, stage, microbatch = each.action
-            x, width = _LEFT + (each.begin - self.begin) * scale, (each.end - each.begin) * scale
+        laps = sorted({span.action.stage for span in spans})
+        for span in spans:
+            kind, stage, microbatch = span.action
+            x, width = _LEFT + (span.begin - self.begin) * scale, (span.end - span.begin) * scale
             strength = 1.0 - 0.35 * laps.index(stage) / max(1, len(laps) - 1)
             yield (
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_HEIGHT}"'
                 f' fill="{_COLOURS[kind]}" fill-opacity="{strength:.2f}" stroke="white">'
-                f"<title>{each.action}</title></rect>"
+                f"<title>{span.action}</title></rect>"
             )
             if width > 14:
                 yield (
@@ -189,22 +178,22 @@ def timeline(
                 checks.fail("timeline", "ranks and microbatches", "given with a schedule", None)
             source = table(source, ranks, microbatches, virtual)
         return _computed(source, costs or {}, stages, transfer)
-    return Timeline(tuple(_recorded(each) for each in source))
+    return Timeline(tuple(_recorded(log) for log in source))
 
 
 def _computed(
     order: ScheduleTable,
-    given: Mapping[str, float],
+    given_costs: Mapping[str, float],
     stages: Sequence[float] | None,
     transfer: float,
 ) -> Timeline:
-    """Let each rank do what is next as soon as what it needs is there."""
-    costs = {FORWARD: 1.0, INPUT: 1.0, WEIGHT: 1.0, **given}
+    """Let each rank start its next action as soon as what it needs is there."""
+    costs = {FORWARD: 1.0, INPUT: 1.0, WEIGHT: 1.0, **given_costs}
     costs[BACKWARD] = costs[INPUT] + costs[WEIGHT]
     factors = [1.0] * order.stages if stages is None else list(stages)
     if len(factors) != order.stages:
         checks.fail("timeline", "stages", f"{order.stages} costs, one a stage", len(factors))
-    left = [deque(each) for each in order.actions]
+    left = [deque(actions) for actions in order.actions]
     free = [0.0] * order.ranks
     ended: dict[Action, float] = {}
     spans: list[list[ActionSpan]] = [[] for _ in left]
@@ -213,14 +202,14 @@ def _computed(
             while waiting:
                 action = waiting[0]
                 needs = order.needs(action)
-                done = [each for each in needs if each in ended]
+                done = [need for need in needs if need in ended]
                 if needs and not done:
                     break
                 waiting.popleft()
                 begin = free[rank]
-                for each in done:
-                    far = order.rank_of(each.stage) != rank
-                    begin = max(begin, ended[each] + (transfer if far else 0.0))
+                for need in done:
+                    is_remote = order.rank_of(need.stage) != rank
+                    begin = max(begin, ended[need] + (transfer if is_remote else 0.0))
                 free[rank] = ended[action] = begin + costs[action.kind] * factors[action.stage]
                 spans[rank].append(ActionSpan(action, begin, free[rank]))
     return Timeline(tuple(map(tuple, spans)), order.schedule.title)
@@ -229,7 +218,7 @@ def _computed(
 def _recorded(log: Log) -> tuple[ActionSpan, ...]:
     """Return the actions of a rank's log."""
     begun: dict[int, float] = {}
-    found = []
+    spans = []
     for event in log.events:
         match = _LABEL.fullmatch(event.label) if event.kind == COMPUTE else None
         if match is None:
@@ -239,7 +228,7 @@ def _recorded(log: Log) -> tuple[ActionSpan, ...]:
         else:
             stage, kind, microbatch = match.groups()
             action = Action(kind, int(stage), int(microbatch))
-            found.append(ActionSpan(action, begun[event.number], event.seconds))
-    if not found:
+            spans.append(ActionSpan(action, begun[event.number], event.seconds))
+    if not spans:
         checks.fail("timeline", "source", "logs of a pipeline's step", f"rank {log.rank} without")
-    return tuple(found)
+    return tuple(spans)
