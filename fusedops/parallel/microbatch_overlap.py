@@ -102,17 +102,17 @@ class _Trace:
         span, back = ComputeSpan(label), ComputeSpan(f"{label}, backward")
         self._back = back
         if self._link is not None:
-            self._link = _Tick.apply(self._link, back.end)
-        span.start()
+            self._link = _Tick.apply(self._link, back, "end")
+        span.mark("start")
         return span
 
     def end(self, span: ComputeSpan | None) -> None:
         """Mark the end of a phase."""
         if span is None:
             return
-        span.end()
+        span.mark("end")
         if self._link is not None:
-            self._link = _Tick.apply(self._link, self._back.start)
+            self._link = _Tick.apply(self._link, self._back, "start")
 
     def tied_to(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, connected to the chain: the backward of ``x`` runs that of the chain."""
@@ -121,14 +121,14 @@ class _Trace:
 
 class _Tick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: torch.Tensor, mark: Callable[[], None]) -> torch.Tensor:
-        ctx.mark = mark
+    def forward(ctx: Any, link: torch.Tensor, span: ComputeSpan, phase: str) -> torch.Tensor:
+        ctx.span, ctx.phase = span, phase
         return link.view_as(link)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.mark()
-        return grads[0], None
+        ctx.span.mark(ctx.phase)
+        return grads[0], None, None
 
 
 class _Tie(torch.autograd.Function):

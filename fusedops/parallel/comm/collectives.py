@@ -1,16 +1,16 @@
-"""Every communication of the stack: one function per kind, which counts it and marks its place.
+"""Every communication of the stack: one function per kind, which counts it and logs it.
 
 Each function starts the communication and returns a ``Pending``; ``wait()`` gives the result. What
-runs between the two runs beside it. Inside ``with recorded() as log`` every start and every wait is
-an event, and so is what ``computing()`` encloses: budgets are sums over events, and that something
-ran beside a communication is seen from their order, not from a clock.
+runs between the two overlaps it. Inside ``with recorded() as log`` every start and every wait is
+an event, and so is what ``computing()`` encloses: budgets are sums over events, and overlap is
+proved by their order, not by a clock. ``label`` names a communication in the log.
 
-Processes of one machine communicate through their memory where they can (``_shared.py``).
+Processes of one machine communicate through shared memory where they can (``shared_memory.py``).
 
 A sum over ranks is ordered where we make it ourselves (``reduce_scatter``, ``all_reduce_ordered``,
 ``all_reduce`` through shared memory): neighbours first, then pairs of them, in the accumulation
 dtype, rounded once. Its bits then depend neither on the backend nor on how a tensor is cut into
-pieces. Here are no gradients; those are in ``tensor.py``.
+pieces. Nothing here is differentiable; ``tensor/layers.py`` has the autograd nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,27 +45,18 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Event:
-    """A start or an end, in the order in which they happened on this rank.
+    """A start or an end, in the order in which they happened on this rank."""
 
-    Attributes:
-        kind: one of ``KINDS``, or ``COMPUTE``.
-        phase: ``"start"`` or ``"end"``.
-        number: the same for the start and the end of one thing.
-        label: what the caller called it.
-        bytes: that this rank sends to others, by the algorithm that sends the fewest: of ``n``
-            ranks an all-reduce of ``b`` bytes sends ``2 b (n - 1) / n``, an all-gather to ``b`` or
-            a reduce-scatter of ``b`` half of that; a broadcast ``b`` on its source.
-        ranks: size of the group.
-        seconds: the clock, for drawings.
-    """
-
-    kind: str
-    phase: str
-    number: int
-    label: str
+    kind: str  # one of ``KINDS``, or ``COMPUTE``
+    phase: str  # ``"start"`` or ``"end"``
+    number: int  # the same for the start and the end of one thing
+    label: str  # what the caller called it
+    # That this rank sends to others, by the algorithm that sends the fewest: of ``n`` ranks
+    # an all-reduce of ``b`` bytes sends ``2 b (n - 1) / n``, an all-gather to ``b`` or a
+    # reduce-scatter of ``b`` half of that; a broadcast ``b`` on its source
     bytes: int
-    ranks: int
-    seconds: float
+    ranks: int  # size of the group
+    seconds: float  # the clock, for drawings
 
 
 @dataclass
@@ -78,22 +69,23 @@ class Log:
     @property
     def calls(self) -> list[Event]:
         """The communications, each by its start."""
-        return [each for each in self.events if each.phase == "start" and each.kind != COMPUTE]
+        return [event for event in self.events if event.phase == "start" and event.kind != COMPUTE]
 
     def counts(self) -> dict[str, int]:
         """Return how many communications there were of each kind."""
-        return dict(Counter(each.kind for each in self.calls))
+        return dict(Counter(event.kind for event in self.calls))
 
     def bytes(self, kind: str | None = None) -> int:
         """Return the bytes that this rank sent, of one kind or of all."""
-        return sum(each.bytes for each in self.calls if kind in (None, each.kind))
+        return sum(event.bytes for event in self.calls if kind in (None, event.kind))
 
     def overlapped(self) -> list[tuple[str, str]]:
-        """Return the labels of communications and of the computations that lie wholly in them."""
-        place = {(each.number, each.phase): at for at, each in enumerate(self.events)}
-        starts = [each for each in self.events if each.phase == "start"]
+        """Return the labels of communications and of the computations that they enclose."""
+        index = {(event.number, event.phase): i for i, event in enumerate(self.events)}
         spans = [
-            (each, place[each.number, "start"], place.get((each.number, "end"))) for each in starts
+            (event, index[event.number, "start"], index.get((event.number, "end")))
+            for event in self.events
+            if event.phase == "start"
         ]
         return [
             (outer.label, inner.label)
@@ -135,9 +127,9 @@ def computing(label: str) -> Iterator[None]:
         yield
         return
     span = ComputeSpan(label)
-    span.start()
+    span.mark("start")
     yield
-    span.end()
+    span.mark("end")
 
 
 class ComputeSpan:
@@ -147,15 +139,8 @@ class ComputeSpan:
         self._label = label
         self._number = next(_NUMBERS)
 
-    def start(self) -> None:
-        """Mark the start."""
-        self._note("start")
-
-    def end(self) -> None:
-        """Mark the end."""
-        self._note("end")
-
-    def _note(self, phase: str) -> None:
+    def mark(self, phase: str) -> None:
+        """Mark the ``"start"`` or the ``"end"``."""
         _mark(Event(COMPUTE, phase, self._number, self._label, 0, 1, time.perf_counter()))
 
 
@@ -165,7 +150,7 @@ def is_recorded() -> bool:
 
 
 class Pending:
-    """A communication under way. Wait for it once; its buffers must be left alone until then."""
+    """A started communication. Wait once; its buffers must not be touched until then."""
 
     def __init__(self, finish: Callable[[], torch.Tensor], started: Event | None = None) -> None:
         self._finish: Callable[[], torch.Tensor] | None = finish
@@ -178,9 +163,7 @@ class Pending:
             raise RuntimeError("wait was called twice for one communication")
         self._finish = None
         result = finish()
-        if started is not None:
-            fields = started.kind, "end", started.number, started.label, 0, started.ranks
-            _mark(Event(*fields, time.perf_counter()))
+        _end(started)
         return result
 
 
@@ -192,7 +175,7 @@ def all_reduce(
     Args:
         tensor: of the same size and dtype on all ranks, with any strides.
         group: the process group.
-        op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``.
+        op: one of ``OPS``.
         label: for the log.
 
     Raises:
@@ -215,14 +198,9 @@ def all_reduce(
 def all_reduce_ordered(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, label: str = ""
 ) -> Pending:
-    """Return the sum over the ranks, the same bits for any backend, as ``reduce_scatter`` adds.
+    """Return the sum over the ranks of ``[N]``, contiguous, added as ``reduce_scatter`` adds.
 
-    Sent as a reduce-scatter and an all-gather: the bytes of a ring.
-
-    Args:
-        tensor: ``[N]``, contiguous; the result is another tensor.
-        group: the process group.
-        label: for the log.
+    The result is another tensor. Sent as a reduce-scatter and an all-gather: the bytes of a ring.
     """
     ranks, size = group.size(), tensor.numel()
     if ranks == 1:
@@ -242,12 +220,7 @@ def all_gather(
 ) -> Pending:
     """Join the ranks' tensors, all of one shape, along ``dim`` in the order of the ranks.
 
-    Args:
-        tensor: this rank's.
-        group: the process group.
-        dim: along which they are joined.
-        out: with ``dim`` 0: receives them; made if not given. ``tensor`` may be its part of it.
-        label: for the log.
+    ``out``, for ``dim`` 0, receives them; ``tensor`` may be a part of it.
     """
     ranks = group.size()
     if ranks == 1:
@@ -257,7 +230,7 @@ def all_gather(
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
     parts = tensor.new_empty((ranks * rows, *tensor.shape[1:])) if out is None else out
     buffer = _dense(parts)
-    gather = shared_memory.all_gather(buffer, tensor, group)
+    gather = shared_memory.exchange("all_gather", tensor, buffer, group)
     if gather is None and tensor.numel() > 0:
         work = all_gather_single(buffer, tensor, group=group, async_op=True)
         gather = _wait_for(work, tensor)
@@ -277,9 +250,8 @@ def reduce_scatter(
 ) -> Pending:
     """Sum the ranks' tensors and give each rank its part of ``dim``, in the order of the ranks.
 
-    Sent as an all-to-all and added up here, as ``ordered_sum`` does: the same bits for any backend
-    and however the rest of the tensor is cut. The bytes sent are those of a ring; gloo's own would
-    send a whole all-reduce's.
+    Sent as an all-to-all and added up here, as ``ordered_sum`` does. The bytes sent are those of a
+    ring; gloo's own would send those of an all-reduce.
 
     Raises:
         ValueError: the group does not divide the size of ``dim``.
@@ -315,10 +287,10 @@ def broadcast(
         return Pending(lambda: tensor)
     if not 0 <= source < ranks:
         checks.fail("broadcast", "source", f"a rank of the group of {ranks}", source)
-    sent = _bytes(tensor) if group.rank() == source else 0
+    sent, name = _bytes(tensor) if group.rank() == source else 0, f"broadcast from rank {source}"
     started = _start("broadcast", label, sent, ranks)
     buffer = _dense(tensor)
-    finish = shared_memory.broadcast(buffer, source, group)
+    finish = shared_memory.exchange("broadcast", buffer, buffer, group, source, name)
     if finish is None and tensor.numel() > 0:
         work = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
         finish = _wait_for(work, buffer)
@@ -334,14 +306,14 @@ def all_to_all(
     out: torch.Tensor | None = None,
     label: str = "",
 ) -> Pending:
-    """Send each rank its rows; returns those that came, in the order of the ranks.
+    """Send each rank its rows; returns those that arrive, in the order of the ranks.
 
     Args:
         rows: ``[sum(send), ...]``, those for rank 0 first.
         group: the process group.
-        send: rows for each rank; the same for all if not given.
-        receive: rows from each rank; as many as are sent if not given.
-        out: ``[sum(receive), ...]`` to receive in; made if not given.
+        send: rows for each rank; by default the same for all.
+        receive: rows from each rank; by default as many as are sent.
+        out: ``[sum(receive), ...]`` to receive in.
         label: for the log.
 
     Raises:
@@ -358,7 +330,7 @@ def all_to_all(
     buffer = _dense(result)
     row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
     started = _start("all_to_all", label, (sum(send) - send[group.rank()]) * row_bytes, ranks)
-    exchanged = shared_memory.all_to_all(buffer, rows, group) if equal else None
+    exchanged = shared_memory.exchange("all_to_all", rows, buffer, group) if equal else None
     if exchanged is not None:
         return Pending(_copied_back(result, buffer, exchanged), started)
     announced = (
@@ -388,11 +360,11 @@ def send_receive(
     """Send ``tensor`` to one rank of the group and receive one from another.
 
     Args:
-        tensor: what is sent; with ``to=None`` it says only shape, dtype and device.
+        tensor: what is sent; with ``to=None`` only its shape, dtype and device matter.
         group: the process group.
-        to: the rank in the group that gets it, or ``None``: nothing is sent.
-        source: the rank whose tensor comes, or ``None``: the result is ``out``, or ``tensor``.
-        out: to receive in; of the shape of ``tensor`` and made if not given.
+        to: the rank that receives it, or ``None``: nothing is sent.
+        source: the rank whose tensor arrives, or ``None``: the result is ``out``, or ``tensor``.
+        out: to receive in; of the shape of ``tensor``.
         label: for the log.
     """
     tensor = tensor.contiguous()
@@ -418,18 +390,14 @@ def send_receive(
 def shift(tensor: torch.Tensor, group: dist.ProcessGroup, *, by: int, label: str = "") -> Pending:
     """Send ``tensor`` to the rank ``by`` ahead in the circle and receive from the one behind.
 
-    All ranks of the group call it together, with tensors of one shape and one ``by``.
-
-    Args:
-        tensor: what is sent; what comes is another tensor.
-        group: the process group.
-        by: not a multiple of its size.
-        label: for the log.
+    All ranks of the group call it together, with tensors of one shape and one ``by``, no multiple
+    of the group's size. The result is another tensor.
     """
     ranks, tensor = group.size(), tensor.contiguous()
     to, source = (group.rank() + by) % ranks, (group.rank() - by) % ranks
     received = torch.empty_like(tensor)
-    finish = shared_memory.shift(received, tensor, source, group)
+    name = f"shift by {by % ranks}"
+    finish = shared_memory.exchange("shift", tensor, received, group, source, name)
     if finish is None:
         return send_receive(tensor, group, to=to, source=source, out=received, label=label)
     return Pending(finish, _start("send_receive", label, _bytes(tensor), ranks))
@@ -438,14 +406,14 @@ def shift(tensor: torch.Tensor, group: dist.ProcessGroup, *, by: int, label: str
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of tensors in the accumulation dtype, rounded once.
 
-    Neighbours are added first, then pairs of them, and so on: whoever has added 2, 4 or 8
-    neighbours beforehand has a part of this sum, and the same bits come out.
+    Neighbours are added first, then pairs of them, and so on: a rank that has added 2, 4 or 8
+    neighbours beforehand has a part of this sum, and gets the same bits.
     """
     if len(parts) == 1:
         return parts[0]
     dtype = parts[0].dtype
     wide = dtypes.statistics_dtype(dtype)
-    sums: list[tuple[int, torch.Tensor]] = []  # of so many neighbours each, ever fewer
+    sums: list[tuple[int, torch.Tensor]] = []  # number of neighbours in each, decreasing
     for part in parts:
         size = 1
         while sums and sums[-1][0] == size:
@@ -454,8 +422,8 @@ def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             size *= 2
         sums.append((size, part))
     total = sums[0][1]
-    for _, each in sums[1:]:
-        total += each
+    for _, part in sums[1:]:
+        total += part
     return total.to(dtype)
 
 
@@ -474,13 +442,15 @@ def _start(kind: str, label: str, sent: int, ranks: int) -> Event | None:
     return event
 
 
+def _end(started: Event | None) -> None:
+    if started is not None:
+        _mark(replace(started, phase="end", bytes=0, seconds=time.perf_counter()))
+
+
 def _record_op(kind: str, label: str, sent: int, ranks: int) -> None:
     """Record a collective of an op below this package, which has no wait of its own."""
-    started = _start(kind, label, sent, ranks) if ranks > 1 else None
-    if started is None:
-        return
-    fields = kind, "end", started.number, label, 0, ranks
-    _mark(Event(*fields, time.perf_counter()))
+    if ranks > 1:
+        _end(_start(kind, label, sent, ranks))
 
 
 def _mark(event: Event) -> None:
@@ -508,7 +478,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 def _copied_back(
     tensor: torch.Tensor, buffer: torch.Tensor, finish: Callable[[], Any] | None
 ) -> Callable[[], torch.Tensor]:
-    """Return what waits by ``finish`` and gives ``tensor`` what ``buffer`` received for it."""
+    """Return a function that calls ``finish`` and copies ``buffer`` into ``tensor``."""
 
     def finished() -> torch.Tensor:
         if finish is not None:

@@ -1,10 +1,10 @@
-"""Groups over which hosts talk to each other, whatever device their ranks compute on.
+"""Groups over which hosts communicate, whatever device their ranks compute on.
 
-A word from another rank must be read on the host before it can be raised. Over NCCL that is a wait
-for all that the device has been given to do; over gloo it is a message between processes, while
-devices compute. A group that takes tensors on the CPU serves itself. Beside one that does not
-stands a *companion*, made once, by all of its ranks together: connections of gloo that meet in the
-group's own store. If one rank cannot connect, none uses its companions.
+A message must be read on the host before it can be raised. Over NCCL that waits for all work of
+the device; over gloo it is a message between processes, while devices compute. A group that takes
+tensors on the CPU serves itself. Any other gets a *companion*, made once, by all of its ranks
+together: connections of gloo that meet in the group's own store. If one rank cannot connect, none
+uses its companions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 _LOG = logging.getLogger("fusedops")
-# All ranks come at the same time: who does not answer by then cannot be reached.
+# All ranks connect at the same time: one that does not answer by then cannot be reached.
 _TIME_TO_CONNECT = timedelta(seconds=60)
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
@@ -28,7 +28,7 @@ _connected = WeakKeyDictionary()
 
 
 def connect(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Let the hosts of these ranks talk. All of them call this together, with any device.
+    """Connect the hosts of these ranks. All of them call this together, with any device.
 
     Args:
         groups: one, or those within and across nodes.
@@ -47,8 +47,8 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
 
 
 def hosts_of(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup] | None:
-    """Return groups of the same ranks over which their hosts talk, ``None`` where they cannot."""
-    serving = [each for each in map(_serving, groups) if each is not None]
+    """Return groups of the same ranks over which hosts communicate, ``None`` if they cannot."""
+    serving = [group for group in map(_serving, groups) if group is not None]
     if serving == list(groups) or _agreed(groups):
         return serving
     return None
@@ -78,7 +78,7 @@ def _companion(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     try:
         store = dist.PrefixStore("fusedops/hosts", group.get_group_store())
         gloo = dist.ProcessGroupGloo(store, rank, size, _TIME_TO_CONNECT)
-    except (AttributeError, RuntimeError) as error:  # built without gloo; no way to the others
+    except (AttributeError, RuntimeError) as error:  # built without gloo, or unreachable
         _LOG.warning("expert parallelism: hosts cannot connect over gloo: %s", error)
         return None
     gloo._set_default_timeout(group._get_backend(device).options._timeout)

@@ -4,11 +4,11 @@ gloo sends every byte through a socket, on one machine too. Where all ranks of a
 each other's memory, collectives of equal tensors on the CPU go through rings in it
 (``csrc/cpu/shared_memory/channel.cpp``); everything else stays with the group's own backend. The
 ranks agree on it when they first communicate: one that cannot, or has ``FUSEDOPS_SHARED_MEMORY=0``,
-keeps all on sockets. Groups of NCCL are left alone.
+keeps all on sockets. Groups of NCCL never use it.
 
-Sums are those of ``communication.ordered_sum``, to the bit, whatever the size of the tensor. Every
-piece in the rings says which collective it belongs to. Ranks that call different ones all get a
-``ValueError`` that names both calls, and their group communicates no more.
+Sums have the bits of ``collectives.ordered_sum``, whatever the size of the tensor. Every piece in
+the rings names its collective. Ranks that call different ones all get a ``ValueError`` that names
+both calls, and their group communicates no more.
 """
 
 from __future__ import annotations
@@ -50,25 +50,15 @@ _channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDiction
 
 @dataclass(slots=True)
 class CollectiveCall:
-    """A collective, for whoever asks where this process stands: torch's recorder has none of them.
+    """A collective in shared memory: torch's flight recorder has none of them."""
 
-    Attributes:
-        group: name and description of the group.
-        number: of the collective in its group, from 1.
-        kind: its name.
-        shape: of the tensor that this rank gives.
-        dtype: of that tensor.
-        created_ns: when it was started, as ``time.time_ns``.
-        state: ``"posted"``, ``"waiting"`` for other ranks, ``"completed"``.
-    """
-
-    group: tuple[str, str]
-    number: int
+    group: tuple[str, str]  # name and description
+    number: int  # of the collective in its group, from 1
     kind: str
-    shape: torch.Size
-    dtype: torch.dtype
-    created_ns: int
-    state: str = "posted"
+    shape: torch.Size  # of the tensor that this rank gives
+    dtype: torch.dtype  # of that tensor
+    created_ns: int  # when it was started, as ``time.time_ns``
+    state: str = "posted"  # ``"posted"``, ``"waiting"`` for other ranks, ``"completed"``
 
 
 # The last ones of this process, the oldest first, and how often one was begun or ended.
@@ -110,53 +100,21 @@ def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
     return total / len(parts) if op == "avg" else total
 
 
-def all_gather(
-    parts: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup
-) -> Finish | None:
-    """Start to join the ranks' tensors in ``parts``; ``None`` where the backend must do it."""
-    return _exchange("all_gather", tensor, parts, group)
-
-
 def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> Finish | None:
     """Start the sum of the ranks' ``parts[rank]``; ``None`` where the backend must do it."""
     if parts.dtype in _SUMMED:
-        return _exchange("reduce_scatter", parts, torch.empty_like(parts[0]), group)
+        return exchange("reduce_scatter", parts, torch.empty_like(parts[0]), group)
     received = torch.empty_like(parts)
-    exchanged = _exchange("all_to_all", parts, received, group, name="reduce_scatter")
+    exchanged = exchange("all_to_all", parts, received, group, name="reduce_scatter")
     if exchanged is None:
         return None
     return lambda: _reduced(exchanged(), "sum")
 
 
-def all_to_all(
-    received: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup
-) -> Finish | None:
-    """Start the exchange of equal parts; ``None`` where the backend must do it."""
-    return _exchange("all_to_all", parts, received, group)
-
-
-def shift(
-    received: torch.Tensor, tensor: torch.Tensor, source: int, group: dist.ProcessGroup
-) -> Finish | None:
-    """Start to copy what rank ``source`` gives; ``None`` where the backend must do it.
-
-    All ranks take part, with tensors of one shape, and each is the source of one.
-    """
-    behind = (group.rank() - source) % group.size()
-    return _exchange("shift", tensor, received, group, source, name=f"shift by {behind}")
-
-
-def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Finish | None:
-    """Start to copy what rank ``source`` has; ``None`` where the backend must do it."""
-    name = f"broadcast from rank {source}"
-    return _exchange("broadcast", tensor, tensor, group, source, name=name)
-
-
 def announce(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Finish | None:
-    """Say that this rank calls a collective which the backend does.
+    """Announce a collective that the backend runs; ``None`` where the ranks share no memory.
 
-    The result waits until all ranks have said the same, and raises if one calls another collective.
-    ``None`` where the ranks share no memory.
+    The result waits until all ranks have announced the same, and raises if one calls another.
     """
     channel = _channel(group, tensor)
     if channel is None:
@@ -165,40 +123,51 @@ def announce(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Finis
     return _started(channel, "sync", empty, empty, lambda: empty, text=f"{name} of {tensor.dtype}")
 
 
-def _exchange(
+def exchange(
     kind: str,
-    given: torch.Tensor,
-    taken: torch.Tensor,
+    sent: torch.Tensor,
+    received: torch.Tensor,
     group: dist.ProcessGroup,
     source: int = 0,
     name: str | None = None,
 ) -> Finish | None:
-    channel = _channel(group, given)
+    """Start a collective from one tensor to another; ``None`` where the backend must do it.
+
+    Args:
+        kind: ``"all_gather"``; ``"all_to_all"`` of equal parts; ``"reduce_scatter"``; ``"shift"``,
+            whose ranks are each the source of one other; ``"broadcast"``.
+        sent: what this rank gives.
+        received: the result; ``sent`` of a broadcast.
+        group: all of its ranks take part, with tensors of one shape.
+        source: the rank whose tensor comes, of a shift or a broadcast.
+        name: for the messages of ranks that call different collectives.
+    """
+    channel = _channel(group, sent)
     if channel is None:
         return None
-    text = _text(name or kind, given)
-    return _started(channel, kind, given, taken, lambda: taken, source, text=text)
+    text = _text(name or kind, sent)
+    return _started(channel, kind, sent, received, lambda: received, source, text=text)
 
 
 def _text(name: str, tensor: torch.Tensor) -> str:
-    """Return what a rank calls, in words: other ranks must say the same."""
+    """Return a description of the call, which must be the same on all ranks."""
     return f"{name} of {tensor.numel()} elements of {tensor.dtype}"
 
 
 def _started(
     channel: Channel,
     kind: str,
-    given: torch.Tensor,
-    taken: torch.Tensor,
+    sent: torch.Tensor,
+    received: torch.Tensor,
     result: Finish,
     source: int = 0,
     *,
     text: str,
 ) -> Finish:
-    tensors = given.detach(), taken.detach()
+    tensors = sent.detach(), received.detach()
     number = _checked(channel, lambda: channel.rings.start(kind, text, *tensors, source))
     name = text.partition(" ")[0]
-    call = CollectiveCall(channel.group, number + 1, name, given.shape, given.dtype, time.time_ns())
+    call = CollectiveCall(channel.group, number + 1, name, sent.shape, sent.dtype, time.time_ns())
     calls.append(call)
     _changes[0] += 1
 
@@ -232,16 +201,16 @@ def _message(channel: Channel, error: Exception) -> str:
 def _channel(group: dist.ProcessGroup, tensor: torch.Tensor) -> Channel | None:
     """Return the channel of these ranks, ``None`` where there is none for such a tensor.
 
-    What is asked here is the same on all ranks: neither sizes nor strides.
+    The conditions are the same on all ranks: neither sizes nor strides.
     """
     if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return None
     if tensor.layout is not torch.strided or _is_simulated(tensor):
         return None
-    found: Any = _channels.get(group, _UNKNOWN)
-    if found is _UNKNOWN:
-        found = _channels[group] = _connect(group)
-    return found
+    channel: Any = _channels.get(group, _UNKNOWN)
+    if channel is _UNKNOWN:
+        channel = _channels[group] = _connect(group)
+    return channel
 
 
 def _is_simulated(tensor: torch.Tensor) -> bool:
@@ -275,7 +244,7 @@ def _new_rings(group: dist.ProcessGroup) -> Any:
 
 
 def _agree(group: dist.ProcessGroup, rings: Any) -> Any:
-    """Exchange who and where the ranks are; all must see the memory of all."""
+    """Exchange process ids and descriptors; all ranks must see the memory of all."""
     descriptor = -1 if rings is None else rings.descriptor()
     secret = secrets.randbits(62)
     if descriptor >= 0:
@@ -292,7 +261,7 @@ def _agree(group: dist.ProcessGroup, rings: Any) -> Any:
 
 
 def _machine() -> int:
-    """Return a number that processes share which see each other's numbers of processes."""
+    """Return a number shared by processes that see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         words = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

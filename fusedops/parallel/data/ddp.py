@@ -149,10 +149,6 @@ class BucketedAllReduce:
         """
         self._start(lambda bucket: True)
 
-    def finish(self) -> None:
-        """Wait for the reductions of ``start``, and write the sums."""
-        self._finish()
-
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         """Record a gradient, and start every bucket that is complete."""
         if not self.synchronize:
@@ -161,7 +157,7 @@ class BucketedAllReduce:
             self._running = True
             for bucket in self._buckets:
                 bucket.missing = set(bucket.parameters)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._bucket_of[parameter].missing.discard(parameter)
         if self.overlap:
             self._start(lambda bucket: not bucket.missing)
@@ -177,8 +173,8 @@ class BucketedAllReduce:
                 add = collectives.all_reduce_ordered if self.ordered else collectives.all_reduce
                 bucket.pending = add(flat, self.group, label=label)
 
-    def _finish(self) -> None:
-        """Start what is left, wait for all, and write the sums."""
+    def finish(self) -> None:
+        """Start what is left, wait for all reductions, and write the sums."""
         try:
             self._start(lambda bucket: True)
             for bucket in self._buckets:

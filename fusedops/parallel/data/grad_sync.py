@@ -12,17 +12,12 @@ from fusedops.parallel.data.ddp import BucketedAllReduce
 
 @dataclass
 class GradientSync:
-    """What sums the gradients of a model over data-parallel ranks, and when.
+    """What sums the gradients of a model over data-parallel ranks, and when."""
 
-    Attributes:
-        reducers: of the replicated parameters.
-        sharded: modules that ``shard`` sharded, the one that contains all others last.
-        stage: of ``shard``; 0 if nothing is sharded.
-    """
-
-    reducers: list[BucketedAllReduce] = field(default_factory=list)
+    reducers: list[BucketedAllReduce] = field(default_factory=list)  # of the replicated parameters
+    # Modules that ``shard`` sharded, the one that contains all others last
     sharded: list[nn.Module] = field(default_factory=list)
-    stage: int = 0
+    stage: int = 0  # of ``shard``; 0 if nothing is sharded
 
     def begin(self, *, last: bool) -> None:
         """Prepare for the forward and backward of a micro-batch.
