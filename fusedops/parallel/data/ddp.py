@@ -25,12 +25,8 @@ _OP = "BucketedAllReduce"
 def by_bytes(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
     """Return parameters in buckets of about ``limit`` bytes, each of one dtype and device.
 
-    Args:
-        parameters: in the order of the forward.
-        limit: bytes of the local shards; a bucket ends with the parameter that reaches it.
-
-    Returns:
-        The buckets, the last parameters first: their gradients are ready first.
+    ``parameters`` are in the order of the forward, and the buckets in reverse: the last gradients
+    are ready first. A bucket ends with the parameter whose local shard reaches the limit.
     """
     unfinished: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     buckets = []
@@ -143,10 +139,7 @@ class BucketedAllReduce:
         self._hooks.clear()
 
     def start(self) -> None:
-        """Start to reduce all gradients, after backwards that did not.
-
-        For loops that choose the moment: ``remove`` removes the hooks, and ``finish`` waits.
-        """
+        """Start to reduce all gradients, after backwards that did not; ``finish`` waits."""
         self._start(lambda bucket: True)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:

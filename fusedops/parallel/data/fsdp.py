@@ -87,7 +87,7 @@ def shard(
 def divides(parameter: torch.Tensor, ranks: int) -> bool:
     """Whether ``shard`` can shard a parameter over so many ranks.
 
-    It cannot if two meshes would shard one dim unevenly, such as a bias of 19 words on 2 ranks of
+    It cannot if two meshes would shard one dim unevenly, such as a bias of 19 entries on 2 ranks of
     tensor parallelism: torch does not gather such shards.
     """
     shards = _shards_by_dim(parameter)
@@ -121,7 +121,7 @@ def _shards_by_dim(parameter: torch.Tensor) -> dict[int, int]:
 
 
 def gather_weights(root: nn.Module) -> None:
-    """Gather all weights below a root that ``shard`` was given, as FSDP2's hooks do."""
+    """Gather all weights below a sharded root, as FSDP2's hooks do."""
     for group in _parameter_groups(root):
         group.unshard()
         group.wait_for_unshard()

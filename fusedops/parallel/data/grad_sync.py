@@ -20,14 +20,11 @@ class GradientSync:
     stage: int = 0  # of ``shard``; 0 if nothing is sharded
 
     def begin(self, *, last: bool) -> None:
-        """Prepare for the forward and backward of a micro-batch.
+        """Prepare for the forward and backward of a micro-batch; ``last``: of a step.
 
         Before the last one, replicated parameters and stage 1 accumulate gradients and communicate
         nothing; stages 2 and 3 reduce in each, because they keep gradients sharded. Stages 1 and 2
         keep weights unsharded until the backward of the last one.
-
-        Args:
-            last: whether it is the last micro-batch of a step.
         """
         for reducer in self.reducers:
             reducer.begin(last=last)
@@ -36,7 +33,7 @@ class GradientSync:
     def begin_part(self) -> None:
         """Prepare for a part of a backward that comes in two.
 
-        FSDP2's hooks are where gradients of inputs pass, and the gradients of weights come later:
+        FSDP2's hooks run where gradients of inputs pass, and the gradients of weights come later:
         during a part the hooks do nothing. All weights are gathered, because both parts read them.
         """
         self._set(False, sync=False, reshard=False)
@@ -46,9 +43,7 @@ class GradientSync:
     def end_part(self, *, weights: bool, last: bool) -> None:
         """Do what FSDP2's hooks do in an undivided backward.
 
-        Args:
-            weights: whether the part computed the gradients of weights.
-            last: whether it is the last backward of the step.
+        ``weights``: the part computed the gradients of weights. ``last``: of the step.
         """
         if weights:
             self.begin(last=last)

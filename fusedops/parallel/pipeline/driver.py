@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import distributed as dist
@@ -42,16 +42,11 @@ _HEADER = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Computes(Protocol):
-    """The forward of a stage, for a step."""
-
-    def __call__(
-        self, stage: int, microbatch: int, given: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the input of the next stage, and this stage's share of the loss.
-
-        The first is ``None`` of the last stage. The second is ``None`` where there is no share.
-        """
+# Of stage, micro-batch and input: the input of the next stage, ``None`` of the last one, and this
+# stage's share of the loss, ``None`` where there is no share.
+Computes: TypeAlias = Callable[
+    [int, int, "torch.Tensor | None"], tuple["torch.Tensor | None", "torch.Tensor | None"]
+]
 
 
 class Reduces(Protocol):
@@ -77,7 +72,7 @@ class Reduces(Protocol):
 class _InFlight:
     """A micro-batch on a stage, from its forward to the end of its backward."""
 
-    given: torch.Tensor | None
+    input: torch.Tensor | None
     roots: list[torch.Tensor]
     grads: list[torch.Tensor]
     groups: list[dict[str, Any]] | None = None
@@ -91,10 +86,9 @@ class Driver:
     group: dist.ProcessGroup  # the ranks of the pipeline
     # The modules of this rank, by number of the stage: whose parameters get gradients
     stages: Mapping[int, nn.Module]
-    # For each of them, what sums its gradients; nothing for stages without copies
+    # For each of them, what sums its gradients; nothing for stages without replicas
     data: Mapping[int, Reduces] = field(default_factory=dict)
-    # The most micro-batches of which a stage kept a graph at a time, in the last step, by
-    # stage
+    # By stage, the most micro-batches that were in flight at a time in the last step
     most_alive: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -162,9 +156,9 @@ class _Step:
         elif kind == RECEIVE_BACKWARD:
             self._backward[place] = self._receive(action, stage + 1)
         else:
-            given = self._wait(kind, place)
+            received = self._wait(kind, place)
             with collectives.computing(str(action)):
-                self._run(kind, place, given)
+                self._run(kind, place, received)
             if kind in (BACKWARD, WEIGHT):
                 self._ended(stage)
 
@@ -178,50 +172,50 @@ class _Step:
     def _wait(self, kind: str, place: tuple[int, int]) -> torch.Tensor | None:
         """Return the tensor of another stage that this action needs."""
         stage = place[0]
+        received: Pending | torch.Tensor | None = None
         if kind == FORWARD:
-            found = self._forward.pop(place) if stage else None
-        elif kind == WEIGHT or stage == self._table.stages - 1:
-            found = None
-        else:
-            found = self._backward.pop(place)
-        return found.wait() if isinstance(found, Pending) else found
+            received = self._forward.pop(place) if stage else None
+        elif kind != WEIGHT and stage < self._table.stages - 1:
+            received = self._backward.pop(place)
+        return received.wait() if isinstance(received, Pending) else received
 
-    def _run(self, kind: str, place: tuple[int, int], given: torch.Tensor | None) -> None:
-        stage = place[0]
+    def _run(self, kind: str, place: tuple[int, int], received: torch.Tensor | None) -> None:
         if kind == FORWARD:
-            self._run_forward(place, given)
-        elif kind == BACKWARD:
-            data = self._driver.data.get(stage)
+            self._run_forward(place, received)
+            return
+        state = self._in_flight[place] if kind == INPUT else self._in_flight.pop(place)
+        if received is not None:
+            state.grads.insert(0, received)
+        if kind == BACKWARD:
+            data = self._driver.data.get(place[0])
             if data is not None:
-                data.begin(last=self._is_last(stage))
-            state = self._with_gradient(self._in_flight.pop(place), given)
+                data.begin(last=self._is_last(place[0]))
             torch.autograd.backward(state.roots, state.grads)
             self._pass_back(place, state)
         else:
-            self._run_part(kind, place, given)
+            self._run_part(kind, place, state)
 
-    def _run_part(self, kind: str, place: tuple[int, int], given: torch.Tensor | None) -> None:
+    def _run_part(self, kind: str, place: tuple[int, int], state: _InFlight) -> None:
         """Compute, of a backward, the gradient of the input, or later those of the weights."""
         stage = place[0]
-        state, data = self._in_flight[place], self._driver.data.get(stage)
-        self._with_gradient(state, given)
-        if kind == INPUT and state.given is None:  # the first stage has no gradient of an input
+        data = self._driver.data.get(stage)
+        if kind == INPUT and state.input is None:  # the first stage has no gradient of an input
             return
         if data is not None:
             data.begin_part()
         if kind == INPUT:
             self._run_input(place, state)
         else:
-            self._run_weight(place)
+            self._run_weight(stage, state)
         if data is not None:
             data.end_part(weights=kind == WEIGHT, last=self._is_last(stage))
 
-    def _run_forward(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
+    def _run_forward(self, place: tuple[int, int], input: torch.Tensor | None) -> None:
         stage, microbatch = place
         training = torch.is_grad_enabled()
-        if given is not None:
-            given = given.detach().requires_grad_(training)
-        passed, share = self._compute(stage, microbatch, given)
+        if input is not None:
+            input = input.detach().requires_grad_(training)
+        passed, share = self._compute(stage, microbatch, input)
         if passed is not None:
             if training and passed._is_view():  # the split backward cuts its roots off in place
                 passed = passed.clone()
@@ -230,7 +224,7 @@ class _Step:
             return
         roots = [root for root in (passed, share) if root is not None and root.requires_grad]
         grads = [torch.ones_like(share)] if share is not None and share.requires_grad else []
-        self._in_flight[place] = _InFlight(given, roots, grads)
+        self._in_flight[place] = _InFlight(input, roots, grads)
         self._alive[stage] += 1
         most = self._driver.most_alive
         most[stage] = max(most[stage], self._alive[stage])
@@ -239,23 +233,17 @@ class _Step:
         from torch.distributed.pipelining._backward import stage_backward_input
 
         weights = self._driver.stages[place[0]].parameters()
-        _, state.groups = stage_backward_input(state.roots, state.grads, [state.given], weights)
+        _, state.groups = stage_backward_input(state.roots, state.grads, [state.input], weights)
         state.roots, state.grads = [], []
         self._pass_back(place, state)
 
-    def _run_weight(self, place: tuple[int, int]) -> None:
-        state = self._in_flight.pop(place)
+    def _run_weight(self, stage: int, state: _InFlight) -> None:
         if state.groups is None:
             torch.autograd.backward(state.roots, state.grads)
             return
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        stage_backward_weight(self._driver.stages[place[0]].parameters(), state.groups)
-
-    def _with_gradient(self, state: _InFlight, given: torch.Tensor | None) -> _InFlight:
-        if given is not None:
-            state.grads.insert(0, given)
-        return state
+        stage_backward_weight(self._driver.stages[stage].parameters(), state.groups)
 
     def _is_last(self, stage: int) -> bool:
         """Whether the backward that runs is the last one of a stage."""
@@ -263,10 +251,10 @@ class _Step:
 
     def _pass_back(self, place: tuple[int, int], state: _InFlight) -> None:
         stage, microbatch = place
-        if state.given is not None:
-            assert state.given.grad is not None
-            self._put(self._backward, (stage - 1, microbatch), state.given.grad, place)
-            state.given = None
+        if state.input is not None:
+            assert state.input.grad is not None
+            self._put(self._backward, (stage - 1, microbatch), state.input.grad, place)
+            state.input = None
 
     def _put(
         self,

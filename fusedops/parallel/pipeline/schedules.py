@@ -33,7 +33,7 @@ _OP = "pipeline"
 
 
 class Action(NamedTuple):
-    """Something that is done once; prints as ``2F0``: stage, what, micro-batch."""
+    """An action of a rank; prints as ``2F0``: stage, kind, micro-batch."""
 
     kind: str
     stage: int
@@ -193,7 +193,7 @@ def _check_rounds(op: str, name: str, ranks: int, microbatches: int) -> None:
         return number % max(1, number // ranks) == 0
 
     if not fits(microbatches):
-        near = [each for each in range(1, 2 * microbatches + ranks) if fits(each)]
+        near = [number for number in range(1, 2 * microbatches + ranks) if fits(number)]
         wanted = f"a multiple of pp = {ranks}, or of its rounds, with {name!r}"
         refuse(op, "microbatches", wanted, microbatches, near)
 
@@ -212,7 +212,7 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
     return actions
 
 
-class _Seat:
+class _StageStub:
     """What torch's schedules read of a stage when they make their tables."""
 
     def __init__(self, stage: int, stages: int, ranks: int) -> None:
@@ -229,8 +229,8 @@ def _of_torch(name: str, ranks: int, microbatches: int, virtual: int) -> list[li
     """Return the computations of one of torch's schedules."""
     module = importlib.import_module("torch.distributed.pipelining.schedules")
     kind = getattr(module, f"Schedule{name}")
-    seats = [_Seat(lap * ranks, ranks * virtual, ranks) for lap in range(virtual)]
-    order = kind(seats, microbatches).pipeline_order
+    stubs = [_StageStub(lap * ranks, ranks * virtual, ranks) for lap in range(virtual)]
+    order = kind(stubs, microbatches).pipeline_order
     return [list(_flat(order[rank])) for rank in range(ranks)]
 
 

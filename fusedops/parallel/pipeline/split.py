@@ -1,9 +1,10 @@
 """Which layers a stage of a pipeline gets: by their costs, or where the user cuts.
 
-A pipeline runs at about the pace of its slowest rank. ``balanced`` makes the dearest stage as cheap
-as it can be; what that is worth depends on the schedule, above all where a rank has several stages,
-so ``shortest`` goes on from there by the time that a step would take. What stands before the first
-layer and behind the last belongs to the first and last stage and counts with them.
+A pipeline runs at about the pace of its slowest rank. ``balanced`` minimizes the cost of the
+slowest stage; what that is worth depends on the schedule, above all where a rank has several
+stages, so ``shortest`` continues from there by the time of a step. What precedes the first layer
+and follows the last belongs to the first and last stage: ``first`` and ``last`` are its costs, in
+the unit of ``costs``, those of the layers.
 """
 
 from __future__ import annotations
@@ -22,20 +23,14 @@ _TIMED = 100_000
 def balanced(
     costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
-    """Return runs of layers whose dearest one is as cheap as any split's can be.
-
-    Args:
-        costs: of each layer, in any unit.
-        stages: how many runs; each has a layer at least.
-        first: what the first stage does besides.
-        last: what the last stage does besides.
+    """Return runs of layers, at least one each, whose slowest is as fast as any split's can be.
 
     Raises:
         ValueError: there are fewer layers than stages.
 
     Note:
-        Of several such splits the one with the least sum of squares that dynamic programming finds:
-        layers go where there is room. Costs are compared as they are given.
+        Of several such splits, the one with the least sum of squares that dynamic programming
+        finds.
 
     Example:
         >>> from fusedops.parallel.pipeline.split import balanced
@@ -47,18 +42,18 @@ def balanced(
     sums = [0.0, *accumulate(costs)]
 
     def cost(begin: int, end: int) -> float:
-        found = sums[end] - sums[begin]
-        return found + (first if begin == 0 else 0.0) + (last if end == layers else 0.0)
+        layer_costs = sums[end] - sums[begin]
+        return layer_costs + (first if begin == 0 else 0.0) + (last if end == layers else 0.0)
 
-    # best[end]: of the layers before `end` in so many stages: dearest stage, sum of squares, cuts.
+    # best[end]: of the layers before `end` in so many stages: slowest stage, sum of squares, cuts.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         after = stages - stage - 1
         ends = [layers] if not after else range(stage + 1, layers - after + 1)
         best = {
             end: min(
-                (max(dearest, cost(begin, end)), squares + cost(begin, end) ** 2, (*cuts, end))
-                for begin, (dearest, squares, cuts) in best.items()
+                (max(slowest, cost(begin, end)), squares + cost(begin, end) ** 2, (*cuts, end))
+                for begin, (slowest, squares, cuts) in best.items()
                 if begin < end
             )
             for end in ends
@@ -71,32 +66,24 @@ def shortest(
 ) -> list[range]:
     """Return runs of layers with which a schedule's step is short.
 
-    Args:
-        costs: of each layer, in any unit.
-        order: the schedule.
-        first: what the first stage does besides.
-        last: what the last stage does besides.
-
     Raises:
         ValueError: there are fewer layers than stages.
 
     Note:
-        From the split whose dearest stage is the cheapest on, a layer moves from one stage to
-        another, those between shifting along, for as long as the ``timeline`` gets shorter: no such
-        move makes it shorter, unless there are so many stages and micro-batches that looking on
-        would take seconds.
+        Starts from the split with the fastest slowest stage. Then a layer moves from one stage to
+        another, shifting those between, for as long as the ``timeline`` gets shorter: no such move
+        makes it shorter, unless there are so many stages and micro-batches that the search would
+        take seconds.
 
     Example:
         >>> from fusedops.parallel.pipeline.schedules import table
         >>> from fusedops.parallel.pipeline.split import balanced, shortest
-        >>> [len(each) for each in balanced([1.0] * 6, 4, last=1.0)]
+        >>> [len(run) for run in balanced([1.0] * 6, 4, last=1.0)]
         [1, 2, 2, 1]
-        >>> [len(each) for each in shortest([1.0] * 6, table("zbv", 2, 8), last=1.0)]
+        >>> [len(run) for run in shortest([1.0] * 6, table("zbv", 2, 8), last=1.0)]
         [2, 1, 2, 1]
     """
-    found = balanced(costs, order.stages, first=first, last=last)
-    actions = sum(map(len, order.actions))
-    left = _TIMED // actions
+    left = _TIMED // sum(map(len, order.actions))
 
     def rating(cuts: tuple[int, ...]) -> tuple[float, float]:
         stages = [sum(costs[layer] for layer in run) for run in _runs(cuts)]
@@ -104,7 +91,8 @@ def shortest(
         stages[-1] += last
         return timeline(order, stages=stages).end, max(stages)
 
-    cuts = tuple(run.stop for run in found)
+    start = balanced(costs, order.stages, first=first, last=last)
+    cuts = tuple(run.stop for run in start)
     best = rating(cuts)
     while left > 0:
         others = _moves(cuts)[:left]
