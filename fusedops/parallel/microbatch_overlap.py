@@ -35,18 +35,12 @@ _Start: TypeAlias = Callable[[torch.Tensor], Pending]
 
 
 def run_interleaved(halves: Sequence[Phases[T]], *, lead: int) -> list[tuple[torch.Tensor, T]]:
-    """Run two computations in alternating phases.
+    """Run two computations in alternating phases; ``lead`` phases of the first before the second.
 
-    Args:
-        halves: the two computations.
-        lead: phases of the first computation that run before the second starts.
-
-    Returns:
-        The results of both; the caller must use the first tensor of each.
-
-    Note:
-        While communications are recorded, the log has a computation for each phase, forward and
-        backward, named by the half and the phase: ``"half 0: norm"``.
+    Returns the results of both; the caller must use the first tensor of each. While communications
+    are recorded, the log has a computation for each phase, forward and backward, named by the half
+    and the
+    phase: ``"half 0: norm"``.
     """
     trace = _Trace()
     running = {number: _Running(number, half, trace) for number, half in enumerate(halves)}
@@ -158,18 +152,14 @@ def start_to_tensor_parallel(
     input: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
 ) -> PendingTensor:
     """Start ``to_tensor_parallel`` of ``tensor/layers.py``."""
-    if sequence:
-        return PendingTensor(input, _all_gather(group), _reduce_scatter(group))
-    return PendingTensor(input, _nothing, _all_reduce(group))
+    return PendingTensor(input, _gather(group, sequence), _sum(group, sequence))
 
 
 def start_from_tensor_parallel(
     partial: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
 ) -> PendingTensor:
     """Start ``from_tensor_parallel`` of ``tensor/layers.py``."""
-    if sequence:
-        return PendingTensor(partial, _reduce_scatter(group), _all_gather(group))
-    return PendingTensor(partial, _all_reduce(group), _nothing)
+    return PendingTensor(partial, _sum(group, sequence), _gather(group, sequence))
 
 
 class _TensorExchange:
@@ -193,21 +183,17 @@ class _TensorExchange:
     finish_backward = finish
 
 
-def _nothing(tensor: torch.Tensor) -> Pending:
-    return Pending(lambda: tensor)
+def _gather(group: dist.ProcessGroup, sequence: bool) -> _Start:
+    """Return what starts an all-gather; nothing where tokens are not sharded."""
+    if sequence:
+        return lambda tensor: collectives.all_gather(tensor, group, dim=-2)
+    return lambda tensor: Pending(lambda: tensor)
 
 
-def _all_reduce(group: dist.ProcessGroup) -> _Start:
-    def start(tensor: torch.Tensor) -> Pending:
-        summed = tensor.clone(memory_format=torch.contiguous_format)
-        return collectives.all_reduce(summed, group)
-
-    return start
-
-
-def _all_gather(group: dist.ProcessGroup) -> _Start:
-    return lambda tensor: collectives.all_gather(tensor, group, dim=-2)
-
-
-def _reduce_scatter(group: dist.ProcessGroup) -> _Start:
-    return lambda tensor: collectives.reduce_scatter(tensor, group, dim=-2)
+def _sum(group: dist.ProcessGroup, sequence: bool) -> _Start:
+    """Return what starts a reduce-scatter; an all-reduce where tokens are not sharded."""
+    if sequence:
+        return lambda tensor: collectives.reduce_scatter(tensor, group, dim=-2)
+    return lambda tensor: collectives.all_reduce(
+        tensor.clone(memory_format=torch.contiguous_format), group
+    )

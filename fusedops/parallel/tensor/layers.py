@@ -133,23 +133,12 @@ def from_tensor_parallel(
 
 
 def distribute(
-    op: str,
-    name: str,
-    parameter: Any,
-    mesh: DeviceMesh,
-    dim: int | None,
-    *,
-    uneven: bool = False,
+    op: str, name: str, parameter: Any, mesh: DeviceMesh, dim: int | None, *, uneven: bool = False
 ) -> Any:
-    """Return a replicated parameter as a DTensor on ``mesh``.
+    """Return a replicated parameter as a DTensor on ``mesh``, ``None`` for ``None``.
 
-    Args:
-        op: who asks, for messages.
-        name: of the parameter, for messages.
-        parameter: the same on every rank (or on the meta device), or ``None``.
-        mesh: of one dim.
-        dim: the dim that is sharded over the ranks; ``None``: it stays replicated.
-        uneven: whether the last rank may have less, but not nothing.
+    It is the same on every rank, or on the meta device. ``dim`` is sharded over the ranks;
+    ``None``: it stays replicated. With ``uneven`` the last rank may have less, but not nothing.
 
     Raises:
         ValueError: the ranks do not divide the dim.

@@ -63,44 +63,13 @@ class _ReplicatedParameters(torch.autograd.Function):
         return None, *(part.view(shape).to(dtype) for part, (shape, dtype, _) in parts)
 
 
-# How each norm computes: from the module, its parameters and its arguments.
-_FORWARDS: dict[type, Callable[..., Any]] = {
-    LayerNorm: lambda norm, weight, bias, x: layer_norm(
-        x, norm.normalized_shape, weight, bias, norm.eps
-    ),
-    RMSNorm: lambda norm, weight, bias, x: rms_norm(
-        x,
-        norm.normalized_shape,
-        weight,
-        norm.eps,
-        weight_offset=norm.weight_offset,
-        rounding=norm.rounding,
-    ),
-    AddLayerNorm: lambda norm, weight, bias, x, residual, seed=None: add_layer_norm(
-        x,
-        residual,
-        norm.normalized_shape,
-        weight,
-        bias,
-        norm.eps,
-        dropout_p=norm.dropout_p,
-        training=norm.training,
-        seed=seed,
-    ),
-    AddRMSNorm: lambda norm, weight, bias, x, residual, seed=None: add_rms_norm(
-        x,
-        residual,
-        norm.normalized_shape,
-        weight,
-        norm.eps,
-        weight_offset=norm.weight_offset,
-        rounding=norm.rounding,
-        dropout_p=norm.dropout_p,
-        training=norm.training,
-        seed=seed,
-    ),
+# Of each norm: its function, whether that takes a bias, and the attributes that are keywords.
+_NORMS: dict[type, tuple[Callable[..., Any], bool, tuple[str, ...]]] = {
+    LayerNorm: (layer_norm, True, ()),
+    RMSNorm: (rms_norm, False, ("weight_offset", "rounding")),
+    AddLayerNorm: (add_layer_norm, True, ("dropout_p", "training")),
+    AddRMSNorm: (add_rms_norm, False, ("weight_offset", "rounding", "dropout_p", "training")),
 }
-_OPTIONS = ("normalized_shape", "eps", "weight_offset", "rounding", "dropout_p")
 
 
 class SequenceNorm(ParallelLayer):
@@ -111,7 +80,7 @@ class SequenceNorm(ParallelLayer):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    compute: Callable[..., Any]
+    kind: type  # of the plain norm
 
     @classmethod
     def of(
@@ -124,14 +93,13 @@ class SequenceNorm(ParallelLayer):
         """
         self = cls(mesh, sequence=True)
         op = cls.__name__
-        if type(module) not in _FORWARDS:
-            names = ", ".join(norm.__name__ for norm in _FORWARDS)
+        if type(module) not in _NORMS:
+            names = ", ".join(norm.__name__ for norm in _NORMS)
             wanted = f"module must be one of fusedops.nn's {names}"
             raise TypeError(f"{op}: {wanted}, got {checks.type_name(module)}")
-        self.compute = _FORWARDS[type(module)]
-        for name in _OPTIONS:
-            if hasattr(module, name):
-                setattr(self, name, getattr(module, name))
+        self.kind = type(module)
+        for name in ("normalized_shape", "eps", *_NORMS[self.kind][2]):
+            setattr(self, name, getattr(module, name))
         for name in ("weight", "bias"):
             parameter = distribute(op, name, getattr(module, name, None), mesh, None)
             self.register_parameter(name, parameter)
@@ -140,7 +108,10 @@ class SequenceNorm(ParallelLayer):
     def forward(self, *inputs: torch.Tensor, **options: Any) -> Any:
         """Return what the plain norm returns of this rank's tokens or heads."""
         weight, bias = self.cached("norm", self._replicated)
-        return self.compute(self, weight, bias, *inputs, **options)
+        function, has_bias, names = _NORMS[self.kind]
+        parameters = (weight, bias) if has_bias else (weight,)
+        options |= {name: getattr(self, name) for name in names}
+        return function(*inputs, self.normalized_shape, *parameters, self.eps, **options)
 
     def _replicated(self) -> list[torch.Tensor | None]:
         return replicated_parameters([local(self.weight), local(self.bias)], self.group)

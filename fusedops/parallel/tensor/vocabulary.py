@@ -66,21 +66,11 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Compute ``fusedops.linear_cross_entropy`` with the classes sharded over ranks.
 
-    Args:
-        hidden: ``[..., hidden_size]``, the same on every rank. Its gradient is this rank's part of
-            a sum: it is the result of ``to_tensor_parallel`` or ``copy_to``.
-        weight: ``[local classes, hidden_size]``, the rows in ``vocab_range`` of this rank.
-        target: ``[...]``, int64, the same on every rank: of all classes.
-        group: the process group.
-        bias: ``[local classes]``.
-        vocab_size: number of all classes.
-        ignore_index: as for ``linear_cross_entropy``, and so all that follow.
-        label_smoothing: as there.
-        z_loss: as there.
-        softcap: as there.
-        reduction: as there.
-        chunk_size: as there.
-        recompute: as there.
+    ``hidden`` ``[..., hidden_size]`` and ``target`` ``[...]`` are the same on every rank; the
+    gradient of ``hidden`` is this rank's part of a sum, so it is the result of
+    ``to_tensor_parallel`` or ``copy_to``. ``weight`` and ``bias`` are the rows in ``vocab_range``
+    of this rank. Targets and ``vocab_size`` count all classes. The options are those of
+    ``linear_cross_entropy``.
 
     Returns:
         One number, or ``[...]`` for ``"none"``, the same on every rank: float32 (float64 for
