@@ -24,13 +24,13 @@ class AsyncExchange(Protocol):
     """What is sent, forwards and backwards. Each method is called once per pass, in this order."""
 
     def start(self, *tensors: torch.Tensor) -> None:
-        """Begin to send ``tensors``."""
+        """Start to send ``tensors``."""
 
     def finish(self) -> tuple[torch.Tensor, ...]:
         """Wait, and return what arrived."""
 
     def start_backward(self, *grads: torch.Tensor) -> None:
-        """Begin to send the gradients of what ``finish`` returned."""
+        """Start to send the gradients of what ``finish`` returned."""
 
     def finish_backward(self) -> tuple[torch.Tensor | None, ...]:
         """Wait, and return the gradients of what ``start`` took."""
@@ -79,7 +79,7 @@ class _End(torch.autograd.Function):
 
 
 class RowCounts(NamedTuple):
-    """How many rows are sent to and received from each rank of a group."""
+    """Rows that are sent to and received from each rank of a group."""
 
     send: list[int]
     receive: list[int]
@@ -94,7 +94,7 @@ class Transfer:
     """An all-to-all of rows, started by the constructor.
 
     Args:
-        rows: ``[sum(counts.send), ...]``, rows for each rank of the group one after the other.
+        rows: ``[sum(counts.send), ...]``, those for rank 0 first.
         counts: of the rows.
         group: the process group.
         num_rows: rows of the result, at least ``sum(counts.receive)``; those after are not written.

@@ -28,14 +28,10 @@ def raise_on_all(
     make: Callable[[dict[int, str]], Exception],
     group: dist.ProcessGroup | None,
 ) -> Iterator[None]:
-    """Raise on every rank of a group if the block raises on one of them.
+    """Raise on every rank of a group if the block raises one of ``kinds`` on one of them.
 
-    All ranks must enter it, and the block must not communicate.
-
-    Args:
-        kinds: the exceptions of the block that are exchanged; others are raised on this rank alone.
-        make: makes the exception that all ranks raise, from the messages by rank.
-        group: the ranks; ``None``: this process alone.
+    All ranks must enter it, and the block must not communicate. ``make`` makes the exception that
+    all ranks raise, from the messages by rank. Without a group: this process alone.
     """
     message = None
     try:
@@ -47,12 +43,7 @@ def raise_on_all(
 
 
 def gather_errors(message: str | None, group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Return the error messages of the ranks that have one, by rank; the same on every rank.
-
-    Args:
-        message: of this rank, or ``None``.
-        group: the ranks; ``None``: this process alone.
-    """
+    """Return the error messages of the ranks that have one, by rank; the same on every rank."""
     messages = [message]
     if group is not None and group.size() > 1:
         messages = [None] * group.size()
@@ -92,10 +83,7 @@ def error_of(
 ) -> ValueError | None:
     """Return the error of the first rank that reports one, ``None`` if none does.
 
-    Args:
-        op: the name of the public function, for the message.
-        codes: the ``ErrorCode`` of each rank.
-        sender: names the rank in the message.
+    ``sender`` names the rank in the message.
     """
     for rank, code in enumerate(codes):
         if code != ErrorCode.NONE:
@@ -109,8 +97,8 @@ class ErrorVote:
     Args:
         op: the name of the public function, for messages.
         groups: one group; or those within and across nodes: the result of the first is sent in the
-            second, so that every rank of the mesh learns of an error on any other.
-        error: what is wrong on this rank, or ``None``.
+            second.
+        error: of this rank, or ``None``.
         code: what is reported of ``error``; by default the code of its type.
         device: a device from which the backend of the groups can send.
     """

@@ -1,8 +1,8 @@
-"""Dropout that does not depend on the layout: each element draws by its place in the whole batch.
+"""Dropout that does not depend on the layout: each element draws by its index in the global batch.
 
 One process would drop elements of ``[B, S, H]`` and scores of ``[B, N, S, S]`` by their linear
 indices there, from one seed a call. A rank that has some of the sequences, a part of each sequence,
-or some of the heads draws the same numbers when its seed says where its elements stand
+or some of the heads draws the same numbers when its seed gives the indices of its elements
 (``_core/philox.py``): nothing is communicated, stored or drawn twice.
 
 All ranks must draw from the same seeds. A shard of balanced context parallelism is two pieces of
@@ -25,7 +25,7 @@ class Place:
 
     Attributes:
         batch_part: of the sequences: the rank among those that have others.
-        sequence_part: of the tokens of a shard of each sequence, which lie side by side.
+        sequence_part: of the tokens of a shard of each sequence, which are contiguous.
         sequence_parts: how many parts those have.
         head_part: of the heads of attention.
         head_parts: how many parts those have.
@@ -63,9 +63,7 @@ class Place:
     def of_rows(self, input: torch.Tensor, seed: torch.Tensor | None = None) -> torch.Tensor:
         """Return a seed for dropout of activations ``[B, s, H]``.
 
-        Args:
-            input: the activations here.
-            seed: of the whole, ``[2]``; by default new numbers of torch's generator.
+        ``seed`` ``[2]`` is that of the global batch; by default new numbers of torch's generator.
 
         Raises:
             ValueError: they are not of three dims.
@@ -79,12 +77,9 @@ class Place:
     def of_scores(
         self, query: torch.Tensor, length: int, seed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a seed for dropout in attention of whole sequences, the heads here.
+        """Return a seed for dropout in attention of complete sequences, the heads here.
 
-        Args:
-            query: ``[B, n, s, D]``.
-            length: tokens of a sequence.
-            seed: as of ``of_rows``.
+        ``query`` is ``[B, n, s, D]``, and ``length`` the tokens of a sequence.
 
         Raises:
             ValueError: they are not of four dims.
@@ -99,29 +94,20 @@ class Place:
     def rows(self, first: int, tokens: int, features: int) -> tuple[int, ...]:
         """Return the numbers of a seed for activations ``[B, s, H]``.
 
-        Args:
-            first: how many sequences come before these in the whole batch.
-            tokens: ``s``.
-            features: ``H``.
+        ``first`` is how many sequences come before these in the global batch.
         """
         length = tokens * self.sequence_parts * self.context_parts
         pieces = self.pieces(tokens)
         unit = math.gcd(*(stop - start for start, stop in pieces)) or 1
-        starts = [each for start, stop in pieces for each in range(start, stop, unit)] or [0]
+        starts = [at for start, stop in pieces for at in range(start, stop, unit)] or [0]
         unit, run = unit * max(1, features), len(starts) * unit * max(1, features)
         return run, length * features, unit, *((first * length + at) * features for at in starts)
 
     def scores(self, first: int, heads: int, length: int) -> tuple[int, int, int]:
-        """Return the numbers of a seed for scores ``[B, n, S, S]``.
-
-        Args:
-            first: as of ``rows``.
-            heads: ``n``, those here.
-            length: ``S``.
-        """
+        """Return the numbers of a seed for scores ``[B, n, S, S]``; ``heads`` is ``n``."""
         square = length * length
-        whole = heads * self.head_parts * square
-        return first * whole + self.head_part * heads * square, whole, square
+        per_sequence = heads * self.head_parts * square
+        return first * per_sequence + self.head_part * heads * square, per_sequence, square
 
     def pieces(self, tokens: int) -> list[tuple[int, int]]:
         """Return which tokens of a sequence the ``tokens`` here are, as ranges."""
@@ -131,11 +117,11 @@ class Place:
         from fusedops.parallel.context.layout import merged, mirrored
 
         length = tokens * self.sequence_parts * self.context_parts
-        found, before = [], 0
+        ranges, before = [], 0
         for start, stop in merged(mirrored(0, length, self.context_parts, self.context_part)):
             low = start + max(0, first - before)
             high = min(stop, start + first + tokens - before)
             if low < high:
-                found.append((low, high))
+                ranges.append((low, high))
             before += stop - start
-        return found
+        return ranges

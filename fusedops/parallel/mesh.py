@@ -1,9 +1,8 @@
 """Ranks as a mesh: the same processes seen by dense layers and by experts.
 
-The dense view is ``(pp, dp, cp, tp)``; ranks are numbered in that order, so that those that talk
-most are neighbours. Experts see ``(pp, edp, ep, tp)``: the ranks of ``dp x cp``, which see
-different tokens, are cut again. ``rank_groups`` says who is with whom and asks nobody;
-``make_mesh`` makes the process groups.
+The dense view is ``(pp, dp, cp, tp)``; ranks are numbered in that order, so that those that
+communicate most are neighbours. Experts see ``(pp, edp, ep, tp)``: the ranks of ``dp x cp``, which
+see different tokens, are divided differently.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def rank_groups(sizes: Sizes) -> dict[str, list[list[int]]]:
-    """Return which ranks are together, for each way of being together.
+    """Return the ranks of each process group, by the name of its dimension.
 
     Args:
         sizes: of the mesh.
@@ -31,11 +30,11 @@ def rank_groups(sizes: Sizes) -> dict[str, list[list[int]]]:
     Returns:
         By name, the groups that divide all ranks, each in ascending order:
 
-        * ``"pp"``, ``"dp"``, ``"cp"``, ``"tp"``: ranks that differ in that place of the mesh only;
+        * ``"pp"``, ``"dp"``, ``"cp"``, ``"tp"``: ranks that differ along that axis only;
         * ``"data"``: ``dp x cp``: the same parameters, different tokens;
-        * ``"ep"``: ranks that share the experts of a layer; ``"edp"``: those that hold the same
-          ones; ``"expert_data"``: ``edp x tp``, the same with those beside them, for experts are
-          not cut by ``tp`` but see ``1 / tp`` of the tokens;
+        * ``"ep"``: ranks that share the experts of a layer; ``"edp"``: those with the same experts;
+          ``"expert_data"``: ``edp x tp``, because experts are not sharded by ``tp`` and their
+          tokens are;
         * ``"stage"``: ``dp x cp x tp``: all of a stage.
 
     Raises:
@@ -72,7 +71,7 @@ def _along(shape: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
 
     def offsets(chosen: Sequence[int]) -> list[int]:
         steps = [range(0, shape[axis] * strides[axis], strides[axis]) for axis in chosen]
-        return [sum(each) for each in itertools.product(*steps)]
+        return [sum(offset) for offset in itertools.product(*steps)]
 
     others = [axis for axis in range(len(shape)) if axis not in axes]
     members = offsets(axes)
@@ -84,22 +83,14 @@ class Mesh:
     """The process groups of a training run, as one mesh and other views of it.
 
     All views have one root, so that a parameter can be a DTensor on several at once.
-
-    Attributes:
-        sizes: of the mesh.
-        dense: ``(pp, dp, cp, tp)``.
-        data: ``dp x cp`` as one dimension, ``"data"``.
-        sparse: ``(edp, ep)``, the ranks of ``data`` seen by experts.
-        expert_data: ``edp x tp`` as one dimension, ``"expert_data"``.
-        stage: ``dp x cp x tp`` as one dimension, ``"stage"``.
     """
 
     sizes: Sizes
-    dense: DeviceMesh
-    data: DeviceMesh
-    sparse: DeviceMesh
-    expert_data: DeviceMesh
-    stage: DeviceMesh
+    dense: DeviceMesh  # ``(pp, dp, cp, tp)``
+    data: DeviceMesh  # ``dp x cp`` as one dimension, ``"data"``
+    sparse: DeviceMesh  # ``(edp, ep)``, the ranks of ``data`` seen by experts
+    expert_data: DeviceMesh  # ``edp x tp`` as one dimension, ``"expert_data"``
+    stage: DeviceMesh  # ``dp x cp x tp`` as one dimension, ``"stage"``
 
     def __getitem__(self, name: str) -> DeviceMesh:
         """Return one dimension: any name that ``rank_groups`` has."""
@@ -110,7 +101,7 @@ class Mesh:
         return {"data": self.data, "expert_data": self.expert_data, "stage": self.stage}[name]
 
     def shards(self, ranks: int | None = None) -> DeviceMesh:
-        """Return ``data``, or where only ``ranks`` of it divide something ``[copies, ranks]``."""
+        """Return ``data``, or ``[copies, ranks]`` where only ``ranks`` of it shard something."""
         if ranks is None or ranks == self.sizes.data:
             return self.data
         return self.data._unflatten(0, (self.sizes.data // ranks, ranks), ("copies", "shards"))
@@ -120,7 +111,7 @@ class Mesh:
         return self[name].get_group()
 
     def rank(self, name: str) -> int:
-        """Return the place of this process along one dimension."""
+        """Return the rank of this process along one dimension."""
         return self[name].get_local_rank()
 
 
@@ -140,7 +131,7 @@ def make_mesh(sizes: Sizes, *, device_type: str = "cpu") -> Mesh:
 
     Note:
         One group per dimension, and one each for ``data``, ``expert_data`` and ``stage`` unless
-        that is the whole job. No communication but that of making groups.
+        that is the entire job. No communication but that of making groups.
 
     Example:
         >>> import torch.distributed as dist

@@ -1,8 +1,4 @@
-"""How many ranks share a training step in each way, and the words for sizes that do not fit.
-
-A size that is wrong is told together with those that would fit: whoever gave it has a number of
-devices and a model, and wants to know what to write instead.
-"""
+"""Sizes of a mesh of ranks, and the messages for sizes that do not fit, with those that would."""
 
 from __future__ import annotations
 
@@ -64,21 +60,14 @@ class Sizes:
 
     @property
     def edp(self) -> int:
-        """Ranks of those that hold the same experts."""
+        """Ranks that hold the same experts."""
         return self.data // self.ep
 
 
 def check_ranks(op: str, sizes: Mapping[str, int], ranks: int, noun: str = "devices") -> None:
-    """Raise unless the product of the sizes is the number of ranks.
+    """Raise unless the product of the sizes is the number of ranks, which ``noun`` names.
 
-    Args:
-        op: who asks.
-        sizes: by name.
-        ranks: how many there are.
-        noun: what they are called.
-
-    Raises:
-        ValueError: it is not; the message has the product and, for each size, what would fit.
+    The message has the product and, for each size, what would fit.
     """
     product = math.prod(sizes.values())
     if product == ranks:
@@ -93,34 +82,16 @@ def check_ranks(op: str, sizes: Mapping[str, int], ranks: int, noun: str = "devi
     raise ValueError(f"{op}: {shown} must be the {ranks} {noun}{hint}")
 
 
-def check_divides(op: str, name: str, size: int, whole: int, what: str) -> None:
-    """Raise unless a size divides a number.
-
-    Args:
-        op: who asks.
-        name: of the size.
-        size: what was given.
-        whole: what it has to divide.
-        what: name of that number.
-
-    Raises:
-        ValueError: it does not; the message has the nearest sizes that do.
-    """
-    if whole % size:
-        refuse(op, name, f"a divisor of {what}, {whole}", size, divisors(whole))
+def check_divides(op: str, name: str, size: int, total: int, what: str) -> None:
+    """Raise unless a size divides ``total``, the number of ``what``; names the nearest that do."""
+    if total % size:
+        refuse(op, name, f"a divisor of {what}, {total}", size, divisors(total))
 
 
 def check_experts(op: str, ep: int, data: int, experts: int | None = None) -> None:
-    """Raise unless ``ep`` ranks of the ``data = dp * cp`` can share the experts.
+    """Raise unless ``ep`` ranks of the ``data = dp * cp`` can share the experts, if given.
 
-    Args:
-        op: who asks.
-        ep: the size.
-        data: ``dp * cp``.
-        experts: how many there are; not looked at if ``None``.
-
-    Raises:
-        ValueError: they cannot; the message has the nearest sizes that fit.
+    The message has the nearest sizes that fit.
     """
     fits = [n for n in divisors(data if experts is None else experts) if data % n == 0]
     if experts is not None and experts % ep:
