@@ -427,6 +427,11 @@ def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(dtype)
 
 
+def group_of(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name: operators take names."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def check_divides(op: str, tensor: torch.Tensor, dim: int, ranks: int) -> None:
     """Raise unless a dim can be cut into one part per rank."""
     size = tensor.shape[dim]

@@ -1,14 +1,14 @@
-"""The kernels of attention on blocks of scores, and the sum of what blocks give.
+"""The kernels of attention on blocks of scores, and the merge of their results.
 
-A block's output is normalized by its own sum of exponentials. ``Attended`` holds outputs and sums
-in the dtype of statistics and takes up one block after another, so that rounding to half precision
-happens once, at the end. The sum is kept in two parts, the largest score and the logarithm of the
-sum relative to it, as the kernels keep it: one number has no place for both where scores are large.
+A block's output is normalized by its own sum of exponentials. ``Attended`` has outputs and sums in
+the dtype of statistics and merges one block after another, so that rounding to half precision
+happens once, at the end. The sum has two parts, the largest score and the logarithm of the sum
+relative to it, as in the kernels: one number is not precise enough for both where scores are large.
 
-The backward of a block is the kernel's own. It is given the output and the sum of the whole row
-instead of the block's: the probabilities that it makes again, and the row's ``sum(output * grad)``,
-are then those of the whole. That holds for kernels, which use what they are given; the reference
-makes everything again from the block alone, and is told the block's own share of the gradient.
+The backward of a block is the kernel's own, with the output and the sum of the complete row: the
+recomputed probabilities, and the row's ``sum(output * grad)``, are then those of the row. The
+reference recomputes everything from the block alone, and gets the block's own share of the
+gradient instead.
 
 Shapes: ``query [B, H, Sq, D]``, ``key [B, Hkv, Sk, D]``, ``value [B, Hkv, Sk, Dv]``, rows
 ``[B, H, Sq]``.
@@ -32,7 +32,7 @@ LOG2E = 1.0 / math.log(2.0)
 
 
 class Scores(NamedTuple):
-    """How scores are made, beside the products."""
+    """How scores are computed, besides the products."""
 
     scale: float
     softcap: float
@@ -41,13 +41,10 @@ class Scores(NamedTuple):
     seed: Tensor | None
 
     def at(self, call: ContextCall, rows: Tensor, columns: Tensor, length: int) -> Scores:
-        """Return these for a call: its seed says where the call's scores stand.
+        """Return the scores of a call: the seed has their indices.
 
-        Args:
-            call: of blocks.
-            rows: which tokens of the batch the queries of this rank are.
-            columns: likewise the keys that were sent.
-            length: tokens of a row.
+        ``rows`` and ``columns`` are the tokens of the batch that the queries of this rank, and the
+        keys that were sent, are; ``length`` the tokens of a row.
         """
         assert self.seed is not None
         rows = rows[indices(call.rows, rows.device)]
@@ -56,7 +53,7 @@ class Scores(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """What the backward of each block needs to know of the whole rows."""
+    """What the backward of each block reads of the complete rows."""
 
     grad_output: Tensor
     grad_lse: Tensor | None
@@ -65,7 +62,7 @@ class Incoming(NamedTuple):
     parts: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Incoming:
-        """Return ``function`` of each tensor that is there."""
+        """Return ``function`` of each tensor that is not ``None`` or empty."""
         grad_lse = None if self.grad_lse is None else function(self.grad_lse)
         remainder = function(self.remainder) if self.remainder.numel() else self.remainder
         rest = function(self.output), remainder, function(self.parts)
@@ -78,7 +75,7 @@ class Incoming(NamedTuple):
 
     @property
     def unrounded(self) -> Tensor:
-        """The output in the dtype of statistics, as it was before it was rounded."""
+        """The output in the dtype of statistics, before rounding."""
         wide = self.output.to(self.parts.dtype)
         return wide + self.remainder if self.remainder.numel() else wide
 
@@ -95,7 +92,7 @@ class Attended:
     def __init__(self, query: Tensor, value_size: int) -> None:
         wide = dtypes.statistics_dtype(query.dtype)
         batch, heads, rows, _ = query.shape
-        self._whole, self._empty = ((0, rows),), True
+        self._all_rows, self._empty = ((0, rows),), True
         self.output = query.new_zeros((batch, rows, heads, value_size), dtype=wide).transpose(1, 2)
         self.parts = query.new_zeros((batch, heads, rows, 2), dtype=wide)
         self.parts[..., 0] = -torch.inf
@@ -106,8 +103,8 @@ class Attended:
         return self.parts.sum(-1) / LOG2E
 
     def add(self, rows: tuple[Range, ...], output: Tensor, parts: Tensor) -> None:
-        """Take up attention of some of the rows over other keys."""
-        if self._empty and rows == self._whole:
+        """Merge attention of some of the rows over other keys."""
+        if self._empty and rows == self._all_rows:
             self.output, self.parts, self._empty = output, parts, False
             return
         self._empty = False
@@ -123,7 +120,7 @@ class Attended:
         _put(self.parts, rows, torch.stack([top, torch.log2(total)], -1))
 
     def add_sinks(self, sinks: Tensor) -> None:
-        """Take up one more score a head, of a key without value."""
+        """Merge one more score per head, of a key without value."""
         score = (sinks * LOG2E).view(1, -1, 1).expand(self.parts.shape[:-1])
         parts = torch.stack([score, torch.zeros_like(score)], -1)
         self.add(((0, self.output.shape[2]),), torch.zeros_like(self.output), parts)
@@ -158,14 +155,9 @@ def add_to(into: Tensor, rows: tuple[Range, ...], values: Tensor) -> None:
 
 
 def forward(
-    call: ContextCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Scores,
-    attended: Attended,
+    call: ContextCall, query: Tensor, key: Tensor, value: Tensor, scores: Scores, attended: Attended
 ) -> None:
-    """Take up the blocks of a call into ``attended``."""
+    """Merge the blocks of a call into ``attended``."""
     q, k, v = take(query, call.rows), take(key, call.columns), take(value, call.columns)
     if len(call.blocks) == 1:
         block = call.blocks[0]
@@ -182,23 +174,18 @@ def forward(
         output, lse, remainder = torch.ops.fusedops.attention_varlen(
             *packed.tensors, *packed.numbers
         )
-        output, lse, remainder = (packed.rows_of(each) for each in (output, lse, remainder))
+        output, lse, remainder = map(packed.rows_of, (output, lse, remainder))
         parts = _one_part(lse)
     wide = output.to(parts.dtype)
     attended.add(call.rows, wide + remainder if remainder.numel() else wide, parts)
 
 
 def backward(
-    call: ContextCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Scores,
-    incoming: Incoming,
+    call: ContextCall, query: Tensor, key: Tensor, value: Tensor, scores: Scores, incoming: Incoming
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a call's queries, keys and values, in the order of its blocks."""
     q, k, v = take(query, call.rows), take(key, call.columns), take(value, call.columns)
-    here = incoming.map(lambda each: take(each, call.rows))
+    here = incoming.map(lambda tensor: take(tensor, call.rows))
     if len(call.blocks) == 1:
         return _backward_dense(call.blocks[0], q, k, v, scores, here)
     return _Packed(call, q, k, v, scores).backward(here)
@@ -223,31 +210,24 @@ def _backward_dense(
 
 
 class _Packed:
-    """The blocks of a call behind one another, as ``attention_varlen`` takes them."""
+    """The blocks of a call one after another, as ``attention_varlen`` takes them."""
 
     def __init__(self, call: ContextCall, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
         self.batch = q.shape[0]
         sides = zip(*((block.rows, block.columns) for block in call.blocks), strict=True)
         sizes = [tuple(stop - start for start, stop in side) for side in sides]
-        ends = [_ends(each * self.batch, q.device) for each in sizes]
-        longest = [max(each) for each in sizes]
-        tokens = (self._tokens_of(each) for each in (q, k, v))
+        ends = [_ends(side * self.batch, q.device) for side in sizes]
+        longest = [max(side) for side in sizes]
+        tokens = map(self._tokens_of, (q, k, v))
         first, slopes = call.blocks[0], scores.slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.repeat_interleave(len(call.blocks), 0)
         self.tensors = (*tokens, *ends, slopes, None, self._seed(scores.seed, q.shape[2]))
-        self.numbers = (
-            *longest,
-            scores.dropout_p,
-            scores.scale,
-            first.left,
-            first.right,
-            scores.softcap,
-            True,
-        )
+        dropout_p, scale, softcap = scores.dropout_p, scores.scale, scores.softcap
+        self.numbers = (*longest, dropout_p, scale, first.left, first.right, softcap, True)
 
     def _seed(self, seed: Tensor | None, rows: int) -> Tensor | None:
-        """Return the seed with a place for each token of the batch."""
+        """Return the seed with an index for each token of the batch."""
         if seed is None or self.batch == 1:
             return seed
         batch = torch.arange(self.batch, device=seed.device) * seed[3]
@@ -259,15 +239,15 @@ class _Packed:
         """Return the gradients of queries, keys and values."""
         grads: tuple[Any, ...] = (here.grad_output, here.grad_lse)
         wanted = [True, True, True, False]
-        saved = [self._tokens_of(each) for each in (here.output, here.lse, here.remainder)]
+        saved = [*map(self._tokens_of, (here.output, here.lse, here.remainder))]
         args = (*map(self._tokens_of, grads), *self.tensors, *saved, *self.numbers, wanted)
         if backends.resolve("attention_varlen", *args, backward=True).backend == "torch":
             saved = list(torch.ops.fusedops.attention_varlen(*self.tensors, *self.numbers))
-            output, own = (self.rows_of(each) for each in saved[:2])
+            output, own = map(self.rows_of, saved[:2])
             grads = _own_share(here, output, _one_part(own), here.parts)
             args = (*map(self._tokens_of, grads), *self.tensors, *saved, *self.numbers, wanted)
-        found = torch.ops.fusedops.attention_varlen_backward(*args)
-        grad_q, grad_k, grad_v = (self.rows_of(each) for each in found[:3])
+        results = torch.ops.fusedops.attention_varlen_backward(*args)
+        grad_q, grad_k, grad_v = map(self.rows_of, results[:3])
         return grad_q, grad_k, grad_v
 
     def _tokens_of(self, tensor: Any) -> Any:
@@ -289,14 +269,14 @@ class _Packed:
 
 @functools.lru_cache(maxsize=256)
 def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where sequences of these sizes end, from 0 on; the same for all layers of a model."""
+    """Return where sequences of these sizes end, from 0 on; cached for all layers of a model."""
     return torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).to(device)
 
 
 def _own_share(here: Incoming, output: Tensor, own: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of a block's own output and log-sum-exp.
 
-    The block enters the whole with the weight ``w = exp(lse_block - lse)``.
+    The weight of the block in its rows is ``w = exp(lse_block - lse)``.
     """
     seen = parts[..., 0] > -torch.inf
     weight = torch.exp2(torch.where(seen, own.sum(-1) - parts.sum(-1), -torch.inf))

@@ -1,4 +1,4 @@
-"""What attention over shards is asked for: the arguments of its functions, looked at once."""
+"""The checked arguments of attention over shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedops.parallel.context.layout import SequenceLayout, layout_of
 
 
 class Request(NamedTuple):
-    """A call of attention over shards, its arguments as the operators take them."""
+    """A call of attention over shards, its arguments in the types of the operators."""
 
     query: Tensor
     key: Tensor
@@ -123,7 +123,7 @@ def check_group(op: str, group: Any) -> None:
 
 
 def ends_of(op: str, cu_seqlens: Any) -> list[int] | None:
-    """Return where documents end as numbers. A table on a GPU makes the host wait."""
+    """Return where documents end as numbers. A tensor on a GPU makes the host wait."""
     if cu_seqlens is None:
         return None
     if isinstance(cu_seqlens, Tensor):

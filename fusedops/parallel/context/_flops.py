@@ -10,23 +10,24 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from fusedops.parallel.comm import collectives
 
 _Shape = Sequence[int]
 
 
-def tell() -> None:
-    """Give torch's counter the formulae."""
+def register() -> None:
+    """Register the formulae at torch's counter."""
     from torch.utils import flop_counter
 
-    register: Any = flop_counter.register_flop_formula  # its type knows one signature alone
-    register(torch.ops.fusedops.ring_attention)(_ring)
-    register(torch.ops.fusedops.ring_attention_backward)(_ring_backward)
+    formula: Any = flop_counter.register_flop_formula  # its type knows one signature alone
+    formula(torch.ops.fusedops.ring_attention)(_ring)
+    formula(torch.ops.fusedops.ring_attention_backward)(_ring_backward)
 
 
 def _pairs(query: _Shape, ends: Sequence[int], group: str) -> int:
     """Return pairs of query and key, of all heads."""
-    ranks = dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
+    ranks = collectives.group_of(group).size()
     return sum((end - start) ** 2 for start, end in pairwise(ends)) // ranks * query[1]
 
 

@@ -1,15 +1,12 @@
-"""Attention over a sharded sequence by heads: each rank gets the whole sequence of some heads.
+"""Attention over a sharded sequence by heads: each rank gets all tokens of some heads.
 
 One all-to-all gives each rank queries, keys and values of all tokens for ``1 / n`` of the heads,
-the kernels run as on one process, and one more all-to-all takes the outputs back to the ranks of
-their tokens. The backward makes the same two journeys. A rank sends ``(n - 1) / n`` of its queries,
-keys, values and outputs each way: less than a ring does from a few ranks on, but nothing is
-computed meanwhile, and there must be a head for each rank.
+the kernels run as on one process, and one more all-to-all returns the outputs to the ranks of
+their tokens. The backward does the same. A rank sends ``(n - 1) / n`` of its queries, keys, values
+and outputs each time: less than a ring from a few ranks on, but nothing is computed meanwhile, and
+there must be a head for each rank.
 
-Shapes: ``query [B, H, S / n, D]``, ``key [B, Hkv, S / n, D]``, ``value [B, Hkv, S / n, Dv]`` on
-each of ``n`` ranks.
-
-Reference: Jacobs et al.: DeepSpeed Ulysses, arXiv:2309.14509.
+Shapes are those of ``ring.py``.
 """
 
 from __future__ import annotations
@@ -48,14 +45,14 @@ def ulysses_attention(
     return_lse: bool = False,
     seed: Tensor | None = None,
 ) -> Any:
-    """Attend over a sequence that is sharded over a group; each rank serves some of the heads.
+    """Attend over a sequence that is sharded over a group; each rank computes some of the heads.
 
-    What ``ring_attention`` gives, by two all-to-alls instead of a ring.
+    The result is that of ``ring_attention``, by two all-to-alls instead of a ring.
 
     Args:
         query: ``[B, H, S / n, D]``, the tokens of this rank; ``n`` divides ``H``.
-        key: ``[B, Hkv, S / n, D]``; ``n`` divides ``Hkv`` or ``Hkv`` divides ``n``: a head of
-            which several ranks need the keys goes to each of them.
+        key: ``[B, Hkv, S / n, D]``; ``n`` divides ``Hkv`` or ``Hkv`` divides ``n``: a head whose
+            keys several ranks need is sent to each of them.
         value: ``[B, Hkv, S / n, Dv]``.
         group: of the ``n`` ranks.
         dropout_p: probability with which a weight is dropped.
@@ -68,7 +65,7 @@ def ulysses_attention(
         softcap: as there.
         alibi_slopes: ``[H]`` or ``[B, H]``, of all heads.
         sinks: ``[H]``, of all heads. Its gradient is that of this rank's heads and 0 for the
-            others: the sum over ranks is the whole one.
+            others: a part of a sum over ranks.
         return_lse: as there.
         seed: as there.
 
@@ -128,7 +125,7 @@ def ulysses_attention(
         if ranks % key_heads:
             wanted = f"of a number of heads that {ranks} ranks divide, or that divides {ranks}"
             checks.fail(op, "key", wanted, key_heads)
-        key, value = (each.repeat_interleave(ranks // key_heads, 1) for each in (key, value))
+        key, value = (x.repeat_interleave(ranks // key_heads, 1) for x in (key, value))
     inputs = _to_heads([a.query, key, value], a.layout, group)
     output, lse = _attend(_here(a, inputs, rank, ranks))
     output = _to_tokens(output, a.layout, group)
@@ -138,7 +135,7 @@ def ulysses_attention(
 
 
 def _here(a: Request, inputs: list[Tensor], rank: int, ranks: int) -> Request:
-    """Return what this rank computes of a request: its heads, with what belongs to them."""
+    """Return the request of this rank: its heads, with their slopes, sinks and seed."""
     slopes, sinks, seed = a.alibi_slopes, a.sinks, a.seed
     if slopes is not None:
         slopes = slopes.chunk(ranks, -1)[rank]
@@ -153,7 +150,7 @@ def _here(a: Request, inputs: list[Tensor], rank: int, ranks: int) -> Request:
 
 
 def _heads_of(seed: Tensor, a: Request, rank: int, ranks: int) -> Tensor:
-    """Return the seed with where the scores of this rank's heads stand."""
+    """Return the seed with the indices of the scores of this rank's heads."""
     length, heads = a.layout.length, a.query.shape[1]
     seed = philox.placed_scores(seed, heads, length)
     first = seed[2:3] + rank * (heads // ranks) * seed[4:]
@@ -165,7 +162,7 @@ def _heads_of(seed: Tensor, a: Request, rank: int, ranks: int) -> Tensor:
 
 
 def _attend(a: Request) -> tuple[Tensor, Tensor]:
-    """Attend over whole sequences ``[B, H / n, S, D]``."""
+    """Attend over complete sequences ``[B, H / n, S, D]``."""
     options = (a.alibi_slopes, a.sinks, a.seed)
     numbers = (a.dropout_p, a.scale, a.window_left, a.window_right, a.softcap, a.keep_remainder)
     inputs = (a.query, a.key, a.value)
@@ -175,7 +172,7 @@ def _attend(a: Request) -> tuple[Tensor, Tensor]:
     batch, device = a.query.shape[0], a.query.device
     ends = torch.tensor(a.layout.ends, dtype=torch.int64)
     longest = int(ends.diff().max())
-    packed = (each.transpose(1, 2).flatten(0, 1) for each in inputs)
+    packed = (x.transpose(1, 2).flatten(0, 1) for x in inputs)
     output, lse, _ = torch.ops.fusedops.attention_varlen(
         *packed, *[ends.to(device)] * 2, *options, longest, longest, *numbers
     )
@@ -193,15 +190,13 @@ def _to_heads(
     batch = tensors[0].shape[0]
     # [n, B * s, H / n * D]: a line for each rank and token, the tensors side by side.
     lines = [
-        each.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
-        for each in tensors
+        x.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2) for x in tensors
     ]
-    came = _TO_HEADS(torch.cat(lines, -1).flatten(0, 1), *_names(layout, group))
-    parts = came.unflatten(0, (batch, layout.length))
-    sizes = [each.shape[-1] for each in lines]
+    received = _TO_HEADS(torch.cat(lines, -1).flatten(0, 1), *_names(layout, group))
+    parts = received.unflatten(0, (batch, layout.length)).split([x.shape[-1] for x in lines], -1)
     return [
-        part.unflatten(-1, (-1, each.shape[-1])).transpose(1, 2)
-        for part, each in zip(parts.split(sizes, -1), tensors, strict=True)
+        part.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2)
+        for part, x in zip(parts, tensors, strict=True)
     ]
 
 
@@ -212,13 +207,13 @@ def _to_tokens(tensor: Tensor, layout: SequenceLayout, group: dist.ProcessGroup)
         return tensor
     batch, heads, _, size = tensor.shape
     lines = tensor.transpose(1, 2).flatten(2).flatten(0, 1)
-    came = _TO_TOKENS(lines, *_names(layout, group))
-    by_rank = came.view(ranks, batch, layout.length // ranks, heads, size)
+    received = _TO_TOKENS(lines, *_names(layout, group))
+    by_rank = received.view(ranks, batch, layout.length // ranks, heads, size)
     return by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
 def _names(layout: SequenceLayout, group: dist.ProcessGroup) -> tuple[Any, ...]:
-    """Return layout and group as operators take them."""
+    """Return layout and group in the types of operators."""
     return layout.length, list(layout.ends), layout.balance, group.group_name
 
 
@@ -226,19 +221,19 @@ def _names(layout: SequenceLayout, group: dist.ProcessGroup) -> tuple[Any, ...]:
 def _places(
     length: int, ranks: int, balance: str, ends: tuple[int, ...], back: bool, device: torch.device
 ) -> Tensor:
-    """Return ``order`` or ``order_back``. Kept for the other layers: operators alone see it."""
+    """Return ``order`` or ``order_back``, cached for the other layers: only operators call it."""
     return (order_back if back else order)(SequenceLayout(length, ranks, balance, ends), device)
 
 
-def _travel(
+def _exchange(
     lines: Tensor, length: int, ends: Sequence[int], balance: str, group: str, to_heads: bool
 ) -> Tensor:
     """Exchange lines of this rank's tokens and all heads for those of all tokens and its heads."""
-    ranks = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    ranks = collectives.group_of(group)
     places = _places(length, ranks.size(), balance, tuple(ends), to_heads, lines.device)
     if to_heads:
-        came = collectives.all_to_all(lines.contiguous(), ranks, label="to heads").wait()
-        return came.index_select(0, places)
+        received = collectives.all_to_all(lines.contiguous(), ranks, label="to heads").wait()
+        return received.index_select(0, places)
     lines = lines.index_select(0, places)
     return collectives.all_to_all(lines, ranks, label="to tokens").wait()
 
@@ -247,32 +242,24 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.names = inputs[1:]
 
 
-def _to_heads_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _TO_TOKENS(grad, *ctx.names), None, None, None, None
-
-
-def _to_tokens_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _TO_HEADS(grad, *ctx.names), None, None, None, None
-
-
 def _fake(lines: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(lines, memory_format=torch.contiguous_format)
 
 
-_SCHEMA = "(Tensor lines, SymInt length, SymInt[] ends, str balance, str group) -> (Tensor came)"
-_TO_HEADS = define_exchange(
-    "context_to_heads",
-    _SCHEMA,
-    kernel=functools.partial(_travel, to_heads=True),
-    fake=_fake,
-    setup_context=_save,
-    backward=_to_heads_back,
-)
-_TO_TOKENS = define_exchange(
-    "context_to_tokens",
-    _SCHEMA,
-    kernel=functools.partial(_travel, to_heads=False),
-    fake=_fake,
-    setup_context=_save,
-    backward=_to_tokens_back,
-)
+def _define(name: str, *, to_heads: bool) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        reverse = _TO_TOKENS if to_heads else _TO_HEADS
+        return reverse(grad, *ctx.names), None, None, None, None
+
+    return define_exchange(
+        name,
+        "(Tensor lines, SymInt length, SymInt[] ends, str balance, str group) -> (Tensor came)",
+        kernel=functools.partial(_exchange, to_heads=to_heads),
+        fake=_fake,
+        setup_context=_save,
+        backward=backward,
+    )
+
+
+_TO_HEADS = _define("context_to_heads", to_heads=True)
+_TO_TOKENS = _define("context_to_tokens", to_heads=False)

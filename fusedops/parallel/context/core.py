@@ -49,13 +49,7 @@ def context_core(
 
 
 class ContextCore:
-    """Attention between the tokens of sequences that a group shares; made by ``context_core``.
-
-    Attributes:
-        group: of the ranks.
-        kind: one of ``KINDS``.
-        balance: of the shards.
-    """
+    """Attention between the tokens of sequences that a group shares; made by ``context_core``."""
 
     def __init__(self, group: dist.ProcessGroup, kind: str, balance: str) -> None:
         self.group, self.kind, self.balance = group, kind, balance
@@ -70,15 +64,11 @@ class ContextCore:
         documents: Any = None,
         **options: Any,
     ) -> Tensor:
-        """Return ``[B, H, S / n, D]``.
+        """Return ``[B, H, S / n, D]``, for queries of that shape.
 
-        Args:
-            query: ``[B, H, S / n, D]``.
-            key: ``[B, Hkv, S / n, D]``.
-            value: ``[B, Hkv, S / n, D]``.
-            documents: has ``ids_BS``, the documents of this rank's tokens ``[B, S / n]``:
-                neighbours in the sequence that have one id attend each other.
-            **options: of ``ring_attention``.
+        ``documents.ids_BS`` are the documents of this rank's tokens ``[B, S / n]``: neighbours in
+        the sequence that have one id attend each other. ``options`` are those of
+        ``ring_attention``.
         """
         if not len(query):  # the second half of a batch of one under micro-batch overlap
             documents = None
@@ -94,7 +84,7 @@ class ContextCore:
         )
 
     def _ends(self, documents: Any) -> Tensor:
-        """Return where documents end in the whole batch: gathered once for all layers of a step."""
+        """Return where documents end in the batch: gathered once for all layers of a step."""
         if documents not in self._known:
             ids = unshard_sequence(documents.ids_BS, self.group, balance=self.balance).cpu()
             begins = torch.ones_like(ids, dtype=torch.bool)

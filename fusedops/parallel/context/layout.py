@@ -1,18 +1,18 @@
-"""Which tokens of a sequence each rank of a context-parallel group holds. No process takes part.
+"""Which tokens of a sequence each rank of a context-parallel group has. Nothing is communicated.
 
 Tokens are counted through a batch: row ``b`` of ``length`` tokens begins at ``b * length``. A
 document begins with each row at the latest; ``ends`` has where each ends, from 0 on, like
-``cu_seqlens``. Whatever the layout, a rank holds equally many tokens of each row, in rising order,
-so that the tokens of one document lie side by side on each rank.
+``cu_seqlens``. In every layout a rank has equally many tokens of each row, in rising order, so that
+the tokens of one document are contiguous on each rank.
 
     contiguous   | 0 0 0 0 | 1 1 1 1 | 2 2 2 2 | 3 3 3 3 |     a row of 16 tokens on 4 ranks
     zigzag       | 0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0 |
     document     | 0 1 2 3 3 2 1 0 | 0 1 2 3 3 2 1 0 |         two documents of 8 tokens
 
 With causal attention a token costs as much as there are tokens before it: contiguous shards give
-the last rank almost twice the average, zigzag gives every rank the same. Documents that are much
-shorter than the row are best cut by ``document`` where balance matters more than the keys that
-then move, and by ``zigzag`` or ``contiguous``, which leave most of them whole, where it does not.
+the last rank almost twice the average, zigzag gives every rank the same. For documents that are
+much shorter than the row ``document`` has the best balance, and ``zigzag`` and ``contiguous``,
+which leave most of them on one rank, send fewer keys.
 """
 
 from __future__ import annotations
@@ -31,19 +31,12 @@ Range = tuple[int, int]
 
 
 class SequenceLayout(NamedTuple):
-    """A batch of sequences over the ranks of a group.
+    """A batch of sequences over the ranks of a group."""
 
-    Attributes:
-        length: tokens of a row, all ranks together.
-        ranks: of the group.
-        balance: one of ``BALANCES``.
-        ends: where documents end, counted through the batch, from 0 on.
-    """
-
-    length: int
-    ranks: int
-    balance: str
-    ends: tuple[int, ...]
+    length: int  # tokens of a row, all ranks together
+    ranks: int  # of the group
+    balance: str  # one of ``BALANCES``
+    ends: tuple[int, ...]  # where documents end, counted through the batch, from 0 on
 
     @property
     def share(self) -> int:
@@ -57,19 +50,12 @@ class SequenceLayout(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Tokens of one document that follow each other, and where a rank has them.
+    """Tokens of one document that follow each other, and where a rank has them."""
 
-    Attributes:
-        document: its number.
-        start: the first, counted through the batch.
-        stop: behind the last.
-        local: the place of the first among the tokens of the rank.
-    """
-
-    document: int
-    start: int
-    stop: int
-    local: int
+    document: int  # its number
+    start: int  # the first, counted through the batch
+    stop: int  # behind the last
+    local: int  # the place of the first among the tokens of the rank
 
 
 def layout_of(
@@ -80,15 +66,9 @@ def layout_of(
     ends: Sequence[int] | None = None,
     rows: int = 1,
 ) -> SequenceLayout:
-    """Return the layout of ``rows`` rows; raise for what cannot be cut so.
+    """Return the layout of ``rows`` rows; raise for what cannot be sharded so.
 
-    Args:
-        op: the function's name, for messages.
-        length: tokens of a row, all ranks together.
-        ranks: of the group.
-        balance: one of ``BALANCES``.
-        ends: of the documents; ``None``: each row is one.
-        rows: of the batch.
+    ``length`` is the tokens of a row, all ranks together. Without ``ends`` each row is a document.
     """
     checks.choice(op, "balance", balance, BALANCES)
     if length % ranks:
@@ -115,10 +95,10 @@ def ranges(layout: SequenceLayout, rank: int) -> tuple[Range, ...]:
     total = layout.ends[-1]
     cuts: list[Range] = []
     if layout.balance == "document":
-        turn = 0
+        first_rank = 0
         for start, stop in zip(layout.ends, layout.ends[1:], strict=False):
-            cuts += mirrored(start, stop, layout.ranks, rank, turn)
-            turn = (turn + stop - start) % layout.ranks
+            cuts += mirrored(start, stop, layout.ranks, rank, first_rank)
+            first_rank = (first_rank + stop - start) % layout.ranks
     else:
         for row in range(0, total, max(1, layout.length)):
             if layout.balance == "zigzag":
@@ -130,25 +110,25 @@ def ranges(layout: SequenceLayout, rank: int) -> tuple[Range, ...]:
 
 def merged(cuts: Sequence[Range]) -> tuple[Range, ...]:
     """Return ranges without empty ones, those that follow each other joined."""
-    found: list[Range] = []
+    joined: list[Range] = []
     for start, stop in cuts:
         if start == stop:
             continue
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            joined.append((start, stop))
+    return tuple(joined)
 
 
-def mirrored(start: int, stop: int, ranks: int, rank: int, turn: int = 0) -> list[Range]:
+def mirrored(start: int, stop: int, ranks: int, rank: int, first_rank: int = 0) -> list[Range]:
     """Return a rank's two ranges of ``2 * ranks``: that of its number, and its mirror image.
 
-    What does not divide goes to the ranks from ``turn`` on, one token each.
+    What does not divide goes to the ranks from ``first_rank`` on, one token each.
     """
-    whole, rest = divmod(stop - start, ranks)
-    shares = [whole + ((each - turn) % ranks < rest) for each in range(ranks)]
-    low, high = [(each + 1) // 2 for each in shares], [each // 2 for each in shares]
+    least, rest = divmod(stop - start, ranks)
+    shares = [least + ((other - first_rank) % ranks < rest) for other in range(ranks)]
+    low, high = [(share + 1) // 2 for share in shares], [share // 2 for share in shares]
     first = start + sum(low[:rank])
     second = start + sum(low) + sum(high[rank + 1 :])
     return [(first, first + low[rank]), (second, second + high[rank])]
@@ -156,7 +136,7 @@ def mirrored(start: int, stop: int, ranks: int, rank: int, turn: int = 0) -> lis
 
 def order(layout: SequenceLayout, device: torch.device) -> torch.Tensor:
     """Return the numbers of the ranks' tokens, those of rank 0 first, counted through the batch."""
-    cuts = [each for rank in range(layout.ranks) for each in ranges(layout, rank)]
+    cuts = [cut for rank in range(layout.ranks) for cut in ranges(layout, rank)]
     starts, stops = torch.tensor(cuts, dtype=torch.int64).view(-1, 2).unbind(1)
     sizes = stops - starts
     firsts = (starts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
@@ -164,17 +144,17 @@ def order(layout: SequenceLayout, device: torch.device) -> torch.Tensor:
 
 
 def order_back(layout: SequenceLayout, device: torch.device) -> torch.Tensor:
-    """Return where each token of the batch stands in ``order``."""
+    """Return the index of each token of the batch in ``order``."""
     return torch.argsort(order(layout, device))
 
 
 @functools.lru_cache(maxsize=256)
 def places(layout: SequenceLayout, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the numbers of a rank's tokens, counted through the batch; the same for all layers.
+    """Return the numbers of a rank's tokens, counted through the batch; cached for all layers.
 
-    Operators alone may ask: what is kept must be real.
+    Only operators may call it: what is cached must be real.
     """
-    cuts = [torch.arange(*each) for each in ranges(layout, rank)]
+    cuts = [torch.arange(*cut) for cut in ranges(layout, rank)]
     return torch.cat([torch.arange(0), *cuts]).to(device)
 
 

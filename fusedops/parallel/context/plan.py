@@ -1,9 +1,9 @@
-"""Which scores each rank computes with whose keys, and which keys move for it. Numbers, no tensors.
+"""Which scores each rank computes with whose keys, and which keys are sent. Numbers, no tensors.
 
-A rank's queries meet the keys of each rank in blocks: a rectangle of which a diagonal band is
+A rank's queries attend the keys of each rank in blocks: a rectangle of which a diagonal band is
 computed. A block is a call of ``fusedops.attention``, aligned to the upper left, or, where blocks
 of several documents are alike, a part of one call of ``fusedops.attention_varlen``. What no query
-of a rank may attend is not sent to it: half of what a causal zigzag could move, and most of what
+of a rank may attend is not sent to it: half of what a causal zigzag could send, and most of what
 is beyond a window or in another document.
 """
 
@@ -19,39 +19,25 @@ from fusedops.parallel.context.layout import Piece, Range, SequenceLayout, merge
 
 
 class ContextPattern(NamedTuple):
-    """Who may attend whom: query at ``i``, key at ``j`` if ``-left <= j - i <= right``.
+    """Who may attend whom: query at ``i``, key at ``j`` if ``-left <= j - i <= right``."""
 
-    Attributes:
-        left: -1 is unbounded.
-        right: -1 is unbounded; 0 is causal.
-        placed: whether scores depend on the distance too (ALiBi).
-    """
-
-    left: int
-    right: int
-    placed: bool = False
+    left: int  # -1 is unbounded
+    right: int  # -1 is unbounded; 0 is causal
+    placed: bool = False  # whether scores depend on the distance too (ALiBi)
 
 
 class AttentionBlock(NamedTuple):
-    """A rectangle of scores.
+    """A rectangle of scores."""
 
-    Attributes:
-        rows: of the queries, among the tokens of their rank.
-        columns: of the keys, likewise; in a ``Step`` among those that were sent.
-        left: bounds of ``column - row``, both counted from the block's corner; -1 is unbounded.
-        right: likewise.
-        distance: position of the first query minus that of the first key.
-    """
-
-    rows: Range
-    columns: Range
-    left: int
-    right: int
-    distance: int
+    rows: Range  # of the queries, among the tokens of their rank
+    columns: Range  # of the keys, likewise; in a ``Step`` among those that were sent
+    left: int  # bounds of ``column - row``, both counted from the block's corner; -1 is unbounded
+    right: int  # likewise
+    distance: int  # position of the first query minus that of the first key
 
     @property
     def scores(self) -> int:
-        """How many scores are computed."""
+        """Number of scores that are computed."""
         height, width = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         left = height if self.left < 0 else self.left
         right = width if self.right < 0 else self.right
@@ -77,24 +63,19 @@ class ContextCall(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one rank does with the keys of one rank.
+    """What one rank does with the keys of one rank."""
 
-    Attributes:
-        columns: the keys that are sent, among the tokens of their rank.
-        calls: with columns counted among the keys that are sent.
-    """
-
-    columns: tuple[Range, ...]
-    calls: tuple[ContextCall, ...]
+    columns: tuple[Range, ...]  # the keys that are sent, among the tokens of their rank
+    calls: tuple[ContextCall, ...]  # with columns counted among the keys that are sent
 
     @property
     def tokens(self) -> int:
-        """How many keys are sent."""
+        """Number of keys that are sent."""
         return sum(stop - start for start, stop in self.columns)
 
     @property
     def scores(self) -> int:
-        """How many scores are computed."""
+        """Number of scores that are computed."""
         return sum(block.scores for call in self.calls for block in call.blocks)
 
 
@@ -102,14 +83,14 @@ class Step(NamedTuple):
 def step(layout: SequenceLayout, pattern: ContextPattern, rank: int, source: int) -> Step:
     """Return what ``rank`` does with the keys of ``source``."""
     of_source = {
-        document: list(each)
-        for document, each in groupby(pieces(layout, source), lambda piece: piece.document)
+        document: list(group)
+        for document, group in groupby(pieces(layout, source), lambda piece: piece.document)
     }
     bounded = pattern.placed or pattern.left >= 0 or pattern.right > 0
     alike: list[AttentionBlock] = []
     calls: list[ContextCall] = []
-    for document, each in groupby(pieces(layout, rank), lambda piece: piece.document):
-        queries, keys = list(each), of_source.get(document, [])
+    for document, group in groupby(pieces(layout, rank), lambda piece: piece.document):
+        queries, keys = list(group), of_source.get(document, [])
         if not bounded:
             alike += _staircase(queries, keys, pattern.right, rank == source)
             continue
@@ -130,10 +111,9 @@ def step(layout: SequenceLayout, pattern: ContextPattern, rank: int, source: int
 def _staircase(
     queries: list[Piece], keys: list[Piece], right: int, here: bool
 ) -> Iterator[AttentionBlock]:
-    """Yield the blocks of one document where places matter for causality alone.
+    """Yield the blocks of one document where positions matter for causality alone.
 
-    All its tokens lie side by side on each rank, in rising order: the keys before a query come
-    first.
+    Its tokens are contiguous on each rank, in rising order: the keys before a query come first.
     """
     if not keys:
         return

@@ -1,11 +1,11 @@
-"""Attention over a sequence that is sharded over a group: keys and values travel to the queries.
+"""Attention over a sequence that is sharded over a group: keys and values are sent in a ring.
 
-In step ``s`` rank ``r`` has the keys and values of rank ``r - s``: what its queries may attend of
-them and no more (``plan.py``). Those of step ``s + 1`` are on their way while step ``s`` is
-computed. In the backward they travel again, and the gradient of what was computed with them goes
-straight home to rank ``r - s``, which adds up what comes in the order of the steps: each part has
-been rounded once, by the kernel, and no sum travels. Everything is exact but for rounding, the
-same bits in every run, and needs room for two ranks' keys and values beside its own.
+In step ``s`` rank ``r`` has the keys and values of rank ``r - s``: what its queries may attend
+and no more (``plan.py``). Those of step ``s + 1`` are sent while step ``s`` is computed. In the
+backward they are sent again, and the gradients of a step go directly to rank ``r - s``, which adds
+them in the order of the steps: each part has been rounded once, by the kernel, and no sum is sent.
+Everything is exact but for rounding, the same bits in every run, and needs memory for two ranks'
+keys and values besides its own.
 
 Shapes: ``query [B, H, S / n, D]``, ``key [B, Hkv, S / n, D]``, ``value [B, Hkv, S / n, Dv]`` on
 each of ``n`` ranks.
@@ -51,10 +51,10 @@ def ring_attention(
     return_lse: bool = False,
     seed: Tensor | None = None,
 ) -> Any:
-    """Attend over a sequence that is sharded over a group; keys and values travel in a ring.
+    """Attend over a sequence that is sharded over a group; keys and values are sent in a ring.
 
-    What ``fusedops.attention`` gives on one process, rounding apart. Every rank of the group calls
-    it with shards of the same sequence (``shard_sequence``).
+    The result is that of ``fusedops.attention`` on one process but for rounding. Every rank of the
+    group calls it with shards of the same sequence (``shard_sequence``).
 
     Args:
         query: ``[B, H, S / n, D]``, the tokens of this rank.
@@ -65,20 +65,19 @@ def ring_attention(
         is_causal: forbid later tokens.
         balance: which tokens a rank has: ``"zigzag"``, ``"document"`` or ``"contiguous"``
             (``shard_sequence``).
-        cu_seqlens: ``[documents + 1]``, where documents end in the whole sequence, from 0 on; no
-            token attends another document. With several rows counted through the batch. Integers,
-            or a tensor, best on the CPU: the host reads it.
+        cu_seqlens: ``[documents + 1]``, where documents end in the sequence, from 0 on, counted
+            through the batch; no token attends another document. Integers, or a tensor, best on the
+            CPU: the host reads it.
         scale: factor of the scores, ``D ** -0.5`` by default.
         enable_gqa: let ``Hkv`` be a divisor of ``H``.
-        window: ``(left, right)`` tokens of the sequence beside the query's own; -1 is unbounded.
+        window: ``(left, right)`` tokens of the sequence around the query's own; -1 is unbounded.
         softcap: bound of the scores: ``softcap * tanh(score / softcap)``.
         alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * |j - i|``, by places in the sequence.
         sinks: ``[H]``: one more score in each row's denominator. Its gradient is that of this
-            rank's rows: the sum over ranks is the whole one.
+            rank's rows: a part of a sum over ranks.
         return_lse: also return the log-sum-exp of each row.
-        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
-            ``[5]``: where the scores ``[B, H, S, S]`` of the whole sequences stand in larger ones
-            (``_core/philox.py``).
+        seed: of dropout, int64 ``[2]``; by default two numbers of torch's generator. ``[5]``: with
+            the indices of the scores ``[B, H, S, S]`` in a larger batch (``_core/philox.py``).
 
     Returns:
         ``[B, H, S / n, Dv]`` of query's dtype, laid out in memory as ``[B, S / n, H, Dv]``; with
@@ -91,12 +90,12 @@ def ring_attention(
             have documents of their own.
 
     Note:
-        Parts are summed up in float32 (float64 for float64) and rounded once; gradients of keys and
+        Parts are summed in float32 (float64 for float64) and rounded once; gradients of keys and
         values once more, where they were computed. A rank sends each of the others the keys and
         values that it needs, which a causal mask, a window and documents reduce, and in the
-        backward once more, and gets the same bytes of gradients back. What comes next travels
-        while what is there is computed. The same bits in every run. Dropout drops the scores that
-        ``fusedops.attention`` of the whole sequences drops for the same seed, with documents too.
+        backward once more, and receives the same bytes of gradients. The next step is sent while
+        one is computed. The same bits in every run. Dropout drops the scores that
+        ``fusedops.attention`` of the complete sequences drops for the same seed.
         No second derivative: asking for one is an ``UnsupportedError``.
 
     Reference:
@@ -162,7 +161,7 @@ class _Ring:
     """What forward and backward have in common: who sends what to whom."""
 
     def __init__(self, a: _Arguments) -> None:
-        self.group = dist.distributed_c10d._resolve_process_group(a.group)  # type: ignore[arg-type]
+        self.group = collectives.group_of(a.group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         batch, _, tokens, _ = a.query.shape
         layout = SequenceLayout(tokens * self.ranks, self.ranks, a.balance, tuple(a.ends))
@@ -175,7 +174,7 @@ class _Ring:
         if seed is not None:
             seed = philox.placed_scores(seed, a.query.shape[1], layout.length)
         self.scores = Scores(a.scale, a.softcap, a.alibi_slopes, a.dropout_p, seed)
-        self.query, self.key, self.value = (self.joined(each) for each in a[:3])
+        self.query, self.key, self.value = (self.joined(tensor) for tensor in a[:3])
 
     def joined(self, tensor: Tensor) -> Tensor:
         """Return ``[B, H, S, ...]`` as one row ``[1, H, B * S, ...]`` where rows are not alike."""
@@ -188,7 +187,7 @@ class _Ring:
         return tensor.squeeze(0).unflatten(1, (like.shape[0], -1)).transpose(0, 1)
 
     def steps(self) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
-        """Yield shift, step, keys and values; those of the next step are on their way by then."""
+        """Yield shift, step, keys and values, while those of the next step are sent."""
         here = self.step(self.rank, self.rank)
         pending = self._send_keys(1)
         yield 0, here, take(self.key, here.columns), take(self.value, here.columns)
@@ -203,15 +202,15 @@ class _Ring:
         return plan.step(self.layout, self.pattern, rank, source)
 
     def target(self, shift: int) -> int:
-        """Return whom this rank's keys go to."""
+        """Return the rank that receives this rank's keys."""
         return (self.rank + shift) % self.ranks
 
     def source(self, shift: int) -> int:
-        """Return whose keys come."""
+        """Return the rank whose keys arrive."""
         return (self.rank - shift) % self.ranks
 
     def calls(self, shift: int, step: Step) -> Iterator[tuple[ContextCall, Scores]]:
-        """Yield the calls of a step; each drops what the whole would."""
+        """Yield the calls of a step, with the dropout of one process."""
         if self.scores.seed is None:
             yield from ((call, self.scores) for call in step.calls)
             return
@@ -223,7 +222,7 @@ class _Ring:
             yield call, self.scores.at(call, rows, columns, self.layout.length)
 
     def _send_keys(self, shift: int) -> Pending | None:
-        """Begin to send keys and values; nothing after the last step."""
+        """Start to send keys and values; nothing after the last step."""
         if shift == self.ranks:
             return None
         to, source = self.target(shift), self.source(shift)
@@ -246,7 +245,7 @@ class _Ring:
     def _exchange(
         self, parts: Sequence[Tensor], to: int, source: int, tokens: int, label: str
     ) -> Pending:
-        sent = torch.cat([each.reshape(-1) for each in parts])
+        sent = torch.cat([part.reshape(-1) for part in parts])
         out = sent.new_empty(tokens * self._width)
         return collectives.send_receive(
             sent,
@@ -264,7 +263,7 @@ class _Ring:
         return batch * heads * (size + self.value.shape[3])
 
     def _unpacked(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values in what came."""
+        """Return the keys and values in a received buffer."""
         batch, heads, _, size = self.key.shape
         shape = (batch, heads, flat.numel() // max(1, self._width))
         keys = batch * heads * shape[2] * size
@@ -284,7 +283,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     output, remainder = math.rounded(attended.output, a.query.dtype, a.keep_remainder)
     results = (output, attended.lse, remainder, attended.parts)
     output, lse, remainder, parts = (
-        ring.parted(each, a.query) if each.numel() else each for each in results
+        ring.parted(result, a.query) if result.numel() else result for result in results
     )
     output = math.heads_inside(output)
     return output, lse.contiguous(), remainder.contiguous(), parts.contiguous()
@@ -295,11 +294,11 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
     query, wide = a.query, dtypes.statistics_dtype(a.query.dtype)
     batch, heads, rows, _ = query.shape
     shape = (batch, heads, rows, a.value.shape[3])
-    kept = math.keeps(query.dtype, a.keep_remainder)
+    has_remainder = math.keeps(query.dtype, a.keep_remainder)
     return (
         math.new_heads_inside(query, *shape),
         query.new_empty((batch, heads, rows), dtype=wide),
-        query.new_empty(shape if kept else (0,)),
+        query.new_empty(shape if has_remainder else (0,)),
         query.new_empty((batch, heads, rows, 2), dtype=wide),
     )
 
@@ -320,39 +319,29 @@ def _gradients(ctx: Any, grad_output: Any, grad_lse: Any, *_: Any) -> tuple[Any,
     return *grads[:3], None, grad_sinks, None, *[None] * len(ctx.numbers)
 
 
-def _backward(
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    output: Tensor,
-    remainder: Tensor,
-    parts: Tensor,
-    *args: Any,
-) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    a = _Arguments(*args[5:])
     ring = _Ring(a)
-    incoming = Incoming(grad_output, grad_lse, output, remainder, parts).map(ring.joined)
+    incoming = Incoming(*args[:5]).map(ring.joined)
     inputs = ring.query, ring.key, ring.value
-    grads = [torch.zeros_like(each, dtype=parts.dtype) for each in inputs]
+    grads = [torch.zeros_like(tensor, dtype=incoming.parts.dtype) for tensor in inputs]
     pending = None
     for shift, step, key, value in ring.steps():
         with collectives.computing(f"differentiate {shift}"):
-            found = _step_gradients(ring, shift, step, key, value, incoming, grads[0])
+            step_grads = _step_gradients(ring, shift, step, key, value, incoming, grads[0])
         if shift == 0:
-            _add_gradients(grads, step.columns, found)
+            _add_gradients(grads, step.columns, step_grads)
             continue
         if pending is not None:
             _add_gradients(grads, *ring.receive_gradients(shift - 1, pending))
-        pending = ring.send_gradients(shift, [each.to(key.dtype) for each in found])
+        pending = ring.send_gradients(shift, [grad.to(key.dtype) for grad in step_grads])
     if pending is not None:
         _add_gradients(grads, *ring.receive_gradients(ring.ranks - 1, pending))
-    given = (a.query, a.key, a.value)
-    return (
-        *(
-            math.heads_inside(ring.parted(grad, each).to(each.dtype))
-            for grad, each in zip(grads, given, strict=True)
-        ),
-        _sinks_gradient(a.sinks, incoming),
+    results = (
+        math.heads_inside(ring.parted(grad, tensor).to(tensor.dtype))
+        for grad, tensor in zip(grads, a[:3], strict=True)
     )
+    return *results, _sinks_gradient(a.sinks, incoming)
 
 
 def _step_gradients(
@@ -364,22 +353,22 @@ def _step_gradients(
     incoming: Incoming,
     grad_query: Tensor,
 ) -> list[Tensor]:
-    """Add to the queries' gradient what a step gives, and return those of its keys and values."""
-    found: list[Tensor] = []
+    """Add a step's gradient of the queries, and return those of its keys and values."""
+    grads: list[Tensor] = []
     for call, scores in ring.calls(shift, step):
         grad, *others = _blocks.backward(call, ring.query, key, value, scores, incoming)
         add_to(grad_query, call.rows, grad)
         if len(step.calls) == 1 and call.columns == ((0, key.shape[2]),):
             return others  # of all keys and values, rounded once
-        if not found:
-            found = [torch.zeros_like(each, dtype=grad_query.dtype) for each in (key, value)]
-        for into, part in zip(found, others, strict=True):
+        if not grads:
+            grads = [torch.zeros_like(x, dtype=grad_query.dtype) for x in (key, value)]
+        for into, part in zip(grads, others, strict=True):
             add_to(into, call.columns, part)
-    return found or [key, value]  # no call: of no token
+    return grads or [key, value]  # no call: of no token
 
 
-def _add_gradients(grads: Sequence[Tensor], columns: Any, found: Sequence[Tensor]) -> None:
-    for into, part in zip(grads[1:], found, strict=True):
+def _add_gradients(grads: Sequence[Tensor], columns: Any, parts: Sequence[Tensor]) -> None:
+    for into, part in zip(grads[1:], parts, strict=True):
         add_to(into, columns, part)
 
 
@@ -394,17 +383,10 @@ def _sinks_gradient(sinks: Tensor | None, rows: Incoming) -> Tensor:
     return -(weights * delta).sum((0, 2))
 
 
-def _backward_fake(
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    output: Tensor,
-    remainder: Tensor,
-    parts: Tensor,
-    *args: Any,
-) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
-    grads = [math.new_heads_inside(each, *each.shape) for each in a[:3]]
-    return *grads, parts.new_empty(0 if a.sinks is None else a.sinks.shape)
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    incoming, a = Incoming(*args[:5]), _Arguments(*args[5:])
+    grads = [math.new_heads_inside(tensor, *tensor.shape) for tensor in a[:3]]
+    return *grads, incoming.parts.new_empty(0 if a.sinks is None else a.sinks.shape)
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -435,4 +417,4 @@ _RING_BACKWARD = define_exchange(
     setup_context=lambda ctx, inputs, output: None,
     backward=_refuse,
 )
-imports.after("torch.utils.flop_counter", _flops.tell)
+imports.after("torch.utils.flop_counter", _flops.register)

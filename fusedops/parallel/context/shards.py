@@ -1,4 +1,4 @@
-"""Sequences cut into the shards of a context-parallel group, and joined again."""
+"""Sequences sharded over a context-parallel group, and gathered."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def shard_sequence(
     balance: str = "zigzag",
     cu_seqlens: Any = None,
 ) -> Tensor:
-    """Return this rank's tokens of a tensor that every rank has whole.
+    """Return this rank's tokens of a replicated tensor.
 
-    Whatever goes with a token is cut alike: token numbers, labels, positions
-    (``shard_sequence(torch.arange(S), group, 0)`` are the places of this rank's tokens).
+    Everything that belongs to a token is sharded alike: ids, labels, positions
+    (``shard_sequence(torch.arange(S), group, 0)`` are the positions of this rank's tokens).
 
     Args:
         tensor: of any dtype. Dim 0 is the batch, unless ``dim`` is 0.
@@ -33,13 +33,13 @@ def shard_sequence(
             rank's number and its mirror image, so that causal attention costs all ranks the same;
             ``"document"``: the same of each document; ``"contiguous"``: one part in ``n``.
         cu_seqlens: ``[documents + 1]``, where documents end, counted through the batch, from 0 on;
-            only ``"document"`` looks at it.
+            only ``"document"`` reads it.
 
     Returns:
         ``tensor`` with ``S / n`` tokens in ``dim``, in rising order. Differentiable.
 
     Raises:
-        ValueError: the sequence cannot be cut so.
+        ValueError: the sequence cannot be sharded so.
         TypeError: an argument is no tensor, or no group.
 
     Example:
@@ -65,7 +65,7 @@ def unshard_sequence(
     balance: str = "zigzag",
     cu_seqlens: Any = None,
 ) -> Tensor:
-    """Return the whole of which every rank has its shard: the inverse of ``shard_sequence``.
+    """Return the tensor of which every rank has a shard: the inverse of ``shard_sequence``.
 
     Args:
         tensor: the shard, as ``shard_sequence`` returns it.
@@ -116,14 +116,14 @@ def _layout(
     balance: Any,
     cu_seqlens: Any,
 ) -> SequenceLayout:
-    """Return the layout of sequences ``times`` as long as the tensor has."""
+    """Return the layout of sequences ``times`` as long as those of the tensor."""
     rows = 1 if dim == 0 else tensor.shape[0]
     length, ends = tensor.shape[dim] * times, ends_of(op, cu_seqlens)
     return layout_of(op, length, group.size(), balance, ends, rows)
 
 
 def _joined(tensor: Tensor, dim: int) -> Tensor:
-    """Return the tokens of the batch behind one another, in dim 0."""
+    """Return the tokens of the batch one after another, in dim 0."""
     return tensor if dim == 0 else tensor.movedim(dim, 1).flatten(0, 1)
 
 
