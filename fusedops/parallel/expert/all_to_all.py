@@ -3,6 +3,7 @@
 ``DispatchAllToAll`` sends packed rows in the order of a plan whose "experts" are destinations. Its
 backward sends the gradients of rows and probabilities back, packed likewise, and the origin sums
 them in the order of the slots. ``CombineAllToAll`` sends a result for each of these rows back.
+Both are an ``AsyncExchange``.
 """
 
 from __future__ import annotations
@@ -23,20 +24,14 @@ from fusedops.parallel.collective_errors import ErrorCode, ErrorVote
 
 @dataclass(frozen=True)
 class SendOrder:
-    """Which packed rows a rank sends, and in which order.
+    """Which packed rows a rank sends, and in which order."""
 
-    Attributes:
-        plan: the plan whose rows, in order, are the packed rows.
-        row_of_slot: ``[T, k]`` int32, the packed row that carries each slot; for a slot that is not
-            sent a number beyond the last row.
-        expert_ids: ``[T, k]`` int32, packed with the rows.
-        span: 0: a row carries one slot. Above 0: all slots of its token on ``span`` experts.
-    """
-
-    plan: RoutingPlan
+    plan: RoutingPlan  # the plan whose rows, in order, are the packed rows
+    # ``[T, k]`` int32, the packed row that carries each slot; for a slot that is not sent a
+    # number beyond the last row
     row_of_slot: torch.Tensor
-    expert_ids: torch.Tensor
-    span: int = 0
+    expert_ids: torch.Tensor  # ``[T, k]`` int32, packed with the rows
+    span: int = 0  # 0: a row carries one slot. Above 0: all slots of its token on ``span`` experts
 
     @classmethod
     def of_slots(cls, plan: RoutingPlan) -> SendOrder:
@@ -52,16 +47,11 @@ class SendOrder:
 
 @dataclass(frozen=True)
 class RowLimit:
-    """A fixed number of rows of a result, however many arrive.
+    """A fixed number of rows of a result, however many arrive."""
 
-    Attributes:
-        op: the name of the public function, for messages.
-        rows: the number of rows; those after the rows that arrived are zeros with id -1.
-        groups: groups whose ranks must raise if more arrive on one of them.
-    """
-
-    op: str
-    rows: int
+    op: str  # the name of the public function, for messages
+    rows: int  # the number of rows; those after the rows that arrived are zeros with id -1
+    # Groups whose ranks must raise if more arrive on one of them
     groups: Sequence[dist.ProcessGroup]
 
     def check(self, num_arriving: int, device: torch.device) -> None:

@@ -270,7 +270,7 @@ def _uses_operators(max_rows: int | None) -> bool:
 
 @torch.compiler.assume_constant_result
 def _takes_symbols() -> bool:
-    """Whether the compiler continues its graph behind a size that only the run tells."""
+    """Whether the compiler continues its graph after a size that is known at run time only."""
     context = torch._guards.TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
     shapes = mode.shape_env if mode is not None else None
@@ -327,13 +327,6 @@ class StagedExpertParallel:
     """``expert_parallel`` in steps, between which a caller may compute something else.
 
     The constructor starts to send the tokens. It is never part of a compiled graph.
-
-    Args:
-        options: of the call.
-        input: as for ``expert_parallel``, and so all that follow.
-        plan: as there.
-        experts: as there.
-        weighted: as there.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The arguments of expert parallelism: what they must be, and errors that all ranks raise."""
+"""The arguments of expert parallelism and their checks, whose errors all ranks raise."""
 
 from __future__ import annotations
 
@@ -20,23 +20,14 @@ Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 
 @dataclass(frozen=True)
 class DispatchOptions:
-    """The arguments of ``moe_dispatch`` and ``expert_parallel`` beside the tensors.
+    """The arguments of ``moe_dispatch`` and ``expert_parallel`` besides the tensors."""
 
-    Attributes:
-        op: the name of the public function, for messages.
-        groups: one process group, or those across and within nodes.
-        reduce: where results are summed.
-        payload: ``"float8"`` or ``None``.
-        max_rows: rows of the result of each hop, or ``None`` for those that arrive.
-        chunks: parts of the tokens.
-    """
-
-    op: str
-    groups: Sequence[dist.ProcessGroup]
-    reduce: str = "home"
-    payload: str | None = None
-    max_rows: int | None = None
-    chunks: int = 1
+    op: str  # the name of the public function, for messages
+    groups: Sequence[dist.ProcessGroup]  # one process group, or those across and within nodes
+    reduce: str = "home"  # where results are summed
+    payload: str | None = None  # ``"float8"`` or ``None``
+    max_rows: int | None = None  # rows of the result of each hop, or ``None`` for those that arrive
+    chunks: int = 1  # parts of the tokens
 
     @property
     def quantized(self) -> bool:
@@ -45,12 +36,7 @@ class DispatchOptions:
 
 
 def groups_of(op: str, group: Any) -> list[dist.ProcessGroup]:
-    """Return the group, or the groups across and within nodes.
-
-    Raises:
-        TypeError: ``group`` is neither a process group nor a mesh.
-        ValueError: the mesh has more than two dims.
-    """
+    """Return the group, or the groups across and within nodes; raise if it is neither."""
     if isinstance(group, DeviceMesh):
         if group.ndim not in (1, 2):
             checks.fail(op, "group", "a mesh of 1 or 2 dims", f"{group.ndim} dims")

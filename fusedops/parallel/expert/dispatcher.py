@@ -48,7 +48,7 @@ from fusedops.parallel.expert.metadata import (
 
 
 class DispatchedRows(NamedTuple):
-    """What a hop brings: ``rows`` ``[R, H]``, and ``probs`` and ``ids``, ``[R, pairs]``.
+    """What a hop receives: ``rows`` ``[R, H]``, and ``probs`` and ``ids``, ``[R, pairs]``.
 
     Ids count from 0 for the first expert of the rank (of the node, before the second hop); their
     number stands for no expert.
@@ -60,23 +60,16 @@ class DispatchedRows(NamedTuple):
 
 
 class PendingRows(Protocol):
-    """Results on their way back over one group."""
+    """Results that are sent back over one group."""
 
     def wait(self) -> torch.Tensor:
         """Return the results in the order in which the rows were dispatched."""
 
 
 class Hop(ABC):
-    """An exchange of rows over one group, and the exchange of their results in reverse.
+    """An exchange of rows over one group, ``options.groups[level]``, and of results in reverse.
 
-    Args:
-        options: of the call.
-        level: the index of the group in ``options.groups``.
-        input: ``[T, H]``.
-        plan: the routing of the tokens.
-
-    Attributes:
-        is_eager: whether the hop is no operator, and must not be traced.
+    ``input`` is ``[T, H]``. ``is_eager``: the hop is no operator, and must not be traced.
     """
 
     is_eager = False
@@ -119,12 +112,7 @@ class Hop(ABC):
 
 
 class TokenDispatcher:
-    """Dispatch and combine of one chunk of tokens.
-
-    Args:
-        options: of the call.
-        first: the first hop.
-    """
+    """Dispatch and combine of one chunk of tokens, from its first hop on."""
 
     def __init__(self, options: DispatchOptions, first: Hop) -> None:
         self.hops = [first]
@@ -146,9 +134,9 @@ class TokenDispatcher:
         last = self.hops[-1]
         rows, probs, ids = last.wait()
         # Padding has no expert; without padding each row has one.
-        kept = None if self._options.max_rows is None else ids < last.num_experts
+        has_expert = None if self._options.max_rows is None else ids < last.num_experts
         order = moe_sort(ids, last.num_experts)
-        return rows, RoutingPlan(ids, probs, *order, kept, last.num_experts)
+        return rows, RoutingPlan(ids, probs, *order, has_expert, last.num_experts)
 
     def combine_start(self, output: torch.Tensor) -> PendingCombine:
         """Start to send the experts' results back."""
@@ -156,11 +144,9 @@ class TokenDispatcher:
 
 
 class PendingCombine:
-    """Results on their way to the ranks of their tokens. The constructor starts the exchange.
+    """Results sent to the ranks of their tokens. The constructor starts the exchange.
 
-    Args:
-        hops: brought the rows.
-        output: ``[R, H]``, the result of each row.
+    ``hops`` dispatched the rows, and ``output`` ``[R, H]`` has the result of each row.
     """
 
     def __init__(self, hops: Sequence[Hop], output: torch.Tensor) -> None:
@@ -170,10 +156,7 @@ class PendingCombine:
         self._pending = hops[-1].combine_start(output)
 
     def second_hop(self, *, weighted: bool) -> None:
-        """Wait for the results of this node, and send them to the ranks of their tokens.
-
-        Does nothing over a single group, or if it was called before.
-        """
+        """Wait for the results of this node, and send them to the ranks of their tokens."""
         if self._num_waiting < 2:
             return
         self._num_waiting = 1
@@ -194,14 +177,7 @@ class PendingCombine:
 
 
 class _EagerHop(Hop):
-    """A hop whose start and wait are separate steps.
-
-    Args:
-        options: of the call.
-        level: the index of the group in ``options.groups``.
-        input: ``[T, H]``.
-        plan: the routing of the tokens.
-    """
+    """A hop whose start and wait are separate steps."""
 
     is_eager = True
 
@@ -234,12 +210,12 @@ class _EagerHop(Hop):
 
     @property
     def row_counts(self) -> RowCounts:
-        """How many rows are sent and received."""
+        """Rows that are sent and received."""
         return self._metadata.wait()[0][self._chunk]
 
     @property
     def slot_counts(self) -> RowCounts:
-        """How many slots they carry, where a row carries several."""
+        """Slots that they carry, where a row carries several."""
         return self._metadata.wait()[1][self._chunk]
 
     @property
@@ -343,11 +319,7 @@ def start_chunks(
 ) -> list[_EagerHop]:
     """Check the arguments, and start the first hop of each chunk.
 
-    Args:
-        options: of the call.
-        input: ``[T, H]``.
-        plan: the routing of its tokens.
-        grads: whether autograd will ask for gradients; ``None`` derives it from the tensors.
+    ``grads`` is whether autograd will ask for gradients; ``None`` derives it from the tensors.
     """
     check_on_all(options, input, plan)
     op, groups = options.op, options.groups
@@ -382,13 +354,9 @@ def start_in_node(
 ) -> _EagerHop:
     """Start the second hop, from the ranks of a node to those of the experts.
 
-    Args:
-        options: of the call.
-        rows: the tokens that the first hop brought.
-        plan: their routing in this node.
-        dropped: int64 scalar, slots dropped on the ranks that the first hop joined.
-        grads: whether autograd will ask for gradients.
-        anchor: of the first hop.
+    ``rows`` are the tokens that the first hop received, ``plan`` their routing in this node,
+    ``dropped`` an int64 scalar, the slots dropped on the ranks of the first hop, and ``anchor``
+    that hop's.
     """
     hop = _EagerHop(options, 1, rows, plan)
     _start([hop], options, dropped, torch.zeros_like(dropped), grads=grads, anchor=anchor)

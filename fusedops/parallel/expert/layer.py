@@ -160,7 +160,7 @@ class _OrderedForward:
 
 
 class _RepeatedWeight(torch.autograd.Function):
-    """A weight several times; its gradient is the ordered sum of theirs."""
+    """Views of a weight; its gradient is the ordered sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:

@@ -50,22 +50,15 @@ METADATA_BYTES = 8 * _COLUMNS
 
 @dataclass(frozen=True)
 class Metadata:
-    """The metadata of one rank.
-
-    Attributes:
-        signature: of its call.
-        rows: per chunk, int32 ``[ranks]``: rows for each rank.
-        slots: per chunk, int32 ``[ranks]``: slots that these rows carry; empty where a row carries
-            one slot.
-        dropped: int32 scalar: slots that no expert computes.
-        faults: int32 scalar: 0 where ids and offsets of the plan are in range, else 1.
-    """
+    """The metadata of one rank."""
 
     signature: CallSignature
-    rows: Sequence[torch.Tensor]
+    rows: Sequence[torch.Tensor]  # per chunk, int32 ``[ranks]``: rows for each rank
+    # Per chunk, int32 ``[ranks]``: slots that these rows carry; empty where a row carries one
+    # slot
     slots: Sequence[torch.Tensor]
-    dropped: torch.Tensor
-    faults: torch.Tensor
+    dropped: torch.Tensor  # int32 scalar: slots that no expert computes
+    faults: torch.Tensor  # int32 scalar: 0 where ids and offsets of the plan are in range, else 1
 
 
 class MetadataExchange:
@@ -75,11 +68,10 @@ class MetadataExchange:
         op: the name of the public function, for messages.
         group: the process group.
         device: a device from which the backend of the group can send.
-        metadata: of this rank, or the error that takes its place.
-        code: what the others are told of an error; by default the code of its type.
+        metadata: of this rank, or the error that replaces it.
+        code: what is reported of an error; by default the code of its type.
 
-    Attributes:
-        dropped: per rank, slots that no expert computes; known after ``wait``.
+    After ``wait``, ``dropped`` has per rank the slots that no expert computes.
     """
 
     def __init__(

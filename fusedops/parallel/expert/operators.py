@@ -16,13 +16,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fusedops._core.library import define_exchange
 from fusedops.ops import RoutingPlan
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel.async_exchange import RowCounts, begin
+from fusedops.parallel.comm.collectives import group_of
 from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchAllToAll, SendOrder
 from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.parallel.expert.dispatcher import (
@@ -51,67 +51,42 @@ _SCHEMA_TYPES = {
 
 
 class DispatchArguments(NamedTuple):
-    """The arguments of ``moe_dispatch_rows``.
+    """The arguments of ``moe_dispatch_rows``."""
 
-    Attributes:
-        input: ``[T, H]``.
-        probs: ``[T, k]``; with the four behind it the routing of the rows.
-        expert_ids: ``[T, k]``.
-        permutation: ``[T * k]``.
-        positions: ``[T, k]``.
-        offsets: ``[num_experts]``.
-        dropped: int64 scalar on the CPU, slots dropped on the ranks that the first level joined;
-            ``None`` at the first level.
-        num_experts: of the group's ranks together.
-        reduce: where a token's slots are summed.
-        payload: ``"float8"`` or ``None``.
-        grads: whether autograd will ask for gradients.
-        max_rows: rows of the result, or ``None`` for those that arrive.
-        op: the name of the public function, for messages.
-        groups: names of all groups of the dispatch.
-        level: the index of this exchange's group among them.
-    """
-
-    input: Tensor
-    probs: Tensor
-    expert_ids: Tensor
-    permutation: Tensor
-    positions: Tensor
-    offsets: Tensor
+    input: Tensor  # ``[T, H]``
+    probs: Tensor  # ``[T, k]``; with the four behind it the routing of the rows
+    expert_ids: Tensor  # ``[T, k]``
+    permutation: Tensor  # ``[T * k]``
+    positions: Tensor  # ``[T, k]``
+    offsets: Tensor  # ``[num_experts]``
+    # Int64 scalar on the CPU, slots dropped on the ranks that the first level joined;
+    # ``None`` at the first level
     dropped: Tensor | None
-    num_experts: int
-    reduce: str
-    payload: str | None
-    grads: bool
-    max_rows: int | None
-    op: str
-    groups: list[str]
-    level: int
+    num_experts: int  # of the group's ranks together
+    reduce: str  # where a token's slots are summed
+    payload: str | None  # ``"float8"`` or ``None``
+    grads: bool  # whether autograd will ask for gradients
+    max_rows: int | None  # rows of the result, or ``None`` for those that arrive
+    op: str  # the name of the public function, for messages
+    groups: list[str]  # names of all groups of the dispatch
+    level: int  # the index of this exchange's group among them
 
 
 class DispatchResults(NamedTuple):
-    """The results of ``moe_dispatch_rows``.
+    """The results of ``moe_dispatch_rows``."""
 
-    Attributes:
-        rows: ``[R, H]``, those for this rank.
-        probs: ``[R, pairs]``; a row to a node carries all slots of its token there.
-        ids: ``[R, pairs]`` int32, as ``DispatchedRows``.
-        counts: int64 ``[4, ranks]`` on the CPU: rows for and from each rank, slots for and from
-            each, where a row carries several.
-        dropped: int64 ``[ranks]`` on the CPU, slots dropped on each.
-        anchor: of the autograd graph.
-    """
-
-    rows: Tensor
-    probs: Tensor
-    ids: Tensor
+    rows: Tensor  # ``[R, H]``, those for this rank
+    probs: Tensor  # ``[R, pairs]``; a row to a node carries all slots of its token there
+    ids: Tensor  # ``[R, pairs]`` int32, as ``DispatchedRows``
+    # Int64 ``[4, ranks]`` on the CPU: rows for and from each rank, slots for and from each,
+    # where a row carries several
     counts: Tensor
-    dropped: Tensor
-    anchor: Tensor
+    dropped: Tensor  # int64 ``[ranks]`` on the CPU, slots dropped on each
+    anchor: Tensor  # of the autograd graph
 
 
 class DispatchBackwardArguments(NamedTuple):
-    """Those of ``moe_dispatch_rows_backward``: gradients of the results, and what was saved."""
+    """Of ``moe_dispatch_rows_backward``: gradients of the results, and saved tensors."""
 
     grad_rows: Tensor
     grad_probs: Tensor
@@ -135,29 +110,18 @@ class DispatchGradients(NamedTuple):
 
 
 class CombineArguments(NamedTuple):
-    """The arguments of ``moe_combine_rows``.
+    """The arguments of ``moe_combine_rows``."""
 
-    Attributes:
-        output: ``[R, H]``.
-        anchor: of the dispatch.
-        counts: of the dispatch.
-        like: ``[0, H]``, of the dtype and device of the rows.
-        order: int32, begins with the result of each slot; ``None``: a result for each row.
-        num_slots: rows of the result.
-        max_rows: rows of the experts' output; ``None``: one for each row that arrived.
-        groups: names of all groups of the dispatch.
-        level: the index of this exchange's group among them.
-    """
-
-    output: Tensor
-    anchor: Tensor
-    counts: Tensor
-    like: Tensor
+    output: Tensor  # ``[R, H]``
+    anchor: Tensor  # of the dispatch
+    counts: Tensor  # of the dispatch
+    like: Tensor  # ``[0, H]``, of the dtype and device of the rows
+    # Int32, begins with the result of each slot; ``None``: a result for each row
     order: Tensor | None
-    num_slots: int
-    max_rows: int | None
-    groups: list[str]
-    level: int
+    num_slots: int  # rows of the result
+    max_rows: int | None  # rows of the experts' output; ``None``: one for each row that arrived
+    groups: list[str]  # names of all groups of the dispatch
+    level: int  # the index of this exchange's group among them
 
 
 class CombineResults(NamedTuple):
@@ -167,7 +131,7 @@ class CombineResults(NamedTuple):
 
 
 class CombineBackwardArguments(NamedTuple):
-    """Those of ``moe_combine_rows_backward``: the gradient of the result, and what was saved."""
+    """Of ``moe_combine_rows_backward``: the gradient of the result, and saved tensors."""
 
     grad: Tensor
     counts: Tensor
@@ -183,10 +147,6 @@ class CombineGradients(NamedTuple):
     grad_anchor: Tensor
 
 
-def _group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
 def _plan(a: DispatchArguments | DispatchBackwardArguments) -> RoutingPlan:
     """Return the routing; without ``tokens_per_expert``, which no exchange reads."""
     order = a.permutation, a.positions, a.offsets.new_empty(0), a.offsets
@@ -194,7 +154,7 @@ def _plan(a: DispatchArguments | DispatchBackwardArguments) -> RoutingPlan:
 
 
 def _dispatch(a: DispatchArguments) -> DispatchResults:
-    groups = [_group(name) for name in a.groups]
+    groups = [group_of(name) for name in a.groups]
     options = DispatchOptions(a.op, groups, a.reduce, a.payload, a.max_rows)
     if a.level == 0:
         (hop,) = start_chunks(options, a.input, _plan(a), grads=a.grads)
@@ -208,7 +168,7 @@ def _dispatch(a: DispatchArguments) -> DispatchResults:
 
 
 def _dispatch_fake(a: DispatchArguments) -> DispatchResults:
-    size, hidden = _group(a.groups[a.level]).size(), a.input.shape[1]
+    size, hidden = group_of(a.groups[a.level]).size(), a.input.shape[1]
     to_nodes = a.level < len(a.groups) - 1
     pairs = int(a.positions.shape[1]) if to_nodes else 1
     num_rows: Any = a.max_rows
@@ -234,14 +194,13 @@ def _save_dispatch(ctx: Any, a: DispatchArguments, results: DispatchResults) -> 
 
 
 def _dispatch_gradients(ctx: Any, grads: DispatchResults) -> dict[str, Tensor]:
-    given = grads.rows, grads.probs, grads.anchor
-    results = _DISPATCH_BACKWARD(*given, *ctx.saved_tensors, *ctx.constants)
-    found = DispatchGradients(*results)
-    return {"input": found.grad_input, "probs": found.grad_input_probs}
+    tensors = grads.rows, grads.probs, grads.anchor, *ctx.saved_tensors
+    grad_input, grad_probs = _DISPATCH_BACKWARD(*tensors, *ctx.constants)
+    return {"input": grad_input, "probs": grad_probs}
 
 
 def _dispatch_backward(a: DispatchBackwardArguments) -> DispatchGradients:
-    group, plan = _group(a.groups[a.level]), _plan(a)
+    group, plan = group_of(a.groups[a.level]), _plan(a)
     to_nodes = a.level < len(a.groups) - 1
     order = order_to_nodes(plan, group.size()) if to_nodes else SendOrder.of_slots(plan)
     layout = PayloadLayout(
@@ -264,7 +223,7 @@ def _counts(a: CombineArguments | CombineBackwardArguments) -> RowCounts:
 
 def _combine(a: CombineArguments) -> CombineResults:
     counts, output, vote = _counts(a), a.output, None
-    groups = [_group(name) for name in a.groups]
+    groups = [group_of(name) for name in a.groups]
     if a.level == len(groups) - 1:  # from the experts; the other level only passes results on
         num_rows = sum(counts.receive) if a.max_rows is None else a.max_rows
         output, vote = vote_on_output(output, num_rows, a.like, groups[::-1])
@@ -282,14 +241,13 @@ def _save_combine(ctx: Any, a: CombineArguments, results: CombineResults) -> Non
 
 
 def _combine_gradients(ctx: Any, grads: CombineResults) -> dict[str, Tensor]:
-    results = _COMBINE_BACKWARD(grads.rows, *ctx.saved_tensors, *ctx.constants)
-    found = CombineGradients(*results)
-    return {"output": found.grad_output, "anchor": found.grad_anchor}
+    grad_output, grad_anchor = _COMBINE_BACKWARD(grads.rows, *ctx.saved_tensors, *ctx.constants)
+    return {"output": grad_output, "anchor": grad_anchor}
 
 
 def _combine_backward(a: CombineBackwardArguments) -> CombineGradients:
     num_slots = a.grad.shape[0]
-    exchange = CombineAllToAll(_counts(a), num_slots, _group(a.group), a.num_rows, a.order)
+    exchange = CombineAllToAll(_counts(a), num_slots, group_of(a.group), a.num_rows, a.order)
     exchange.start_backward(a.grad)
     (grad_output,) = exchange.finish_backward()
     return CombineGradients(grad_output, a.grad.new_zeros((), dtype=torch.float32))
@@ -302,17 +260,17 @@ def _combine_backward_fake(a: CombineBackwardArguments) -> CombineGradients:
 
 def _define(
     name: str,
-    arguments: type[Any],
-    results: type[Any],
     kernel: Callable[[Any], Any],
     fake: Callable[[Any], Any],
     save: Callable[[Any, Any, Any], None] | None = None,
     gradients: Callable[[Any, Any], dict[str, Tensor]] | None = None,
 ) -> Callable[..., Any]:
-    """Register an operator whose functions take and return named tuples.
+    """Register an operator whose kernel takes and returns named tuples, as its annotations say.
 
     ``gradients`` returns those of the arguments that have one, by name.
     """
+    hints = get_type_hints(kernel)
+    arguments, results = hints["a"], hints["return"]
 
     def plain(values: Any) -> Any:
         return values[0] if len(values) == 1 else tuple(values)
@@ -344,37 +302,13 @@ def _define(
 
 
 _DISPATCH = _define(
-    "moe_dispatch_rows",
-    DispatchArguments,
-    DispatchResults,
-    _dispatch,
-    _dispatch_fake,
-    _save_dispatch,
-    _dispatch_gradients,
+    "moe_dispatch_rows", _dispatch, _dispatch_fake, _save_dispatch, _dispatch_gradients
 )
 _DISPATCH_BACKWARD = _define(
-    "moe_dispatch_rows_backward",
-    DispatchBackwardArguments,
-    DispatchGradients,
-    _dispatch_backward,
-    _dispatch_backward_fake,
+    "moe_dispatch_rows_backward", _dispatch_backward, _dispatch_backward_fake
 )
-_COMBINE = _define(
-    "moe_combine_rows",
-    CombineArguments,
-    CombineResults,
-    _combine,
-    _combine_fake,
-    _save_combine,
-    _combine_gradients,
-)
-_COMBINE_BACKWARD = _define(
-    "moe_combine_rows_backward",
-    CombineBackwardArguments,
-    CombineGradients,
-    _combine_backward,
-    _combine_backward_fake,
-)
+_COMBINE = _define("moe_combine_rows", _combine, _combine_fake, _save_combine, _combine_gradients)
+_COMBINE_BACKWARD = _define("moe_combine_rows_backward", _combine_backward, _combine_backward_fake)
 
 
 def dispatch_by_operators(
@@ -385,14 +319,7 @@ def dispatch_by_operators(
 
 
 class _OperatorHop(Hop):
-    """A hop that is an operator, which starts and waits at once.
-
-    Args:
-        options: of the call.
-        input: ``[T, H]``.
-        plan: the routing of the tokens.
-        first: the hop between nodes, for the one within the node.
-    """
+    """A hop that is an operator, which starts and waits at once; ``first`` is the hop before it."""
 
     def __init__(
         self,
