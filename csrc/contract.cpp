@@ -39,7 +39,7 @@ struct Column {
   at::ArrayRef<c10::IValue> elements = {};
 };
 
-// What the arguments looked at so far have told.
+// What follows from the arguments checked so far.
 struct Known {
   at::ArrayRef<c10::IValue> arguments;
   at::ArrayRef<Column> columns = {};  // one for each argument, inside of Elements

@@ -30,8 +30,8 @@ class Contract {
 // The contract of an operator (fusedops::<name>), or null. Lives as long as the process.
 const Contract* contract_of(const std::string& name);
 
-// What the router says to Python, which it calls next in this thread: whether it has held the call
-// to its contract.
+// What the router says to Python, which it calls next in this thread: whether it has checked the
+// call to its contract.
 enum class Verdict : int64_t { none, allowed, refused };
 void set_verdict(Verdict verdict);
 

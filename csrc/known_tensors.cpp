@@ -20,7 +20,7 @@ uintptr_t address_of(const c10::TensorImpl& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data());
 }
 
-// Everything that a kernel was told of a tensor but for its address.
+// Everything that a kernel knows of a tensor, except its address.
 struct Form {
   explicit Form(const c10::TensorImpl& tensor)
       : sizes(tensor.sizes().begin(), tensor.sizes().end()),

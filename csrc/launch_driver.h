@@ -9,7 +9,7 @@ namespace fusedops {
 
 constexpr size_t kMapBytes = 128;  // of a CUtensorMap
 
-// A launch, as cuLaunchKernelEx wants it.
+// A launch, in the arguments of cuLaunchKernelEx.
 struct KernelLaunch {
   uint64_t function;  // a CUfunction
   uint32_t grid[3];

@@ -1,10 +1,11 @@
 // Launch plans: the allocations and kernel launches of an op's call on a GPU, recorded once and
-// made again without Python.
+// repeated without Python.
 //
 // A Triton launcher is Python: it looks at shapes, picks tiles, allocates outputs and hands some
-// forty arguments to Triton, which sorts them anew. All of it depends on shapes, strides, dtypes,
-// alignment and plain numbers alone. fusedops/_core/launch_plans.py records what a launcher did for
-// one such signature, and the router (router.cpp) repeats it for the next call with the same one.
+// forty arguments to Triton, which sorts them at every call. All of it depends on shapes, strides,
+// dtypes, alignment and plain numbers alone. fusedops/_core/launch_plans.py records what a launcher
+// did for one such signature, and the router (router.cpp) repeats it for the next call with the
+// same one.
 #pragma once
 
 #include <cstdint>

@@ -34,7 +34,7 @@ inline void switch_dtype(DType dtype, const F& f) {
   }
 }
 
-// Calls f(T(), P()) for data of type T and parameters of type P: P is T, or float beside half
+// Calls f(T(), P()) for data of type T and parameters of type P: P is T, or float with half
 // precision.
 template <typename F>
 inline void switch_dtypes(DType data, DType parameters, const F& f) {
@@ -46,7 +46,7 @@ inline void switch_dtypes(DType data, DType parameters, const F& f) {
   });
 }
 
-// Calls f(I()) for what stands beside data of type T: I is T, or half precision beside float.
+// Calls f(I()) for a second input of data of type T: I is T, or half precision with float.
 template <typename T, typename F>
 inline void switch_beside(DType dtype, const F& f) {
   if constexpr (std::is_same_v<T, float>) {

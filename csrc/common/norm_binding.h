@@ -82,7 +82,7 @@ inline void check_parameter(const char* op, const char* name,
   const bool half = type == at::kBFloat16 || type == at::kHalf;
   TORCH_CHECK_TYPE(
       parameter->scalar_type() == type || (half && parameter->scalar_type() == at::kFloat), op,
-      ": ", name, " must have the dtype of input, or float32 beside half precision");
+      ": ", name, " must have the dtype of input, or float32 with half precision");
 }
 
 // The operators over the two functions of a device.

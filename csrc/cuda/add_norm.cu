@@ -95,7 +95,7 @@ cudaError_t pass(const ResidualSink<T, S>& sink, int64_t rows, int64_t columns,
   return enqueue(pass_kernel<T, S, 1>, blocks, 256, 0, stream, sink, count);
 }
 
-// Calls f(T(), S()) with the type of the input too: T, or a half beside float.
+// Calls f(T(), S()) with the type of the input too: T, or a half with float.
 template <typename F>
 cudaError_t switch_both(Type data, Type input, const F& f) {
   return switch_type(data, [&](auto t) {

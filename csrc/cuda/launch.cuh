@@ -44,7 +44,7 @@ cudaError_t switch_type(Type data, const F& f) {
   return cudaErrorInvalidValue;
 }
 
-// Calls f(T(), P()) for data of type T and parameters of type P: P is T, or float beside a half.
+// Calls f(T(), P()) for data of type T and parameters of type P: P is T, or float with a half.
 template <typename F>
 cudaError_t switch_types(Type data, Type parameters, const F& f) {
   const bool wide = parameters == Type::f32;

@@ -27,7 +27,7 @@ struct NormForward {
   double weight_offset;      // added to the weight
   bool round_before_weight;  // to dtype
   DropoutArguments dropout;  // of input
-  Type input_dtype;          // dtype, or a half-precision one beside f32
+  Type input_dtype;          // dtype, or a half-precision one with f32
   Type dtype;                // of residual and summed
   Type parameter_dtype;      // dtype, or f32
   Type output_dtype;         // dtype, or f32

@@ -3,7 +3,7 @@
 // whether rows are centred, which a block asks at run time, as it asks for the parameters' dtype:
 // the kernels wait for memory, and each would double the template instances.
 //
-// Forward: a row is held in registers by one warp (up to 1024 columns) or one block (up to 32768;
+// Forward: a row is in the registers of one warp (up to 1024 columns) or one block (up to 32768;
 // those that add, in float32, up to 512 and 16384, what fits without spilling).
 // Mean, then centred sums; the sum of the deviations corrects the rounding of the mean, so a mean
 // of 1e4 with deviation 1 stays right. Traffic: the row once in, once out. Longer rows are read
@@ -435,8 +435,8 @@ inline int64_t count_partials(int64_t rows, int64_t columns, int64_t values) {
   int multiprocessors = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int64_t together = columns > 1024 * values ? 1 : block_shape(columns, values, 512).y;
-  return std::min<int64_t>((rows + together - 1) / together, 2 * multiprocessors);
+  const int64_t per_task = columns > 1024 * values ? 1 : block_shape(columns, values, 512).y;
+  return std::min<int64_t>((rows + per_task - 1) / per_task, 2 * multiprocessors);
 }
 
 template <typename T>

@@ -23,7 +23,7 @@ __device__ __forceinline__ uint4 philox4x32(uint4 counter, uint2 key) {
   return counter;
 }
 
-// Where element `first` of a tensor stands, from which on its row is drawn. It divides by numbers
+// The counter of element `first` of a tensor, from which on its row is drawn. It divides by numbers
 // that only the device knows, a call that costs registers: once a row, before there are values.
 __device__ __forceinline__ int64_t place_of(const DropoutArguments& dropout, int64_t first) {
   return dropout.placed ? RowPlaces{dropout.seed + 2}.of(first) : first;

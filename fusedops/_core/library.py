@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Gradient:
             (or ``None``) per differentiable output, what was saved, the non-tensor arguments in
             schema order, and ``output_mask``; it returns a tensor or ``None`` per differentiable
             input. Saved *outputs* must not be used as constants: it is also the double backward.
-        fake: the same signature, returns empty tensors.
+        fake: returns empty tensors. It receives those of the same arguments that it names.
         same: differentiable input -> another one, or ``"grad_<output>"``. Where the backward
             returns ``None`` for an input that was asked for, its gradient is that of the other
             input, or that incoming gradient, unchanged. An op must not return one tensor twice or
@@ -120,7 +121,8 @@ def define_op(
         contract: what arguments and results are to each other, in the words of ``contract.py``.
             Every call of the operator is held to it: kernels and fakes see nothing else.
         reference: eager torch, the specification; also the backend ``"torch"``.
-        fake: returns empty tensors of the right shapes, dtypes and strides.
+        fake: returns empty tensors of the right shapes, dtypes and strides. It receives the
+            arguments that it names, and so do ``gradient.fake`` and the DTensor rules.
         gradient: how it is differentiated; ``None`` for an op without gradient.
         autocast: a word of ``dtypes.AUTOCAST_RULES``.
         triton: import path of the module with ``forward`` and ``backward``; ``supports`` and
@@ -142,7 +144,8 @@ def define_op(
     if gradient is not None:
         _check_names(name, parsed, gradient)
     programs = _programs(name, parsed, gradient, contract)
-    fake = _after(programs[0].check, fake, whole=True)
+    arguments = [argument for _, argument in parsed.arguments]
+    fake = _after(programs[0].check, _selecting(name, fake, arguments), whole=True)
     op = _define(name, schema, fake if check is None else _after(check, fake))
     native = extension.cpu_library() is None
     backward_reference = gradient.reference if gradient else None
@@ -154,8 +157,10 @@ def define_op(
         assert programs[1] is not None
         backward_name = f"{name}_backward"
         backward_schema = _backward_schema(parsed, gradient)
+        backward_arguments = [argument for _, argument in _backward_arguments(parsed, gradient)]
+        backward_fake = _selecting(backward_name, gradient.fake, backward_arguments)
         _define(
-            backward_name, backward_schema, _after(programs[1].check, gradient.fake, whole=True)
+            backward_name, backward_schema, _after(programs[1].check, backward_fake, whole=True)
         )
         _route(name, programs[1], native=native, schema=backward_schema)
         _LIBRARY.define(f"{backward_name}_composite{backward_schema}")
@@ -164,12 +169,13 @@ def define_op(
             _differentiate_native(name, parsed, gradient)
         else:
             _differentiate_python(name, parsed, gradient)
+        if shard_backward is not None:
+            rule = _selecting(backward_name, shard_backward, backward_arguments)
+            sharding.register(getattr(torch.ops.fusedops, backward_name).default, rule)
     if autocast != "keep":
         _autocast(name, autocast, native)
     if shard is not None:
-        sharding.register(op, shard)
-    if shard_backward is not None:
-        sharding.register(getattr(torch.ops.fusedops, f"{name}_backward").default, shard_backward)
+        sharding.register(op, _selecting(name, shard, arguments))
     return op if check is None else _explaining(op, check)
 
 
@@ -222,6 +228,17 @@ def define_exchange(
     # the tensor itself is not.
     torch.fx.node.has_side_effect(op)
     return op
+
+
+def _selecting(op: str, function: Callable[..., Any], arguments: list[str]) -> Callable[..., Any]:
+    """Return a function of all arguments of an op that gives ``function`` those that it names."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
+        return function
+    for name in parameters:
+        checks.choice(f"define_op({op!r})", f"argument of {function.__name__}", name, arguments)
+    positions = [arguments.index(name) for name in parameters]
+    return lambda *args: function(*(args[position] for position in positions))
 
 
 def _after(

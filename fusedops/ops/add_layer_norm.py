@@ -141,15 +141,7 @@ def _reference(
 
 
 def _fake(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    eps: float,
-    dropout_p: float,
-    input_dtype: torch.dtype,
+    residual: torch.Tensor, normalized_shape: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     leading = rows(residual, normalized_shape)
     statistics = dtypes.statistics_dtype(residual.dtype)
@@ -201,14 +193,9 @@ def _backward_reference(
 
 def _backward_fake(
     grad_normed: torch.Tensor | None,
-    grad_summed: torch.Tensor | None,
     summed: torch.Tensor,
     weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    seed: torch.Tensor | None,
     normalized_shape: Sequence[int],
-    eps: float,
     dropout_p: float,
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
@@ -224,15 +211,7 @@ def _backward_fake(
 
 
 def _shard(
-    input: Any,
-    residual: Any,
-    normalized_shape: Sequence[int],
-    weight: Any,
-    bias: Any,
-    seed: Any,
-    eps: float,
-    dropout_p: float,
-    input_dtype: torch.dtype,
+    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, seed: Any
 ) -> list[tuple[list[Placement], list[Placement]]]:
     whole = [REPLICATE if each is not None else None for each in (weight, bias, seed)]
     return [
@@ -250,7 +229,6 @@ def _shard_backward(
     rstd: Any,
     seed: Any,
     normalized_shape: Sequence[int],
-    eps: float,
     dropout_p: float,
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],

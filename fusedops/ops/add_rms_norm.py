@@ -158,16 +158,10 @@ def _reference(
 
 
 def _fake(
-    input: torch.Tensor,
     residual: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
     rounding: str,
-    dropout_p: float,
-    input_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     leading = rows(residual, normalized_shape)
     statistics = dtypes.statistics_dtype(residual.dtype)
@@ -219,15 +213,9 @@ def _backward_reference(
 
 def _backward_fake(
     grad_normed: torch.Tensor | None,
-    grad_summed: torch.Tensor | None,
     summed: torch.Tensor,
     weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    seed: torch.Tensor | None,
     normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rounding: str,
     dropout_p: float,
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
@@ -242,16 +230,7 @@ def _backward_fake(
 
 
 def _shard(
-    input: Any,
-    residual: Any,
-    normalized_shape: Sequence[int],
-    weight: Any,
-    seed: Any,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    dropout_p: float,
-    input_dtype: torch.dtype,
+    input: Any, normalized_shape: Sequence[int], weight: Any, seed: Any
 ) -> list[tuple[list[Placement], list[Placement]]]:
     whole = [REPLICATE if each is not None else None for each in (weight, seed)]
     return [
@@ -268,9 +247,6 @@ def _shard_backward(
     rstd: Any,
     seed: Any,
     normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rounding: str,
     dropout_p: float,
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],

@@ -147,14 +147,7 @@ def _reference(
     return result.to(product.dtype).contiguous()
 
 
-def _fake(
-    input: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    beta: float,
-    alpha: float,
-    broadcast: Sequence[int],
-) -> torch.Tensor:
+def _fake(batch1: torch.Tensor, batch2: torch.Tensor) -> torch.Tensor:
     leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
     return batch1.new_empty((*leading, batch1.shape[-2], batch2.shape[-1]))
 
@@ -207,7 +200,6 @@ def _backward_fake(
     batch1: torch.Tensor,
     batch2: torch.Tensor,
     beta: float,
-    alpha: float,
     broadcast: Sequence[int],
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
@@ -250,7 +242,7 @@ def _splits(
 
 
 def _shard(
-    input: Any, batch1: Any, batch2: Any, beta: float, alpha: float, broadcast: Sequence[int]
+    batch1: Any, batch2: Any, broadcast: Sequence[int]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """Shard a batch dimension, the rows or the columns; or the sum, when the addend is a sum."""
     splits = _splits(batch1, batch2, broadcast)
@@ -262,13 +254,7 @@ def _shard(
 
 
 def _shard_backward(
-    grad_output: Any,
-    batch1: Any,
-    batch2: Any,
-    beta: float,
-    alpha: float,
-    broadcast: Sequence[int],
-    output_mask: Sequence[bool],
+    batch1: Any, batch2: Any, beta: float, broadcast: Sequence[int], output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     has_input = any(broadcast) or beta != 1
     wanted = (output_mask[0] and has_input, *output_mask[1:])

@@ -98,14 +98,7 @@ def _reference(
     return output.to(residual.dtype).contiguous()
 
 
-def _fake(
-    input: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    seed: torch.Tensor | None,
-    p: float,
-    input_dtype: torch.dtype,
-) -> torch.Tensor:
+def _fake(residual: torch.Tensor) -> torch.Tensor:
     return residual.new_empty(residual.shape)
 
 
@@ -139,7 +132,6 @@ def _backward_reference(
 def _backward_fake(
     grad_output: torch.Tensor,
     bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
     p: float,
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
@@ -164,9 +156,7 @@ def _cuts(ndim: int, seed: Any) -> list[tuple[Placement, Placement, Placement]]:
     return [*whole, *((dim, REPLICATE, PARTIAL) for dim in range(ndim - 1)), (ndim - 1, 0, 0)]
 
 
-def _shard(
-    input: Any, bias: Any, residual: Any, seed: Any, p: float, input_dtype: torch.dtype
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, bias: Any, seed: Any) -> list[tuple[list[Placement], list[Placement]]]:
     drawn = REPLICATE if seed is not None else None
     return [
         ([word], [word, parameter if bias is not None else None, word, drawn, None, None])

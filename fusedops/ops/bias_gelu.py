@@ -76,7 +76,7 @@ def _reference(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> tor
     return value(_sum(input, bias), GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
-def _fake(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
+def _fake(input: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
@@ -99,11 +99,7 @@ def _backward_reference(
 
 
 def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    bias: torch.Tensor,
-    approximate: str,
-    output_mask: Sequence[bool],
+    input: torch.Tensor, bias: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
@@ -111,9 +107,7 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any, bias: Any, approximate: str
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Rows are independent, and so are columns, with the bias cut as they are."""
     last = input.ndim - 1
     rules: list[tuple[list[Placement], list[Placement]]] = [
@@ -123,7 +117,7 @@ def _shard(
 
 
 def _shard_backward(
-    grad_output: Any, input: Any, bias: Any, approximate: str, output_mask: Sequence[bool]
+    input: Any, output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sum that is the bias gradient."""
     last = input.ndim - 1

@@ -70,7 +70,7 @@ def _reference(input: torch.Tensor, approximate: str) -> torch.Tensor:
     return value(x, GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
-def _fake(input: torch.Tensor, approximate: str) -> torch.Tensor:
+def _fake(input: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
@@ -84,20 +84,18 @@ def _backward_reference(
     return grad.to(input.dtype).contiguous()
 
 
-def _backward_fake(
-    grad_output: torch.Tensor, input: torch.Tensor, approximate: str, output_mask: Sequence[bool]
-) -> torch.Tensor | None:
+def _backward_fake(input: torch.Tensor, output_mask: Sequence[bool]) -> torch.Tensor | None:
     return input.new_empty(input.shape) if output_mask[0] else None
 
 
-def _shard(input: Any, approximate: str) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Elements are independent: any dim may be sharded."""
     words: list[Placement] = [REPLICATE, *range(input.ndim)]
     return [([word], [word, None]) for word in words]
 
 
 def _shard_backward(
-    grad_output: Any, input: Any, approximate: str, output_mask: Sequence[bool]
+    input: Any, output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     words: list[Placement] = [REPLICATE, *range(input.ndim)]
     return [([word if output_mask[0] else None], [word, word, None, None]) for word in words]

@@ -94,11 +94,7 @@ def _reference(
 
 
 def _fake(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
+    input: torch.Tensor, normalized_shape: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     leading = rows(input, normalized_shape)
     statistics = dtypes.statistics_dtype(input.dtype)
@@ -134,13 +130,9 @@ def _backward_reference(
 
 
 def _backward_fake(
-    grad_output: torch.Tensor,
     input: torch.Tensor,
     weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
     normalized_shape: Sequence[int],
-    eps: float,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     parameter = input.dtype if weight is None else weight.dtype
@@ -152,7 +144,7 @@ def _backward_fake(
 
 
 def _shard(
-    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """Rows are independent: any leading dim may be sharded, parameters are replicated."""
     parameters = [REPLICATE if each is not None else None for each in (weight, bias)]
@@ -161,14 +153,7 @@ def _shard(
 
 
 def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    normalized_shape: Sequence[int],
-    eps: float,
-    output_mask: Sequence[bool],
+    input: Any, weight: Any, normalized_shape: Sequence[int], output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
     rules = []

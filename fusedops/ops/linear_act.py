@@ -191,11 +191,7 @@ def _reference(
 
 
 def _fake(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
+    input: torch.Tensor, weight: torch.Tensor, activation: str, keep_preactivation: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*input.shape[:-1], weight.shape[0])
     kept = shape if _keeps(activation, keep_preactivation) else (0,)
@@ -224,14 +220,7 @@ def _backward_reference(
 
 
 def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
+    input: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
@@ -241,7 +230,7 @@ def _backward_fake(
 
 
 def _shard(
-    input: Any, weight: Any, bias: Any, activation: str, keep_preactivation: bool
+    input: Any, bias: Any, activation: str, keep_preactivation: bool
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """Shard the rows; or the outputs (column parallel); or, when it is linear, the sum."""
     last = input.ndim - 1
@@ -262,14 +251,7 @@ def _shard(
 
 
 def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    preactivation: Any,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
+    input: Any, bias: Any, activation: str, keep_preactivation: bool, output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     last = input.ndim - 1
     keeps = _keeps(activation, keep_preactivation)

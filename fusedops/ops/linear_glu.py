@@ -99,11 +99,7 @@ def _reference(
 
 
 def _fake(
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    activation: str,
-    keep_preactivations: bool,
+    input: torch.Tensor, gate_weight: torch.Tensor, keep_preactivations: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*input.shape[:-1], gate_weight.shape[0])
     kept = shape if keep_preactivations else (0,)
@@ -138,14 +134,9 @@ def _backward_reference(
 
 
 def _backward_fake(
-    grad_output: torch.Tensor,
     input: torch.Tensor,
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    activation: str,
-    keep_preactivations: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     return (
@@ -155,9 +146,7 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any, gate_weight: Any, up_weight: Any, activation: str, keep_preactivations: bool
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, keep_preactivations: bool) -> list[tuple[list[Placement], list[Placement]]]:
     """Shard the rows; or the outputs (column parallel)."""
     last = input.ndim - 1
 
@@ -172,15 +161,7 @@ def _shard(
 
 
 def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    gate_weight: Any,
-    up_weight: Any,
-    gate: Any,
-    up: Any,
-    activation: str,
-    keep_preactivations: bool,
-    output_mask: Sequence[bool],
+    input: Any, keep_preactivations: bool, output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     last = input.ndim - 1
 

@@ -116,13 +116,7 @@ def _reference(
 
 
 def _fake(
-    input: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
+    input: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, keep_preactivation: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     leading = input.shape[:-1]
     kept = (*leading, w1.shape[0]) if keep_preactivation else (0,)
@@ -156,16 +150,7 @@ def _backward_reference(
 
 
 def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
+    input: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
@@ -177,7 +162,7 @@ def _backward_fake(
 
 
 def _shard(
-    input: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str, keep_preactivation: bool
+    input: Any, b1: Any, b2: Any, keep_preactivation: bool
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """Shard the rows; or the hidden layer (column then row parallel), a sum where b2 is absent."""
     last = input.ndim - 1
@@ -197,16 +182,7 @@ def _shard(
 
 
 def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    w1: Any,
-    b1: Any,
-    w2: Any,
-    b2: Any,
-    preactivation: Any,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
+    input: Any, b1: Any, b2: Any, keep_preactivation: bool, output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     last = input.ndim - 1
     biases: list[Placement] = [REPLICATE if each is not None else None for each in (b1, b2)]

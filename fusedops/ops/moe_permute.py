@@ -9,7 +9,6 @@ the backward of each is the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -64,7 +63,7 @@ def _reference(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tens
     return math.scatter(input, None, positions, offsets)
 
 
-def _fake(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _fake(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return input.new_empty(positions.shape[0] * positions.shape[1], input.shape[1])
 
 
@@ -78,10 +77,7 @@ def _backward_reference(
 
 
 def _backward_fake(
-    grad_output: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    output_mask: Sequence[bool],
+    grad_output: torch.Tensor, positions: torch.Tensor, output_mask: Sequence[bool]
 ) -> torch.Tensor | None:
     if not output_mask[0]:
         return None
@@ -91,16 +87,12 @@ def _backward_fake(
 _WORDS: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
 
 
-def _shard(
-    input: Any, positions: Any, offsets: Any
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard() -> list[tuple[list[Placement], list[Placement]]]:
     """Columns are independent, and the op is linear; rows need the whole plan."""
     return [([word], [word, REPLICATE, REPLICATE]) for word in _WORDS]
 
 
-def _shard_backward(
-    grad_output: Any, positions: Any, offsets: Any, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(output_mask: Sequence[bool]) -> list[tuple[list[Placement], list[Placement]]]:
     return [
         ([word if output_mask[0] else None], [word, REPLICATE, REPLICATE, None]) for word in _WORDS
     ]

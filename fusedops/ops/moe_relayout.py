@@ -188,14 +188,12 @@ def _backward_fake(
 _WORDS: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
 
 
-def _shard(input: Any, index: Any, inverse: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard() -> list[tuple[list[Placement], list[Placement]]]:
     """Columns are independent, and the op is linear; rows need the whole plan."""
     return [([word], [word, REPLICATE, REPLICATE]) for word in _WORDS]
 
 
-def _shard_backward(
-    grad_output: Any, index: Any, inverse: Any, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(output_mask: Sequence[bool]) -> list[tuple[list[Placement], list[Placement]]]:
     return [
         ([word if output_mask[0] else None], [word, REPLICATE, REPLICATE, None]) for word in _WORDS
     ]

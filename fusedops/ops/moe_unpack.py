@@ -74,7 +74,7 @@ def _reference(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int])
     return dequantize(payload[:, : like.shape[-1]].contiguous(), scales, like.dtype)
 
 
-def _fake(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
+def _fake(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((payload.shape[0], like.shape[-1]))
 
 

@@ -76,9 +76,7 @@ def _reference(
     return math.combine(input, probs, positions, offsets)
 
 
-def _fake(
-    input: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
+def _fake(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return input.new_empty(positions.shape[0], input.shape[1])
 
 
@@ -104,10 +102,8 @@ def _backward_reference(
 
 def _backward_fake(
     grad_output: torch.Tensor,
-    input: torch.Tensor | None,
     probs: torch.Tensor | None,
     positions: torch.Tensor,
-    offsets: torch.Tensor,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_input = grad_probs = None
@@ -119,9 +115,7 @@ def _backward_fake(
     return grad_input, grad_probs
 
 
-def _shard(
-    input: Any, probs: Any, positions: Any, offsets: Any
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(probs: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Columns are independent, and the sum is linear in ``input``; rows need the whole plan."""
     weights = REPLICATE if probs is not None else None
     words: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
@@ -129,12 +123,7 @@ def _shard(
 
 
 def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    probs: Any,
-    positions: Any,
-    offsets: Any,
-    output_mask: Sequence[bool],
+    input: Any, probs: Any, output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     weights = REPLICATE if probs is not None else None
     # Gradient of the output, input -> gradients of input and probs. A product of row and gradient

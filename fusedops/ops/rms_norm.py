@@ -120,12 +120,7 @@ def _reference(
 
 
 def _fake(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, rounding: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     statistics = dtypes.statistics_dtype(input.dtype)
     return (
@@ -159,14 +154,9 @@ def _backward_reference(
 
 
 def _backward_fake(
-    grad_output: torch.Tensor,
     input: torch.Tensor,
     weight: torch.Tensor | None,
-    rstd: torch.Tensor,
     normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rounding: str,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     parameter = input.dtype if weight is None else weight.dtype
@@ -177,12 +167,7 @@ def _backward_fake(
 
 
 def _shard(
-    input: Any,
-    normalized_shape: Sequence[int],
-    weight: Any,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
+    input: Any, normalized_shape: Sequence[int], weight: Any
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """Rows are independent: any leading dim may be sharded, the weight is replicated."""
     parameter = REPLICATE if weight is not None else None
@@ -191,15 +176,7 @@ def _shard(
 
 
 def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    weight: Any,
-    rstd: Any,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    output_mask: Sequence[bool],
+    input: Any, weight: Any, normalized_shape: Sequence[int], output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sum that is the weight's gradient."""
     rules = []

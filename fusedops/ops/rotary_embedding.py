@@ -157,9 +157,7 @@ def _reference(
     )
 
 
-def _fake(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty(query), _empty(key)
 
 
@@ -181,9 +179,6 @@ def _backward_reference(
 def _backward_fake(
     grad_rotated_query: torch.Tensor | None,
     grad_rotated_key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     query, key = (
@@ -202,19 +197,12 @@ def _words(cos: Any) -> list[tuple[Placement, Placement]]:
     return [(REPLICATE, REPLICATE), (0, of_entries), (1, REPLICATE), (2, cos.ndim - 2)]
 
 
-def _shard(
-    query: Any, key: Any, cos: Any, sin: Any, interleaved: bool
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(cos: Any) -> list[tuple[list[Placement], list[Placement]]]:
     return [([word, word], [word, word, table, table, None]) for word, table in _words(cos)]
 
 
 def _shard_backward(
-    grad_rotated_query: Any,
-    grad_rotated_key: Any,
-    cos: Any,
-    sin: Any,
-    interleaved: bool,
-    output_mask: Sequence[bool],
+    grad_rotated_query: Any, grad_rotated_key: Any, cos: Any, output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     grads = (grad_rotated_query, grad_rotated_key)
     return [

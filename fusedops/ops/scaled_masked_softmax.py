@@ -112,9 +112,7 @@ def _reference(
     return (e / total.masked_fill(total == 0.0, 1.0)).to(input.dtype).contiguous()
 
 
-def _fake(
-    input: torch.Tensor, mask: torch.Tensor | None, scale: float, is_causal: bool
-) -> torch.Tensor:
+def _fake(input: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
@@ -144,12 +142,7 @@ def _backward_reference(
 
 
 def _backward_fake(
-    grad_output: torch.Tensor,
-    mask: torch.Tensor | None,
-    output: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-    output_mask: Sequence[bool],
+    mask: torch.Tensor | None, output: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (
         output.new_empty(output.shape) if output_mask[0] else None,
@@ -177,21 +170,14 @@ def _words(input: Any, mask: Any, is_causal: bool) -> list[tuple[Placement, Plac
     return words
 
 
-def _shard(
-    input: Any, mask: Any, scale: float, is_causal: bool
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, mask: Any, is_causal: bool) -> list[tuple[list[Placement], list[Placement]]]:
     return [
         ([word], [word, of_mask, None, None]) for word, of_mask, _ in _words(input, mask, is_causal)
     ]
 
 
 def _shard_backward(
-    grad_output: Any,
-    mask: Any,
-    output: Any,
-    scale: float,
-    is_causal: bool,
-    output_mask: Sequence[bool],
+    mask: Any, output: Any, is_causal: bool, output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     return [
         (

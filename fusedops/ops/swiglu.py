@@ -55,7 +55,7 @@ def _reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _glu_math.forward(gate, up, "silu")
 
 
-def _fake(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _fake(gate: torch.Tensor) -> torch.Tensor:
     return _glu_math.forward_fake(gate)
 
 
@@ -66,17 +66,17 @@ def _backward_reference(
 
 
 def _backward_fake(
-    grad_output: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, output_mask: Sequence[bool]
+    gate: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return _glu_math.backward_fake(gate, output_mask)
 
 
-def _shard(gate: Any, up: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(gate: Any) -> list[tuple[list[Placement], list[Placement]]]:
     return _glu_math.shard(gate, 0)
 
 
 def _shard_backward(
-    grad_output: Any, gate: Any, up: Any, output_mask: Sequence[bool]
+    gate: Any, output_mask: Sequence[bool]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     return _glu_math.shard_backward(gate, output_mask, 1)
 

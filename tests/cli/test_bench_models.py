@@ -200,16 +200,22 @@ def test_calibrate_is_passed_on_and_said(
     assert ("fusedops.patch(model, calibrate=True)" in done.output) == bool(option)
 
 
-def test_float16_trains_fewer_tokens_on_a_cpu() -> None:
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_dtypes_that_torch_multiplies_slowly_train_fewer_tokens(
+    capability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     size = ModelSize(batch=4, seq_len=256)
-    small = models.affordable(TRAINING, size, torch.float16, CPU)
-    assert (small.batch, small.seq_len, small.hidden) == (1, 64, size.hidden)
-    for mode, dtype, device in (
-        (FORWARD, torch.float16, CPU),
-        (TRAINING, torch.bfloat16, CPU),
-        (TRAINING, torch.float16, torch.device("cuda")),
+    small = replace(size, batch=1, seq_len=64)
+    bfloat16 = size if capability == "AVX512" else small
+    for mode, dtype, device, expected in (
+        (TRAINING, torch.float16, CPU, small),
+        (TRAINING, torch.bfloat16, CPU, bfloat16),
+        (TRAINING, torch.float32, CPU, size),
+        (FORWARD, torch.float16, CPU, size),
+        (TRAINING, torch.float16, torch.device("cuda"), size),
     ):
-        assert models.affordable(mode, size, dtype, device) == size
+        assert models.affordable(mode, size, dtype, device) == expected
 
 
 def _timing(eager: float, ours: float, *, contended: bool = False) -> Any:

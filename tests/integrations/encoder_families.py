@@ -48,6 +48,8 @@ class Family:
         dropout: the options that are probabilities of dropout.
         smooth: options without ReLU, for half precision: its slope jumps, and whichever way an
             argument near 0 is rounded is right.
+        draws: of the weights that a comparison in half precision takes the largest errors of;
+            0: one, without a redraw. A scalar parameter needs several.
         label: of the tests, where it is not ``name``.
     """
 
@@ -62,6 +64,7 @@ class Family:
     objective: Callable[[Any], torch.Tensor] = field(default=lambda output: output.loss)
     dropout: tuple[str, ...] = DROPOUT
     smooth: dict[str, Any] = field(default_factory=dict)
+    draws: int = 0
     label: str = ""
 
     def model(self, **options: Any) -> nn.Module:
@@ -192,6 +195,7 @@ CLIP = Family(
     objective=clip_objective,
     valid=lambda logits: logits,
     dropout=(),
+    draws=16,
 )
 T5_SIZES = {
     "vocab_size": 97,

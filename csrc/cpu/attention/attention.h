@@ -37,7 +37,7 @@ struct AttentionSequence {
   const void* delta;  // backward: as lse
   int64_t rows;       // queries
   int64_t columns;    // keys
-  int64_t offset;     // query i stands at key i + offset
+  int64_t offset;     // query i has the position of key i + offset
   // Where dropout counts scores of head 0: row i's begin at dropout_first + i * dropout_row_stride,
   // or dropout_first + dropout_rows[i]; column j is the j-th of them, or number dropout_columns[j].
   int64_t dropout_first;

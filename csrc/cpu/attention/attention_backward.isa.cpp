@@ -378,7 +378,7 @@ class Backward {
       }
     }
     if constexpr (Policy::kPair == 2) {
-      // Steps that the last queries do not fill: the zeros beside them are read with them, and 0
+      // Steps that the last queries do not fill: the zeros after them are read with them, and 0
       // times what a key or the memory for dropout holds may be NaN.
       const int64_t lane = sequence.rows - row - half * W;
       const int64_t whole = steps_of<Policy>(lane) * Policy::kPair;

@@ -55,7 +55,7 @@ inline Vector larger(const Vector& a, const Vector& b) {
   return a > b ? a : b;
 }
 
-// The value as it is rounded: the compiler would make one multiply-add of a product and the sum
+// The rounded value: the compiler would make one multiply-add of a product and the sum
 // after it, and a maximum of rounded products is no bound of exact ones. At scores of 1e10 they
 // differ by hundreds.
 template <typename Vector>
@@ -515,7 +515,7 @@ inline void pack_tokens(const typename Policy::T* from, int64_t token_stride, in
 }
 
 // Packs the elements of the heads (lines) of `count` tokens as panels of elements along the tokens.
-// `more`: memory goes on after the last token's vector.
+// `more`: there is memory after the last token's vector.
 template <typename Policy, Operand kOperand>
 inline void pack_elements(const typename Policy::T* from, int64_t token_stride, int64_t count,
                           int64_t size, bool more, typename Policy::Packed* to,

@@ -15,7 +15,7 @@ namespace {
 
 using Optional = std::optional<at::Tensor>;
 
-// The rows of `sizes` beside a mask of shape `mask_sizes`, which is broadcast to them and has these
+// The rows of `sizes` with a mask of shape `mask_sizes`, which is broadcast to them and has these
 // strides; neighbouring dimensions that memory joins are one. No value when too many are left.
 std::optional<SoftmaxRows> rows_of(at::IntArrayRef sizes, at::IntArrayRef mask_sizes,
                                    at::IntArrayRef mask_strides) {

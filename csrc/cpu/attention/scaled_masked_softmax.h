@@ -29,7 +29,7 @@ struct ScaledMaskedSoftmaxForward {
   SoftmaxRows rows;
   int64_t columns;
   int64_t queries;       // the size of the dimension before the last
-  bool mask_is_per_row;  // one element of the mask stands for a row
+  bool mask_is_per_row;  // one element of the mask is for a whole row
   bool is_causal;
   double scale;
   MaskKind mask_kind;

@@ -4,13 +4,43 @@
 // Include from *.isa.cpp only.
 #pragma once
 
-#include "../elementwise/activation.h"
+#include <cmath>
+
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
+using VecF = at::vec::Vectorized<float>;
+using VecD = at::vec::Vectorized<double>;
+
 constexpr double kLog2E = 1.44269504088896340736;
+
+// p * 2^n for integral n in [-151, 151], with gradual underflow and overflow to infinity.
+inline VecF scale_by_power_of_two(const VecF& p, const VecF& n) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_scalef_ps(p, n);
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i k = _mm256_cvtps_epi32(n);
+  const __m256i half = _mm256_srai_epi32(k, 1);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const auto power = [&](__m256i e) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, bias), 23));
+  };
+  return _mm256_mul_ps(_mm256_mul_ps(p, power(half)), power(_mm256_sub_epi32(k, half)));
+#else
+  float values[VecF::size()];
+  float exponents[VecF::size()];
+  p.store(values);
+  n.store(exponents);
+  for (int i = 0; i < VecF::size(); ++i) {
+    // NaN has no exponent: let the mantissa carry it.
+    const int e = exponents[i] == exponents[i] ? static_cast<int>(exponents[i]) : 0;
+    values[i] = std::ldexp(values[i], e);
+  }
+  return VecF::loadu(values);
+#endif
+}
 
 #if defined(CPU_CAPABILITY_AVX512)
 // 2^y to 2.6e-6, for any y: 0 and infinity where it underflows and overflows.

@@ -23,7 +23,7 @@ template <typename T>
 using Vec = at::vec::Vectorized<Acc<T>>;
 
 #if defined(CPU_CAPABILITY_AVX512)
-// Rounds to nearest even. The instruction stands as assembly because the AVX512 build is for
+// Rounds to nearest even. The instruction is written in assembly because the AVX512 build is for
 // processors without it too; it takes subnormal numbers (below 1.2e-38) for zero.
 inline __m256i round_to_bf16(__m512 values) {
   if (__builtin_expect(kHasAvx512Bf16, 1)) {

@@ -25,44 +25,16 @@
 #include <type_traits>
 
 #include "../../common/activation.h"
+#include "../common/exp2_vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
-
-using VecF = at::vec::Vectorized<float>;
-using VecD = at::vec::Vectorized<double>;
 
 constexpr double kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kInvSqrt2 = 0.70710678118654752440;
 constexpr double kInvSqrt2Pi = 0.39894228040143267794;
 constexpr double kTanhCubic = 0.044715;
 constexpr double kFastGeluScale = 1.702;
-
-// p * 2^n for integral n in [-151, 151], with gradual underflow and overflow to infinity.
-inline VecF scale_by_power_of_two(const VecF& p, const VecF& n) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return _mm512_scalef_ps(p, n);
-#elif defined(CPU_CAPABILITY_AVX2)
-  const __m256i k = _mm256_cvtps_epi32(n);
-  const __m256i half = _mm256_srai_epi32(k, 1);
-  const __m256i bias = _mm256_set1_epi32(127);
-  const auto power = [&](__m256i e) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, bias), 23));
-  };
-  return _mm256_mul_ps(_mm256_mul_ps(p, power(half)), power(_mm256_sub_epi32(k, half)));
-#else
-  float values[VecF::size()];
-  float exponents[VecF::size()];
-  p.store(values);
-  n.store(exponents);
-  for (int i = 0; i < VecF::size(); ++i) {
-    // NaN has no exponent: let the mantissa carry it.
-    const int e = exponents[i] == exponents[i] ? static_cast<int>(exponents[i]) : 0;
-    values[i] = std::ldexp(values[i], e);
-  }
-  return VecF::loadu(values);
-#endif
-}
 
 // exp(c * x). The product is never rounded (it enters through a fused multiply-add), so the result
 // is right to about 1 ulp also where |c * x| is large. Saturates to 0 and infinity; NaN stays.

@@ -16,11 +16,11 @@ namespace {
 using Optional = std::optional<at::Tensor>;
 
 // The kernels know a bias of the dtype of input or of residual, which are one or half precision
-// beside float32; fusedops/ops/bias_dropout_add.py casts what is not.
+// with float32; fusedops/ops/bias_dropout_add.py casts what is not.
 void check_dtypes(DType input, DType bias, DType dtype) {
   TORCH_CHECK_TYPE(input == dtype || (is_half(input) && dtype == DType::f32),
                    "bias_dropout_add: input must have the dtype of residual, or half precision "
-                   "beside float32");
+                   "with float32");
   TORCH_CHECK_TYPE(bias == input || bias == dtype,
                    "bias_dropout_add: bias must have the dtype of input or of residual");
 }

@@ -23,10 +23,10 @@ inline void parallel_blocks(int64_t rows, int64_t columns, int64_t bytes_per_ele
   parallel_rows(rows * blocks, bytes, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t row = begin / blocks, block = begin % blocks;
-      const int64_t together = std::min(end - begin, blocks - block);
+      const int64_t num_blocks = std::min(end - begin, blocks - block);
       const int64_t first = block * kBlock;
-      body(row, first, std::min(columns - first, together * kBlock));
-      begin += together;
+      body(row, first, std::min(columns - first, num_blocks * kBlock));
+      begin += num_blocks;
     }
   });
 }

@@ -1,6 +1,6 @@
 // The matrix product C[m,n] = A[m,k] * B[k,n] on the CPU for float32, half precision and float64:
 // any strides, rows gathered by a list, and the caller's epilogue on each finished tile of C while
-// it is in L1. Extensions: a second B beside the first, for an epilogue that needs the same tile of
+// it is in L1. Extensions: a second B, for an epilogue that needs the same tile of
 // both products; a sum of several products, without a pass over memory between them; and a batch of
 // independent products of any sizes (the experts of a layer) that the threads share.
 //
@@ -30,7 +30,7 @@ inline Matrix transposed(const Matrix& matrix) {
   return {matrix.data, matrix.column_stride, matrix.row_stride, matrix.columns, matrix.rows};
 }
 
-// A further product that is added to the first: A[m,k] * B[k,n] of the same sizes.
+// An extra product that is added to the first: A[m,k] * B[k,n] of the same sizes.
 struct Factors {
   Matrix a;
   Matrix b;
@@ -44,7 +44,7 @@ struct Tile {
   int rows;
   int columns;
   const void* sums;    // float, or double for float64
-  const void* beside;  // the same of A * GemmCall::beside, or null
+  const void* second;  // the same of A * GemmCall::second_b, or null
   int64_t stride;
 };
 
@@ -66,9 +66,9 @@ struct GemmCall {
   // Called exactly once for each element of C, from several threads; zeros when k is 0.
   void (*store)(const void* context, const Tile& tile) = nullptr;
   const void* context = nullptr;
-  const Matrix* beside = nullptr;    // a second B[k,n]
-  const Factors* further = nullptr;  // products to add to A * B; none with `beside`
-  int64_t num_further = 0;
+  const Matrix* second_b = nullptr;         // a second B[k,n]
+  const Factors* extra_products = nullptr;  // products to add to A * B; none with `second_b`
+  int64_t num_extra_products = 0;
   // Where `store` does no more than write the sums to dense rows [m, n]: these. A product that
   // needs no tiles then writes there itself.
   void* plain_output = nullptr;

@@ -18,8 +18,8 @@
 // Sums. float32 accumulation (float64 for float64). k is cut into blocks of kBlockSteps steps; each
 // block is one chain of multiply-adds from zero, and the blocks' sums are added in order. This does
 // not depend on m, n, strides or threads: an element has the same bits whatever it is computed
-// with, and blocks keep the rounding error of long sums down. A further product is more blocks; a
-// second B is a second panel beside each, and twice the tiles.
+// with, and blocks keep the rounding error of long sums down. An extra product is more blocks; a
+// second B is a second panel for each, and twice the tiles.
 #include "gemm.h"
 
 #include "gemm_batch.h"

@@ -148,7 +148,7 @@ class Batch {
     for (int64_t i = first; i < last; ++i) {
       pieces_[i].first_task = tasks;
       const Product& product = products_[pieces_[i].product];
-      tasks += ceil_div(ceil_div(product.n_, Product::kColumns), together(product, even));
+      tasks += ceil_div(ceil_div(product.n_, Product::kColumns), per_task(product, even));
     }
     share_tasks(tasks, [&](const auto& next) {
       const typename Policy::Scope scope;
@@ -162,7 +162,7 @@ class Batch {
 
   // Panels of B that a thread packs at a time: about half of its L2, so that the rows of A are read
   // from the shared cache as seldom as possible.
-  static int64_t together(const Product& product, int64_t even) {
+  static int64_t per_task(const Product& product, int64_t even) {
     const int64_t bytes = product.sides_ * std::max<int64_t>(1, product.blocks_) *
                           Product::kPanelB * static_cast<int64_t>(sizeof(Packed));
     return std::clamp<int64_t>(kPrivateBytes / bytes, 1, even);
@@ -172,7 +172,7 @@ class Batch {
     const Product& product = products_[piece.product];
     const int64_t blocks = product.blocks_, sides = product.sides_;
     const int64_t panel_size = std::max<int64_t>(1, sides * blocks) * Product::kPanelB;
-    const int64_t most = together(product, even);
+    const int64_t most = per_task(product, even);
     const int64_t column = task * most * Product::kColumns;
     const int64_t columns = std::min(most * Product::kColumns, product.n_ - column);
     const int64_t panels = ceil_div(columns, Product::kColumns);

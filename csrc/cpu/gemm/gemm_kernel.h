@@ -227,7 +227,7 @@ struct Widened {
   static V multiply_add(const V& sum, Packed row, const V& column) {
     return sum + (row - V{}) * column;
   }
-  // The same step of one element of A, as it is packed, which stands in every lane.
+  // The same step of one element of A, in its packed form, broadcast to every lane.
   static auto broadcast(const char* from) {
     return *reinterpret_cast<const Packed*>(from) - typename Lanes<Packed>::type{};
   }

@@ -219,7 +219,7 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
   }
 }
 
-// One step of one panel whose lines are contiguous in memory; `whole` tells that memory goes on for
+// One step of one panel whose lines are contiguous in memory; `whole`: there is memory for
 // whole vectors.
 template <typename Policy, int kWidth>
 inline void pack_step(const typename Policy::T* from, const typename Policy::T* next, int lines,

@@ -35,7 +35,7 @@ struct Blocks {
   static constexpr int64_t kFewRows = 4 * Policy::kRows;  // up to here B is not packed ahead
 
   explicit Blocks(const GemmCall& call)
-      : of_product(ceil_div(call.k, kBlock)), all(of_product * (1 + call.num_further)) {}
+      : of_product(ceil_div(call.k, kBlock)), all(of_product * (1 + call.num_extra_products)) {}
 
   bool in_one_pass() const { return all <= kMostAtOnce; }
 
@@ -48,8 +48,8 @@ inline bool lies_along_sum(const GemmCall& call) {
   const auto along = [](const Matrix& b) {
     return b.row_stride == 1 && b.rows == nullptr && b.columns == nullptr;
   };
-  bool all = along(call.b) && (call.beside == nullptr || along(*call.beside));
-  for (int64_t i = 0; i < call.num_further; ++i) all &= along(call.further[i].b);
+  bool all = along(call.b) && (call.second_b == nullptr || along(*call.second_b));
+  for (int64_t i = 0; i < call.num_extra_products; ++i) all &= along(call.extra_products[i].b);
   return all;
 }
 
@@ -65,14 +65,14 @@ Path choose_path(const GemmCall& call, bool in_batch) {
     // memory and read again.
     const int64_t panel = kPanelSize<Policy, Policy::kRows> * sizeof(typename Policy::Packed);
     const bool fits = ceil_div(m, Policy::kRows) * blocks.all * panel <= kSharedBytes;
-    const int64_t sides = call.beside == nullptr ? 1 : 2;
+    const int64_t sides = call.second_b == nullptr ? 1 : 2;
     if (!few_rows && m < sides * n && blocks.all > 0 && blocks.in_one_pass() && k > kFewTerms &&
         fits) {
       return Path::shared_rows;
     }
     const bool without_lists =
         call.b.columns == nullptr && call.b.rows == nullptr && call.a.columns == nullptr;
-    if (without_lists && sides == 1 && call.b.column_stride == 1 && call.num_further == 0 &&
+    if (without_lists && sides == 1 && call.b.column_stride == 1 && call.num_extra_products == 0 &&
         k > 0) {
       if (Policy::kPair == 1 && (m == 1 || k <= kFewTerms)) return Path::direct;
 #if defined(CPU_CAPABILITY_AVX512)

@@ -26,7 +26,7 @@ constexpr int64_t kWorkOfTask = int64_t{1} << 21;      // multiply-adds that are
 constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
 
 // Units of the next task, at most `most`, where `left` are still to be handed out. The last tasks
-// are small, so that the threads end together, whatever held one of them up.
+// are small, so that the threads end together, whatever delayed one of them.
 inline int64_t size_of_task(int64_t left, int64_t most) {
   const int64_t threads = at::get_num_threads();
   return std::min(most, threads == 1 ? left : (left + 2 * threads - 1) / (2 * threads));
@@ -52,7 +52,7 @@ class Gemm {
       : m_(call.m),
         n_(call.n),
         k_(call.k),
-        sides_(call.beside == nullptr ? 1 : 2),
+        sides_(call.second_b == nullptr ? 1 : 2),
         blocks_of_product_(Blocks<Policy>(call).of_product),
         all_blocks_(Blocks<Policy>(call).all),
         call_(call) {}
@@ -108,14 +108,14 @@ class Gemm {
 
   // The lines of an operand: rows of A, columns of B.
   Lines<T> rows_of_a(int64_t product) const {
-    const Matrix& a = product == 0 ? call_.a : call_.further[product - 1].a;
+    const Matrix& a = product == 0 ? call_.a : call_.extra_products[product - 1].a;
     return {static_cast<const T*>(a.data), a.row_stride, a.column_stride, a.rows, a.columns};
   }
 
   Lines<T> columns_of_b(int64_t product, int side) const {
-    const Matrix& b = side == 1      ? *call_.beside
+    const Matrix& b = side == 1      ? *call_.second_b
                       : product == 0 ? call_.b
-                                     : call_.further[product - 1].b;
+                                     : call_.extra_products[product - 1].b;
     return {static_cast<const T*>(b.data), b.column_stride, b.row_stride, b.columns, b.rows};
   }
 
@@ -231,9 +231,9 @@ class Gemm {
     // One row takes all columns of a tile at once, others a vector of them after the other.
     constexpr int64_t n = kLanes<Sum>;
     const int rows = padded_rows(m_);
-    const int64_t together = m_ == 1 ? kColumns : n, end = std::min(column + kColumns, n_);
-    for (int64_t c = column; c < end; c += together) {
-      const auto lines = static_cast<int>(std::min(together, end - c));
+    const int64_t per_task = m_ == 1 ? kColumns : n, end = std::min(column + kColumns, n_);
+    for (int64_t c = column; c < end; c += per_task) {
+      const auto lines = static_cast<int>(std::min(per_task, end - c));
       Ahead ahead(columns_of_b(stretch(0).product, side), c + lines, last, k_);
       for (int64_t block = 0; block < blocks_; ++block) {
         const Stretch part = stretch(block);
@@ -274,18 +274,18 @@ class Gemm {
     Packed* a = pack_rows(0, m_);
     if (in_place) compact_rows<kPanelA>(a, blocks_, padded_rows(m_));
     const int64_t panels = ceil_div(n_, kColumns);
-    const int64_t together = panels_per_task(in_place);
-    share_tasks(ceil_div(panels, together), [&](const auto& next) {
+    const int64_t per_task = panels_per_task(in_place);
+    share_tasks(ceil_div(panels, per_task), [&](const auto& next) {
       const Scope scope;
       Sum* tiles = tile_buffer(ceil_div(m_, kRows));
       auto* panel = static_cast<Packed*>(workspace(Workspace::panel_b, kPanelB * sizeof(Packed)));
       for (int64_t task; (task = next()) >= 0;) {
-        const int64_t last = std::min(panels, (task + 1) * together);
+        const int64_t last = std::min(panels, (task + 1) * per_task);
         if (in_place) {
-          compute_in_place(a, task * together, last);
+          compute_in_place(a, task * per_task, last);
           continue;
         }
-        for (int64_t p = task * together; p < last; ++p) {
+        for (int64_t p = task * per_task; p < last; ++p) {
           const int64_t column = p * kColumns;
           compute(0, m_, column, tiles, [&](int side, Sum* to) {
             multiply_panels(side, 0, m_, column, a, to, [&](int64_t block) {
@@ -313,7 +313,7 @@ class Gemm {
   // The multiply-adds that a panel of columns is worth, where few rows read B from memory: reading
   // a weight costs as much as a dozen of its products.
   int64_t work_of_panel() const {
-    const int64_t terms = sides_ * std::min(blocks_ * kBlock, k_ * (1 + call_.num_further));
+    const int64_t terms = sides_ * std::min(blocks_ * kBlock, k_ * (1 + call_.num_extra_products));
     return std::max<int64_t>(1, (m_ + 12) * kColumns * terms);
   }
 
@@ -333,12 +333,12 @@ class Gemm {
       pack<Policy, kWide>(rows_of_a(part.product).from(0, part.k), m_, m_, part.count,
                           a + block * block_size, kPanelB);
     }
-    const int64_t together = panels_per_task();
-    share_tasks(ceil_div(panels, together), [&](const auto& next) {
+    const int64_t per_task = panels_per_task();
+    share_tasks(ceil_div(panels, per_task), [&](const auto& next) {
       const Scope scope;
       Sum* tiles = tile_buffer(row_panels);
       for (int64_t task; (task = next()) >= 0;) {
-        for (int64_t p = task * together; p < std::min(panels, (task + 1) * together); ++p) {
+        for (int64_t p = task * per_task; p < std::min(panels, (task + 1) * per_task); ++p) {
           // The last panel begins early enough to be whole, and writes its own columns only.
           const int64_t column = p * kColumns, from = std::min(column, n_ - kColumns);
           compute(0, m_, column, tiles, [&](int side, Sum* to) {
@@ -397,12 +397,12 @@ class Gemm {
       row[i] = pack_one<Policy>(a.at(0, 2 * i), 2 * i + 1 < k_ ? a.at(0, 2 * i + 1) : nullptr);
     }
     constexpr int64_t kWidth = 256;
-    const int64_t together = std::max<int64_t>(1, (int64_t{1} << 19) / (kWidth * (k_ + 4)));
+    const int64_t per_task = std::max<int64_t>(1, (int64_t{1} << 19) / (kWidth * (k_ + 4)));
     const int64_t pieces = ceil_div(n_, kWidth);
-    share_tasks(ceil_div(pieces, together), [&](const auto& next) {
+    share_tasks(ceil_div(pieces, per_task), [&](const auto& next) {
       alignas(64) float sums[kWidth];
       for (int64_t task; (task = next()) >= 0;) {
-        for (int64_t p = task * together; p < std::min(pieces, (task + 1) * together); ++p) {
+        for (int64_t p = task * per_task; p < std::min(pieces, (task + 1) * per_task); ++p) {
           const int64_t column = p * kWidth, columns = std::min(kWidth, n_ - column);
           multiply_row_pairs(k_, row, b.at(column, 0), b.k_stride, columns, sums);
           call_.store(call_.context,
@@ -419,14 +419,14 @@ class Gemm {
     const int64_t width = (m_ == 1 ? 1 : 8) * kDirectVectors * kLanes<Sum>;
     const int64_t row_tiles = ceil_div(m_, kRows), column_tiles = ceil_div(n_, width);
     const int64_t work = std::min<int64_t>(m_, kRows) * std::min(n_, width) * (k_ + 4);
-    const int64_t together = std::max<int64_t>(1, (int64_t{1} << 19) / work);
+    const int64_t per_task = std::max<int64_t>(1, (int64_t{1} << 19) / work);
     const int64_t tiles = row_tiles * column_tiles;
     auto* plain = kWidens<Policy> ? nullptr : static_cast<Sum*>(call_.plain_output);
-    share_tasks(ceil_div(tiles, together), [&](const auto& next) {
+    share_tasks(ceil_div(tiles, per_task), [&](const auto& next) {
       auto* sums = static_cast<Sum*>(
           workspace(Workspace::tiles, std::min<int64_t>(m_, kRows) * width * sizeof(Sum)));
       for (int64_t task; (task = next()) >= 0;) {
-        for (int64_t t = task * together; t < std::min(tiles, (task + 1) * together); ++t) {
+        for (int64_t t = task * per_task; t < std::min(tiles, (task + 1) * per_task); ++t) {
           const int64_t row = t / column_tiles * kRows, column = t % column_tiles * width;
           const int rows = static_cast<int>(std::min<int64_t>(kRows, m_ - row));
           const int columns = static_cast<int>(std::min(width, n_ - column));
@@ -472,15 +472,15 @@ class Gemm {
   void pack_columns(Packed* b, int64_t first, int64_t count) const {
     const int64_t in_panel = sides_ * blocks_;
     // Panels that share cache lines of rows of B.
-    const int64_t together =
+    const int64_t per_task =
         std::clamp<int64_t>(count * in_panel / (4 * at::get_num_threads()), 1, 4);
-    const int64_t groups = ceil_div(count, together);
+    const int64_t groups = ceil_div(count, per_task);
     share_tasks(groups * in_panel, [&](const auto& next_task) {
       for (int64_t task; (task = next_task()) >= 0;) {
-        const int64_t panel = task / in_panel * together;
+        const int64_t panel = task / in_panel * per_task;
         const int64_t part = task % in_panel;
         const int64_t column = (first + panel) * kColumns;
-        const int64_t lines = std::min(std::min(together, count - panel) * kColumns, n_ - column);
+        const int64_t lines = std::min(std::min(per_task, count - panel) * kColumns, n_ - column);
         pack_columns_of_b(static_cast<int>(part / blocks_), column, lines, part % blocks_,
                           b + (panel * in_panel + part) * kPanelB, in_panel * kPanelB);
       }
@@ -490,12 +490,12 @@ class Gemm {
   void multiply_chunk(const Packed* b, int64_t first, int64_t count) const {
     const int64_t row_panels = ceil_div(m_, kRows);
     const int64_t a_panel_bytes = std::max<int64_t>(1, blocks_) * kPanelA * sizeof(Packed);
-    const int64_t together = std::clamp<int64_t>(kPrivateBytes / a_panel_bytes, 4, kMaxTiles);
+    const int64_t per_task = std::clamp<int64_t>(kPrivateBytes / a_panel_bytes, 4, kMaxTiles);
     // A task is a block of rows and a part of the chunk's columns: parts only where there are too
     // few blocks for the threads.
     std::vector<int64_t> begins{0};
     while (begins.back() < row_panels) {
-      begins.push_back(begins.back() + size_of_task(row_panels - begins.back(), together));
+      begins.push_back(begins.back() + size_of_task(row_panels - begins.back(), per_task));
     }
     const auto row_blocks = static_cast<int64_t>(begins.size()) - 1;
     const int64_t parts = std::clamp<int64_t>(ceil_div(4 * at::get_num_threads(), row_blocks), 1,
@@ -503,7 +503,7 @@ class Gemm {
     const int64_t part = ceil_div(count, parts);
     share_tasks(parts * row_blocks, [&](const auto& next) {
       const Scope scope;
-      Sum* tiles = tile_buffer(std::min(together, row_panels));
+      Sum* tiles = tile_buffer(std::min(per_task, row_panels));
       for (int64_t task; (task = next()) >= 0;) {
         const int64_t block = task / parts, row = begins[block] * kRows;
         const int64_t rows = std::min(begins[block + 1] * kRows, m_) - row;

@@ -198,7 +198,7 @@ inline void run_alone(int rows, const AloneTile<Policy>& tile, Walk& walk) {
 }
 
 // Products of one shape with dense results, and their factors.
-struct AloneShape {
+struct SingleThreadShape {
   int64_t m;
   int64_t n;
   int64_t k;
@@ -226,7 +226,7 @@ struct Part {
 };
 
 template <typename Policy>
-class Alone {
+class SingleThreadProduct {
   using T = typename Policy::T;
   using Sum = typename Policy::Sum;
   using Packed = typename Policy::Packed;
@@ -241,13 +241,13 @@ class Alone {
   static constexpr int64_t kFewTiles = 2;  // up to here packing B takes longer than it saves
 
  public:
-  static bool takes(const AloneShape& shape) {
+  static bool takes(const SingleThreadShape& shape) {
     const bool lists = shape.a.rows != nullptr || shape.a.columns != nullptr ||
                        shape.b.rows != nullptr || shape.b.columns != nullptr;
     return !lists && shape.m > 1 && shape.k > 0 && shape.k <= kMaxBlocks * kBlock;
   }
 
-  explicit Alone(const AloneShape& shape)
+  explicit SingleThreadProduct(const SingleThreadShape& shape)
       : shape_(shape), steps_(ceil_div(shape.k, kPair)), reads_a_(reads_a()) {
     std::fill_n(nothing_, kWide, static_cast<T>(-0.0F));
   }
@@ -407,11 +407,10 @@ class Alone {
     return {b, shape_.k, stride * kSize, shape_.n * kSize};
   }
 
-  const AloneShape& shape_;
+  const SingleThreadShape& shape_;
   const int64_t steps_;
   const bool reads_a_;
-  alignas(
-      64) T nothing_[kWide];  // an addend that leaves every sum as it is, zeros of both signs too
+  alignas(64) T nothing_[kWide];  // an addend that changes no sum, nor the sign of a zero
 };
 
 }  // namespace

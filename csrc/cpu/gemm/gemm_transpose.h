@@ -57,7 +57,7 @@ inline V exchange(const V& a, const V& b, std::integer_sequence<int, kLane...>) 
   }
 }
 
-// Transposes an n x n block held in n vectors, in log2(n) rounds of exchanges.
+// Transposes an n x n block in n vectors, in log2(n) rounds of exchanges.
 template <int n, int kDistance = 1, typename V>
 inline __attribute__((always_inline)) void transpose(V (&v)[n]) {
   if constexpr (kDistance < n) {

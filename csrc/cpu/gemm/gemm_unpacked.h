@@ -22,7 +22,7 @@ namespace fusedops::CPU_CAPABILITY {
 namespace {
 
 constexpr int kDirectVectors = kVectorBytes == 64 ? 16 : 8;  // accumulators of multiply_row
-// Rows of multiply_lines, beside kLanes transposed vectors: no more than a tile has.
+// Rows of multiply_lines, which also needs kLanes transposed vectors: no more than a tile has.
 constexpr int kMaxLinesRows = std::min(8, kTileRows);
 
 // out[j] = sum over k of a[k * a_step] * b[k * b_step + j] for kVectors vectors of j, in the order

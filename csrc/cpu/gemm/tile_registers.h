@@ -66,10 +66,10 @@ struct HardwareTiles {
 
 struct EmulatedTiles {
   static void configure() {
-    held().configured = true;
-    for (auto& tile : held().tiles) std::memset(&tile, 0, sizeof(tile));
+    state().configured = true;
+    for (auto& tile : state().tiles) std::memset(&tile, 0, sizeof(tile));
   }
-  static void release() { held().configured = false; }
+  static void release() { state().configured = false; }
   template <int kTile>
   static void zero() {
     std::memset(&tile<kTile>(), 0, sizeof(Tile));
@@ -97,19 +97,19 @@ struct EmulatedTiles {
 
  private:
   using Tile = char[kTileHeight][kTileBytes];
-  struct Held {
+  struct TileState {
     alignas(64) Tile tiles[8];
     bool configured;
   };
 
-  static Held& held() {
-    static thread_local Held tiles;
+  static TileState& state() {
+    static thread_local TileState tiles;
     return tiles;
   }
   template <int kTile>
   static Tile& tile() {
-    if (!held().configured) __builtin_trap();  // as the processor does
-    return held().tiles[kTile];
+    if (!state().configured) __builtin_trap();  // as the processor does
+    return state().tiles[kTile];
   }
   // Not inlined: its arithmetic must stay between the changes of the control word.
   __attribute__((noinline)) static void multiply(Tile& sum, const Tile& rows, const Tile& columns) {

@@ -23,8 +23,8 @@ struct LossOptions {
 
 // What is known of a row so far: sum_j exp(y_j - base), sum_j y_j, and y of the target.
 //
-// The term of the largest y stands beside the sum, rounded as it is there: what the others add to
-// it is then right also where it is next to nothing, and a loss is never below zero.
+// The term of the largest y is kept apart from the sum, rounded in the same way: what the others
+// add to it is then right also where it is next to nothing, and a loss is never below zero.
 struct RowSums {
   double base = 0;
   double exponentials = 0;
@@ -67,7 +67,7 @@ struct RowGradient {
 struct CrossEntropySums {
   const void* logits;  // [rows, columns]
   int64_t row_stride;
-  const int64_t* index;   // [rows], where in logits each row stands, or null: in order
+  const int64_t* index;   // [rows], the row of logits of each row, or null: in order
   const int64_t* target;  // [rows]
   RowSums* sums;          // [rows]
   int64_t rows;

@@ -3,7 +3,7 @@
 // Forward: one pass over the logits and nothing written but numbers per row. The exponentials are
 // taken relative to `base`, a guess of the row's maximum that only has to be within 2^46: 0 at
 // first, so that an ordinary row needs no maximum before the sum. Where a block of columns proves
-// the guess wrong its sum is made again, from L1, relative to its maximum.
+// the guess wrong its sum is computed again, from L1, relative to its maximum.
 //
 // Backward: the logits once, their gradient once, streamed around the cache when it is large.
 //

@@ -15,7 +15,7 @@ struct ChunkLogits {
   const void* bias;      // [n] or null
   void* logits;          // [m, n] of the accumulation dtype
   int64_t row_stride;    // of logits
-  const int64_t* index;  // [m], where in logits each row stands, or null: in order
+  const int64_t* index;  // [m], the row of logits of each row, or null: in order
 };
 
 // The gradient of the logits, which themselves do not reach memory.

@@ -4,7 +4,7 @@
 // plan's tensors are looked through here.
 //
 // Forward: two batches of products (gemm.isa.cpp) and the sum over each token's rows. The first
-// gathers the tokens' rows while it packs them; between the two stands the hidden layer alone.
+// gathers the tokens' rows while it packs them; only the hidden layer is between the two.
 // Backward: the products that it must have (five; one more where the pre-activation was not kept),
 // of which those over the tokens' rows and gradients gather them as well.
 #include "moe_mlp.h"

@@ -24,7 +24,7 @@ struct Gate {
 
 // Epilogue of the first product of one expert: hidden = scale * h(z).
 struct ExpertForward {
-  GemmCall product;     // m rows, n = width (n = columns for `halves`, with `up` beside)
+  GemmCall product;     // m rows, n = width (n = columns for `halves`, with `up` as second_b)
   Matrix up;            // B of the second half; for `halves` only
   const void* bias;     // [width] or null
   const void* scale;    // [m] of the accumulation dtype

@@ -114,7 +114,7 @@ void store_expert(const void* context, const Tile& tile) {
     const int64_t row = tile.row + i;
     const auto* sums = static_cast<const S*>(tile.sums) + i * tile.stride;
     const auto* ups = layout == GateLayout::halves
-                          ? static_cast<const S*>(tile.beside) + i * tile.stride
+                          ? static_cast<const S*>(tile.second) + i * tile.stride
                           : nullptr;
     T* kept = at<T>(a.preactivation, row, width, tile.column);
     T* hidden = at<T>(a.hidden, row, a.columns, column);
@@ -213,7 +213,7 @@ void run_experts(const Expert* experts, int64_t count, const Store& store) {
       call.context = experts + i;
       call.store = store(t, tag);
       if constexpr (std::is_same_v<Expert, ExpertForward>) {
-        if (first.gate.layout == GateLayout::halves) call.beside = &experts[i].up;
+        if (first.gate.layout == GateLayout::halves) call.second_b = &experts[i].up;
       }
       calls.push_back(call);
     }

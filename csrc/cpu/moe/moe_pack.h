@@ -13,7 +13,7 @@ namespace fusedops {
 struct PayloadOffsets {
   int64_t probs;
   int64_t ids;
-  int64_t scale;  // end of the ids; a float32 scale stands there in a quantized row
+  int64_t scale;  // end of the ids; a quantized row has a float32 scale there
   int64_t stride;
 };
 

@@ -25,10 +25,10 @@ struct NormForward {
   double weight_offset;      // added to the weight
   bool round_before_weight;  // to dtype
   Dropout dropout;           // of input
-  DType input_dtype;         // dtype, or bf16 beside f32
+  DType input_dtype;         // dtype, or bf16 with f32
   DType dtype;               // of residual and summed
   DType parameter_dtype;
-  DType output_dtype;  // dtype, or f32 beside bf16
+  DType output_dtype;  // dtype, or f32 with bf16
 };
 
 struct NormBackward {

@@ -3,9 +3,9 @@
 // is in norm_rows.h, the mask in dropout.h.
 //
 // Traffic of the forward: input (and residual) once, output (and sum) once. A sum is rounded before
-// it is normalised, and stands wide in L1. Backward: the gradients and what was normalised once,
-// the gradients of input and residual once; where those are equal, only one is written. Outputs
-// that are larger than the cache are streamed around it.
+// it is normalised, and is in L1 in the wide type. Backward: the gradients and what was normalised
+// once, the gradients of input and residual once; where those are equal, only one is written.
+// Outputs that are larger than the cache are streamed around it.
 //
 // Rows of the backward are cut into chunks that do not depend on the thread count; each adds its
 // parameter gradients into a partial row that stays in L1, and the partial rows are added in order.
@@ -40,7 +40,7 @@ void add_columns(const NormForward& a, bool stream, int64_t start, int64_t from,
                                 });
 }
 
-// Writes the sum of a row, which then stands at `source` too, and returns its statistics.
+// Writes the sum of a row, which `source` then has too, and returns its statistics.
 template <typename I, typename T, bool kCentred, bool kDropout>
 Moments<Acc<T>> add_row(const NormForward& a, bool stream, int64_t start, Acc<T>* kept,
                         const Acc<T>* source) {

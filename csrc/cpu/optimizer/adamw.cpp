@@ -1,5 +1,5 @@
 // Bindings of adamw and square_sums on the CPU. They trust their caller, the router
-// (../router.cpp), which has held the lists to the contracts in fusedops/ops/adamw.py and
+// (../router.cpp), which has checked the lists by the contracts in fusedops/ops/adamw.py and
 // square_sums.py.
 #include "adamw.h"
 

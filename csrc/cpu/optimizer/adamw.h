@@ -19,7 +19,7 @@ constexpr int64_t update_chunks(int64_t numel) {
 }
 
 // What is read and what is written. In place both are the same; a step that may yet be dropped
-// writes beside what it reads.
+// writes to other memory than it reads.
 struct Updated {
   const void* from = nullptr;
   void* to = nullptr;

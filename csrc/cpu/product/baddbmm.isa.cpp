@@ -80,14 +80,14 @@ void one_product(const BatchedProduct& a, int64_t index, std::vector<Factors>& f
   const int64_t terms = a.summed.count();
   factors.clear();
   for (int64_t term = 1; term < terms; ++term) {
-    const auto further = a.summed.offsets(term);
+    const auto extra = a.summed.offsets(term);
     factors.push_back({call.a, call.b});
-    factors.back().a.data = advanced<T>(call.a.data, further[0]);
-    factors.back().b.data = advanced<T>(call.b.data, further[1]);
+    factors.back().a.data = advanced<T>(call.a.data, extra[0]);
+    factors.back().b.data = advanced<T>(call.b.data, extra[1]);
   }
   if (terms == 0) call.k = 0;
-  call.further = factors.data();
-  call.num_further = static_cast<int64_t>(factors.size());
+  call.extra_products = factors.data();
+  call.num_extra_products = static_cast<int64_t>(factors.size());
   AddendContext context{static_cast<T*>(a.output) + index * call.m * call.n, call.n, a.addend,
                         a.alpha, a.beta};
   context.addend.data = advanced<T>(a.addend.data, offset[2]);
@@ -102,7 +102,7 @@ void one_product(const BatchedProduct& a, int64_t index, std::vector<Factors>& f
 
 // The batch by gemm_single_thread.h.
 template <typename Policy>
-void products_alone(const BatchedProduct& a, const AloneShape& shape) {
+void products_alone(const BatchedProduct& a, const SingleThreadShape& shape) {
   using T = typename Policy::T;
   const int64_t batches = a.batch.count(), threads = at::get_num_threads();
   const int64_t work = kLeastWork + shape.m * shape.n * std::max<int64_t>(8, shape.k);
@@ -128,14 +128,14 @@ void products_alone(const BatchedProduct& a, const AloneShape& shape) {
             advanced<T>(shape.addend.data, offset[2]),
             static_cast<T*>(a.output) + index * shape.m * shape.n};
   };
-  const Alone<Policy> alone(shape);
+  const SingleThreadProduct<Policy> alone(shape);
   const int64_t tasks = batches * parts;
   // Several at a time, so that one is fetched while the one before it is multiplied.
   const int64_t even = threads > 1 ? tasks / (8 * threads) : tasks;
-  const int64_t together = std::max({int64_t{1}, even, kLeastTask * parts / work});
-  share_tasks(ceil_div(tasks, together), [&](const auto& next_group) {
+  const int64_t per_task = std::max({int64_t{1}, even, kLeastTask * parts / work});
+  share_tasks(ceil_div(tasks, per_task), [&](const auto& next_group) {
     for (int64_t group; (group = next_group()) >= 0;) {
-      const int64_t begin = group * together, end = std::min(tasks, begin + together);
+      const int64_t begin = group * per_task, end = std::min(tasks, begin + per_task);
       Operands<T> now = operands_of(begin / parts), next;
       for (int64_t task = begin; task < end; ++task) {
         const bool more = task + 1 < end;
@@ -246,12 +246,12 @@ void sum_dims(const BroadcastSum& a) {
 
 void batched_product(const BatchedProduct& a) {
   const GemmCall& call = a.product;
-  const AloneShape shape{call.m, call.n, call.k, call.a, call.b, a.addend, a.alpha, a.beta};
+  const SingleThreadShape shape{call.m, call.n, call.k, call.a, call.b, a.addend, a.alpha, a.beta};
   with_policy(call.dtype, [&](auto policy) {
     using Policy = decltype(policy);
     if constexpr (!kTiled<Policy>) {
       if (a.summed.count() == 1 && a.batch.count() > 0 && call.n > 0 &&
-          Alone<Policy>::takes(shape)) {
+          SingleThreadProduct<Policy>::takes(shape)) {
         return products_alone<Policy>(a, shape);
       }
     }

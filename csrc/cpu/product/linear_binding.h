@@ -65,7 +65,7 @@ inline at::Tensor multiply(const GemmCall& call, const at::TensorOptions& option
   // Short sums go the way of a batch's products, without packing for all threads (above 256 float32
   // terms that is the faster one); not outer products, which read B in place (gemm.isa.cpp).
   const bool is_short = call.k > 4 && call.k * out.element_size() <= 1024;
-  if (is_short && call.m > 1 && call.num_further == 0) {
+  if (is_short && call.m > 1 && call.num_extra_products == 0) {
     const BatchedProduct arguments{call, {}, {}, {}, mutable_data(out), 1.0, 0.0};
     FUSEDOPS_CALL_ISA(batched_product, arguments);
     return out;

@@ -19,8 +19,8 @@ void glu_into(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tens
               const at::Tensor& output) {
   auto call =
       product_of(x.size(0), gate_weight.size(0), x.size(1), matrix(x), transposed(gate_weight), x);
-  const Matrix beside = transposed(up_weight);
-  call.beside = &beside;
+  const Matrix second_b = transposed(up_weight);
+  call.second_b = &second_b;
   const LinearGluForward arguments{call, mutable_data(gate), mutable_data(up), mutable_data(output),
                                    activation};
   FUSEDOPS_CALL_ISA(linear_glu_forward, arguments);
@@ -72,9 +72,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   if (output_mask[0]) {
     // dgate * gate_weight + dup * up_weight, rounded once.
     auto call = product_of(rows, x.size(1), columns, matrix(dgate), matrix(gate_weight), x);
-    const Factors further{matrix(dup), matrix(up_weight)};
-    call.further = &further;
-    call.num_further = 1;
+    const Factors extra{matrix(dup), matrix(up_weight)};
+    call.extra_products = &extra;
+    call.num_extra_products = 1;
     dx = multiply(call, x.options()).view(input.sizes());
   }
   if (output_mask[1]) dgate_weight = linear_grad_weight(dgate, x, gate_weight);

@@ -13,7 +13,7 @@ namespace fusedops {
 
 // output = act(gate) * up. Row-major results.
 struct LinearGluForward {
-  GemmCall product;  // m = rows, n = columns, up_weight beside; store and context are filled in
+  GemmCall product;  // up_weight is second_b; store and context are filled in
   void* gate;        // [rows, columns] or null
   void* up;          // [rows, columns] or null
   void* output;      // [rows, columns] or null

@@ -21,7 +21,7 @@ void store_glu(const void* context, const Tile& tile) {
   const int64_t n = a.product.n;
   for (int i = 0; i < tile.rows; ++i) {
     const auto* gates = static_cast<const Acc<T>*>(tile.sums) + i * tile.stride;
-    const auto* ups = static_cast<const Acc<T>*>(tile.beside) + i * tile.stride;
+    const auto* ups = static_cast<const Acc<T>*>(tile.second) + i * tile.stride;
     T* gate = at<T>(a.gate, tile.row + i, n, tile.column);
     T* up = at<T>(a.up, tile.row + i, n, tile.column);
     T* output = at<T>(a.output, tile.row + i, n, tile.column);

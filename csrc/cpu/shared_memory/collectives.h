@@ -1,6 +1,6 @@
 // Collectives over rings of memory (ring.h): the protocol, without tensors.
 //
-// Each rank copies what it gives into its own ring and reads what it wants from those of the
+// Each rank copies its input into its own ring and reads what it needs from those of the
 // others: one copy and one pass, where sockets take four copies and two system calls for every
 // 64 KiB. Collectives are read in the order in which they were started; all ranks start the same
 // ones in the same order, and the stamp of each piece proves it: ranks that disagree close the

@@ -2,8 +2,8 @@
 // it. Linux only.
 //
 // The pieces of all ranks are numbered alike. Rank r writes its piece i once all ranks have read
-// its piece i - kPieces; whoever wants piece i of rank r waits until r has posted more than i.
-// Both counts lie in the ring's header, beside a word on which the system puts waiters to sleep.
+// its piece i - kPieces; a reader of piece i of rank r waits until r has posted more than i.
+// Both counts lie in the ring's header, with a word on which the system puts waiters to sleep.
 // Each piece has a stamp that says which collective it belongs to.
 #pragma once
 
@@ -56,7 +56,7 @@ class Ring {
     if (descriptor_ >= 0 && ftruncate(descriptor_, kBytes) == 0) map();
   }
 
-  // That of another process; which one is told by the process and its number of the file.
+  // That of another process; the process and its file descriptor name it.
   Ring(int64_t process, int64_t descriptor) {
     const std::string path =
         "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
