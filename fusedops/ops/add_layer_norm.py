@@ -140,17 +140,8 @@ def _reference(
     return normed, summed, normalized.mean.reshape(leading), normalized.rstd.reshape(leading)
 
 
-def _fake(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    eps: float,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, residual, normalized_shape, *_ = args
     leading = rows(residual, normalized_shape)
     statistics = dtypes.statistics_dtype(residual.dtype)
     return (
@@ -223,17 +214,8 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any,
-    residual: Any,
-    normalized_shape: Sequence[int],
-    weight: Any,
-    bias: Any,
-    seed: Any,
-    eps: float,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    input, _, normalized_shape, weight, bias, seed, *_ = args
     whole = [REPLICATE if each is not None else None for each in (weight, bias, seed)]
     return [
         ([word] * 4, [word, word, None, *whole, None, None, None])

@@ -157,18 +157,8 @@ def _reference(
     return normed, summed, normalized.rstd.reshape(rows(summed, normalized_shape))
 
 
-def _fake(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, residual, normalized_shape, weight, *_, rounding, _, _ = args
     leading = rows(residual, normalized_shape)
     statistics = dtypes.statistics_dtype(residual.dtype)
     normed = scaled_dtype(residual.dtype, weight, rounding)
@@ -241,18 +231,8 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any,
-    residual: Any,
-    normalized_shape: Sequence[int],
-    weight: Any,
-    seed: Any,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    input, _, normalized_shape, weight, seed, *_ = args
     whole = [REPLICATE if each is not None else None for each in (weight, seed)]
     return [
         ([word] * 3, [word, word, None, *whole, *[None] * 5])

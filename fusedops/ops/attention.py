@@ -426,16 +426,8 @@ def _parts_word(word: Placement, query: Any, attn_mask: Any, numbers: Sequence[A
     return word if kept else REPLICATE
 
 
-def _shard(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    seed: Any,
-    *numbers: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    query, key, _, attn_mask, alibi_slopes, sinks, seed, *numbers = args
     return [
         (
             [

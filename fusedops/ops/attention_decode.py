@@ -203,17 +203,8 @@ def _reference(
     return output, lse
 
 
-def _fake(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window_left: int,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    query, _, value_cache, *_ = args
     batch, heads, rows, _ = query.shape
     return (
         math.new_heads_inside(query, batch, heads, rows, value_cache.shape[3]),
@@ -221,16 +212,9 @@ def _fake(
     )
 
 
-def _shard(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    cache_seqlens: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    *numbers: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Batch and heads may be sharded."""
+    query, key_cache, _, _, alibi_slopes, sinks, *numbers = args
     ranks = query.mesh.size()
     heads_divide = query.shape[1] % ranks == 0 and key_cache.shape[1] % ranks == 0
     rules: list[tuple[list[Placement], list[Placement]]] = []

@@ -312,17 +312,8 @@ def _lse_word(word: Placement) -> Placement:
     return 0 if word == 1 else word
 
 
-def _shard(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    seed: Any,
-    *numbers: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    query, key, _, _, _, alibi_slopes, sinks, seed, *numbers = args
     return [
         (
             [word, _lse_word(word), _remainder_word(word, query, numbers)],
@@ -332,22 +323,8 @@ def _shard(
     ]
 
 
-def _shard_backward(
-    grad_output: Any,
-    grad_lse: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    seed: Any,
-    output: Any,
-    lse: Any,
-    remainder: Any,
-    *numbers: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    grad_output, grad_lse, query, key, _, _, _, alibi_slopes, sinks, seed, _, _, _, *numbers = args
     rules = []
     for word in _words(query, key, seed):
         options = _options(word, alibi_slopes, sinks, seed)

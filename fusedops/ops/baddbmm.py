@@ -147,14 +147,8 @@ def _reference(
     return result.to(product.dtype).contiguous()
 
 
-def _fake(
-    input: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    beta: float,
-    alpha: float,
-    broadcast: Sequence[int],
-) -> torch.Tensor:
+def _fake(*args: Any) -> torch.Tensor:
+    _, batch1, batch2, *_ = args
     leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
     return batch1.new_empty((*leading, batch1.shape[-2], batch2.shape[-1]))
 
@@ -202,15 +196,8 @@ def _backward_reference(
     )
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    beta: float,
-    alpha: float,
-    broadcast: Sequence[int],
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, batch1, batch2, beta, _, broadcast, output_mask = args
     grad_input = None
     if output_mask[0] and (any(broadcast) or beta != 1):
         sizes = zip(grad_output.shape, broadcast, strict=True)
@@ -261,15 +248,8 @@ def _shard(
     ]
 
 
-def _shard_backward(
-    grad_output: Any,
-    batch1: Any,
-    batch2: Any,
-    beta: float,
-    alpha: float,
-    broadcast: Sequence[int],
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, batch1, batch2, beta, _, broadcast, output_mask = args
     has_input = any(broadcast) or beta != 1
     wanted = (output_mask[0] and has_input, *output_mask[1:])
 

@@ -98,14 +98,8 @@ def _reference(
     return output.to(residual.dtype).contiguous()
 
 
-def _fake(
-    input: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    seed: torch.Tensor | None,
-    p: float,
-    input_dtype: torch.dtype,
-) -> torch.Tensor:
+def _fake(*args: Any) -> torch.Tensor:
+    _, _, residual, *_ = args
     return residual.new_empty(residual.shape)
 
 
@@ -136,14 +130,8 @@ def _backward_reference(
     return grad_input, grad_bias, None
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, bias, _, p, input_dtype, output_mask = args
     grad_input = grad_bias = None
     if _wants_input(grad_output.dtype, p, input_dtype, output_mask):
         grad_input = grad_output.new_empty(grad_output.shape, dtype=input_dtype)
@@ -174,14 +162,8 @@ def _shard(
     ]
 
 
-def _shard_backward(
-    grad_output: Any,
-    bias: Any,
-    seed: Any,
-    p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    grad_output, bias, seed, p, input_dtype, output_mask = args
     drawn = REPLICATE if seed is not None else None
     wanted = _wants_input(grad_output.tensor_meta.dtype, p, input_dtype, output_mask)
     return [

@@ -98,13 +98,8 @@ def _backward_reference(
     return grad_input, grad_bias
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    bias: torch.Tensor,
-    approximate: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    _, input, bias, _, output_mask = args
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
         bias.new_empty(bias.shape) if output_mask[1] else None,

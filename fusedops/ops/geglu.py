@@ -74,13 +74,8 @@ def _backward_reference(
     return _glu_math.backward(grad_output, gate, up, GELU_VARIANTS[approximate], output_mask)
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    approximate: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    _, gate, *_, output_mask = args
     return _glu_math.backward_fake(gate, output_mask)
 
 

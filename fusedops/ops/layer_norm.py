@@ -93,13 +93,8 @@ def _reference(
     return output, normalized.mean.reshape(leading), normalized.rstd.reshape(leading)
 
 
-def _fake(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input, normalized_shape, *_ = args
     leading = rows(input, normalized_shape)
     statistics = dtypes.statistics_dtype(input.dtype)
     return (
@@ -133,16 +128,8 @@ def _backward_reference(
     return grad_input, grad_weight, grad_bias
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    normalized_shape: Sequence[int],
-    eps: float,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    _, input, weight, *_, normalized_shape, _, output_mask = args
     parameter = input.dtype if weight is None else weight.dtype
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
@@ -160,17 +147,9 @@ def _shard(
     return [([word] * 3, [word, None, *parameters, None]) for word in words]
 
 
-def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    normalized_shape: Sequence[int],
-    eps: float,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
+    _, input, weight, *_, normalized_shape, _, output_mask = args
     rules = []
     for word in row_placements(input, normalized_shape):
         summed = REPLICATE if word == REPLICATE else PARTIAL

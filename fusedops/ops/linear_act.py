@@ -190,13 +190,8 @@ def _reference(
     return output, preactivation.contiguous() if keep_preactivation else input.new_empty(0)
 
 
-def _fake(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    input, weight, _, activation, keep_preactivation = args
     shape = (*input.shape[:-1], weight.shape[0])
     kept = shape if _keeps(activation, keep_preactivation) else (0,)
     return input.new_empty(shape), input.new_empty(kept)
@@ -223,16 +218,8 @@ def _backward_reference(
     )
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    _, input, weight, *_, output_mask = args
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
         empty_weight_gradient(weight) if output_mask[1] else None,
@@ -261,16 +248,8 @@ def _shard(
     return rules
 
 
-def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    preactivation: Any,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, input, _, bias, _, activation, keep_preactivation, output_mask = args
     last = input.ndim - 1
     keeps = _keeps(activation, keep_preactivation)
 

@@ -98,13 +98,8 @@ def _reference(
     return output.contiguous(), input.new_empty(0), input.new_empty(0)
 
 
-def _fake(
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    activation: str,
-    keep_preactivations: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input, gate_weight, *_, keep_preactivations = args
     shape = (*input.shape[:-1], gate_weight.shape[0])
     kept = shape if keep_preactivations else (0,)
     return input.new_empty(shape), input.new_empty(kept), input.new_empty(kept)
@@ -137,17 +132,8 @@ def _backward_reference(
     )
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    activation: str,
-    keep_preactivations: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    _, input, gate_weight, up_weight, *_, output_mask = args
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
         empty_weight_gradient(gate_weight) if output_mask[1] else None,
@@ -171,17 +157,8 @@ def _shard(
     return [*(rule(word, word, REPLICATE) for word in words), rule(last, REPLICATE, 0)]
 
 
-def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    gate_weight: Any,
-    up_weight: Any,
-    gate: Any,
-    up: Any,
-    activation: str,
-    keep_preactivations: bool,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, input, *_, keep_preactivations, output_mask = args
     last = input.ndim - 1
 
     def rule(

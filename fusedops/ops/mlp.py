@@ -115,15 +115,8 @@ def _reference(
     return output.contiguous(), kept
 
 
-def _fake(
-    input: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    input, w1, _, w2, *_, keep_preactivation = args
     leading = input.shape[:-1]
     kept = (*leading, w1.shape[0]) if keep_preactivation else (0,)
     return input.new_empty((*leading, w2.shape[0])), input.new_empty(kept)
@@ -155,18 +148,8 @@ def _backward_reference(
     return grad_input, grad_w1, grad_b1, grad_w2, grad_b2
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    _, input, w1, _, w2, *_, output_mask = args
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
         empty_weight_gradient(w1) if output_mask[1] else None,
@@ -196,18 +179,8 @@ def _shard(
     return rules
 
 
-def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    w1: Any,
-    b1: Any,
-    w2: Any,
-    b2: Any,
-    preactivation: Any,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, input, _, b1, _, b2, *_, keep_preactivation, output_mask = args
     last = input.ndim - 1
     biases: list[Placement] = [REPLICATE if each is not None else None for each in (b1, b2)]
 

@@ -77,12 +77,8 @@ def _backward_reference(
     return math.combine(grad_output, None, positions, offsets) if output_mask[0] else None
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def _backward_fake(*args: Any) -> torch.Tensor | None:
+    grad_output, positions, _, output_mask = args
     if not output_mask[0]:
         return None
     return grad_output.new_empty(positions.shape[0], grad_output.shape[1])

@@ -176,12 +176,8 @@ def _backward_reference(
     return _reference(grad_output, inverse, index) if output_mask[0] else None
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    index: torch.Tensor,
-    inverse: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def _backward_fake(*args: Any) -> torch.Tensor | None:
+    grad_output, index, inverse, output_mask = args
     return _fake(grad_output, inverse, index) if output_mask[0] else None
 
 

@@ -317,15 +317,8 @@ def _no_mask(ids: torch.Tensor) -> torch.Tensor:
     return ids.new_empty((0, ids.shape[1]), dtype=torch.bool)
 
 
-def _fake(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    chosen: torch.Tensor | None,
-    chosen_kept: torch.Tensor | None,
-    top_k: int,
-    *options: Any,
-) -> Outputs:
+def _fake(*args: Any) -> Outputs:
+    logits, _, _, _, _, top_k, *options = args
     rule = SelectionRule(*options)
     tokens, experts = logits.shape
     slots = experts if rule.drop_policy == "expert_choice" else top_k
@@ -357,15 +350,8 @@ def _backward_reference(
     return grad.to(logits.dtype).contiguous()
 
 
-def _backward_fake(
-    grad_probs: torch.Tensor,
-    logits: torch.Tensor,
-    seed: torch.Tensor | None,
-    expert_ids: torch.Tensor,
-    kept: torch.Tensor,
-    top_k: int,
-    *options: Any,
-) -> torch.Tensor | None:
+def _backward_fake(*args: Any) -> torch.Tensor | None:
+    _, logits, _, _, _, _, *options = args
     return logits.new_empty(logits.shape) if options[-1][0] else None
 
 
@@ -393,15 +379,8 @@ def _shard(
     return rules
 
 
-def _shard_backward(
-    grad_probs: Any,
-    logits: Any,
-    seed: Any,
-    expert_ids: Any,
-    kept: Any,
-    top_k: int,
-    *options: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, _, seed, _, _, _, *options = args
     *given, output_mask = options
     rule = SelectionRule(*given)
     return [

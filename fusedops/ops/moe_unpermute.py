@@ -102,14 +102,8 @@ def _backward_reference(
     return grad_input, grad_probs
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor | None,
-    probs: torch.Tensor | None,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, _, probs, positions, _, output_mask = args
     grad_input = grad_probs = None
     if output_mask[0]:
         rows = positions.shape[0] * positions.shape[1]
@@ -128,14 +122,8 @@ def _shard(
     return [([word], [word, weights, REPLICATE, REPLICATE]) for word in words]
 
 
-def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    probs: Any,
-    positions: Any,
-    offsets: Any,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, input, probs, *_, output_mask = args
     weights = REPLICATE if probs is not None else None
     # Gradient of the output, input -> gradients of input and probs. A product of row and gradient
     # over a part of the columns, or with a part of the row, is a part of the sum.

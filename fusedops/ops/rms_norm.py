@@ -119,14 +119,8 @@ def _reference(
     return output.contiguous(), normalized.rstd.reshape(rows(input, normalized_shape))
 
 
-def _fake(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    input, normalized_shape, weight, *_, rounding = args
     statistics = dtypes.statistics_dtype(input.dtype)
     return (
         input.new_empty(input.shape, dtype=scaled_dtype(input.dtype, weight, rounding)),
@@ -158,17 +152,8 @@ def _backward_reference(
     return grad_input, grad_weight
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    _, input, weight, _, normalized_shape, *_, output_mask = args
     parameter = input.dtype if weight is None else weight.dtype
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
@@ -176,32 +161,17 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any,
-    normalized_shape: Sequence[int],
-    weight: Any,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Rows are independent: any leading dim may be sharded, the weight is replicated."""
+    input, normalized_shape, weight, *_ = args
     parameter = REPLICATE if weight is not None else None
     words = row_placements(input, normalized_shape)
     return [([word] * 2, [word, None, parameter, None, None, None]) for word in words]
 
 
-def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    weight: Any,
-    rstd: Any,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sum that is the weight's gradient."""
+    _, input, weight, _, normalized_shape, *_, output_mask = args
     rules = []
     for word in row_placements(input, normalized_shape):
         summed = REPLICATE if word == REPLICATE else PARTIAL

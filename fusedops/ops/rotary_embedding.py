@@ -178,14 +178,8 @@ def _backward_reference(
     return query, key
 
 
-def _backward_fake(
-    grad_rotated_query: torch.Tensor | None,
-    grad_rotated_key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_rotated_query, grad_rotated_key, *_, output_mask = args
     query, key = (
         _empty(grad) if wanted and grad is not None else None
         for grad, wanted in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
@@ -208,14 +202,8 @@ def _shard(
     return [([word, word], [word, word, table, table, None]) for word, table in _words(cos)]
 
 
-def _shard_backward(
-    grad_rotated_query: Any,
-    grad_rotated_key: Any,
-    cos: Any,
-    sin: Any,
-    interleaved: bool,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    grad_rotated_query, grad_rotated_key, cos, *_, output_mask = args
     grads = (grad_rotated_query, grad_rotated_key)
     return [
         (

@@ -143,14 +143,8 @@ def _backward_reference(
     return grad_input, grad_mask
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    mask: torch.Tensor | None,
-    output: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    _, mask, output, *_, output_mask = args
     return (
         output.new_empty(output.shape) if output_mask[0] else None,
         mask.new_empty(mask.shape) if output_mask[1] and mask is not None else None,
@@ -185,14 +179,8 @@ def _shard(
     ]
 
 
-def _shard_backward(
-    grad_output: Any,
-    mask: Any,
-    output: Any,
-    scale: float,
-    is_causal: bool,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, mask, output, _, is_causal, output_mask = args
     return [
         (
             [word if output_mask[0] else None, summed if output_mask[1] else None],
