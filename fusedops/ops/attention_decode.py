@@ -14,7 +14,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import define_op
-from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, Placement, Sharding
 from fusedops.ops import _attention_math as math
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -212,12 +212,12 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
     """Batch and heads may be sharded."""
     query, key_cache, _, _, alibi_slopes, sinks, *numbers = args
     ranks = query.mesh.size()
     heads_divide = query.shape[1] % ranks == 0 and key_cache.shape[1] % ranks == 0
-    rules: list[tuple[list[Placement], list[Placement]]] = []
+    rules: list[Sharding] = []
     words: list[Placement] = [REPLICATE, 0, *([1] if heads_divide else [])]
     for word in words:
         lengths: Placement = 0 if word == 0 else REPLICATE

@@ -17,7 +17,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 
 
 def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -80,13 +80,8 @@ def _fake(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Te
     return input.new_empty(input.shape)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    bias: torch.Tensor,
-    approximate: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, input, bias, approximate, output_mask = args
     x = _sum(input, bias)
     grad = gradient(grad_output.to(x.dtype), x, GELU_VARIANTS[approximate])
     grad_input = grad_bias = None
@@ -106,12 +101,10 @@ def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None
     )
 
 
-def _shard(
-    input: Any, bias: Any, approximate: str
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, bias: Any, approximate: str) -> list[Sharding]:
     """Rows are independent, and so are columns, with the bias cut as they are."""
     last = input.ndim - 1
-    rules: list[tuple[list[Placement], list[Placement]]] = [
+    rules: list[Sharding] = [
         ([word], [word, REPLICATE, None]) for word in (REPLICATE, *range(last))
     ]
     return [*rules, ([last], [last, 0, None])]
@@ -119,7 +112,7 @@ def _shard(
 
 def _shard_backward(
     grad_output: Any, input: Any, bias: Any, approximate: str, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+) -> list[Sharding]:
     """With rows sharded, each rank has a part of the sum that is the bias gradient."""
     last = input.ndim - 1
     cases: list[tuple[Placement, Placement, Placement]] = [

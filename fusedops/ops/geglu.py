@@ -16,7 +16,7 @@ import torch
 from fusedops._core import checks
 from fusedops._core.activation import GELU_VARIANTS
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import Placement
+from fusedops._core.sharding import Sharding
 from fusedops.ops import _glu_math
 
 
@@ -64,13 +64,8 @@ def _fake(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.Tenso
     return _glu_math.forward_fake(gate)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    approximate: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, gate, up, approximate, output_mask = args
     return _glu_math.backward(grad_output, gate, up, GELU_VARIANTS[approximate], output_mask)
 
 
@@ -79,13 +74,13 @@ def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None
     return _glu_math.backward_fake(gate, output_mask)
 
 
-def _shard(gate: Any, up: Any, approximate: str) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(gate: Any, up: Any, approximate: str) -> list[Sharding]:
     return _glu_math.shard(gate, 1)
 
 
 def _shard_backward(
     grad_output: Any, gate: Any, up: Any, approximate: str, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+) -> list[Sharding]:
     return _glu_math.shard_backward(gate, output_mask, 2)
 
 

@@ -19,7 +19,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, Placement, Sharding
 
 
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -90,7 +90,7 @@ def _backward_fake(
     return input.new_empty(input.shape) if output_mask[0] else None
 
 
-def _shard(input: Any, approximate: str) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, approximate: str) -> list[Sharding]:
     """Elements are independent: any dim may be sharded."""
     words: list[Placement] = [REPLICATE, *range(input.ndim)]
     return [([word], [word, None]) for word in words]
@@ -98,7 +98,7 @@ def _shard(input: Any, approximate: str) -> list[tuple[list[Placement], list[Pla
 
 def _shard_backward(
     grad_output: Any, input: Any, approximate: str, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+) -> list[Sharding]:
     words: list[Placement] = [REPLICATE, *range(input.ndim)]
     return [([word if output_mask[0] else None], [word, word, None, None]) for word in words]
 

@@ -9,14 +9,13 @@ the public function, the specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 
 
 def scaled_masked_softmax(
@@ -118,14 +117,8 @@ def _fake(
     return input.new_empty(input.shape)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    mask: torch.Tensor | None,
-    output: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, mask, output, scale, _, output_mask = args
     # `output` is differentiable itself, so this is the second derivative too. Its sum is 1 but for
     # its rounding, which would count times grad and not times a difference of grads.
     y = output.to(dtypes.statistics_dtype(output.dtype))
@@ -171,15 +164,13 @@ def _words(input: Any, mask: Any, is_causal: bool) -> list[tuple[Placement, Plac
     return words
 
 
-def _shard(
-    input: Any, mask: Any, scale: float, is_causal: bool
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, mask: Any, scale: float, is_causal: bool) -> list[Sharding]:
     return [
         ([word], [word, of_mask, None, None]) for word, of_mask, _ in _words(input, mask, is_causal)
     ]
 
 
-def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     _, mask, output, _, is_causal, output_mask = args
     return [
         (

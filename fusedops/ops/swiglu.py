@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import Placement
+from fusedops._core.sharding import Sharding
 from fusedops.ops import _glu_math
 
 
@@ -71,13 +71,13 @@ def _backward_fake(
     return _glu_math.backward_fake(gate, output_mask)
 
 
-def _shard(gate: Any, up: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(gate: Any, up: Any) -> list[Sharding]:
     return _glu_math.shard(gate, 0)
 
 
 def _shard_backward(
     grad_output: Any, gate: Any, up: Any, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+) -> list[Sharding]:
     return _glu_math.shard_backward(gate, output_mask, 1)
 
 
