@@ -122,7 +122,7 @@ def attention(
     q, k, v = query, key, value = _check(query, key, value, enable_gqa)
     leading = query.shape[:-3]
     if len(leading) != 1:
-        q, k, v = (_four_dims(each) for each in (query, key, value))
+        q, k, v = (_four_dims(tensor) for tensor in (query, key, value))
     batch, heads = q.shape[:2]
     mask = None
     if attn_mask is not None:

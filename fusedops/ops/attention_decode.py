@@ -171,7 +171,7 @@ def _check_lengths(capacity: int, lengths: torch.Tensor) -> None:
     op, name = "attention_decode", "cache_seqlens"
     if lengths.numel() == 0 or not checks.readable(lengths):
         return
-    least, most = (int(each) for each in torch.aminmax(lengths))
+    least, most = (int(value) for value in torch.aminmax(lengths))
     if least < 0 or most > capacity:
         wrong = least if least < 0 else most
         checks.fail(op, name, f"from 0 to {capacity}, the cache's capacity", wrong)

@@ -9,7 +9,6 @@ specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,14 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
+from fusedops._core.sharding import (
+    REPLICATE,
+    ROW,
+    ROW_SUM,
+    Sharding,
+    row_shardings,
+    where,
+)
 
 
 def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -104,29 +110,18 @@ def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None
 def _shard(input: Any, bias: Any, approximate: str) -> list[Sharding]:
     """Rows are independent, and so are columns, with the bias cut as they are."""
     last = input.ndim - 1
-    rules: list[Sharding] = [
-        ([word], [word, REPLICATE, None]) for word in (REPLICATE, *range(last))
-    ]
+    rules = row_shardings((REPLICATE, *range(last)), [ROW], [ROW, REPLICATE, None])
     return [*rules, ([last], [last, 0, None])]
 
 
-def _shard_backward(
-    grad_output: Any, input: Any, bias: Any, approximate: str, output_mask: Sequence[bool]
-) -> list[Sharding]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     """With rows sharded, each rank has a part of the sum that is the bias gradient."""
+    _, input, _, _, output_mask = args
     last = input.ndim - 1
-    cases: list[tuple[Placement, Placement, Placement]] = [
-        (REPLICATE, REPLICATE, REPLICATE),
-        *((dim, REPLICATE, PARTIAL) for dim in range(last)),
-        (last, 0, 0),
-    ]
-    return [
-        (
-            [word if output_mask[0] else None, summed if output_mask[1] else None],
-            [word, word, parameter, None, None],
-        )
-        for word, parameter, summed in cases
-    ]
+    outputs = where(output_mask, (ROW, ROW_SUM))
+    inputs = (ROW, ROW, REPLICATE, None, None)
+    rules = row_shardings((REPLICATE, *range(last)), outputs, inputs)
+    return [*rules, (where(output_mask, (last, 0)), [last, last, 0, None, None])]
 
 
 _OP = define_op(

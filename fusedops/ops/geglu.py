@@ -8,7 +8,6 @@ with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/elementwise/glu.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,9 +77,8 @@ def _shard(gate: Any, up: Any, approximate: str) -> list[Sharding]:
     return _glu_math.shard(gate, 1)
 
 
-def _shard_backward(
-    grad_output: Any, gate: Any, up: Any, approximate: str, output_mask: Sequence[bool]
-) -> list[Sharding]:
+def _shard_backward(*args: Any) -> list[Sharding]:
+    _, gate, *_, output_mask = args
     return _glu_math.shard_backward(gate, output_mask, 2)
 
 
@@ -100,7 +98,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.geglu",
     shard=_shard,
     shard_backward=_shard_backward,

@@ -19,7 +19,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Placement, Sharding
+from fusedops._core.sharding import REPLICATE, ROW, Sharding, row_shardings, where
 
 
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -92,15 +92,13 @@ def _backward_fake(
 
 def _shard(input: Any, approximate: str) -> list[Sharding]:
     """Elements are independent: any dim may be sharded."""
-    words: list[Placement] = [REPLICATE, *range(input.ndim)]
-    return [([word], [word, None]) for word in words]
+    return row_shardings((REPLICATE, *range(input.ndim)), [ROW], [ROW, None])
 
 
-def _shard_backward(
-    grad_output: Any, input: Any, approximate: str, output_mask: Sequence[bool]
-) -> list[Sharding]:
-    words: list[Placement] = [REPLICATE, *range(input.ndim)]
-    return [([word if output_mask[0] else None], [word, word, None, None]) for word in words]
+def _shard_backward(*args: Any) -> list[Sharding]:
+    _, input, _, output_mask = args
+    outputs = where(output_mask, [ROW])
+    return row_shardings((REPLICATE, *range(input.ndim)), outputs, [ROW, ROW, None, None])
 
 
 _OP = define_op(
@@ -119,7 +117,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.gelu",
     shard=_shard,
     shard_backward=_shard_backward,

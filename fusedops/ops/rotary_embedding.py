@@ -222,7 +222,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.rotary_embedding",
     shard=_shard,
     shard_backward=_shard_backward,

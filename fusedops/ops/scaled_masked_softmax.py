@@ -198,7 +198,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.scaled_masked_softmax",
     shard=_shard,
     shard_backward=_shard_backward,

@@ -96,7 +96,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.swiglu",
     shard=_shard,
     shard_backward=_shard_backward,
