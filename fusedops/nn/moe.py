@@ -455,5 +455,5 @@ def _rename(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: A
     """Give the entries of a checkpoint our names."""
     for theirs, ours in _ALIASES.items():
         begin = f"{prefix}{theirs}."
-        for key in [each for each in state_dict if each.startswith(begin)]:
+        for key in [name for name in state_dict if name.startswith(begin)]:
             state_dict[f"{prefix}{ours}.{key.removeprefix(begin)}"] = state_dict.pop(key)

@@ -88,11 +88,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         same, shared = query is key and key is value, key is value
         tensors = [query, key, value]
         if not batched:
-            tensors = [each.unsqueeze(0) for each in tensors]
+            tensors = [tensor.unsqueeze(0) for tensor in tensors]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         if not first:
-            tensors = [each.transpose(0, 1) for each in tensors]
-        q, k, v = (self._heads(each) for each in self._project(tensors, same, shared))
+            tensors = [tensor.transpose(0, 1) for tensor in tensors]
+        q, k, v = (self._heads(tensor) for tensor in self._project(tensors, same, shared))
         mask = merged_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
         dropout_p = self.dropout if self.training else 0.0
         output = attention(q, k, v, mask, dropout_p, is_causal).transpose(1, 2).flatten(2)

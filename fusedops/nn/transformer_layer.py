@@ -171,17 +171,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     Constructor arguments, initialisation and state_dict are ``torch.nn.TransformerDecoderLayer``'s.
 
     Args:
-        d_model: size of the residual stream.
-        nhead: number of heads; divides ``d_model``.
-        dim_feedforward: size of the feed-forward layer's hidden layer.
-        dropout: probability with which attention weights, hidden values and branches are dropped.
-        activation: ``"relu"``, ``"gelu"`` or a callable; unknown callables run unfused.
-        layer_norm_eps: added to the variance.
-        batch_first: whether inputs are ``[N, L, E]`` rather than ``[L, N, E]``.
-        norm_first: normalise before each branch instead of after the residual sum.
-        bias: whether products and norms have biases.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        args: those of :class:`TransformerEncoderLayer`, in the same order.
+        kwargs: likewise.
 
     Raises:
         RuntimeError: ``activation`` is another string, as torch's.

@@ -363,8 +363,8 @@ def check_options(
         pair = isinstance(window, (tuple, list)) and len(window) == 2
         if not pair:
             checks.fail(op, "window", "(left, right), of two ints", checks.shown(window))
-        for each in window:
-            checks.integer(op, "each of window", each, least=-1)
+        for size in window:
+            checks.integer(op, "each of window", size, least=-1)
         left, right = window
     if softcap is not None:
         checks.positive(op, "softcap", softcap)
@@ -433,4 +433,4 @@ def autocast(query: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor,
     wanted = dtypes.autocast_dtype(query.device)
     if wanted is None or query.dtype == torch.float64:
         return (query, *tensors)
-    return tuple(each.to(wanted) for each in (query, *tensors))
+    return tuple(tensor.to(wanted) for tensor in (query, *tensors))

@@ -24,28 +24,19 @@ def _linear(input: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(input) * weight[0]
 
 
-def _linear_backward(
-    grad: Any,
-    input: _Shape,
-    weight: _Shape,
-    bias: Any,
-    kept: _Shape,
-    activation: str,
-    *rest: Any,
-    **_: Any,
-) -> int:
+def _linear_backward(*args: Any, **__: Any) -> int:
+    _, input, weight, _, kept, activation, *_, mask = args
     again = prod(kept) == 0 and activation != "identity"
-    return _linear(input, weight) * (rest[-1][0] + rest[-1][1] + again)
+    return _linear(input, weight) * (mask[0] + mask[1] + again)
 
 
 def _linear_glu(input: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
     return 2 * _linear(input, weight)
 
 
-def _linear_glu_backward(
-    grad: Any, input: _Shape, weight: _Shape, up_weight: Any, kept: _Shape, *rest: Any, **_: Any
-) -> int:
-    mask, again = rest[-1], prod(kept) == 0
+def _linear_glu_backward(*args: Any, **__: Any) -> int:
+    _, input, weight, _, kept, *_, mask = args
+    again = prod(kept) == 0
     return _linear(input, weight) * (2 * mask[0] + mask[1] + mask[2] + 2 * again)
 
 
@@ -53,18 +44,9 @@ def _mlp(input: _Shape, w1: _Shape, b1: Any, w2: _Shape, *_: Any, **__: Any) -> 
     return 2 * prod(input[:-1]) * (prod(w1) + prod(w2))
 
 
-def _mlp_backward(
-    grad: Any,
-    input: _Shape,
-    w1: _Shape,
-    b1: Any,
-    w2: _Shape,
-    b2: Any,
-    kept: _Shape,
-    *rest: Any,
-    **_: Any,
-) -> int:
-    mask, again = rest[-1], prod(kept) == 0
+def _mlp_backward(*args: Any, **__: Any) -> int:
+    _, input, w1, _, w2, _, kept, *_, mask = args
+    again = prod(kept) == 0
     first, second = mask[0] + mask[1] + again, any(mask[:3]) + mask[3]
     return 2 * prod(input[:-1]) * (first * prod(w1) + second * prod(w2))
 
@@ -73,31 +55,14 @@ def _baddbmm(input: Any, batch1: _Shape, *_: Any, out_shape: _Shape, **__: Any) 
     return 2 * prod(out_shape) * batch1[-1]
 
 
-def _baddbmm_backward(
-    grad: _Shape,
-    batch1: _Shape,
-    batch2: Any,
-    beta: Any,
-    alpha: Any,
-    broadcast: Any,
-    mask: Any,
-    **_: Any,
-) -> int:
+def _baddbmm_backward(*args: Any, **__: Any) -> int:
+    grad, batch1, *_, mask = args
     return 2 * prod(grad) * batch1[-1] * (mask[1] + mask[2])
 
 
-def _linear_cross_entropy_backward(
-    grad: Any,
-    hidden: _Shape,
-    weight: _Shape,
-    target: Any,
-    bias: Any,
-    lse: Any,
-    logits: _Shape,
-    *rest: Any,
-    **_: Any,
-) -> int:
-    mask, again = rest[-1], prod(logits) == 0
+def _linear_cross_entropy_backward(*args: Any, **__: Any) -> int:
+    _, hidden, weight, _, _, _, logits, *_, mask = args
+    again = prod(logits) == 0
     return _linear(hidden, weight) * (mask[0] + mask[1] + again)
 
 
@@ -105,48 +70,30 @@ def _grouped_mm(input: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(input) * weight[-1]
 
 
-def _grouped_mm_backward(
-    grad: Any,
-    input: _Shape,
-    weight: _Shape,
-    offsets: Any,
-    bias: Any,
-    kept: _Shape,
-    activation: str,
-    *rest: Any,
-    **_: Any,
-) -> int:
+def _grouped_mm_backward(*args: Any, **__: Any) -> int:
+    _, input, weight, _, _, kept, activation, *_, mask = args
     again = prod(kept) == 0 and activation != "identity"
-    return _grouped_mm(input, weight) * (rest[-1][0] + rest[-1][1] + again)
+    return _grouped_mm(input, weight) * (mask[0] + mask[1] + again)
 
 
-def _grouped_mm_add_gradients(*args: Any, **_: Any) -> int:
+def _grouped_mm_add_gradients(*args: Any, **__: Any) -> int:
     into, call, mask = args[:2], args[2:-1], args[-1]
     return _grouped_mm_backward(*call, [*mask, *(each is not None for each in into)])
 
 
-def _moe_mlp(
-    input: Any,
-    probs: _Shape,
-    permutation: Any,
-    positions: Any,
-    offsets: Any,
-    w1: _Shape,
-    w2: _Shape,
-    *_: Any,
-    **__: Any,
-) -> int:
+def _moe_mlp(*args: Any, **__: Any) -> int:
+    _, probs, _, _, _, w1, w2, *_ = args
     return 2 * prod(probs) * (prod(w1[1:]) + prod(w2[1:]))
 
 
-def _moe_mlp_backward(grad: Any, input: Any, probs: _Shape, *rest: Any, **_: Any) -> int:
-    w1, w2, kept, mask = rest[3], rest[4], rest[7], rest[-1]
+def _moe_mlp_backward(*args: Any, **__: Any) -> int:
+    _, _, probs, _, _, _, w1, w2, _, _, kept, *_, mask = args
     first = mask[0] + mask[2] + (prod(kept) == 0)
     second = any(mask[:3]) + mask[3]
     return 2 * prod(probs) * (first * prod(w1[1:]) + second * prod(w2[1:]))
 
 
-def _moe_mlp_add_gradients(*args: Any, **_: Any) -> int:
+def _moe_mlp_add_gradients(*args: Any, **__: Any) -> int:
     into, call, mask = args[:4], args[4:-1], args[-1]
     return _moe_mlp_backward(*call, [*mask, *(each is not None for each in into)])
 
@@ -155,10 +102,8 @@ def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) ->
     return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
-def _attention_backward(
-    grad: Any, grad_lse: Any, query: _Shape, key: _Shape, value: _Shape, *rest: Any, **_: Any
-) -> int:
-    mask = rest[-1]
+def _attention_backward(*args: Any, **__: Any) -> int:
+    _, _, query, key, value, *_, mask = args
     # The scores again, for the gradients of queries and keys; that of the probabilities, of values.
     sizes = (1 + mask[0] + mask[1]) * query[3] + (1 + mask[2]) * value[3]
     return 2 * prod(query[:3]) * key[2] * sizes
@@ -171,17 +116,10 @@ def _pairs(ends_q: torch.Tensor, ends_k: torch.Tensor, most: int) -> int:
     return most
 
 
-def _attention_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends_q: torch.Tensor,
-    ends_k: torch.Tensor,
-    *rest: Any,
-    **_: Any,
-) -> int:
+def _attention_varlen(*args: Any, **__: Any) -> int:
+    query, _, value, ends_q, ends_k, *_ = args
     tokens, heads, size = query.shape
-    return 2 * _pairs(ends_q, ends_k, tokens * rest[4]) * heads * (size + value.shape[2])
+    return 2 * _pairs(ends_q, ends_k, tokens * args[9]) * heads * (size + value.shape[2])
 
 
 def _attention_varlen_backward(grad: Any, grad_lse: Any, *call: Any, **_: Any) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import gradient, value
-from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, ROW, Sharding, row_shardings, where
 
 
 def check(op: str, gate: Any, up: Any) -> None:
@@ -60,18 +60,14 @@ def backward_fake(
     return grad_gate, grad_up
 
 
-def shard(gate: Any, others: int) -> list[tuple[list[Placement], list[Placement]]]:
+def shard(gate: Any, others: int) -> list[Sharding]:
     """Elements are independent: any dim may be sharded. ``others`` arguments are no tensors."""
-    words: list[Placement] = [REPLICATE, *range(gate.ndim)]
-    return [([word], [word, word, *[None] * others]) for word in words]
+    inputs = [ROW, ROW, *[None] * others]
+    return row_shardings((REPLICATE, *range(gate.ndim)), [ROW], inputs)
 
 
-def shard_backward(
-    gate: Any, output_mask: Sequence[bool], others: int
-) -> list[tuple[list[Placement], list[Placement]]]:
+def shard_backward(gate: Any, output_mask: Sequence[bool], others: int) -> list[Sharding]:
     """The same of the backward; ``others`` counts ``output_mask`` too."""
-    words: list[Placement] = [REPLICATE, *range(gate.ndim)]
-    return [
-        ([word if wanted else None for wanted in output_mask], [word] * 3 + [None] * others)
-        for word in words
-    ]
+    inputs = [ROW, ROW, ROW, *[None] * others]
+    outputs = where(output_mask, [ROW, ROW])
+    return row_shardings((REPLICATE, *range(gate.ndim)), outputs, inputs)

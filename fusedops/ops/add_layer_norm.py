@@ -17,7 +17,7 @@ import torch
 
 from fusedops._core import dtypes, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, ROW, ROW_SUM, Sharding, row_shardings, where
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math, _residual
 from fusedops.ops._norm_math import (
@@ -103,17 +103,8 @@ def add_layer_norm(
     return _OP(*arguments)[:2]
 
 
-def _check(
-    input: Any,
-    residual: Any,
-    normalized_shape: Any,
-    weight: Any,
-    bias: Any,
-    seed: Any,
-    eps: Any,
-    dropout_p: Any,
-    input_dtype: Any,
-) -> None:
+def _check(*args: Any) -> None:
+    input, residual, normalized_shape, weight, bias, _, eps, dropout_p, input_dtype = args
     if _residual.is_promoted(residual, input_dtype):
         return  # checked before
     _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p, True)
@@ -153,20 +144,9 @@ def _fake(
     )
 
 
-def _backward_reference(
-    grad_normed: torch.Tensor | None,
-    grad_summed: torch.Tensor | None,
-    summed: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    seed: torch.Tensor | None,
-    normalized_shape: Sequence[int],
-    eps: float,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_normed, grad_summed, summed, weight, _, _, seed = args[:7]
+    normalized_shape, eps, dropout_p, input_dtype, output_mask = args[7:]
     # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
     accumulation = dtypes.statistics_dtype(summed.dtype)
     wanted = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
@@ -212,45 +192,22 @@ def _backward_fake(
 
 def _shard(
     input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, seed: Any
-) -> list[tuple[list[Placement], list[Placement]]]:
-    whole = [REPLICATE if each is not None else None for each in (weight, bias, seed)]
-    return [
-        ([word] * 4, [word, word, None, *whole, None, None, None])
-        for word in counted_row_placements(input, normalized_shape, seed)
-    ]
+) -> list[Sharding]:
+    options = where((weight, bias, seed), [REPLICATE] * 3)
+    dims = counted_row_placements(input, normalized_shape, seed)
+    return row_shardings(dims, [ROW] * 4, [ROW, ROW, None, *options, *[None] * 3])
 
 
-def _shard_backward(
-    grad_normed: Any,
-    grad_summed: Any,
-    summed: Any,
-    weight: Any,
-    mean: Any,
-    rstd: Any,
-    seed: Any,
-    normalized_shape: Sequence[int],
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
+    grad_normed, _, summed, *_, seed = tensors = args[:7]
+    normalized_shape, _, dropout_p, input_dtype, output_mask = args[7:]
     dtype = summed.tensor_meta.dtype
     wanted = needed_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
-    rules = []
-    for word in counted_row_placements(summed, normalized_shape, seed):
-        part = REPLICATE if word == REPLICATE else PARTIAL
-        outputs = [
-            placement if is_wanted else None
-            for placement, is_wanted in zip((word, word, part, part), wanted, strict=True)
-        ]
-        given = zip(
-            (grad_normed, grad_summed, summed, weight, mean, rstd, seed),
-            (word, word, word, REPLICATE, word, word, REPLICATE),
-            strict=True,
-        )
-        inputs = [placement if each is not None else None for each, placement in given]
-        rules.append((outputs, [*inputs, None, None, None, None, None]))
-    return rules
+    dims = counted_row_placements(summed, normalized_shape, seed)
+    outputs = where(wanted, (ROW, ROW, ROW_SUM, ROW_SUM))
+    inputs = where(tensors, (ROW, ROW, ROW, REPLICATE, ROW, ROW, REPLICATE))
+    return row_shardings(dims, outputs, [*inputs, *[None] * 5])
 
 
 _OP = define_op(

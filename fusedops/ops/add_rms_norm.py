@@ -17,7 +17,7 @@ import torch
 
 from fusedops._core import dtypes, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, ROW, ROW_SUM, Sharding, row_shardings, where
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math, _residual
 from fusedops.ops._norm_math import (
@@ -118,18 +118,9 @@ def add_rms_norm(
     return _OP(*arguments, source.dtype)[:2]
 
 
-def _check(
-    input: Any,
-    residual: Any,
-    normalized_shape: Any,
-    weight: Any,
-    seed: Any,
-    eps: Any,
-    weight_offset: Any,
-    rounding: Any,
-    dropout_p: Any,
-    input_dtype: Any,
-) -> None:
+def _check(*args: Any) -> None:
+    input, residual = args[:2]
+    normalized_shape, weight, _, eps, weight_offset, rounding, dropout_p, input_dtype = args[2:]
     if _residual.is_promoted(residual, input_dtype):
         return  # checked before
     _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p, True)
@@ -173,21 +164,9 @@ def _fake(
     )
 
 
-def _backward_reference(
-    grad_normed: torch.Tensor | None,
-    grad_summed: torch.Tensor | None,
-    summed: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    seed: torch.Tensor | None,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_normed, grad_summed, summed, weight, _, seed = args[:6]
+    normalized_shape, eps, weight_offset, _, dropout_p, input_dtype, output_mask = args[6:]
     # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
     accumulation = dtypes.statistics_dtype(summed.dtype)
     wanted = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
@@ -229,46 +208,21 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any, normalized_shape: Sequence[int], weight: Any, seed: Any
-) -> list[tuple[list[Placement], list[Placement]]]:
-    whole = [REPLICATE if each is not None else None for each in (weight, seed)]
-    return [
-        ([word] * 3, [word, word, None, *whole, *[None] * 5])
-        for word in counted_row_placements(input, normalized_shape, seed)
-    ]
+def _shard(input: Any, normalized_shape: Sequence[int], weight: Any, seed: Any) -> list[Sharding]:
+    options = where((weight, seed), (REPLICATE, REPLICATE))
+    dims = counted_row_placements(input, normalized_shape, seed)
+    return row_shardings(dims, [ROW] * 3, [ROW, ROW, None, *options, *[None] * 5])
 
 
-def _shard_backward(
-    grad_normed: Any,
-    grad_summed: Any,
-    summed: Any,
-    weight: Any,
-    rstd: Any,
-    seed: Any,
-    normalized_shape: Sequence[int],
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
+    grad_normed, _, summed, *_, seed = tensors = args[:6]
+    normalized_shape, *_, dropout_p, input_dtype, output_mask = args[6:]
     dtype = summed.tensor_meta.dtype
     wanted = needed_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
-    rules = []
-    for word in counted_row_placements(summed, normalized_shape, seed):
-        part = REPLICATE if word == REPLICATE else PARTIAL
-        outputs = [
-            placement if is_wanted else None
-            for placement, is_wanted in zip((word, word, part), wanted, strict=True)
-        ]
-        given = zip(
-            (grad_normed, grad_summed, summed, weight, rstd, seed),
-            (word, word, word, REPLICATE, word, REPLICATE),
-            strict=True,
-        )
-        inputs = [placement if each is not None else None for each, placement in given]
-        rules.append((outputs, [*inputs, *[None] * 7]))
-    return rules
+    dims = counted_row_placements(summed, normalized_shape, seed)
+    inputs = where(tensors, (ROW, ROW, ROW, REPLICATE, ROW, REPLICATE))
+    return row_shardings(dims, where(wanted, (ROW, ROW, ROW_SUM)), [*inputs, *[None] * 7])
 
 
 _OP = define_op(

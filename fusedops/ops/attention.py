@@ -17,7 +17,7 @@ import torch
 
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
 from fusedops.ops import _attention_math as math
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -122,7 +122,7 @@ def attention(
     q, k, v = query, key, value = _check(query, key, value, enable_gqa)
     leading = query.shape[:-3]
     if len(leading) != 1:
-        q, k, v = (_four_dims(each) for each in (query, key, value))
+        q, k, v = (_four_dims(tensor) for tensor in (query, key, value))
     batch, heads = q.shape[:2]
     mask = None
     if attn_mask is not None:
@@ -426,16 +426,8 @@ def _parts_word(word: Placement, query: Any, attn_mask: Any, numbers: Sequence[A
     return word if kept else REPLICATE
 
 
-def _shard(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    seed: Any,
-    *numbers: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
+    query, key, _, attn_mask, alibi_slopes, sinks, seed, *numbers = args
     return [
         (
             [
@@ -455,24 +447,11 @@ def _shard(
     ]
 
 
-def _shard_backward(
-    grad_output: Any,
-    grad_lse: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    seed: Any,
-    output: Any,
-    lse: Any,
-    remainder: Any,
-    lse_parts: Any,
-    *numbers: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     """What is shared by the ranks of a shard gets a part of its gradient from each."""
-    output_mask = numbers[-1]
+    *grads, query, key, _ = args[:5]
+    attn_mask, alibi_slopes, sinks, seed, *_ = args[5:]
+    numbers = args[13:]
     rules = []
     for word in _words(query, key, alibi_slopes, seed, numbers):
         options = _placements(word, attn_mask, alibi_slopes, sinks, seed)
@@ -481,15 +460,11 @@ def _shard_backward(
             PARTIAL if isinstance(word, int) and placement == REPLICATE else placement
             for placement in (word, keys, keys, options[0], options[2])
         ]
-        outputs = [
-            each if wanted else None for each, wanted in zip(outputs, output_mask, strict=True)
-        ]
-        grads = [word if each is not None else None for each in (grad_output, grad_lse)]
         rest = _remainder_word(word, query, numbers[:-1])
         parts = _parts_word(word, query, attn_mask, numbers[:-1])
         saved = [word, keys, keys, *options, word, word, rest, parts]
-        inputs = [*grads, *saved, *[None] * len(numbers)]
-        rules.append((outputs, inputs))
+        inputs = [*where(grads, [word, word]), *saved, *[None] * len(numbers)]
+        rules.append((where(numbers[-1], outputs), inputs))
     return rules
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import define_op
-from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, Placement, Sharding
 from fusedops.ops import _attention_math as math
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -171,7 +171,7 @@ def _check_lengths(capacity: int, lengths: torch.Tensor) -> None:
     op, name = "attention_decode", "cache_seqlens"
     if lengths.numel() == 0 or not checks.readable(lengths):
         return
-    least, most = (int(each) for each in torch.aminmax(lengths))
+    least, most = (int(value) for value in torch.aminmax(lengths))
     if least < 0 or most > capacity:
         wrong = least if least < 0 else most
         checks.fail(op, name, f"from 0 to {capacity}, the cache's capacity", wrong)
@@ -203,17 +203,8 @@ def _reference(
     return output, lse
 
 
-def _fake(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window_left: int,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    query, _, value_cache, *_ = args
     batch, heads, rows, _ = query.shape
     return (
         math.new_heads_inside(query, batch, heads, rows, value_cache.shape[3]),
@@ -221,19 +212,12 @@ def _fake(
     )
 
 
-def _shard(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    cache_seqlens: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    *numbers: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
     """Batch and heads may be sharded."""
+    query, key_cache, _, _, alibi_slopes, sinks, *numbers = args
     ranks = query.mesh.size()
     heads_divide = query.shape[1] % ranks == 0 and key_cache.shape[1] % ranks == 0
-    rules: list[tuple[list[Placement], list[Placement]]] = []
+    rules: list[Sharding] = []
     words: list[Placement] = [REPLICATE, 0, *([1] if heads_divide else [])]
     for word in words:
         lengths: Placement = 0 if word == 0 else REPLICATE

@@ -14,7 +14,7 @@ import torch
 
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, Placement, Sharding, where
 from fusedops.ops import _attention_math as math
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -312,17 +312,8 @@ def _lse_word(word: Placement) -> Placement:
     return 0 if word == 1 else word
 
 
-def _shard(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    seed: Any,
-    *numbers: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
+    query, key, _, _, _, alibi_slopes, sinks, seed, *numbers = args
     return [
         (
             [word, _lse_word(word), _remainder_word(word, query, numbers)],
@@ -332,36 +323,17 @@ def _shard(
     ]
 
 
-def _shard_backward(
-    grad_output: Any,
-    grad_lse: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    seed: Any,
-    output: Any,
-    lse: Any,
-    remainder: Any,
-    *numbers: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
+    *grads, query, key = args[:4]
+    alibi_slopes, sinks, seed, _, _, _, *numbers = args[7:]
     rules = []
     for word in _words(query, key, seed):
         options = _options(word, alibi_slopes, sinks, seed)
-        outputs = [word, word, word, options[3]]
-        outputs = [
-            each if wanted else None for each, wanted in zip(outputs, numbers[-1], strict=True)
-        ]
-        grads = [
-            placement if each is not None else None
-            for each, placement in ((grad_output, word), (grad_lse, _lse_word(word)))
-        ]
+        outputs = where(numbers[-1], [word, word, word, options[3]])
         remainder_word = _remainder_word(word, query, numbers[:-1])
         saved = [*[word] * 3, *options, word, _lse_word(word), remainder_word]
-        rules.append((outputs, [*grads, *saved, *[None] * len(numbers)]))
+        incoming = where(grads, [word, _lse_word(word)])
+        rules.append((outputs, [*incoming, *saved, *[None] * len(numbers)]))
     return rules
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.ops.linear_act import check_parameter
 
 
@@ -172,15 +172,8 @@ def _operand_gradient(
     return _like(gradient.to(operand.dtype), operand)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    beta: float,
-    alpha: float,
-    broadcast: Sequence[int],
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, batch1, batch2, beta, alpha, broadcast, output_mask = args
     grad_input = None
     dims = [dim for dim, each in enumerate(broadcast) if each]
     if output_mask[0] and (dims or beta != 1):
@@ -242,8 +235,8 @@ def _splits(
 
 
 def _shard(
-    batch1: Any, batch2: Any, broadcast: Sequence[int]
-) -> list[tuple[list[Placement], list[Placement]]]:
+    input: Any, batch1: Any, batch2: Any, beta: float, alpha: float, broadcast: Sequence[int]
+) -> list[Sharding]:
     """Shard a batch dimension, the rows or the columns; or the sum, when the addend is a sum."""
     splits = _splits(batch1, batch2, broadcast)
     splits.append((PARTIAL, batch1.ndim - 1, batch2.ndim - 2, PARTIAL))
@@ -255,13 +248,13 @@ def _shard(
 
 def _shard_backward(
     batch1: Any, batch2: Any, beta: float, broadcast: Sequence[int], output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+) -> list[Sharding]:
     has_input = any(broadcast) or beta != 1
     wanted = (output_mask[0] and has_input, *output_mask[1:])
 
     def rule(
         results: Sequence[Placement], grad: Placement, first: Placement, second: Placement
-    ) -> tuple[list[Placement], list[Placement]]:
+    ) -> Sharding:
         masked = [word if on else None for word, on in zip(results, wanted, strict=True)]
         return masked, [grad, first, second, None, None, None, None]
 

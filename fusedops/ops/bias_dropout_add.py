@@ -15,7 +15,7 @@ import torch
 
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.ops import _residual
 
 
@@ -110,14 +110,8 @@ def _wants_input(
     return output_mask[0] and not same
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, bias, seed, p, input_dtype, output_mask = args
     grad = philox.dropout(grad_output.to(dtypes.statistics_dtype(grad_output.dtype)), seed, p)
     grad_input = grad_bias = None
     if _wants_input(grad_output.dtype, p, input_dtype, output_mask):
@@ -156,7 +150,9 @@ def _cuts(ndim: int, seed: Any) -> list[tuple[Placement, Placement, Placement]]:
     return [*whole, *((dim, REPLICATE, PARTIAL) for dim in range(ndim - 1)), (ndim - 1, 0, 0)]
 
 
-def _shard(input: Any, bias: Any, seed: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(
+    input: Any, bias: Any, residual: Any, seed: Any, p: float, input_dtype: torch.dtype
+) -> list[Sharding]:
     drawn = REPLICATE if seed is not None else None
     return [
         ([word], [word, parameter if bias is not None else None, word, drawn, None, None])
@@ -171,7 +167,7 @@ def _shard_backward(
     p: float,
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+) -> list[Sharding]:
     drawn = REPLICATE if seed is not None else None
     wanted = _wants_input(grad_output.tensor_meta.dtype, p, input_dtype, output_mask)
     return [

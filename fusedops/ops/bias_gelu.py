@@ -9,7 +9,6 @@ specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,14 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import (
+    REPLICATE,
+    ROW,
+    ROW_SUM,
+    Sharding,
+    row_shardings,
+    where,
+)
 
 
 def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -76,17 +82,12 @@ def _reference(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> tor
     return value(_sum(input, bias), GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
-def _fake(input: torch.Tensor) -> torch.Tensor:
+def _fake(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    bias: torch.Tensor,
-    approximate: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, input, bias, approximate, output_mask = args
     x = _sum(input, bias)
     grad = gradient(grad_output.to(x.dtype), x, GELU_VARIANTS[approximate])
     grad_input = grad_bias = None
@@ -107,32 +108,20 @@ def _backward_fake(
     )
 
 
-def _shard(input: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, bias: Any, approximate: str) -> list[Sharding]:
     """Rows are independent, and so are columns, with the bias cut as they are."""
     last = input.ndim - 1
-    rules: list[tuple[list[Placement], list[Placement]]] = [
-        ([word], [word, REPLICATE, None]) for word in (REPLICATE, *range(last))
-    ]
+    rules = row_shardings((REPLICATE, *range(last)), [ROW], [ROW, REPLICATE, None])
     return [*rules, ([last], [last, 0, None])]
 
 
-def _shard_backward(
-    input: Any, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(input: Any, output_mask: Sequence[bool]) -> list[Sharding]:
     """With rows sharded, each rank has a part of the sum that is the bias gradient."""
     last = input.ndim - 1
-    cases: list[tuple[Placement, Placement, Placement]] = [
-        (REPLICATE, REPLICATE, REPLICATE),
-        *((dim, REPLICATE, PARTIAL) for dim in range(last)),
-        (last, 0, 0),
-    ]
-    return [
-        (
-            [word if output_mask[0] else None, summed if output_mask[1] else None],
-            [word, word, parameter, None, None],
-        )
-        for word, parameter, summed in cases
-    ]
+    outputs = where(output_mask, (ROW, ROW_SUM))
+    inputs = (ROW, ROW, REPLICATE, None, None)
+    rules = row_shardings((REPLICATE, *range(last)), outputs, inputs)
+    return [*rules, (where(output_mask, (last, 0)), [last, last, 0, None, None])]
 
 
 _OP = define_op(

@@ -16,7 +16,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.kernels._loss_arguments import CrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as math_of
 
@@ -162,16 +162,14 @@ def _backward_fake(*args: Any) -> torch.Tensor | None:
     return call.logits.new_empty(call.logits.shape) if output_mask[0] else None
 
 
-def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
     """Rows are independent, their sum and their count are partial sums; classes are whole.
 
     The mean over sharded rows is not the op's: the public function divides the sums of all ranks.
     """
     call = CrossEntropy(*args)
 
-    def rule(
-        loss: Placement, count: Placement, rows: Placement
-    ) -> tuple[list[Placement], list[Placement]]:
+    def rule(loss: Placement, count: Placement, rows: Placement) -> Sharding:
         return [loss, count, rows], [rows, rows, *[None] * 6]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
@@ -182,10 +180,10 @@ def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     return rules
 
 
-def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     _, call, _, _ = of_backward(CrossEntropy, args)
 
-    def rule(grad: Placement, rows: Placement) -> tuple[list[Placement], list[Placement]]:
+    def rule(grad: Placement, rows: Placement) -> Sharding:
         return [rows], [grad, rows, rows, rows, REPLICATE, *[None] * 7]
 
     rules = [rule(REPLICATE, REPLICATE)]

@@ -8,7 +8,6 @@ with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/elementwise/glu.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from fusedops._core import checks
 from fusedops._core.activation import GELU_VARIANTS
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import Placement
+from fusedops._core.sharding import Sharding
 from fusedops.ops import _glu_math
 
 
@@ -60,17 +59,12 @@ def _reference(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.
     return _glu_math.forward(gate, up, GELU_VARIANTS[approximate])
 
 
-def _fake(gate: torch.Tensor) -> torch.Tensor:
+def _fake(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.Tensor:
     return _glu_math.forward_fake(gate)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    approximate: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, gate, up, approximate, output_mask = args
     return _glu_math.backward(grad_output, gate, up, GELU_VARIANTS[approximate], output_mask)
 
 
@@ -80,13 +74,11 @@ def _backward_fake(
     return _glu_math.backward_fake(gate, output_mask)
 
 
-def _shard(gate: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(gate: Any, up: Any, approximate: str) -> list[Sharding]:
     return _glu_math.shard(gate, 1)
 
 
-def _shard_backward(
-    gate: Any, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(gate: Any, output_mask: Sequence[bool]) -> list[Sharding]:
     return _glu_math.shard_backward(gate, output_mask, 2)
 
 
@@ -106,7 +98,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.geglu",
     shard=_shard,
     shard_backward=_shard_backward,

@@ -19,7 +19,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, ROW, Sharding, row_shardings, where
 
 
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -70,7 +70,7 @@ def _reference(input: torch.Tensor, approximate: str) -> torch.Tensor:
     return value(x, GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
-def _fake(input: torch.Tensor) -> torch.Tensor:
+def _fake(input: torch.Tensor, approximate: str) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
@@ -84,21 +84,20 @@ def _backward_reference(
     return grad.to(input.dtype).contiguous()
 
 
-def _backward_fake(input: torch.Tensor, output_mask: Sequence[bool]) -> torch.Tensor | None:
+def _backward_fake(
+    grad_output: torch.Tensor, input: torch.Tensor, approximate: str, output_mask: Sequence[bool]
+) -> torch.Tensor | None:
     return input.new_empty(input.shape) if output_mask[0] else None
 
 
-def _shard(input: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, approximate: str) -> list[Sharding]:
     """Elements are independent: any dim may be sharded."""
-    words: list[Placement] = [REPLICATE, *range(input.ndim)]
-    return [([word], [word, None]) for word in words]
+    return row_shardings((REPLICATE, *range(input.ndim)), [ROW], [ROW, None])
 
 
-def _shard_backward(
-    input: Any, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
-    words: list[Placement] = [REPLICATE, *range(input.ndim)]
-    return [([word if output_mask[0] else None], [word, word, None, None]) for word in words]
+def _shard_backward(input: Any, output_mask: Sequence[bool]) -> list[Sharding]:
+    outputs = where(output_mask, [ROW])
+    return row_shardings((REPLICATE, *range(input.ndim)), outputs, [ROW, ROW, None, None])
 
 
 _OP = define_op(
@@ -117,7 +116,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.gelu",
     shard=_shard,
     shard_backward=_shard_backward,

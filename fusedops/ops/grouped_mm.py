@@ -19,7 +19,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
 from fusedops.kernels._grouped_arguments import GroupedMM, of_backward
 from fusedops.ops import _weight_gradients
 from fusedops.ops._weight_gradients import (
@@ -268,13 +268,11 @@ def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
     """Shard the columns of the weights; or, where it is linear, the sum."""
     call = GroupedMM(*args)
 
-    def rule(
-        output: Placement, x: Placement, w: Placement, b: Placement
-    ) -> tuple[list[Placement], list[Placement]]:
+    def rule(output: Placement, x: Placement, w: Placement, b: Placement) -> Sharding:
         kept = output if call.keeps else REPLICATE
         return [output, kept], [x, w, REPLICATE, b if call.bias is not None else None, None, None]
 
@@ -284,23 +282,17 @@ def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     return rules
 
 
-def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     _, call, _, output_mask = of_backward(GroupedMM, args)
 
-    def rule(
-        results: tuple[Placement, Placement, Placement],
-        grad: Placement,
-        x: Placement,
-        w: Placement,
-        b: Placement,
-    ) -> tuple[list[Placement], list[Placement]]:
-        wanted = [each if on else None for each, on in zip(results, output_mask, strict=True)]
+    def rule(results: Sequence[Placement], *inputs: Placement) -> Sharding:
+        grad, x, w, b = inputs
         kept = grad if call.keeps else REPLICATE
         first_bias = b if call.bias is not None else None
-        return wanted, [grad, x, w, REPLICATE, first_bias, kept, None, None, None]
+        placements = [grad, x, w, REPLICATE, first_bias, kept, None, None, None]
+        return where(output_mask, results), placements
 
-    rules = [rule((REPLICATE,) * 3, *(REPLICATE,) * 4)]
-    rules.append(rule((PARTIAL, 2, 1), 1, REPLICATE, 2, 1))
+    rules = [rule([REPLICATE] * 3, *[REPLICATE] * 4), rule((PARTIAL, 2, 1), 1, REPLICATE, 2, 1)]
     if call.activation == "identity":
         rules.append(rule((1, 1, REPLICATE), REPLICATE, 1, 1, REPLICATE))
     return rules

@@ -17,7 +17,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, ROW, ROW_SUM, Sharding, row_shardings, where
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math
 from fusedops.ops._norm_math import (
@@ -105,16 +105,8 @@ def _fake(
     )
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    normalized_shape: Sequence[int],
-    eps: float,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, input, weight, *_, normalized_shape, eps, output_mask = args
     normalized = normalize(input, normalized_shape, eps)
     grad = grad_output.to(normalized.values.dtype)
     parameter = input.dtype if weight is None else weight.dtype
@@ -143,29 +135,20 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any) -> list[Sharding]:
     """Rows are independent: any leading dim may be sharded, parameters are replicated."""
-    parameters = [REPLICATE if each is not None else None for each in (weight, bias)]
-    words = row_placements(input, normalized_shape)
-    return [([word] * 3, [word, None, *parameters, None]) for word in words]
+    parameters = where((weight, bias), (REPLICATE, REPLICATE))
+    dims = row_placements(input, normalized_shape)
+    return row_shardings(dims, [ROW] * 3, [ROW, None, *parameters, None])
 
 
-def _shard_backward(
-    input: Any, weight: Any, normalized_shape: Sequence[int], output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
-    rules = []
-    for word in row_placements(input, normalized_shape):
-        summed = REPLICATE if word == REPLICATE else PARTIAL
-        outputs = [
-            placement if wanted else None
-            for placement, wanted in zip((word, summed, summed), output_mask, strict=True)
-        ]
-        parameter = REPLICATE if weight is not None else None
-        rules.append((outputs, [word, word, parameter, word, word, None, None, None]))
-    return rules
+    tensors, normalized_shape, output_mask = args[:5], args[5], args[-1]
+    dims = row_placements(tensors[1], normalized_shape)
+    outputs = where(output_mask, (ROW, ROW_SUM, ROW_SUM))
+    inputs = where(tensors, (ROW, ROW, REPLICATE, ROW, ROW))
+    return row_shardings(dims, outputs, [*inputs, *[None] * 3])
 
 
 _OP = define_op(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
 from fusedops._core.tracing import is_traced
 
 
@@ -198,16 +198,8 @@ def _fake(
     return input.new_empty(shape), input.new_empty(kept)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, input, weight, bias, preactivation, activation, _, output_mask = args
     grad = grad_output
     if activation != "identity":
         z = preactivation_of(input, weight, bias, preactivation)
@@ -229,21 +221,16 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any, bias: Any, activation: str, keep_preactivation: bool
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, bias: Any, activation: str, keep_preactivation: bool) -> list[Sharding]:
     """Shard the rows; or the outputs (column parallel); or, when it is linear, the sum."""
     last = input.ndim - 1
     keeps = _keeps(activation, keep_preactivation)
 
-    def rule(
-        output: Placement, x: Placement, w: Placement, b: Placement
-    ) -> tuple[list[Placement], list[Placement]]:
+    def rule(output: Placement, x: Placement, w: Placement, b: Placement) -> Sharding:
         kept = output if keeps else REPLICATE
         return [output, kept], [x, w, b if bias is not None else None, None, None]
 
-    words: list[Placement] = [REPLICATE, *range(last)]
-    rules = [rule(word, word, REPLICATE, REPLICATE) for word in words]
+    rules = [rule(dim, dim, REPLICATE, REPLICATE) for dim in (REPLICATE, *range(last))]
     rules.append(rule(last, REPLICATE, 0, 0))
     if activation == "identity" and bias is None:
         rules.append(rule(PARTIAL, last, 1, None))
@@ -252,22 +239,16 @@ def _shard(
 
 def _shard_backward(
     input: Any, bias: Any, activation: str, keep_preactivation: bool, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+) -> list[Sharding]:
     last = input.ndim - 1
     keeps = _keeps(activation, keep_preactivation)
 
-    def rule(
-        results: tuple[Placement, Placement, Placement],
-        grad: Placement,
-        x: Placement,
-        w: Placement,
-        b: Placement,
-    ) -> tuple[list[Placement], list[Placement]]:
-        wanted = [each if on else None for each, on in zip(results, output_mask, strict=True)]
-        kept = grad if keeps else REPLICATE
-        return wanted, [grad, x, w, b if bias is not None else None, kept, None, None, None]
+    def rule(results: Sequence[Placement], *inputs: Placement) -> Sharding:
+        grad, x, w, b = inputs
+        tensors = [grad, x, w, b if bias is not None else None, grad if keeps else REPLICATE]
+        return where(output_mask, results), [*tensors, None, None, None]
 
-    rules = [rule((REPLICATE,) * 3, *(REPLICATE,) * 4)]
+    rules = [rule([REPLICATE] * 3, *[REPLICATE] * 4)]
     rules += [rule((dim, PARTIAL, PARTIAL), dim, dim, REPLICATE, REPLICATE) for dim in range(last)]
     rules.append(rule((PARTIAL, 0, 0), last, REPLICATE, 0, 0))
     if activation == "identity":

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
 from fusedops._core.tracing import holds_for_all
 from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as math_of
@@ -244,14 +244,12 @@ def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
     """Rows are independent, their sum and their count are partial sums; parameters are whole."""
     call = LinearCrossEntropy(*args)
     bias_word = REPLICATE if call.bias is not None else None
 
-    def rule(
-        loss: Placement, count: Placement, rows: Placement
-    ) -> tuple[list[Placement], list[Placement]]:
+    def rule(loss: Placement, count: Placement, rows: Placement) -> Sharding:
         return [loss, count, rows, rows], [rows, REPLICATE, rows, bias_word, *[None] * 8]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
@@ -260,18 +258,13 @@ def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     return rules
 
 
-def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
     _, call, _, output_mask = of_backward(LinearCrossEntropy, args)
     bias_word = REPLICATE if call.bias is not None else None
 
-    def rule(
-        grad: Placement, rows: Placement, summed: Placement
-    ) -> tuple[list[Placement], list[Placement]]:
-        results = [
-            word if wanted else None
-            for word, wanted in zip((rows, summed, summed), output_mask, strict=True)
-        ]
+    def rule(grad: Placement, rows: Placement, summed: Placement) -> Sharding:
+        results = where(output_mask, (rows, summed, summed))
         return results, [grad, rows, REPLICATE, rows, bias_word, rows, rows, *[None] * 9]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]

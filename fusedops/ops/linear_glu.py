@@ -10,7 +10,6 @@ specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
 from fusedops.ops.linear_act import (
     check_linear,
     check_parameter,
@@ -106,17 +105,8 @@ def _fake(
     return input.new_empty(shape), input.new_empty(kept), input.new_empty(kept)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    activation: str,
-    keep_preactivations: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, input, gate_weight, up_weight, gate, up, activation, _, output_mask = args
     dtype, wide = grad_output.dtype, dtypes.statistics_dtype(grad_output.dtype)
     gate = preactivation_of(input, gate_weight, None, gate).to(wide)
     up = preactivation_of(input, up_weight, None, up).to(wide)
@@ -146,36 +136,33 @@ def _backward_fake(
     )
 
 
-def _shard(input: Any, keep_preactivations: bool) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, keep_preactivations: bool) -> list[Sharding]:
     """Shard the rows; or the outputs (column parallel)."""
     last = input.ndim - 1
 
-    def rule(
-        output: Placement, x: Placement, weights: Placement
-    ) -> tuple[list[Placement], list[Placement]]:
+    def rule(output: Placement, x: Placement, weights: Placement) -> Sharding:
         kept = output if keep_preactivations else REPLICATE
         return [output, kept, kept], [x, weights, weights, None, None]
 
-    words: list[Placement] = [REPLICATE, *range(last)]
-    return [*(rule(word, word, REPLICATE) for word in words), rule(last, REPLICATE, 0)]
+    rows = (REPLICATE, *range(last))
+    return [*(rule(dim, dim, REPLICATE) for dim in rows), rule(last, REPLICATE, 0)]
 
 
 def _shard_backward(
     input: Any, keep_preactivations: bool, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+) -> list[Sharding]:
     last = input.ndim - 1
 
     def rule(
-        results: tuple[Placement, Placement], grad: Placement, x: Placement, weights: Placement
-    ) -> tuple[list[Placement], list[Placement]]:
-        each = (results[0], results[1], results[1])
-        wanted = [word if on else None for word, on in zip(each, output_mask, strict=True)]
+        grad_x: Placement, grads: Placement, grad: Placement, x: Placement, weights: Placement
+    ) -> Sharding:
         kept = grad if keep_preactivations else REPLICATE
-        return wanted, [grad, x, weights, weights, kept, kept, None, None, None]
+        inputs = [grad, x, weights, weights, kept, kept, None, None, None]
+        return where(output_mask, (grad_x, grads, grads)), inputs
 
-    rules = [rule((REPLICATE, REPLICATE), REPLICATE, REPLICATE, REPLICATE)]
-    rules += [rule((dim, PARTIAL), dim, dim, REPLICATE) for dim in range(last)]
-    rules.append(rule((PARTIAL, 0), last, REPLICATE, 0))
+    rules = [rule(*[REPLICATE] * 5)]
+    rules += [rule(dim, PARTIAL, dim, dim, REPLICATE) for dim in range(last)]
+    rules.append(rule(PARTIAL, 0, last, REPLICATE, 0))
     return rules
 
 

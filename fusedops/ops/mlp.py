@@ -10,7 +10,6 @@ file has the public function, the specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,15 @@ import torch.nn.functional as F
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import (
+    PARTIAL,
+    REPLICATE,
+    ROW,
+    ROW_SUM,
+    Sharding,
+    row_shardings,
+    where,
+)
 from fusedops.ops.linear_act import (
     activate,
     activation_gradient,
@@ -123,18 +130,8 @@ def _fake(
     return input.new_empty((*leading, w2.shape[0])), input.new_empty(kept)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, input, w1, b1, w2, _, preactivation, activation, _, output_mask = args
     z = preactivation_of(input, w1, b1, preactivation)
     grad_input = grad_w1 = grad_b1 = grad_w2 = grad_b2 = None
     if any(output_mask[:3]):
@@ -161,46 +158,31 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any, b1: Any, b2: Any, keep_preactivation: bool
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
     """Shard the rows; or the hidden layer (column then row parallel), a sum where b2 is absent."""
-    last = input.ndim - 1
-    first_bias, second_bias = b1 is not None, b2 is not None
-    words: list[Placement] = [REPLICATE, *range(last)]
-    rules = []
-    for word in words:
-        kept = word if keep_preactivation else REPLICATE
-        biases = [REPLICATE if each else None for each in (first_bias, second_bias)]
-        inputs = [word, REPLICATE, biases[0], REPLICATE, biases[1], None, None]
-        rules.append(([word, kept], inputs))
-    if not second_bias:
-        kept = last if keep_preactivation else REPLICATE
-        inputs = [REPLICATE, 0, 0 if first_bias else None, 1, None, None, None]
-        rules.append(([PARTIAL, kept], inputs))
+    tensors, keep_preactivation = args[:5], args[-1]
+    last, b2 = tensors[0].ndim - 1, tensors[4]
+    rows = where(tensors, (ROW, *[REPLICATE] * 4))
+    kept = ROW if keep_preactivation else REPLICATE
+    rules = row_shardings((REPLICATE, *range(last)), [ROW, kept], [*rows, None, None])
+    if b2 is None:
+        kept_columns = last if keep_preactivation else REPLICATE
+        columns = where(tensors, (REPLICATE, 0, 0, 1, None))
+        rules.append(([PARTIAL, kept_columns], [*columns, None, None]))
     return rules
 
 
-def _shard_backward(
-    input: Any, b1: Any, b2: Any, keep_preactivation: bool, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
-    last = input.ndim - 1
-    biases: list[Placement] = [REPLICATE if each is not None else None for each in (b1, b2)]
-
-    def masked(*results: Placement) -> list[Placement]:
-        return [each if on else None for each, on in zip(results, output_mask, strict=True)]
-
-    rules = []
-    words: list[Placement] = [REPLICATE, *range(last)]
-    for word in words:
-        summed = REPLICATE if word == REPLICATE else PARTIAL
-        kept = word if keep_preactivation else REPLICATE
-        inputs = [word, word, REPLICATE, biases[0], REPLICATE, biases[1], kept, None, None, None]
-        rules.append((masked(word, summed, summed, summed, summed), inputs))
-    kept = last if keep_preactivation else REPLICATE
-    first = 0 if b1 is not None else None
-    inputs = [REPLICATE, REPLICATE, 0, first, 1, biases[1], kept, None, None, None]
-    rules.append((masked(PARTIAL, 0, 0, 1, REPLICATE), inputs))
+def _shard_backward(*args: Any) -> list[Sharding]:
+    tensors, keep_preactivation, output_mask = args[:6], args[-2], args[-1]
+    last = tensors[1].ndim - 1
+    kept = ROW if keep_preactivation else REPLICATE
+    outputs = where(output_mask, (ROW, *[ROW_SUM] * 4))
+    rows = where(tensors, (ROW, ROW, *[REPLICATE] * 4))
+    rules = row_shardings((REPLICATE, *range(last)), outputs, [*rows, kept, *[None] * 3])
+    kept_columns = last if keep_preactivation else REPLICATE
+    columns = where(tensors, (REPLICATE, REPLICATE, 0, 0, 1, REPLICATE))
+    grads = where(output_mask, (PARTIAL, 0, 0, 1, REPLICATE))
+    rules.append((grads, [*columns, kept_columns, *[None] * 3]))
     return rules
 
 

@@ -19,7 +19,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
 from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
 from fusedops.ops import _moe_math, _weight_gradients
 from fusedops.ops._moe_gate import GATES, hidden_of, preactivation_gradient
@@ -307,13 +307,11 @@ def _placements(call: MoeMLP, first: Placement, second: Placement) -> list[Place
     return [*([REPLICATE] * 5), first, second, *biases]
 
 
-def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
     """Replicate; or shard the hidden layers (a sum), or the columns of the output."""
     call = MoeMLP(*args)
 
-    def rule(
-        output: Placement, kept: Placement, first: Placement, second: Placement
-    ) -> tuple[list[Placement], list[Placement]]:
+    def rule(output: Placement, kept: Placement, first: Placement, second: Placement) -> Sharding:
         return [output, kept], [*_placements(call, first, second), *([None] * 4)]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE, REPLICATE), rule(1, REPLICATE, REPLICATE, 2)]
@@ -322,27 +320,18 @@ def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     return rules
 
 
-def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     _, call, _, output_mask = of_backward(MoeMLP, args)
 
-    def rule(
-        results: Sequence[Placement],
-        grad: Placement,
-        kept: Placement,
-        first: Placement,
-        second: Placement,
-    ) -> tuple[list[Placement], list[Placement]]:
-        wanted = [each if on else None for each, on in zip(results, output_mask, strict=True)]
-        return wanted, [grad, *_placements(call, first, second), kept, *([None] * 5)]
+    def rule(results: Sequence[Placement], *inputs: Placement) -> Sharding:
+        grad, kept, first, second = inputs
+        placements = [grad, *_placements(call, first, second), kept, *([None] * 5)]
+        return where(output_mask, results), placements
 
-    columns: list[Placement] = [PARTIAL, PARTIAL, PARTIAL, 2, PARTIAL, 1]
-    rules = [
-        rule([REPLICATE] * 6, REPLICATE, REPLICATE, REPLICATE, REPLICATE),
-        rule(columns, 1, REPLICATE, REPLICATE, 2),
-    ]
+    columns = (PARTIAL, PARTIAL, PARTIAL, 2, PARTIAL, 1)
+    rules = [rule([REPLICATE] * 6, *[REPLICATE] * 4), rule(columns, 1, REPLICATE, REPLICATE, 2)]
     if _splits(call):
-        results: list[Placement] = [PARTIAL, PARTIAL, 2, 1, 1, REPLICATE]
-        rules.append(rule(results, REPLICATE, 1, 2, 1))
+        rules.append(rule((PARTIAL, PARTIAL, 2, 1, 1, REPLICATE), REPLICATE, 1, 2, 1))
     return rules
 
 

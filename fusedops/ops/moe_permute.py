@@ -9,11 +9,12 @@ the backward of each is the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.ops import _moe_math as math
 from fusedops.ops._routing_plan import RoutingPlan
 
@@ -63,7 +64,7 @@ def _reference(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tens
     return math.scatter(input, None, positions, offsets)
 
 
-def _fake(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _fake(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return input.new_empty(positions.shape[0] * positions.shape[1], input.shape[1])
 
 
@@ -87,12 +88,14 @@ def _backward_fake(
 _WORDS: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
 
 
-def _shard() -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, positions: Any, offsets: Any) -> list[Sharding]:
     """Columns are independent, and the op is linear; rows need the whole plan."""
     return [([word], [word, REPLICATE, REPLICATE]) for word in _WORDS]
 
 
-def _shard_backward(output_mask: Sequence[bool]) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(
+    grad_output: Any, positions: Any, offsets: Any, output_mask: Sequence[bool]
+) -> list[Sharding]:
     return [
         ([word if output_mask[0] else None], [word, REPLICATE, REPLICATE, None]) for word in _WORDS
     ]

@@ -16,7 +16,7 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.ops import _moe_math as math
 from fusedops.ops._routing_plan import RoutingPlan, check_plan
 from fusedops.ops.moe_sort import moe_sort
@@ -188,12 +188,14 @@ def _backward_fake(
 _WORDS: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
 
 
-def _shard() -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, index: Any, inverse: Any) -> list[Sharding]:
     """Columns are independent, and the op is linear; rows need the whole plan."""
     return [([word], [word, REPLICATE, REPLICATE]) for word in _WORDS]
 
 
-def _shard_backward(output_mask: Sequence[bool]) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(
+    grad_output: Any, index: Any, inverse: Any, output_mask: Sequence[bool]
+) -> list[Sharding]:
     return [
         ([word if output_mask[0] else None], [word, REPLICATE, REPLICATE, None]) for word in _WORDS
     ]

@@ -14,7 +14,7 @@ import torch
 
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, Placement, Sharding, where
 from fusedops._core.tracing import plain_size
 from fusedops.kernels._moe_drop import drop
 from fusedops.ops import _route_math as math
@@ -317,15 +317,8 @@ def _no_mask(ids: torch.Tensor) -> torch.Tensor:
     return ids.new_empty((0, ids.shape[1]), dtype=torch.bool)
 
 
-def _fake(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    chosen: torch.Tensor | None,
-    chosen_kept: torch.Tensor | None,
-    top_k: int,
-    *options: Any,
-) -> Outputs:
+def _fake(*args: Any) -> Outputs:
+    logits, _, _, _, _, top_k, *options = args
     rule = SelectionRule(*options)
     tokens, experts = logits.shape
     slots = experts if rule.drop_policy == "expert_choice" else top_k
@@ -335,15 +328,8 @@ def _fake(
     return probs, ids, kept
 
 
-def _backward_reference(
-    grad_probs: torch.Tensor,
-    logits: torch.Tensor,
-    seed: torch.Tensor | None,
-    expert_ids: torch.Tensor,
-    kept: torch.Tensor,
-    top_k: int,
-    *options: Any,
-) -> torch.Tensor | None:
+def _backward_reference(*args: Any) -> torch.Tensor | None:
+    grad_probs, logits, seed, expert_ids, kept, _, *options = args
     *given, output_mask = options
     if not output_mask[0]:
         return None
@@ -357,15 +343,8 @@ def _backward_reference(
     return grad.to(logits.dtype).contiguous()
 
 
-def _backward_fake(
-    grad_probs: torch.Tensor,
-    logits: torch.Tensor,
-    seed: torch.Tensor | None,
-    expert_ids: torch.Tensor,
-    kept: torch.Tensor,
-    top_k: int,
-    *options: Any,
-) -> torch.Tensor | None:
+def _backward_fake(*args: Any) -> torch.Tensor | None:
+    _, logits, _, _, _, _, *options = args
     return logits.new_empty(logits.shape) if options[-1][0] else None
 
 
@@ -374,34 +353,18 @@ def _splits(seed: Any, rule: SelectionRule) -> list[Placement]:
     return [REPLICATE] if seed is not None or rule.capacity >= 0 else [REPLICATE, 0]
 
 
-def _shard(
-    logits: Any, bias: Any, seed: Any, chosen: Any, chosen_kept: Any, top_k: int, *options: Any
-) -> list[tuple[list[Placement], list[Placement]]]:
-    rule = SelectionRule(*options)
-    rules: list[tuple[list[Placement], list[Placement]]] = []
-    for word in _splits(seed, rule):
-        inputs: list[Placement] = [
-            word,
-            None if bias is None else REPLICATE,
-            None if seed is None else REPLICATE,
-            None if chosen is None else word,
-            None if chosen_kept is None else REPLICATE,
-            None,
-            *[None] * len(options),
-        ]
-        rules.append(([word, word, REPLICATE], inputs))  # the mask is empty or whole
+def _shard(*args: Any) -> list[Sharding]:
+    tensors, options = args[:5], args[6:]
+    rules = []
+    for word in _splits(tensors[2], SelectionRule(*options)):
+        inputs = where(tensors, (word, REPLICATE, REPLICATE, word, REPLICATE))
+        # The mask is empty, or has all rows.
+        rules.append(([word, word, REPLICATE], [*inputs, None, *[None] * len(options)]))
     return rules
 
 
-def _shard_backward(
-    grad_probs: Any,
-    logits: Any,
-    seed: Any,
-    expert_ids: Any,
-    kept: Any,
-    top_k: int,
-    *options: Any,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
+    _, _, seed, _, _, _, *options = args
     *given, output_mask = options
     rule = SelectionRule(*given)
     return [

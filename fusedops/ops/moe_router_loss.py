@@ -16,7 +16,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.kernels._moe_arguments import RouterLossArguments
 from fusedops.ops._routing_plan import RoutingPlan
 
@@ -279,14 +279,14 @@ def _placements(call: RouterLossArguments) -> list[list[Placement]]:
     ]
 
 
-def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[Sharding]:
     return [
         ([PARTIAL if inputs[0] == 0 else REPLICATE], [*inputs, None])
         for inputs in _placements(RouterLossArguments(*args))
     ]
 
 
-def _shard_backward(grad_loss: Any, *args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(grad_loss: Any, *args: Any) -> list[Sharding]:
     *call, output_mask = args
     return [
         ([inputs[0] if output_mask[0] else None], [REPLICATE, *inputs, None, None])

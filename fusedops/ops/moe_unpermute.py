@@ -7,14 +7,13 @@ Kernels: ``csrc/cpu/moe/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
 from fusedops.ops import _moe_math as math
 from fusedops.ops._routing_plan import RoutingPlan, check_probs
 
@@ -76,18 +75,14 @@ def _reference(
     return math.combine(input, probs, positions, offsets)
 
 
-def _fake(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _fake(
+    input: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
     return input.new_empty(positions.shape[0], input.shape[1])
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor | None,
-    probs: torch.Tensor | None,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, input, probs, positions, offsets, output_mask = args
     grad_input = grad_probs = None
     if output_mask[0]:
         grad_input = math.scatter(grad_output, probs, positions, offsets)
@@ -115,17 +110,14 @@ def _backward_fake(
     return grad_input, grad_probs
 
 
-def _shard(probs: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, probs: Any, positions: Any, offsets: Any) -> list[Sharding]:
     """Columns are independent, and the sum is linear in ``input``; rows need the whole plan."""
     weights = REPLICATE if probs is not None else None
     words: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
     return [([word], [word, weights, REPLICATE, REPLICATE]) for word in words]
 
 
-def _shard_backward(
-    input: Any, probs: Any, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
-    weights = REPLICATE if probs is not None else None
+def _shard_backward(input: Any, probs: Any, output_mask: Sequence[bool]) -> list[Sharding]:
     # Gradient of the output, input -> gradients of input and probs. A product of row and gradient
     # over a part of the columns, or with a part of the row, is a part of the sum.
     cases: tuple[tuple[Placement, ...], ...] = (
@@ -133,15 +125,14 @@ def _shard_backward(
         (1, 1, 1, PARTIAL),
         (REPLICATE, PARTIAL, REPLICATE, PARTIAL),
     )
-    rules: list[tuple[list[Placement], list[Placement]]] = []
-    for grad, rows, grad_rows, grad_weights in cases:
-        outputs: list[Placement] = [
-            grad_rows if output_mask[0] else None,
-            grad_weights if output_mask[1] and probs is not None else None,
-        ]
-        given = rows if input is not None else None
-        rules.append((outputs, [grad, given, weights, REPLICATE, REPLICATE, None]))
-    return rules
+    wanted = (output_mask[0], output_mask[1] and probs is not None)
+    return [
+        (
+            where(wanted, grads),
+            [grad, *where((input, probs), (rows, REPLICATE)), REPLICATE, REPLICATE, None],
+        )
+        for grad, rows, *grads in cases
+    ]
 
 
 _OP = define_op(

@@ -16,7 +16,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, ROW, ROW_SUM, Sharding, row_shardings, where
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math
 from fusedops.ops._norm_math import (
@@ -129,17 +129,8 @@ def _fake(
     )
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad_output, input, weight, _, normalized_shape, eps, weight_offset, _, output_mask = args
     normalized = normalize_rms(input, normalized_shape, eps)
     grad = grad_output.to(normalized.values.dtype)
     grad_input = grad_weight = None
@@ -166,29 +157,19 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any, normalized_shape: Sequence[int], weight: Any
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, normalized_shape: Sequence[int], weight: Any) -> list[Sharding]:
     """Rows are independent: any leading dim may be sharded, the weight is replicated."""
     parameter = REPLICATE if weight is not None else None
-    words = row_placements(input, normalized_shape)
-    return [([word] * 2, [word, None, parameter, None, None, None]) for word in words]
+    dims = row_placements(input, normalized_shape)
+    return row_shardings(dims, [ROW] * 2, [ROW, None, parameter, *[None] * 3])
 
 
-def _shard_backward(
-    input: Any, weight: Any, normalized_shape: Sequence[int], output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[Sharding]:
     """With rows sharded, each rank has a part of the sum that is the weight's gradient."""
-    rules = []
-    for word in row_placements(input, normalized_shape):
-        summed = REPLICATE if word == REPLICATE else PARTIAL
-        outputs = [
-            placement if wanted else None
-            for placement, wanted in zip((word, summed), output_mask, strict=True)
-        ]
-        parameter = REPLICATE if weight is not None else None
-        rules.append((outputs, [word, word, parameter, word, *[None] * 5]))
-    return rules
+    tensors, normalized_shape, output_mask = args[:4], args[4], args[-1]
+    dims = row_placements(tensors[1], normalized_shape)
+    inputs = where(tensors, (ROW, ROW, REPLICATE, ROW))
+    return row_shardings(dims, where(output_mask, (ROW, ROW_SUM)), [*inputs, *[None] * 5])
 
 
 _OP = define_op(

@@ -10,14 +10,13 @@ and sines is the rotation by the negative angle, and uses the same kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusedops._core import backends, checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.sharding import REPLICATE, Placement, Sharding, where
 
 
 def rotary_embedding(
@@ -157,18 +156,14 @@ def _reference(
     )
 
 
-def _fake(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty(query), _empty(key)
 
 
-def _backward_reference(
-    grad_rotated_query: torch.Tensor | None,
-    grad_rotated_key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_rotated_query, grad_rotated_key, cos, sin, interleaved, output_mask = args
     query, key = (
         _rotate(grad, cos, sin, interleaved, True) if wanted and grad is not None else None
         for grad, wanted in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
@@ -197,22 +192,15 @@ def _words(cos: Any) -> list[tuple[Placement, Placement]]:
     return [(REPLICATE, REPLICATE), (0, of_entries), (1, REPLICATE), (2, cos.ndim - 2)]
 
 
-def _shard(cos: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(query: Any, key: Any, cos: Any, sin: Any, interleaved: bool) -> list[Sharding]:
     return [([word, word], [word, word, table, table, None]) for word, table in _words(cos)]
 
 
-def _shard_backward(
-    grad_rotated_query: Any, grad_rotated_key: Any, cos: Any, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
-    grads = (grad_rotated_query, grad_rotated_key)
+def _shard_backward(*args: Any) -> list[Sharding]:
+    *grads, cos, _, _, output_mask = args
+    wanted = [asked and grad is not None for grad, asked in zip(grads, output_mask, strict=True)]
     return [
-        (
-            [
-                word if wanted and grad is not None else None
-                for grad, wanted in zip(grads, output_mask, strict=True)
-            ],
-            [*(None if grad is None else word for grad in grads), table, table, None, None],
-        )
+        (where(wanted, [word] * 2), [*where(grads, [word] * 2), table, table, None, None])
         for word, table in _words(cos)
     ]
 
@@ -237,7 +225,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.rotary_embedding",
     shard=_shard,
     shard_backward=_shard_backward,

@@ -9,14 +9,13 @@ the public function, the specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 
 
 def scaled_masked_softmax(
@@ -112,18 +111,14 @@ def _reference(
     return (e / total.masked_fill(total == 0.0, 1.0)).to(input.dtype).contiguous()
 
 
-def _fake(input: torch.Tensor) -> torch.Tensor:
+def _fake(
+    input: torch.Tensor, mask: torch.Tensor | None, scale: float, is_causal: bool
+) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    mask: torch.Tensor | None,
-    output: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_output, mask, output, scale, _, output_mask = args
     # `output` is differentiable itself, so this is the second derivative too. Its sum is 1 but for
     # its rounding, which would count times grad and not times a difference of grads.
     y = output.to(dtypes.statistics_dtype(output.dtype))
@@ -142,7 +137,7 @@ def _backward_reference(
 
 
 def _backward_fake(
-    mask: torch.Tensor | None, output: torch.Tensor, output_mask: Sequence[bool]
+    mask: torch.Tensor | None, output: torch.Tensor, output_mask: list[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (
         output.new_empty(output.shape) if output_mask[0] else None,
@@ -170,15 +165,15 @@ def _words(input: Any, mask: Any, is_causal: bool) -> list[tuple[Placement, Plac
     return words
 
 
-def _shard(input: Any, mask: Any, is_causal: bool) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(input: Any, mask: Any, scale: float, is_causal: bool) -> list[Sharding]:
     return [
         ([word], [word, of_mask, None, None]) for word, of_mask, _ in _words(input, mask, is_causal)
     ]
 
 
 def _shard_backward(
-    mask: Any, output: Any, is_causal: bool, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+    mask: Any, output: Any, is_causal: bool, output_mask: list[bool]
+) -> list[Sharding]:
     return [
         (
             [word if output_mask[0] else None, summed if output_mask[1] else None],
@@ -205,7 +200,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.scaled_masked_softmax",
     shard=_shard,
     shard_backward=_shard_backward,

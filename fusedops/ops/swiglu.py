@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import Placement
+from fusedops._core.sharding import Sharding
 from fusedops.ops import _glu_math
 
 
@@ -55,7 +55,7 @@ def _reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _glu_math.forward(gate, up, "silu")
 
 
-def _fake(gate: torch.Tensor) -> torch.Tensor:
+def _fake(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _glu_math.forward_fake(gate)
 
 
@@ -66,18 +66,18 @@ def _backward_reference(
 
 
 def _backward_fake(
-    gate: torch.Tensor, output_mask: Sequence[bool]
+    grad_output: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return _glu_math.backward_fake(gate, output_mask)
 
 
-def _shard(gate: Any) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(gate: Any, up: Any) -> list[Sharding]:
     return _glu_math.shard(gate, 0)
 
 
 def _shard_backward(
-    gate: Any, output_mask: Sequence[bool]
-) -> list[tuple[list[Placement], list[Placement]]]:
+    grad_output: Any, gate: Any, up: Any, output_mask: Sequence[bool]
+) -> list[Sharding]:
     return _glu_math.shard_backward(gate, output_mask, 1)
 
 
@@ -96,7 +96,6 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
-    autocast="keep",
     triton="fusedops.kernels.swiglu",
     shard=_shard,
     shard_backward=_shard_backward,
