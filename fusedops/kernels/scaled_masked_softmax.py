@@ -375,25 +375,16 @@ def _backward_mask(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "dmask_ptr"), "*bf16")
-    types |= {"scale": "fp32"}
-    ints = {
-        name
-        for kernel in (_forward_kernel, _forward_long_kernel, _backward_mask_kernel)
-        for name in kernel.arg_names
-        if name not in types and name.islower() and not name.endswith("_ptr")
-    }
-    types |= dict.fromkeys(ints, "i32")
+    types = {"scale": "fp32"}
     cases = []
     for cols in (256, 2048, 16384):
         block_m, block_n = _tile(cols)
         options = _options(block_m * block_n)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
         for mask, causal in (("none", True), ("keep", False), ("additive", False)):
-            kind = types | {"mask_ptr": "*u8" if mask == "keep" else "*bf16"}
+            kind = types | ({"mask_ptr": "*u8"} if mask == "keep" else {})
             chosen = {"MASK": mask, "MASK_COL": int(mask != "none"), "CAUSAL": causal} | blocks
-            case = _launch.report_case(_forward_kernel, kind, chosen, options)
-            cases.append(case | {"label": f"{mask}, {case['label']}"})
+            cases.append(_launch.report_case(_forward_kernel, kind, chosen, options, label=mask))
         cases.append(_launch.report_case(_backward_kernel, types, blocks, options))
         cases.append(
             _launch.report_case(
@@ -405,9 +396,8 @@ def static_report_cases() -> list[dict[str, Any]]:
         )
     long = {"BLOCK_N": _LONG_BLOCK}
     chosen = {"MASK": "additive", "MASK_COL": 1, "CAUSAL": True} | long
-    kind = types | {"mask_ptr": "*bf16"}
     options = _options(_LONG_BLOCK)
-    cases.append(_launch.report_case(_forward_long_kernel, kind, chosen, options))
+    cases.append(_launch.report_case(_forward_long_kernel, types, chosen, options))
     for chips in ((80, 90, 120), (100,)):
         options = _long_options(chips[0] // 10)
         case = _launch.report_case(_backward_long_kernel, types, long, options, capabilities=chips)
