@@ -468,9 +468,14 @@ def generation_of(device: torch.device) -> int:
     return 80 if capability is None else {9: 90, 10: 100, 12: 120}.get(capability[0], 80)
 
 
-def unsupported(query: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Return why the kernels cannot run, ``None`` where they can."""
+def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
+    """Return why the kernels cannot run on these arguments, ``None`` where they can."""
     size = max(query.shape[-1], value.shape[-1])
     if size > 256:
         return f"its kernels keep a whole head in registers: sizes up to 256, not {size}"
     return None
+
+
+def supports_backward(grad_output: Any, grad_lse: Any, *args: Any) -> str | None:
+    """Return the same for the backward."""
+    return supports(*args)
