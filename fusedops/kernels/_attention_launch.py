@@ -17,15 +17,7 @@ from fusedops.kernels._triton_version import at_least
 
 # Numbers of which a kernel gains nothing by knowing that they are 1 or a multiple of 16: a new
 # sequence length then needs no new compilation.
-NOT_SPECIALIZED = (
-    "num_blocks",
-    "num_heads",
-    "num_rows",
-    "num_keys",
-    "left",
-    "right",
-    "limit",
-)
+NOT_SPECIALIZED = ("num_blocks", "num_heads", "num_rows", "num_keys", "left", "right", "limit")
 
 _UNBOUNDED = 1 << 30  # beyond any distance, and far enough from overflow
 _LARGEST_STRIDE = 1 << 22  # times 256 rows: positions inside a block are 32-bit

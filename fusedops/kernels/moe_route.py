@@ -21,7 +21,7 @@ from fusedops.kernels._device import PHILOX_ROUNDS
 from fusedops.kernels._moe_arguments import RouteOptions
 from fusedops.kernels._moe_drop import drop
 
-_MAX_EXPERTS = 4096
+MAX_EXPERTS = 4096
 
 
 @triton.jit
@@ -383,11 +383,11 @@ def backward(*args: Any) -> torch.Tensor | None:
 
 
 def supports(logits: torch.Tensor, *args: Any) -> str | None:
-    """Return why Triton cannot route these logits, or ``None``."""
+    """Return why Triton cannot run on these logits, or ``None``."""
     if logits.dtype == torch.float64:
         return "Triton's kernels take float32, bfloat16 and float16"
-    if logits.shape[1] > _MAX_EXPERTS:
-        return f"a program holds at most {_MAX_EXPERTS} experts"
+    if logits.shape[1] > MAX_EXPERTS:
+        return f"a program holds at most {MAX_EXPERTS} experts"
     return None
 
 
@@ -415,7 +415,7 @@ def static_report_cases() -> list[dict[str, Any]]:
         ("softmax over the chosen", 256, 8, {}),
         ("sigmoid, bias, groups", 256, 8, deepseek),
         ("expert choice", 64, 64, {"NORMALIZE": False, "CHOICE": "all", "KEPT": True}),
-        ("softmax", _MAX_EXPERTS, 8, {"NORMALIZE": False}),
+        ("softmax", MAX_EXPERTS, 8, {"NORMALIZE": False}),
     ]
     cases = []
     for label, num_experts, top_k, differing in kinds:
