@@ -320,11 +320,8 @@ def _backward_options(block_n: int, *, newest: bool) -> dict[str, Any]:
 
 def static_report_cases(centred: bool) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    half = ("x", "residual", "weight", "bias", "y", "summed", "dy", "dsummed", "dx", "dresidual")
-    types = {f"{name}_ptr": "*bf16" for name in half}
-    types |= {f"{name}_ptr": "*fp32" for name in ("mean", "rstd", "dweight", "dbias")}
-    types |= {"seed_ptr": "*i64", "num_rows": "i32", "num_cols": "i32", "eps": "fp32"}
-    types |= {"limit": "i32", "scale": "fp32", "weight_offset": "fp32"}
+    types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
+    types |= dict.fromkeys(("eps", "scale", "weight_offset"), "fp32") | {"seed_ptr": "*i64"}
     present = {"CENTRED": centred, "ROUND_FIRST": not centred}
     present |= {"HAS_WEIGHT": True, "HAS_BIAS": centred, "HAS_DSUMMED": True}
     present |= {f"WANTS_{name}": True for name in ("RESIDUAL", "WEIGHT")}

@@ -221,10 +221,7 @@ def _delta_sizes(value_dim: int) -> dict[str, int]:
 
 def delta_case() -> dict[str, Any]:
     """Describe ``delta_kernel`` for the static report."""
-    types = {"do_ptr": "*bf16", "out_ptr": "*bf16", "rest_ptr": "*bf16"}
-    types |= dict.fromkeys(("dlse_ptr", "lse_ptr", "delta_ptr"), "*fp32")
-    types |= {f"stride_{tensor}{dim}": "i32" for tensor in ("do", "l") for dim in "bhs"}
-    types |= dict.fromkeys(("num_blocks", "num_heads", "num_rows"), "i32")
+    types = dict.fromkeys(("dlse_ptr", "lse_ptr", "delta_ptr"), "*fp32")
     flags = {"VALUE_DIM": 128, "HAS_DLSE": True, "HAS_REST": True} | _delta_sizes(128)
     return _launch.report_case(delta_kernel, types, flags, _DELTA_OPTIONS)
 

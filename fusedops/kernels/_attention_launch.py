@@ -17,15 +17,7 @@ from fusedops.kernels._triton_version import at_least
 
 # Numbers of which a kernel gains nothing by knowing that they are 1 or a multiple of 16: a new
 # sequence length then needs no new compilation.
-NOT_SPECIALIZED = (
-    "num_blocks",
-    "num_heads",
-    "num_rows",
-    "num_keys",
-    "left",
-    "right",
-    "limit",
-)
+NOT_SPECIALIZED = ("num_blocks", "num_heads", "num_rows", "num_keys", "left", "right", "limit")
 
 _UNBOUNDED = 1 << 30  # beyond any distance, and far enough from overflow
 _LARGEST_STRIDE = 1 << 22  # times 256 rows: positions inside a block are 32-bit
@@ -468,9 +460,14 @@ def generation_of(device: torch.device) -> int:
     return 80 if capability is None else {9: 90, 10: 100, 12: 120}.get(capability[0], 80)
 
 
-def unsupported(query: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Return why the kernels cannot run, ``None`` where they can."""
+def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
+    """Return why the kernels cannot run on these arguments, ``None`` where they can."""
     size = max(query.shape[-1], value.shape[-1])
     if size > 256:
         return f"its kernels keep a whole head in registers: sizes up to 256, not {size}"
     return None
+
+
+def supports_backward(grad_output: Any, grad_lse: Any, *args: Any) -> str | None:
+    """Return the same for the backward."""
+    return supports(*args)

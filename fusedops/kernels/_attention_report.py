@@ -82,10 +82,6 @@ def case(
     types |= {f"{name}_ptr": "*fp32" for name in ("slopes", "sinks", "lse", "parts")}
     types |= {f"{name}_ptr": "*fp32" for name in ("delta", "exact", "ds")}
     types |= {f"{name}_ptr": "*i64" for name in ("seed", "ends_q", "ends_k")}
-    types |= {f"stride_{tensor}{dim}": "i32" for tensor in ("q", "k", "v", "do") for dim in "bhs"}
-    types |= {f"stride_{name}": "i32" for name in ("mb", "mh", "mm", "slope")}
-    counts = ("num_blocks", "num_heads", "num_rows", "num_keys", "left", "right", "limit")
-    types |= dict.fromkeys(counts, "i32")
     types |= dict.fromkeys(("factor", "bound", "scale", "drop_scale"), "fp32")
     half = dtype != "fp32"
     if not half:

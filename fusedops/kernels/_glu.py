@@ -133,17 +133,14 @@ def backward(
 
 def static_report_cases(activations: Sequence[str]) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    pointers = ("gate_ptr", "up_ptr", "y_ptr", "dy_ptr", "dgate_ptr", "dup_ptr")
-    types = dict.fromkeys(pointers, "*bf16")
-    types |= dict.fromkeys(("stride_dy", "stride_gate", "stride_up", "num_cols"), "i32")
-    wants = {"WANTS_GATE": True, "WANTS_UP": True}
-    cases = []
-    for kernel, extra in ((_forward_kernel, {}), (_backward_kernel, wants)):
-        for activation in activations:
-            constexprs = {"ACTIVATION": activation, "BLOCK": _BLOCK} | extra
-            case = _launch.report_case(kernel, types, constexprs, _OPTIONS)
-            cases.append(case | {"label": f"{activation}, {case['label']}"})
-    return cases
+    constexprs = {"BLOCK": _BLOCK, "WANTS_GATE": True, "WANTS_UP": True}
+    return [
+        _launch.report_case(
+            kernel, {}, constexprs | {"ACTIVATION": activation}, _OPTIONS, label=activation
+        )
+        for kernel in (_forward_kernel, _backward_kernel)
+        for activation in activations
+    ]
 
 
 def _as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:

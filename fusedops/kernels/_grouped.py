@@ -520,10 +520,7 @@ def report_types(name: str) -> dict[str, str]:
     pointers = ("x_ptr", "weight_ptr", "bias_ptr", "kept_ptr", "y_ptr", "dy_ptr", "values_ptr")
     types = dict.fromkeys((*pointers, "out_ptr"), f"*{name}") | {"scale_ptr": "*fp32"}
     lists = ("rows_ptr", "x_rows_ptr", "dy_rows_ptr", "offsets_ptr")
-    types |= dict.fromkeys(lists, "*i32")
-    sizes = ("num_rows", "row_tiles", "num_groups", "num_cols", "depth", "in_size", "out_size")
-    strides = ("stride_xm", "stride_wg", "stride_wk", "stride_wn", "stride_ym", "stride_og")
-    return types | dict.fromkeys((*sizes, *strides, "stride_ok"), "i32")
+    return types | dict.fromkeys(lists, "*i32")
 
 
 def _product_cases(

@@ -117,6 +117,7 @@ def report_case(
     constexprs: dict[str, Any],
     options: dict[str, Any],
     *,
+    label: str = "",
     matrix: bool = False,
     few_rows: bool = False,
     resident: int | None = None,
@@ -126,27 +127,31 @@ def report_case(
 
     Args:
         kernel: a ``@triton.jit`` function.
-        types: argument name -> Triton type string; names that the kernel lacks are left out.
+        types: argument name -> Triton type string; names that the kernel lacks are left out. Others
+            than these are bfloat16 pointers (``*_ptr``) or 32-bit integers.
         constexprs: argument name -> value.
         options: launch options: ``num_warps``, ``num_stages``.
+        label: what distinguishes the case, before its block sizes.
         matrix: whether the kernel must use matrix instructions.
         few_rows: whether the call has fewer rows than a warp-group instruction (64).
         resident: programs that the grid gives a multiprocessor, ``None`` for as many as fit.
         capabilities: GPUs that run this configuration (80, 90, 100, 120), all by default.
     """
-    names = set(kernel.arg_names)
+    others = (name for name in kernel.arg_names if name not in types)
+    types = types | {name: "*bf16" if name.endswith("_ptr") else "i32" for name in others}
+    runtime = {param.name for param in kernel.params if not param.is_constexpr} - set(constexprs)
     blocks = [f"{name}={value}" for name, value in constexprs.items() if name.startswith("BLOCK")]
     return {
         "kernel": kernel,
-        "signature": {
-            name: kind for name, kind in types.items() if name in names - set(constexprs)
+        "signature": {name: kind for name, kind in types.items() if name in runtime},
+        "constexprs": {
+            name: value for name, value in constexprs.items() if name in kernel.arg_names
         },
-        "constexprs": {name: value for name, value in constexprs.items() if name in names},
         "num_warps": options.get("num_warps", 4),
         "num_stages": options.get("num_stages", 1),
         "matrix": matrix,
         "few_rows": matrix and few_rows,
         "resident": resident,
         "capabilities": capabilities,
-        "label": ", ".join(blocks),
+        "label": ", ".join([label, *blocks] if label else blocks),
     }

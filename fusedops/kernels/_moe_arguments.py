@@ -29,6 +29,21 @@ class PackArguments(NamedTuple):
         return self.input.shape[0] if self.row_index is None else self.row_index.shape[0]
 
 
+class RouteOptions(NamedTuple):
+    """The arguments of ``fusedops::moe_route`` after its tensors."""
+
+    top_k: int
+    score: str
+    normalize: bool
+    scaling: float
+    num_groups: int
+    topk_groups: int
+    group_score: str
+    jitter: float
+    capacity: int
+    drop_policy: str
+
+
 class RouterLossArguments(NamedTuple):
     """The arguments of ``fusedops::moe_router_loss``, in the order of its schema."""
 

@@ -188,8 +188,7 @@ def unrolled(top_k: int) -> int:
 
 def report_types() -> dict[str, str]:
     """Return the argument types of the kernels here, for ``static_report_cases``."""
-    types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "probs_ptr": "*fp32", "positions_ptr": "*i32"}
-    return types | {"real_ptr": "*i32", "stride_x": "i32", "num_cols": "i32", "top_k": "i32"}
+    return {"probs_ptr": "*fp32", "positions_ptr": "*i32", "real_ptr": "*i32"}
 
 
 def scatter_report(top_k: int) -> dict[str, Any]:

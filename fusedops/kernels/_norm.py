@@ -412,31 +412,28 @@ def backward(
 
 def static_report_cases(centred: bool) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "mean_ptr": "*fp32", "rstd_ptr": "*fp32"}
-    sizes = {"num_rows": "i32", "num_cols": "i32", "weight_offset": "fp32"}
-    forward = pointers | sizes | {"bias_ptr": "*bf16", "y_ptr": "*bf16", "eps": "fp32"}
-    backward = pointers | sizes | {"dy_ptr": "*bf16", "dx_ptr": "*bf16"}
-    backward |= {"dweight_ptr": "*fp32", "dbias_ptr": "*fp32"}
+    types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
+    types |= {"eps": "fp32", "weight_offset": "fp32"}
     present = {"HAS_WEIGHT": True, "HAS_BIAS": centred, "CENTRED": centred}
     present |= {"ROUND_FIRST": not centred}
     wants = {"WANTS_INPUT": True, "WANTS_WEIGHT": True, "WANTS_BIAS": centred}
     wants |= {"HAS_WEIGHT": True, "CENTRED": centred}
     long = {"BLOCK_N": _LONG_BLOCK}
-    cases: list[tuple[Any, dict[str, str], dict[str, Any], int]] = []
+    cases: list[tuple[Any, dict[str, Any], int]] = []
     for cols in (1024, 4096, 8192, 16384):
         rows = max(1, 1024 // cols)
         blocks = {"BLOCK_M": rows, "BLOCK_N": cols}
-        cases.append((_forward_kernel, forward, present | blocks, rows * cols))
+        cases.append((_forward_kernel, present | blocks, rows * cols))
     for cols in (1024, 4096, 8192):
-        cases.append((_backward_kernel, backward, wants | {"BLOCK_N": cols}, 2 * cols))
+        cases.append((_backward_kernel, wants | {"BLOCK_N": cols}, 2 * cols))
     cases += [
-        (_forward_long_kernel, forward, present | long, _LONG_BLOCK),
-        (_backward_input_long_kernel, backward, wants | long, _LONG_BLOCK),
-        (_backward_parameters_long_kernel, backward, wants | {"BLOCK_N": 1024}, 1024),
+        (_forward_long_kernel, present | long, _LONG_BLOCK),
+        (_backward_input_long_kernel, wants | long, _LONG_BLOCK),
+        (_backward_parameters_long_kernel, wants | {"BLOCK_N": 1024}, 1024),
     ]
     label = "centred" if centred else "not centred"
     found = []
-    for kernel, types, constants, elements in cases:
+    for kernel, constants, elements in cases:
         options = _launch.row_options(elements)
         walks = kernel is _backward_kernel
         resident = _launch.resident(options["num_warps"]) if walks else None

@@ -324,26 +324,12 @@ def launches(
     return made
 
 
-def forward(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    max_exp_avg_sqs: list[torch.Tensor],
-    copies: list[torch.Tensor],
-    steps: list[torch.Tensor],
-    grad_factor: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    learning_rate: torch.Tensor | None,
-    draws: Sequence[int],
-    weight_decays: Sequence[float],
-    lr: float,
-    *numbers: Any,
-) -> None:
+def forward(*args: Any) -> None:
     """Launch the step; arguments are those of ``fusedops::adamw``."""
-    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, steps)
-    for each in launches(*lists, draws, weight_decays):
-        each.run(grad_factor, found_inf, lr if learning_rate is None else learning_rate, *numbers)
+    *lists, grad_factor, found_inf, learning_rate, draws, weight_decays = args[:12]
+    lr, *numbers = args[12:]
+    for launch in launches(*lists, draws, weight_decays):
+        launch.run(grad_factor, found_inf, lr if learning_rate is None else learning_rate, *numbers)
 
 
 def _scalars(
@@ -374,16 +360,15 @@ def static_report_cases() -> list[dict[str, Any]]:
     types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "scalars_ptr": "*fp32"}
     types |= {"steps_ptr": "*fp64", "factor_ptr": "*fp64", "found_inf_ptr": "*fp32"}
     types |= dict.fromkeys(("beta1", "beta2", "rest1", "rest2", "eps"), "fp32")
-    mixed = {"param_ptr": "*fp32", "grad_ptr": "*bf16", "state_ptr": "*fp32", "copy_ptr": "*bf16"}
+    mixed = {"param_ptr": "*fp32", "state_ptr": "*fp32"}
     usual = {"MAXIMIZE": False, "AMSGRAD": False, "VECTORIZES": True, "COLUMNS": _COLUMNS}
     usual |= {"HAS_FACTOR": True, "HAS_FOUND_INF": True, "BLOCK": BLOCK}
     plain = {"COPY": True, "DRAW_STATE": False, "DRAW_PARAM": False}
-    half = dict.fromkeys(("param_ptr", "grad_ptr", "state_ptr", "copy_ptr"), "*bf16")
     drawn = {"COPY": False, "DRAW_STATE": True, "DRAW_PARAM": True}
     counted = {"table_ptr": "*i64", "found_inf_ptr": "*fp32", "step_ptr": "*fp32"}
-    counted |= {"counts_ptr": "*fp64", "num_tensors": "i32"}
+    counted["counts_ptr"] = "*fp64"
     return [
         _launch.report_case(_step_kernel, types | mixed, usual | plain, _OPTIONS),
-        _launch.report_case(_step_kernel, types | half, usual | drawn, _OPTIONS),
+        _launch.report_case(_step_kernel, types, usual | drawn, _OPTIONS),
         _launch.report_case(_count_kernel, counted, usual | {"BLOCK": _COUNTED}, _OPTIONS),
     ]

@@ -6,7 +6,6 @@ plain case runs torch's own kernels instead: ``_attention_torch.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,9 @@ from fusedops.kernels import (
     _attention_report,
     _attention_torch,
 )
-from fusedops.kernels._attention_launch import AttentionCall, unsupported
+from fusedops.kernels._attention_launch import AttentionCall
+from fusedops.kernels._attention_launch import supports as supports
+from fusedops.kernels._attention_launch import supports_backward as supports_backward
 
 
 def configs() -> tuple[str, ...]:
@@ -25,55 +26,10 @@ def configs() -> tuple[str, ...]:
     return _attention_torch.DENSE
 
 
-def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
-    """Return why the kernels cannot run on these arguments, ``None`` where they can."""
-    return unsupported(query, value)
-
-
-def supports_backward(
-    grad_output: Any,
-    grad_lse: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *_: Any,
-) -> str | None:
-    """Return the same for the backward."""
-    return unsupported(query, value)
-
-
-def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-    *,
-    config: str | None = None,
-) -> tuple[torch.Tensor, ...]:
+def forward(*args: Any, config: str | None = None) -> tuple[torch.Tensor, ...]:
     """Launch the forward; arguments and results are those of ``fusedops::attention``."""
-    call = _call(
-        query,
-        key,
-        value,
-        attn_mask,
-        alibi_slopes,
-        sinks,
-        seed,
-        dropout_p,
-        scale,
-        window_left,
-        window_right,
-        softcap,
-    )
+    *inputs, keep_remainder = args
+    call = _call(*inputs)
     if config is not None and _attention_torch.serves(config, call):
         return _attention_torch.forward(config, call, keep_remainder)
     return _attention_forward.forward(call, keep_remainder)
@@ -82,42 +38,12 @@ def forward(
 def backward(
     grad_output: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    remainder: torch.Tensor,
-    lse_parts: torch.Tensor,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-    output_mask: Sequence[bool],
-    *,
+    *args: Any,
     config: str | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::attention_backward``."""
-    call = _call(
-        query,
-        key,
-        value,
-        attn_mask,
-        alibi_slopes,
-        sinks,
-        seed,
-        dropout_p,
-        scale,
-        window_left,
-        window_right,
-        softcap,
-    )
+    inputs, (output, lse, *kept), (*numbers, _, output_mask) = args[:7], args[7:11], args[11:]
+    call = _call(*inputs, *numbers)
     if (
         config is not None
         and grad_output is not None
@@ -125,23 +51,14 @@ def backward(
     ):
         return _attention_torch.backward(config, call, grad_output, output, lse, output_mask)
     return _attention_backward.backward(
-        call, grad_output, grad_lse, output, lse, remainder, lse_parts, output_mask
+        call, grad_output, grad_lse, output, lse, *kept, output_mask
     )
 
 
-def _call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    *numbers: Any,
-) -> AttentionCall:
-    rows, keys = query.shape[2], key.shape[2]
-    tensors = (query, key, value, attn_mask, alibi_slopes, sinks, seed)
-    return AttentionCall(*tensors, None, rows, keys, *numbers)
+def _call(*inputs: Any) -> AttentionCall:
+    tensors, numbers = inputs[:7], inputs[7:]
+    query, key, *_ = tensors
+    return AttentionCall(*tensors, None, query.shape[2], key.shape[2], *numbers)
 
 
 def static_report_cases() -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ import triton.language as tl
 from fusedops._core import env
 from fusedops.kernels import _launch
 from fusedops.kernels._attention_device import LN2, LOG2E, load_tile, scores
-from fusedops.kernels._attention_launch import generation_of, readable, unsupported
+from fusedops.kernels._attention_launch import generation_of, readable
+from fusedops.kernels._attention_launch import supports as supports
 
 # Numbers that a kernel need not know: another cache then needs no new compilation.
 NOT_SPECIALIZED = ("num_tiles", "num_parts", "num_heads", "num_rows", "capacity", "left")
@@ -223,24 +224,10 @@ def merge_kernel(
     tl.store(lse_ptr + program, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)))
 
 
-def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
-    """Return why the kernels cannot run on these arguments, ``None`` where they can."""
-    return unsupported(query, value)
-
-
-def forward(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window_left: int,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernels; arguments and results are those of ``fusedops::attention_decode``."""
-    query, key, value = (readable(each) for each in (query, key_cache, value_cache))
+    *tensors, cache_seqlens, alibi_slopes, sinks, scale, window_left, softcap = args
+    query, key, value = map(readable, tensors)
     batch, heads, rows, size = query.shape
     key_heads, capacity, value_size = value.shape[1:]
     out = query.new_empty(batch, rows, heads, value_size)
@@ -353,11 +340,8 @@ def _blocks(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16") | {"lengths_ptr": "*i64"}
     fp32 = ("slopes_ptr", "sinks_ptr", "lse_ptr", "parts_ptr", "parts_lse_ptr")
-    types |= dict.fromkeys(fp32, "*fp32")
-    types |= {f"stride_{tensor}{dim}": "i32" for tensor in "qkv" for dim in "bhs"}
-    types |= dict.fromkeys((*NOT_SPECIALIZED, "part_size", "stride_slope"), "i32")
+    types = dict.fromkeys(fp32, "*fp32") | {"lengths_ptr": "*i64"}
     types |= dict.fromkeys(("factor", "bound"), "fp32")
     options = {"LEFT": True, "ALIBI": True, "SINKS": True, "SOFTCAP": True}
     cases = []
@@ -372,5 +356,4 @@ def static_report_cases() -> list[dict[str, Any]]:
         out = types | {"out_ptr": "*fp32"}
         cases.append(_launch.report_case(parts_kernel, out, flags | sizes, launch, **case))
     flags = {"LEFT": True, "SINKS": True, "VALUE_DIM": 256, "BLOCK_DV": 256, "BLOCK_P": _MOST_PARTS}
-    out = {"out_ptr": "*bf16"}
-    return [*cases, _launch.report_case(merge_kernel, types | out, flags, _MERGE_OPTIONS)]
+    return [*cases, _launch.report_case(merge_kernel, types, flags, _MERGE_OPTIONS)]

@@ -16,7 +16,9 @@ from fusedops.kernels import (
     _attention_report,
     _attention_torch,
 )
-from fusedops.kernels._attention_launch import AttentionCall, unsupported
+from fusedops.kernels._attention_launch import AttentionCall
+from fusedops.kernels._attention_launch import supports as supports
+from fusedops.kernels._attention_launch import supports_backward as supports_backward
 
 
 def configs() -> tuple[str, ...]:
@@ -24,39 +26,12 @@ def configs() -> tuple[str, ...]:
     return _attention_torch.PACKED
 
 
-def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
-    """Return why the kernels cannot run on these arguments, ``None`` where they can."""
-    return unsupported(query, value)
-
-
-def supports_backward(
-    grad_output: Any,
-    grad_lse: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *_: Any,
-) -> str | None:
-    """Return the same for the backward."""
-    return unsupported(query, value)
-
-
 def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    *numbers: Any,
-    config: str | None = None,
+    *args: Any, config: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::attention_varlen``."""
-    tables = (cu_seqlens_q, cu_seqlens_k)
-    *sizes, keep_remainder = numbers
-    call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *sizes)
+    *inputs, keep_remainder = args
+    call = _call(*inputs)
     if config is not None and _attention_torch.serves(config, call):
         output, lse, remainder, _ = _attention_torch.forward(config, call, keep_remainder)
     else:
@@ -69,24 +44,12 @@ def forward(
 def backward(
     grad_output: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    remainder: torch.Tensor,
-    *numbers: Any,
+    *args: Any,
     config: str | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::attention_varlen_backward``."""
-    *sizes, _, output_mask = numbers
-    tables = (cu_seqlens_q, cu_seqlens_k)
-    call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *sizes)
+    inputs, (output, lse, remainder), (*numbers, _, output_mask) = args[:8], args[8:11], args[11:]
+    call = _call(*inputs, *numbers)
     do = None if grad_output is None else _one_batch(grad_output)
     if (
         config is not None
@@ -111,18 +74,10 @@ def backward(
     return (*packed, dsinks)
 
 
-def _call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    *numbers: Any,
-) -> AttentionCall:
-    tensors = (_one_batch(query), _one_batch(key), _one_batch(value))
-    return AttentionCall(*tensors, None, alibi_slopes, sinks, seed, tables, *numbers)
+def _call(*inputs: Any) -> AttentionCall:
+    query, key, value, cu_seqlens_q, cu_seqlens_k, *options = inputs
+    tensors = (_one_batch(query), _one_batch(key), _one_batch(value), None, *options[:3])
+    return AttentionCall(*tensors, (cu_seqlens_q, cu_seqlens_k), *options[3:])
 
 
 def _one_batch(tensor: torch.Tensor) -> torch.Tensor:

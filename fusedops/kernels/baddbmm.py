@@ -106,15 +106,9 @@ def _forward_kernel(
         tl.store(y_ptr + corner + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def forward(
-    input: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    beta: float,
-    alpha: float,
-    broadcast: Sequence[int],
-) -> torch.Tensor:
+def forward(*args: Any) -> torch.Tensor:
     """Launch the forward; arguments and results are those of ``fusedops::baddbmm``."""
+    input, batch1, batch2, beta, alpha, _ = args
     leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
     num_rows, num_cols, depth = batch1.shape[-2], batch2.shape[-1], batch1.shape[-1]
     output = batch1.new_empty((*leading, num_rows, num_cols))
@@ -194,16 +188,9 @@ def merged(
     return kept, steps
 
 
-def backward(
-    grad_output: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    beta: float,
-    alpha: float,
-    broadcast: Sequence[int],
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Compute the gradients; arguments and results are those of ``fusedops::baddbmm_backward``."""
+    grad_output, batch1, batch2, beta, alpha, broadcast, output_mask = args
     grad_input = None
     dims = [dim for dim, each in enumerate(broadcast) if each]
     if output_mask[0] and dims:
@@ -247,9 +234,6 @@ def static_report_cases() -> list[dict[str, Any]]:
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         types = dict.fromkeys(("addend_ptr", "a_ptr", "b_ptr", "y_ptr"), f"*{name}")
         types |= {"beta": "fp32", "alpha": "fp32"}
-        types |= dict.fromkeys(("num_rows", "num_cols", "depth", "first_batch"), "i32")
-        types |= dict.fromkeys(("size_1", "size_2", "stride_am", "stride_bk", "stride_cm"), "i32")
-        types |= {f"stride_{each}{dim}": "i32" for each in "abc" for dim in range(_BATCH_DIMS)}
         flags: dict[str, Any] = {"HAS_ADDEND": True, "GROUP_M": GROUP_M, "PRECISION": "ieee"}
         flags |= {"stride_ak": 1, "stride_bn": 1, "stride_cn": 1}
         for _, blocks, options, case in report_tiles(dtype, _blocks):

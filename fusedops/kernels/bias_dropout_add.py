@@ -7,7 +7,6 @@ part of the bias gradient in float32 registers; a second kernel adds the parts i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,15 +86,9 @@ def _backward_kernel(
         tl.store(dbias_ptr + part, tl.sum(dbias, axis=0), mask=col < num_cols)
 
 
-def forward(
-    input: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    seed: torch.Tensor | None,
-    p: float,
-    input_dtype: torch.dtype,
-) -> torch.Tensor:
+def forward(*args: Any) -> torch.Tensor:
     """Launch the forward; arguments and results are those of ``fusedops::bias_dropout_add``."""
+    input, bias, residual, seed, p, _ = args
     x, r = input.contiguous(), residual.contiguous()
     output = torch.empty_like(r)
     if r.numel() == 0:
@@ -119,15 +112,9 @@ def forward(
     return output
 
 
-def backward(
-    grad_output: torch.Tensor,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::bias_dropout_add_backward``."""
+    grad_output, bias, seed, p, input_dtype, output_mask = args
     dy = grad_output.contiguous()
     # Otherwise the gradient of input is grad_output itself.
     differs = philox.threshold(p) > 0 or input_dtype != dy.dtype
@@ -177,12 +164,10 @@ def _grid(num_rows: int, num_cols: int) -> tuple[int, int]:
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = {f"{name}_ptr": "*bf16" for name in ("x", "bias", "residual", "y", "dy", "dx")}
-    types |= {"dbias_ptr": "*fp32", "seed_ptr": "*i64", "num_rows": "i32", "num_cols": "i32"}
-    types |= {"limit": "i32", "scale": "fp32"}
-    blocks = {"BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N, "DROPOUT": "draw"}
-    wants = {"WANTS_INPUT": True, "WANTS_BIAS": True}
+    types = {"dbias_ptr": "*fp32", "seed_ptr": "*i64", "scale": "fp32"}
+    usual = {"BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N, "DROPOUT": "draw"}
+    usual |= dict.fromkeys(("HAS_BIAS", "WANTS_INPUT", "WANTS_BIAS"), True)
     return [
-        _launch.report_case(_forward_kernel, types, blocks | {"HAS_BIAS": True}, _OPTIONS),
-        _launch.report_case(_backward_kernel, types, blocks | wants, _OPTIONS, resident=8),
+        _launch.report_case(_forward_kernel, types, usual, _OPTIONS),
+        _launch.report_case(_backward_kernel, types, usual, _OPTIONS, resident=8),
     ]

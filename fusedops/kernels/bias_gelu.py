@@ -153,19 +153,20 @@ def backward(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("x_ptr", "bias_ptr", "y_ptr", "dy_ptr", "dx_ptr"), "*bf16")
-    types |= {"dbias_ptr": "*fp32", "num_rows": "i32", "num_cols": "i32"}
     block_m, block_n = _tile(4096)
-    wants = {"WANTS_INPUT": True, "WANTS_BIAS": True}
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    cases = []
-    for kernel, extra in ((_forward_kernel, {}), (_backward_kernel, wants)):
-        for approximate in ("none", "tanh", "fast"):
-            constexprs = {"ACTIVATION": GELU_VARIANTS[approximate]} | extra | blocks
-            walk = 8 if kernel is _backward_kernel else None
-            case = _launch.report_case(kernel, types, constexprs, _OPTIONS, resident=walk)
-            cases.append(case | {"label": f"{approximate}, {case['label']}"})
-    return cases
+    usual = {"WANTS_INPUT": True, "WANTS_BIAS": True, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    return [
+        _launch.report_case(
+            kernel,
+            {"dbias_ptr": "*fp32"},
+            usual | {"ACTIVATION": activation},
+            _OPTIONS,
+            label=approximate,
+            resident=resident,
+        )
+        for kernel, resident in ((_forward_kernel, None), (_backward_kernel, 8))
+        for approximate, activation in GELU_VARIANTS.items()
+    ]
 
 
 def _tile(num_cols: int) -> tuple[int, int]:

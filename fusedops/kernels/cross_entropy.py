@@ -420,13 +420,8 @@ def static_report_cases() -> list[dict[str, Any]]:
     types = dict.fromkeys(
         ("loss_ptr", "lse_ptr", "largest_ptr", "others_ptr", "values_ptr", "label_ptr"), "*fp32"
     )
-    types |= {"x_ptr": "*bf16", "dx_ptr": "*bf16", "target_ptr": "*i64", "dloss_ptr": "*fp32"}
-    types |= {"total_ptr": "*fp32", "count_ptr": "*fp32"}
-    types |= dict.fromkeys(
-        ("num_rows", "num_cols", "num_classes", "first_class", "ignore_index", "dloss_stride"),
-        "i32",
-    )
-    types["all_classes"] = "i32"
+    types |= dict.fromkeys(("dloss_ptr", "total_ptr", "count_ptr"), "*fp32")
+    types["target_ptr"] = "*i64"
     types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
     whole = {"FIRST": True, "LAST": True}
     middle = {"FIRST": False, "LAST": False}

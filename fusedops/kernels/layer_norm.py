@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,31 +10,15 @@ from fusedops.kernels import _norm
 from fusedops.kernels._norm import LAYER_NORM
 
 
-def forward(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::layer_norm``."""
-    return _norm.forward(LAYER_NORM, input, normalized_shape, weight, bias, eps)
+    return _norm.forward(LAYER_NORM, *args)
 
 
-def backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    normalized_shape: Sequence[int],
-    eps: float,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::layer_norm_backward``."""
-    return _norm.backward(
-        LAYER_NORM, grad_output, input, weight, mean, rstd, normalized_shape, output_mask
-    )
+    *tensors, normalized_shape, _, output_mask = args
+    return _norm.backward(LAYER_NORM, *tensors, normalized_shape, output_mask)
 
 
 def static_report_cases() -> list[dict[str, Any]]:

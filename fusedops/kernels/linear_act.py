@@ -11,7 +11,7 @@ plain, without an epilogue to fuse, and go to torch's own matmul (cuBLAS).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -216,16 +216,10 @@ def _gradient_kernel(
         tl.store(dbias_ptr + part, tl.sum(total, axis=0), mask=col < num_cols)
 
 
-def forward(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::linear_act``."""
-    keeps = keep_preactivation and activation != "identity"
-    return linear(input, weight, bias, activation, keeps)
+    *operands, activation, keep_preactivation = args
+    return linear(*operands, activation, keep_preactivation and activation != "identity")
 
 
 def linear(
@@ -304,17 +298,9 @@ def described(
     return "across", (left, *(describe(each.mT, block) for each in weights))
 
 
-def backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::linear_act_backward``."""
+    grad_output, input, weight, bias, preactivation, activation, _, output_mask = args
     dy = rows_of(grad_output.contiguous())
     wants_product = output_mask[0] or output_mask[1]
     kept = preactivation
@@ -405,8 +391,6 @@ def static_report_cases() -> list[dict[str, Any]]:
             f"*{name}",
         )
         types = pointers | {"hidden_ptr": f"*{name}", "dbias_ptr": "*fp32"}
-        types |= dict.fromkeys(("num_rows", "num_cols", "depth"), "i32")
-        types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
         flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True}
         flags |= {"ACTIVATION": "gelu", "PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
         flags |= {"DESCRIBED": "no"}

@@ -10,7 +10,6 @@ to torch's own matmul (cuBLAS); the second of the input's gradient accumulates o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -182,18 +181,9 @@ def forward(
     return output, gate, up
 
 
-def backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    activation: str,
-    keep_preactivations: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::linear_glu_backward``."""
+    grad_output, input, gate_weight, up_weight, gate, up, activation, _, output_mask = args
     if gate.numel() != grad_output.numel():
         _, gate, up = forward(input, gate_weight, up_weight, activation, True)
     dy, x = rows_of(grad_output.contiguous()), rows_of(input)
@@ -233,8 +223,6 @@ def static_report_cases() -> list[dict[str, Any]]:
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         names = ("x_ptr", "gate_weight_ptr", "up_weight_ptr", "gate_ptr", "up_ptr", "y_ptr")
         types = dict.fromkeys((*names, "dy_ptr", "dgate_ptr", "dup_ptr"), f"*{name}")
-        types |= dict.fromkeys(("num_rows", "num_cols", "depth", "numel"), "i32")
-        types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
         flags: dict[str, Any] = {"KEEPS": True, "PRECISION": "ieee"}
         flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1, "DESCRIBED": "no"}
         for num_rows, blocks, options, case in report_tiles(dtype, _blocks):

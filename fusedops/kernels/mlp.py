@@ -7,7 +7,6 @@ pre-activation one product more makes it again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,35 +15,18 @@ import torch.nn.functional as F
 from fusedops.kernels.linear_act import activation_gradient, linear, rows_of, weight_gradient
 
 
-def forward(
-    input: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::mlp``."""
+    input, w1, b1, w2, b2, activation, keep_preactivation = args
     keeps = keep_preactivation and activation != "identity"
     hidden, kept = linear(input, w1, b1, activation, keeps)
     output = F.linear(hidden, w2, b2).contiguous()
     return output, hidden if keep_preactivation and not keeps else kept
 
 
-def backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::mlp_backward``."""
+    grad_output, input, w1, b1, w2, b2, preactivation, activation, _, output_mask = args
     dy = rows_of(grad_output.contiguous())
     x = rows_of(input)
     grad_input = grad_w1 = grad_b1 = grad_w2 = grad_b2 = None

@@ -488,7 +488,6 @@ def static_report_cases() -> list[dict[str, Any]]:
         types |= {"d_ptr": "*fp32"} | dict.fromkeys(
             ("z_ptr", "b2_ptr", "dz_ptr", "hidden_ptr"), f"*{name}"
         )
-        types |= dict.fromkeys(("width", "inner"), "i32")
         flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "PRECISION": "ieee"}
         flags |= {"GROUP_M": GROUP_M, "GROUPS": 128, "stride_xk": 1, "DESCRIBED": "no"}
         forms = (("halves", "silu", "stride_wk"), ("pairs", "swiglu_oai", "stride_wn"))

@@ -187,8 +187,6 @@ def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     types = dict.fromkeys(("probs_ptr", "ids_ptr", "index_ptr", "count_ptr", "words_ptr"), "*i32")
     types |= {"bytes_ptr": "*u8", "elements_ptr": "*i16"}
-    numbers = ("num_tokens", "num_cols", "top_k", "span", "stride_x", "data_bytes")
-    types |= dict.fromkeys((*numbers, "probs_at", "ids_at", "scale_at", "stride"), "i32")
     flags = {"HAS_IDS": True, "HAS_INDEX": True, "HAS_COUNT": True, "ELEMENT_BYTES": 2}
     cases = []
     for quantized in (False, True):
@@ -197,7 +195,8 @@ def static_report_cases() -> list[dict[str, Any]]:
             constexprs |= {"BLOCK_K": 8, "BLOCK_N": _MAX_BLOCK}
             signature = types | {"x_ptr": "*bf16" if quantized else "*i16"}
             options = _launch.row_options(_MAX_BLOCK)
-            case = _launch.report_case(_pack_kernel, signature, constexprs, options)
             label = f"{'float8' if quantized else 'copy'}, {'tokens' if has_span else 'slots'}"
-            cases.append(case | {"label": f"{label}, {case['label']}"})
+            cases.append(
+                _launch.report_case(_pack_kernel, signature, constexprs, options, label=label)
+            )
     return cases

@@ -52,5 +52,5 @@ def backward(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = _moe_rows.report_types() | {"index_ptr": "*i32"}
+    types = {"index_ptr": "*i32"}
     return [_launch.report_case(_gather_kernel, types, {"BLOCK": _BLOCK}, _OPTIONS)]

@@ -10,7 +10,6 @@ and weights are written once. What a capacity keeps is decided by sorts on the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ import triton.language as tl
 
 from fusedops.kernels import _launch
 from fusedops.kernels._device import PHILOX_ROUNDS
+from fusedops.kernels._moe_arguments import RouteOptions
 from fusedops.kernels._moe_drop import drop
 
-_MAX_EXPERTS = 4096
+MAX_EXPERTS = 4096
 
 
 @triton.jit
@@ -295,36 +295,22 @@ def _tile(num_experts: int, top_k: int) -> tuple[dict[str, int], dict[str, Any]]
     return blocks, {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
 
 
-def forward(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    chosen: torch.Tensor | None,
-    chosen_kept: torch.Tensor | None,
-    top_k: int,
-    score: str,
-    normalize: bool,
-    scaling: float,
-    num_groups: int,
-    topk_groups: int,
-    group_score: str,
-    jitter: float,
-    capacity: int,
-    drop_policy: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward, arguments and results those of ``fusedops::moe_route``."""
+    logits, bias, seed, chosen, chosen_kept, *numbers = args
+    options = RouteOptions(*numbers)
     x = logits.contiguous()
     num_tokens, num_experts = x.shape
-    every = drop_policy == "expert_choice"
-    slots = num_experts if every else top_k
+    every = options.drop_policy == "expert_choice"
+    slots = num_experts if every else options.top_k
     ids = x.new_empty((num_tokens, slots), dtype=torch.int32)
     probs = x.new_empty((num_tokens, slots), dtype=torch.float32)
-    kept = x.new_empty((0 if capacity < 0 else num_tokens, slots), dtype=torch.bool)
+    kept = x.new_empty((0 if options.capacity < 0 else num_tokens, slots), dtype=torch.bool)
     if num_tokens == 0:
         return probs, ids, kept
     choice = "given" if chosen is not None else "all" if every else "best"
-    groups = topk_groups < num_groups and choice == "best"
-    blocks, options = _tile(num_experts, slots)
+    groups = options.topk_groups < options.num_groups and choice == "best"
+    blocks, launch = _tile(num_experts, slots)
     with _launch.device_of(x):
         _forward_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
             x,
@@ -336,49 +322,34 @@ def forward(
             num_tokens,
             num_experts,
             slots,
-            num_groups,
-            topk_groups,
-            scaling,
-            jitter,
-            SIGMOID=score == "sigmoid",
-            NORMALIZE=normalize,
+            options.num_groups,
+            options.topk_groups,
+            options.scaling,
+            options.jitter,
+            SIGMOID=options.score == "sigmoid",
+            NORMALIZE=options.normalize,
             BIAS=bias is not None,
             GROUPS=groups,
-            TOP2=group_score == "top2_sum",
+            TOP2=options.group_score == "top2_sum",
             CHOICE=choice,
             JITTER=seed is not None,
-            BLOCK_G=max(2, triton.next_power_of_2(num_groups)) if groups else 2,
+            BLOCK_G=max(2, triton.next_power_of_2(options.num_groups)) if groups else 2,
             **blocks,
-            **options,
+            **launch,
         )
-    if capacity < 0:
+    if options.capacity < 0:
         return probs, ids, kept
     if chosen_kept is not None:
         kept.copy_(chosen_kept)
     else:
-        ids, kept = drop(ids, probs, num_experts, capacity, drop_policy)
+        ids, kept = drop(ids, probs, num_experts, options.capacity, options.drop_policy)
     return torch.where(kept, probs, 0.0), ids, kept
 
 
-def backward(
-    grad_probs: torch.Tensor,
-    logits: torch.Tensor,
-    seed: torch.Tensor | None,
-    expert_ids: torch.Tensor,
-    kept: torch.Tensor,
-    top_k: int,
-    score: str,
-    normalize: bool,
-    scaling: float,
-    num_groups: int,
-    topk_groups: int,
-    group_score: str,
-    jitter: float,
-    capacity: int,
-    drop_policy: str,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def backward(*args: Any) -> torch.Tensor | None:
     """Launch the backward, arguments and result those of ``fusedops::moe_route_backward``."""
+    grad_probs, logits, seed, expert_ids, kept, *numbers, output_mask = args
+    options = RouteOptions(*numbers)
     if not output_mask[0]:
         return None
     x = logits.contiguous()
@@ -387,47 +358,44 @@ def backward(
         return dx
     num_tokens, num_experts = x.shape
     slots = expert_ids.shape[1]
-    blocks, options = _tile(num_experts, slots)
+    blocks, launch = _tile(num_experts, slots)
     with _launch.device_of(x):
         _backward_kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
             grad_probs.float().contiguous(),
             x,
             _launch.dense(seed, x),
             expert_ids.contiguous(),
-            kept.contiguous().view(torch.uint8) if capacity >= 0 else expert_ids,
+            kept.contiguous().view(torch.uint8) if options.capacity >= 0 else expert_ids,
             dx,
             num_tokens,
             num_experts,
             slots,
-            scaling,
-            jitter,
-            SIGMOID=score == "sigmoid",
-            NORMALIZE=normalize,
-            KEPT=capacity >= 0,
+            options.scaling,
+            options.jitter,
+            SIGMOID=options.score == "sigmoid",
+            NORMALIZE=options.normalize,
+            KEPT=options.capacity >= 0,
             JITTER=seed is not None,
             **blocks,
-            **options,
+            **launch,
         )
     return dx
 
 
 def supports(logits: torch.Tensor, *args: Any) -> str | None:
-    """Return why Triton cannot route these logits, or ``None``."""
+    """Return why Triton cannot run on these logits, or ``None``."""
     if logits.dtype == torch.float64:
         return "Triton's kernels take float32, bfloat16 and float16"
-    if logits.shape[1] > _MAX_EXPERTS:
-        return f"a program holds at most {_MAX_EXPERTS} experts"
+    if logits.shape[1] > MAX_EXPERTS:
+        return f"a program holds at most {MAX_EXPERTS} experts"
     return None
 
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     types = dict.fromkeys(("bias_ptr", "probs_ptr", "grad_ptr"), "*fp32")
-    types |= dict.fromkeys(("x_ptr", "dx_ptr"), "*bf16")
     types |= dict.fromkeys(("ids_ptr", "given_ptr"), "*i32")
     types |= {"seed_ptr": "*i64", "kept_ptr": "*u8", "scaling": "fp32", "jitter": "fp32"}
-    counts = ("num_tokens", "num_experts", "top_k", "num_groups", "topk_groups")
-    types |= dict.fromkeys(counts, "i32")
     plain = {
         "SIGMOID": False,
         "NORMALIZE": True,
@@ -447,13 +415,12 @@ def static_report_cases() -> list[dict[str, Any]]:
         ("softmax over the chosen", 256, 8, {}),
         ("sigmoid, bias, groups", 256, 8, deepseek),
         ("expert choice", 64, 64, {"NORMALIZE": False, "CHOICE": "all", "KEPT": True}),
-        ("softmax", _MAX_EXPERTS, 8, {"NORMALIZE": False}),
+        ("softmax", MAX_EXPERTS, 8, {"NORMALIZE": False}),
     ]
     cases = []
     for label, num_experts, top_k, differing in kinds:
         blocks, options = _tile(num_experts, top_k)
         chosen = plain | differing | blocks
         for kernel in (_forward_kernel, _backward_kernel):
-            case = _launch.report_case(kernel, types, chosen, options)
-            cases.append(case | {"label": f"{label}, {case['label']}"})
+            cases.append(_launch.report_case(kernel, types, chosen, options, label=label))
     return cases

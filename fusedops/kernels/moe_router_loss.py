@@ -15,8 +15,8 @@ import triton.language as tl
 
 from fusedops.kernels import _launch
 from fusedops.kernels._moe_arguments import RouterLossArguments
-
-_MAX_EXPERTS = 4096
+from fusedops.kernels.moe_route import MAX_EXPERTS
+from fusedops.kernels.moe_route import supports as supports
 
 
 @triton.jit
@@ -157,9 +157,7 @@ def _backward_kernel(
 def _blocks(num_experts: int) -> tuple[dict[str, int], dict[str, Any]]:
     block_e = max(2, triton.next_power_of_2(num_experts))
     block_t = max(1, min(64, 2048 // block_e))
-    num_warps = max(1, min(16, block_t * block_e // 512))
-    options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
-    return {"BLOCK_T": block_t, "BLOCK_E": block_e}, options
+    return {"BLOCK_T": block_t, "BLOCK_E": block_e}, _launch.row_options(block_t * block_e)
 
 
 def _of(call: RouterLossArguments) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -215,26 +213,15 @@ def backward(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
     return dx
 
 
-def supports(logits: torch.Tensor, *_: Any) -> str | None:
-    """Return why Triton cannot run on these logits, or ``None``."""
-    if logits.dtype == torch.float64:
-        return "Triton's kernels take float32, bfloat16 and float16"
-    if logits.shape[1] > _MAX_EXPERTS:
-        return f"a program holds at most {_MAX_EXPERTS} experts"
-    return None
-
-
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     types = dict.fromkeys(("w_ptr", "z_ptr", "sums_ptr", "grad_ptr"), "*fp32")
-    types |= dict.fromkeys(("x_ptr", "dx_ptr"), "*bf16") | {"mask_ptr": "*u8"}
-    types |= dict.fromkeys(("num_tokens", "num_experts", "tokens_per_weight"), "i32")
+    types["mask_ptr"] = "*u8"
     cases = []
-    for sigmoid, experts in ((False, 8), (False, 64), (True, 256), (True, _MAX_EXPERTS)):
+    for sigmoid, experts in ((False, 8), (False, 64), (True, 256), (True, MAX_EXPERTS)):
         blocks, options = _blocks(experts)
         chosen = {"SIGMOID": sigmoid, "BALANCE": True, "Z": True, "MASK": True} | blocks
         for kernel in (_forward_kernel, _backward_kernel):
-            case = _launch.report_case(kernel, types, chosen, options)
             label = "sigmoid" if sigmoid else "softmax"
-            cases.append(case | {"label": f"{label}, {case['label']}"})
+            cases.append(_launch.report_case(kernel, types, chosen, options, label=label))
     return cases

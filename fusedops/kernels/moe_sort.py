@@ -158,7 +158,6 @@ def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     names = ("before", "totals", "permutation", "positions", "counts", "offsets")
     types = {f"{name}_ptr": "*i32" for name in names} | {"ids_ptr": "*i64", "kept_ptr": "*u8"}
-    types |= dict.fromkeys(("num_slots", "num_experts", "num_blocks"), "i32")
     blocks = {"HAS_KEPT": True, "BLOCK": _BLOCK, "BLOCK_E": _BLOCK_E}
     return [
         _launch.report_case(_count_kernel, types, blocks, _OPTIONS),

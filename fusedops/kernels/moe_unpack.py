@@ -54,7 +54,6 @@ def forward(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int]) ->
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = {"bytes_ptr": "*u8", "words_ptr": "*i32", "y_ptr": "*bf16"}
-    types |= dict.fromkeys(("num_cols", "scale_at", "stride"), "i32")
+    types = {"bytes_ptr": "*u8", "words_ptr": "*i32"}
     options = _launch.row_options(_MAX_BLOCK)
     return [_launch.report_case(_unpack_kernel, types, {"BLOCK_N": _MAX_BLOCK}, options)]

@@ -110,8 +110,7 @@ def backward(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = _moe_rows.report_types() | {f"{name}_ptr": "*bf16" for name in ("dy", "dx")}
-    types |= {"dprobs_ptr": "*fp32", "stride_dy": "i32"}
+    types = _moe_rows.report_types() | {"dprobs_ptr": "*fp32"}
     blocks = {"WANTS_INPUT": True, "WANTS_PROBS": True, "BLOCK": _BLOCK}
     return [
         _moe_rows.combine_report(2, weighted=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,37 +9,20 @@ import torch
 from fusedops.kernels import _norm
 
 
-def forward(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::rms_norm``."""
-    kind = _norm.rms_kind(weight_offset, rounding)
+    input, normalized_shape, weight, eps, *variant = args
+    kind = _norm.rms_kind(*variant)
     output, _, rstd = _norm.forward(kind, input, normalized_shape, weight, None, eps)
     return output, rstd
 
 
-def backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::rms_norm_backward``."""
-    kind = _norm.rms_kind(weight_offset, rounding)
-    wanted = (*output_mask, False)
-    return _norm.backward(kind, grad_output, input, weight, rstd, rstd, normalized_shape, wanted)[
-        :2
-    ]
+    grad_output, input, weight, rstd, normalized_shape, _, *variant, output_mask = args
+    tensors = (grad_output, input, weight, rstd, rstd)
+    mask = (*output_mask, False)
+    return _norm.backward(_norm.rms_kind(*variant), *tensors, normalized_shape, mask)[:2]
 
 
 def static_report_cases() -> list[dict[str, Any]]:

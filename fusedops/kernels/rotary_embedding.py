@@ -6,7 +6,6 @@ for all of them. Traffic: query and key once in, once out, each by its own strid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -173,39 +172,20 @@ def forward(
     return rotated_query, rotated_key
 
 
-def backward(
-    grad_rotated_query: torch.Tensor | None,
-    grad_rotated_key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward, arguments and results those of ``rotary_embedding_backward``."""
-    query = grad_rotated_query if output_mask[0] else None
-    key = grad_rotated_key if output_mask[1] else None
+    *grads, cos, sin, interleaved, output_mask = args
+    query, key = (grad if wanted else None for grad, wanted in zip(grads, output_mask, strict=True))
     return _launch_on(query, key, cos, sin, interleaved, inverse=True)
 
 
-def supports(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> str | None:
+def supports(*args: Any) -> str | None:
     """Return why the kernel cannot run these arguments, or ``None``."""
-    return f"head_dim {query.shape[-1]} is above 2048" if query.shape[-1] > 2048 else None
+    heads = next(tensor for tensor in args if tensor is not None)
+    return f"head_dim {heads.shape[-1]} is above 2048" if heads.shape[-1] > 2048 else None
 
 
-def supports_backward(
-    grad_rotated_query: torch.Tensor | None,
-    grad_rotated_key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    output_mask: Sequence[bool],
-) -> str | None:
-    """Return why the kernel cannot run these arguments, or ``None``."""
-    grad = grad_rotated_key if grad_rotated_query is None else grad_rotated_query
-    assert grad is not None
-    return f"head_dim {grad.shape[-1]} is above 2048" if grad.shape[-1] > 2048 else None
+supports_backward = supports
 
 
 def _launch_on(
@@ -261,9 +241,6 @@ def _launch_on(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    pointers = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "cos_ptr", "sin_ptr")
-    types = dict.fromkeys(pointers, "*bf16")
-    types |= dict.fromkeys(set(_kernel.arg_names) - set(pointers), "i32")
     cases = []
     for rotary_dim, head_dim in ((64, 64), (128, 128), (32, 80), (512, 512)):
         block_h, block_r, block_rest = _blocks(32, rotary_dim, head_dim)
@@ -278,10 +255,9 @@ def static_report_cases() -> list[dict[str, Any]]:
                     "BLOCK_R": block_r,
                     "BLOCK_REST": block_rest,
                 }
-                case = _launch.report_case(_kernel, types, constexprs, _OPTIONS)
                 form = "interleaved" if interleaved else "half"
-                way = "inverse" if inverse else "forward"
-                cases.append(case | {"label": f"{form}, {way}, {case['label']}"})
+                label = f"{form}, {'inverse' if inverse else 'forward'}"
+                cases.append(_launch.report_case(_kernel, {}, constexprs, _OPTIONS, label=label))
     return cases
 
 

@@ -258,7 +258,7 @@ def forward(
                 MASK_COL=mask_col,
                 CAUSAL=is_causal,
                 BLOCK_N=_LONG_BLOCK,
-                **_options(_LONG_BLOCK),
+                **_launch.row_options(_LONG_BLOCK),
             )
         else:
             block_m, block_n = _tile(num_cols)
@@ -273,7 +273,7 @@ def forward(
                 CAUSAL=is_causal,
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
-                **_options(block_m * block_n),
+                **_launch.row_options(block_m * block_n),
             )
     return output
 
@@ -319,7 +319,7 @@ def backward(
             scale,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            **_options(block_m * block_n),
+            **_launch.row_options(block_m * block_n),
         )
     return dx, None
 
@@ -366,7 +366,7 @@ def _backward_mask(
             *_walk(dims)[:5],
             WANTS_INPUT=dx is not None,
             BLOCK_N=block_n,
-            **_options(2 * block_n),
+            **_launch.row_options(2 * block_n),
         )
     if whole:
         return parts.reshape(mask.shape)
@@ -375,39 +375,29 @@ def _backward_mask(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "dmask_ptr"), "*bf16")
-    types |= {"scale": "fp32"}
-    ints = {
-        name
-        for kernel in (_forward_kernel, _forward_long_kernel, _backward_mask_kernel)
-        for name in kernel.arg_names
-        if name not in types and name.islower() and not name.endswith("_ptr")
-    }
-    types |= dict.fromkeys(ints, "i32")
+    types = {"scale": "fp32"}
     cases = []
     for cols in (256, 2048, 16384):
         block_m, block_n = _tile(cols)
-        options = _options(block_m * block_n)
+        options = _launch.row_options(block_m * block_n)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
         for mask, causal in (("none", True), ("keep", False), ("additive", False)):
-            kind = types | {"mask_ptr": "*u8" if mask == "keep" else "*bf16"}
+            kind = types | ({"mask_ptr": "*u8"} if mask == "keep" else {})
             chosen = {"MASK": mask, "MASK_COL": int(mask != "none"), "CAUSAL": causal} | blocks
-            case = _launch.report_case(_forward_kernel, kind, chosen, options)
-            cases.append(case | {"label": f"{mask}, {case['label']}"})
+            cases.append(_launch.report_case(_forward_kernel, kind, chosen, options, label=mask))
         cases.append(_launch.report_case(_backward_kernel, types, blocks, options))
         cases.append(
             _launch.report_case(
                 _backward_mask_kernel,
                 types,
                 {"WANTS_INPUT": True, "BLOCK_N": block_n},
-                _options(2 * block_n),
+                _launch.row_options(2 * block_n),
             )
         )
     long = {"BLOCK_N": _LONG_BLOCK}
     chosen = {"MASK": "additive", "MASK_COL": 1, "CAUSAL": True} | long
-    kind = types | {"mask_ptr": "*bf16"}
-    options = _options(_LONG_BLOCK)
-    cases.append(_launch.report_case(_forward_long_kernel, kind, chosen, options))
+    options = _launch.row_options(_LONG_BLOCK)
+    cases.append(_launch.report_case(_forward_long_kernel, types, chosen, options))
     for chips in ((80, 90, 120), (100,)):
         options = _long_options(chips[0] // 10)
         case = _launch.report_case(_backward_long_kernel, types, long, options, capabilities=chips)
@@ -457,16 +447,10 @@ def _tile(num_cols: int) -> tuple[int, int]:
     return max(1, 1024 // block_n), block_n
 
 
-def _options(elements: int) -> dict[str, Any]:
-    """Launch options for a program that holds ``elements`` float32 values: 8 to 32 a thread."""
-    num_warps = max(1, min(16, elements // 512))
-    return {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
-
-
 def _long_options(major: int) -> dict[str, Any]:
     """Launch options of the backward of long rows; Triton 3.6 spills eight warps on sm_100.
 
     ``major`` is the first number of the GPU's compute capability.
     """
     spills = major == 10 and not at_least(3, 7)
-    return _options(_LONG_BLOCK) | ({"num_warps": 16} if spills else {})
+    return _launch.row_options(_LONG_BLOCK) | ({"num_warps": 16} if spills else {})

@@ -127,7 +127,6 @@ def forward(inputs: list[torch.Tensor]) -> torch.Tensor:
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "parts_ptr": "*fp64", "sums_ptr": "*fp64"}
-    types |= {"input_ptr": "*bf16"}
     usual = {"VECTORIZES": True, "COLUMNS": _COLUMNS, "BLOCK": BLOCK}
     return [
         _launch.report_case(_parts_kernel, types, usual, _OPTIONS),
