@@ -12,7 +12,7 @@ from fusedops.ops.attention import attention
 from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _written_out(
@@ -165,50 +165,32 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     whole = torch.randn(2, 4, 7, 8, device=device)
     mask = torch.ones(5, 6, device=device, dtype=torch.bool)
 
-    def bad(
-        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
-    ) -> BadInput:
-        return BadInput(name, args, kwargs, error, mentions)
-
     slopes = torch.ones(3, device=device)
+    vectors = {"query": q[0, 0, 0], "key": k[0, 0, 0], "value": k[0, 0, 0]}
+    three_heads = {"key": whole[:, :3], "value": whole[:, :3], "enable_gqa": True}
+    integers = mask[:, :1].int()
+    bad = bad_changes(query=q, key=whole, value=whole)
     return [
-        bad("heads_without_gqa", q, k, k, mentions=("key", "enable_gqa", "2")),
-        bad(
-            "heads_do_not_divide",
-            q,
-            whole[:, :3],
-            whole[:, :3],
-            enable_gqa=True,
-            mentions=("heads", "3"),
-        ),
-        bad("head_size", q, whole[..., :6], whole, mentions=("key", "8", "6")),
-        bad("value_tokens", q, whole, whole[:, :, :5], mentions=("value", "[2, 4, 7,")),
-        bad("batch", q, whole[:1].repeat(3, 1, 1, 1), whole, mentions=("key", "[2]", "[3]")),
-        bad("vector", q[0, 0, 0], k[0, 0, 0], k[0, 0, 0], mentions=("query", "2 dims", "[8]")),
-        bad("dtype", q, whole.double(), whole, error=TypeError, mentions=("key", "float64")),
-        bad("integers", q.long(), whole, whole, error=TypeError, mentions=("query", "int64")),
-        bad("no_tensor", q, None, whole, error=TypeError, mentions=("key", "NoneType")),
-        bad("device", q, whole, whole.to("meta"), mentions=("value", "meta")),
-        bad("mask_shape", q, whole, whole, mask, mentions=("attn_mask", "[2, 4, 5, 7]", "[5, 6]")),
-        bad(
-            "mask_dtype",
-            q,
-            whole,
-            whole,
-            mask[:, :1].int(),
-            error=TypeError,
-            mentions=("attn_mask", "int32"),
-        ),
-        bad(
-            "mask_type", q, whole, whole, [[True]], error=TypeError, mentions=("attn_mask", "list")
-        ),
-        bad("dropout", q, whole, whole, None, 1.5, mentions=("dropout_p", "1.5")),
-        bad("window", q, whole, whole, window=(-2, 0), mentions=("window", "-2")),
-        bad("window_type", q, whole, whole, window=4, mentions=("window", "4")),
-        bad("softcap", q, whole, whole, softcap=-1.0, mentions=("softcap", "-1.0")),
-        bad("scale", q, whole, whole, scale="1", error=TypeError, mentions=("scale", "str")),
-        bad("slopes", q, whole, whole, alibi_slopes=slopes, mentions=("alibi_slopes", "[3]")),
-        bad("sinks", q, whole, whole, sinks=slopes, mentions=("sinks", "[4]", "[3]")),
+        bad("heads_without_gqa", "key", "enable_gqa", "2", key=k, value=k),
+        bad("heads_do_not_divide", "heads", "3", **three_heads),
+        bad("head_size", "key", "8", "6", key=whole[..., :6]),
+        bad("value_tokens", "value", "[2, 4, 7,", value=whole[:, :, :5]),
+        bad("batch", "key", "[2]", "[3]", key=whole[:1].repeat(3, 1, 1, 1)),
+        bad("vector", "query", "2 dims", "[8]", **vectors),
+        bad("dtype", "key", "float64", error=TypeError, key=whole.double()),
+        bad("integers", "query", "int64", error=TypeError, query=q.long()),
+        bad("no_tensor", "key", "NoneType", error=TypeError, key=None),
+        bad("device", "value", "meta", value=whole.to("meta")),
+        bad("mask_shape", "attn_mask", "[2, 4, 5, 7]", "[5, 6]", attn_mask=mask),
+        bad("mask_dtype", "attn_mask", "int32", error=TypeError, attn_mask=integers),
+        bad("mask_type", "attn_mask", "list", error=TypeError, attn_mask=[[True]]),
+        bad("dropout", "dropout_p", "1.5", dropout_p=1.5),
+        bad("window", "window", "-2", window=(-2, 0)),
+        bad("window_type", "window", "4", window=4),
+        bad("softcap", "softcap", "-1.0", softcap=-1.0),
+        bad("scale", "scale", "str", error=TypeError, scale="1"),
+        bad("slopes", "alibi_slopes", "[3]", alibi_slopes=slopes),
+        bad("sinks", "sinks", "[4]", "[3]", sinks=slopes),
     ]
 
 

@@ -12,7 +12,7 @@ from fusedops.ops.attention_decode import attention_decode
 from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -107,61 +107,24 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     cache = torch.randn(2, 2, 6, 8, device=device)
     lengths = torch.tensor([3, 6], device=device)
 
-    def bad(
-        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
-    ) -> BadInput:
-        return BadInput(name, args, kwargs, error, mentions)
-
     far, below = torch.tensor([3, 7], device=device), torch.tensor([-1, 6], device=device)
     three = cache[:, :1].repeat(1, 3, 1, 1)
+    leaf, floats = q.clone().requires_grad_(), lengths.float()
+    bad = bad_changes(query=q, key_cache=cache, value_cache=cache, cache_seqlens=lengths)
     return [
-        bad("past_the_cache", q, cache, cache, far, mentions=("cache_seqlens", "6", "7")),
-        bad("negative", q, cache, cache, below, mentions=("cache_seqlens", "-1")),
-        bad(
-            "lengths_dtype",
-            q,
-            cache,
-            cache,
-            far.float(),
-            error=TypeError,
-            mentions=("cache_seqlens", "float32"),
-        ),
-        bad(
-            "lengths_shape", q, cache, cache, lengths[:1], mentions=("cache_seqlens", "[2]", "[1]")
-        ),
-        bad(
-            "lengths_type",
-            q,
-            cache,
-            cache,
-            [3, 6],
-            error=TypeError,
-            mentions=("cache_seqlens", "list"),
-        ),
-        bad("heads", q, three, three, lengths, mentions=("heads", "3")),
-        bad("head_size", q[..., :4], cache, cache, lengths, mentions=("key_cache", "4", "8")),
-        bad("batch", q[:1], cache, cache, lengths[:1], mentions=("key_cache", "batch", "1")),
-        bad("value", q, cache, cache[:, :, :5], lengths, mentions=("value_cache", "[2, 2, 6,")),
-        bad("rank", q[0, 0], cache, cache, lengths, mentions=("query", "4 dims")),
-        bad(
-            "dtype",
-            q,
-            cache.double(),
-            cache,
-            lengths,
-            error=TypeError,
-            mentions=("key_cache", "float64"),
-        ),
-        bad("window", q, cache, cache, lengths, window=(2, 3), mentions=("window", "later")),
-        bad(
-            "gradient",
-            q.clone().requires_grad_(),
-            cache,
-            cache,
-            lengths,
-            error=UnsupportedError,
-            mentions=("query", "no_grad"),
-        ),
+        bad("past_the_cache", "cache_seqlens", "6", "7", cache_seqlens=far),
+        bad("negative", "cache_seqlens", "-1", cache_seqlens=below),
+        bad("lengths_dtype", "cache_seqlens", "float32", error=TypeError, cache_seqlens=floats),
+        bad("lengths_shape", "cache_seqlens", "[2]", "[1]", cache_seqlens=lengths[:1]),
+        bad("lengths_type", "cache_seqlens", "list", error=TypeError, cache_seqlens=[3, 6]),
+        bad("heads", "heads", "3", key_cache=three, value_cache=three),
+        bad("head_size", "key_cache", "4", "8", query=q[..., :4]),
+        bad("batch", "key_cache", "batch", "1", query=q[:1], cache_seqlens=lengths[:1]),
+        bad("value", "value_cache", "[2, 2, 6,", value_cache=cache[:, :, :5]),
+        bad("rank", "query", "4 dims", query=q[0, 0]),
+        bad("dtype", "key_cache", "float64", error=TypeError, key_cache=cache.double()),
+        bad("window", "window", "later", window=(2, 3)),
+        bad("gradient", "query", "no_grad", error=UnsupportedError, query=leaf),
     ]
 
 

@@ -11,7 +11,7 @@ from fusedops.ops.attention_varlen import attention_varlen
 from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -115,84 +115,27 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     short = torch.tensor([0, 2, 5], device=device)
     late = torch.tensor([1, 2, 6], device=device)
 
-    def bad(
-        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
-    ) -> BadInput:
-        return BadInput(name, args, kwargs, error, mentions)
-
+    three_heads = {"key": x.repeat(1, 2, 1)[:, :3], "value": x.repeat(1, 2, 1)[:, :3]}
+    nested = {"cu_seqlens_q": ends[None], "cu_seqlens_k": ends[None]}
+    lengths = {"max_seqlen_q": 4, "max_seqlen_k": 4}
+    bad = bad_changes(query=x, key=x, value=x, cu_seqlens_q=ends, cu_seqlens_k=ends, **lengths)
     return [
-        bad("not_monotone", x, x, x, falls, ends, 7, 4, mentions=("cu_seqlens_q", "monotone", "7")),
-        bad("wrong_end", x, x, x, ends, short, 4, 4, mentions=("cu_seqlens_k", "6", "5")),
-        bad("wrong_start", x, x, x, late, ends, 4, 4, mentions=("cu_seqlens_q", "from 0")),
-        bad("longer_than_max", x, x, x, ends, ends, 3, 4, mentions=("cu_seqlens_q", "3", "4")),
-        bad("no_length", x, x, x, ends, ends, 4, 2**62, mentions=("max_seqlen_k", str(2**62))),
-        bad(
-            "table_dtype",
-            x,
-            x,
-            x,
-            ends.float(),
-            ends,
-            4,
-            4,
-            error=TypeError,
-            mentions=("cu_seqlens_q", "float32"),
-        ),
-        bad(
-            "max_type",
-            x,
-            x,
-            x,
-            ends,
-            ends,
-            4,
-            4.0,
-            error=TypeError,
-            mentions=("max_seqlen_k", "float"),
-        ),
-        bad("table_shape", x, x, x, ends, ends[:2], 4, 4, mentions=("cu_seqlens_k", "[2]")),
-        bad(
-            "table_rank", x, x, x, ends[None], ends[None], 4, 4, mentions=("cu_seqlens_q", "[1, 3]")
-        ),
-        bad(
-            "table_type",
-            x,
-            x,
-            x,
-            [0, 6],
-            ends,
-            4,
-            4,
-            error=TypeError,
-            mentions=("cu_seqlens_q", "list"),
-        ),
-        bad("rank", x[0], x, x, ends, ends, 4, 4, mentions=("query", "3 dims")),
-        bad(
-            "heads",
-            x,
-            x.expand(6, 2, 8).repeat(1, 2, 1)[:, :3],
-            x.repeat(1, 2, 1)[:, :3],
-            ends,
-            ends,
-            4,
-            4,
-            mentions=("heads", "3"),
-        ),
-        bad("head_size", x, x[..., :4], x, ends, ends, 4, 4, mentions=("key", "8", "4")),
-        bad("value_tokens", x, x, x[:5], ends, ends, 4, 4, mentions=("value", "[6, 2,")),
-        bad(
-            "dtype",
-            x,
-            x.double(),
-            x,
-            ends,
-            ends,
-            4,
-            4,
-            error=TypeError,
-            mentions=("key", "float64"),
-        ),
-        bad("dropout", x, x, x, ends, ends, 4, 4, dropout_p=-0.1, mentions=("dropout_p", "-0.1")),
+        bad("not_monotone", "cu_seqlens_q", "monotone", "7", cu_seqlens_q=falls, max_seqlen_q=7),
+        bad("wrong_end", "cu_seqlens_k", "6", "5", cu_seqlens_k=short),
+        bad("wrong_start", "cu_seqlens_q", "from 0", cu_seqlens_q=late),
+        bad("longer_than_max", "cu_seqlens_q", "3", "4", max_seqlen_q=3),
+        bad("no_length", "max_seqlen_k", str(2**62), max_seqlen_k=2**62),
+        bad("table_dtype", "cu_seqlens_q", "float32", error=TypeError, cu_seqlens_q=ends.float()),
+        bad("max_type", "max_seqlen_k", "float", error=TypeError, max_seqlen_k=4.0),
+        bad("table_shape", "cu_seqlens_k", "[2]", cu_seqlens_k=ends[:2]),
+        bad("table_rank", "cu_seqlens_q", "[1, 3]", **nested),
+        bad("table_type", "cu_seqlens_q", "list", error=TypeError, cu_seqlens_q=[0, 6]),
+        bad("rank", "query", "3 dims", query=x[0]),
+        bad("heads", "heads", "3", **three_heads),
+        bad("head_size", "key", "8", "4", key=x[..., :4]),
+        bad("value_tokens", "value", "[6, 2,", value=x[:5]),
+        bad("dtype", "key", "float64", error=TypeError, key=x.double()),
+        bad("dropout", "dropout_p", "-0.1", dropout_p=-0.1),
     ]
 
 

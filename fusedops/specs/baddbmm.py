@@ -11,7 +11,7 @@ import torch
 
 from fusedops.ops.baddbmm import baddbmm
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, same_arguments
 
 
 def _eager(
@@ -142,12 +142,6 @@ def _peers() -> dict[str, Callable[..., Any]]:
     return {"matmul_add": matmul_add}
 
 
-def _from_opinfo(
-    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (input, *args), kwargs
-
-
 SPEC = Spec(
     name="baddbmm",
     op=baddbmm,
@@ -175,7 +169,7 @@ SPEC = Spec(
     autocast="lower",
     peers=_peers,
     opinfo=("baddbmm",),
-    from_opinfo=_from_opinfo,
+    from_opinfo=same_arguments,
     rows_are_independent=False,
     limits=(
         "Calls of less than 60 us can be slower than torch's in float32 on Zen 4: a call takes 4 "

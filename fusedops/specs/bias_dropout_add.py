@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.bias_dropout_add import bias_dropout_add
-from fusedops.specs import depth
+from fusedops.specs import _add_norm, depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -112,9 +112,5 @@ SPEC = Spec(
     summary="bias, dropout and residual sum",
     autocast="keep",
     depth=depth.elementwise,
-    limits=(
-        "The dropout mask is not that of torch's dropout: it is drawn by another generator.",
-        "With DTensor, dropout needs the whole tensor on every rank: elements are counted from its "
-        "beginning.",
-    ),
+    limits=_add_norm.LIMITS,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.gelu import gelu
 from fusedops.specs import depth
 from fusedops.specs.make import numel, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, same_arguments
 
 
 def _eager(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -61,12 +60,6 @@ def _case(shape: tuple[int, ...], approximate: str, headline: bool = False) -> B
     )
 
 
-def _from_opinfo(
-    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (input, *args), kwargs
-
-
 SPEC = Spec(
     name="gelu",
     op=gelu,
@@ -84,5 +77,5 @@ SPEC = Spec(
     autocast="keep",
     depth=depth.elementwise,
     opinfo=("nn.functional.gelu",),
-    from_opinfo=_from_opinfo,
+    from_opinfo=same_arguments,
 )

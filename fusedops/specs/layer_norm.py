@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.specs import _peers, depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, same_arguments
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -72,12 +71,6 @@ def _case(rows: int, columns: int, headline: bool = False) -> BenchCase:
     )
 
 
-def _from_opinfo(
-    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (input, *args), kwargs
-
-
 SPEC = Spec(
     name="layer_norm",
     op=layer_norm,
@@ -97,5 +90,5 @@ SPEC = Spec(
     depth=depth.of_rows(depth.normalized(1)),
     peers=_peers.layer_norm,
     opinfo=("nn.functional.layer_norm",),
-    from_opinfo=_from_opinfo,
+    from_opinfo=same_arguments,
 )

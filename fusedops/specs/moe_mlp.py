@@ -15,7 +15,7 @@ from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.specs import _hf_experts, _routing
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
 
 
 def _hidden(z: torch.Tensor, activation: str, gated: bool, interleaved: bool) -> torch.Tensor:
@@ -178,11 +178,6 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     values = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     outside = RoutingPlan(**{**values, "permutation": far})
     less = RoutingPlan(**{**values, "offsets": plan.offsets.flip(0)})
-
-    def bad(
-        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
-    ) -> BadInput:
-        return BadInput(name, args, kwargs, error, mentions)
 
     wide = torch.zeros_like(w1), torch.zeros_like(w2)
     narrow = {"grad_weights_into": (wide[0], wide[1][:2])}

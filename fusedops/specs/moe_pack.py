@@ -14,7 +14,7 @@ import torch
 from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.ops.moe_pack import moe_pack, payload_layout
 from fusedops.specs.make import randint, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -118,10 +118,6 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, probs = torch.randn(4, 8, device=device), torch.rand(4, 2, device=device)
     ids = torch.zeros(4, 2, dtype=torch.int32, device=device)
     index = torch.arange(8, dtype=torch.int32, device=device)
-
-    def bad(name: str, *args: Any, mentions: tuple[str, ...], **kwargs: Any) -> BadInput:
-        error = kwargs.pop("error", ValueError)
-        return BadInput(name, args, kwargs, error, mentions)
 
     return [
         bad("rank", x[0], probs, mentions=("input", "[8]")),

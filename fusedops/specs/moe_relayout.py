@@ -11,7 +11,7 @@ from fusedops.ops import RoutingPlan, moe_relayout
 from fusedops.ops.moe_relayout import LAYOUTS
 from fusedops.specs import _routing
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
 
 
 def _eager(
@@ -92,11 +92,6 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     options: dict[str, Any] = {"device": device, "dtype": torch.float32}
     plan = _routing.plan(4, 2, 3, **options)
     rows, padded = torch.randn(8, 8, device=device), torch.randn(3, 5, 8, device=device)
-
-    def bad(
-        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
-    ) -> BadInput:
-        return BadInput(name, args, kwargs, error, mentions)
 
     major = ("token_major", "k_major")
     pad, back = ("token_major", "capacity"), ("capacity", "token_major")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusedops._core import backends
 from fusedops.ops import RoutingPlan, moe_capacity, moe_route
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
 
 
 def _eager(
@@ -191,11 +191,6 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(6, 8, device=device)
-
-    def bad(
-        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
-    ) -> BadInput:
-        return BadInput(name, args, kwargs, error, mentions)
 
     grouped = {"num_groups": 4, "topk_groups": 1}
     return [

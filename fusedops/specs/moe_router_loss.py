@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusedops.ops import RoutingPlan, moe_router_loss
 from fusedops.specs import _routing
 from fusedops.specs.make import randint, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
 
 
 def _eager(
@@ -100,11 +100,6 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(6, 4, device=device)
     ids = torch.zeros(6, 2, dtype=torch.int64, device=device)
     mask = ids[:, 0] == 0
-
-    def bad(
-        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
-    ) -> BadInput:
-        return BadInput(name, args, kwargs, error, mentions)
 
     return [
         bad("dims", x[None], ids, mentions=("logits", "[tokens, experts]", "[1, 6, 4]")),

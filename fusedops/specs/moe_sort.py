@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fusedops.ops import moe_sort
 from fusedops.specs import _routing
 from fusedops.specs.make import randint
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
 
 
 def _eager(
@@ -44,11 +42,6 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     ids = torch.zeros(4, 2, dtype=torch.int64, device=device)
-
-    def bad(
-        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
-    ) -> BadInput:
-        return BadInput(name, args, kwargs, error, mentions)
 
     above, below, far = ids.clone(), ids.clone(), ids.clone()
     above[2, 1], below[3, 0], far[0, 0] = 4, -1, 2**32

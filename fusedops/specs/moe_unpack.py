@@ -10,7 +10,7 @@ from fusedops.ops._moe_payload import PayloadLayout, dequantize
 from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_unpack import moe_unpack
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
 
 
 def _eager(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -43,9 +43,6 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     payload, probs, like = _call(4, 8, 1, device, torch.float32)
-
-    def bad(name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError) -> BadInput:
-        return BadInput(name, args, {}, error, mentions)
 
     return [
         bad("hidden", payload, probs, like.new_empty(0, 64), mentions=("payload", "64 float8")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.specs import _peers, depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, same_arguments
 
 
 def eager_rms_norm(
@@ -98,12 +97,6 @@ def _case(rows: int, columns: int, headline: bool = False, rounding: str = "torc
     )
 
 
-def _from_opinfo(
-    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (input, *args), kwargs
-
-
 SPEC = Spec(
     name="rms_norm",
     op=rms_norm,
@@ -124,7 +117,7 @@ SPEC = Spec(
     depth=depth.of_rows(depth.normalized(1)),
     peers=_peers.rms_norm,
     opinfo=("nn.functional.rms_norm",),
-    from_opinfo=_from_opinfo,
+    from_opinfo=same_arguments,
     limits=(
         "On a GPU the roundings are those of the models, but the order of the sum of squares is "
         "not: results differ in the last place.",

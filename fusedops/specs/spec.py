@@ -70,6 +70,32 @@ class BadInput:
     mentions: tuple[str, ...]
 
 
+def bad(
+    name: str,
+    *args: Any,
+    mentions: tuple[str, ...],
+    error: type[Exception] = ValueError,
+    **kwargs: Any,
+) -> BadInput:
+    """Return the call ``op(*args, **kwargs)`` that must raise."""
+    return BadInput(name, args, kwargs, error, mentions)
+
+
+def bad_changes(**call: Any) -> Callable[..., BadInput]:
+    """Return a function that makes bad inputs from a valid call by changing its arguments.
+
+    ``call`` has the positional arguments, in order; other changes are passed by keyword.
+    """
+
+    def changed(
+        name: str, *mentions: str, error: type[Exception] = ValueError, **changes: Any
+    ) -> BadInput:
+        args = tuple(changes.pop(key, value) for key, value in call.items())
+        return BadInput(name, args, changes, error, mentions)
+
+    return changed
+
+
 @dataclass(frozen=True)
 class BenchCase:
     """One benchmark row: a size and how to make its inputs.
@@ -104,6 +130,13 @@ class Depth:
 
     outputs: int
     gradients: tuple[int, ...]
+
+
+def same_arguments(
+    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an op that has those of its OpInfo (``Spec.from_opinfo``)."""
+    return (input, *args), kwargs
 
 
 def all_elements(sample: Sample) -> Depth:

@@ -6,7 +6,6 @@ torch is imported inside the functions, as in ``command.py``.
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,9 +22,9 @@ def generate(
         str, typer.Option(help="Comma-separated presets with the architectures.")
     ] = "gpt2,llama3-8b",
     dtype: Annotated[str, typer.Option(help="Comma-separated dtypes.")] = "float32,bfloat16",
-    hidden: Annotated[int, typer.Option(min=64, help="Width; heads have 64.")] = 512,
-    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
-    vocabulary: Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")] = 4096,
+    hidden: options.Hidden = 512,
+    layers: options.Layers = 4,
+    vocabulary: options.Vocabulary = 4096,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens per sequence.")] = 64,
@@ -33,7 +32,7 @@ def generate(
     seconds: Annotated[
         float, typer.Option(callback=options.finite, min=0.01, max=3600, help="Time per row.")
     ] = 10.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
+    json_file: options.JsonRows = None,
 ) -> None:
     """Generate with our model, with the patched and with the stock model of transformers.
 
@@ -42,8 +41,7 @@ def generate(
     """
     with files.one_line_errors():
         files.check_environment()
-        if json_file is not None:
-            files.check_writable(json_file)
+        options.check_outputs((json_file,), None)
         from fusedops.bench.generation import PRESETS, GenerationWork, measure, works
 
         names = options.words(presets, PRESETS, "preset")

@@ -33,7 +33,7 @@ def memory(
     ] = 20.0,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
+    json_file: options.JsonRows = None,
     svg_file: Annotated[
         Path | None, typer.Option("--svg", help="Draw plain and recomputed steps of the first row.")
     ] = None,
@@ -45,9 +45,7 @@ def memory(
     """
     with files.one_line_errors():
         files.check_environment()
-        for path in (json_file, svg_file):
-            if path is not None:
-                files.check_writable(path)
+        options.check_outputs((json_file, svg_file), None)
         conditions = options.Conditions.of(dtype, device, seconds, threads, allocator)
         size = models.model_size(hidden, layers, tokens, 1)
         from fusedops.bench.model_zoo import FAMILIES

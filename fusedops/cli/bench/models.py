@@ -48,7 +48,7 @@ def models(
     dtype: options.Dtypes = "float32,bfloat16,float16",
     device: options.Device = "cpu",
     hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
-    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    layers: options.Layers = 4,
     tokens: Annotated[
         str,
         typer.Option(
@@ -89,8 +89,8 @@ def models(
             f"{RATIO} by default.",
         ),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows.")] = None,
+    json_file: options.JsonRecord = None,
+    csv_file: options.CsvRows = None,
     svg_file: Annotated[Path | None, typer.Option("--svg", help="Draw the rows.")] = None,
     results: Annotated[
         Path | None,
@@ -104,12 +104,7 @@ def models(
     """
     with files.one_line_errors():
         files.check_environment()
-        for path in (json_file, csv_file, svg_file):
-            if path is not None:
-                files.check_writable(path)
-        if results is not None:
-            files.make_folder(results)
-            files.check_writable(results / "probe.json")
+        options.check_outputs((json_file, csv_file, svg_file), results)
         conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
         plan = _plan(family, mode, model_size(hidden, layers, tokens, steps), quick)
         if compiled is None:

@@ -89,16 +89,11 @@ def run(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few samples, no torch.compile: a first look.")
     ] = False,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
-        ),
-    ] = 1.5,
+    seconds: options.SecondsPerSize = 1.5,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows.")] = None,
+    json_file: options.JsonRecord = None,
+    csv_file: options.CsvRows = None,
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw the rows.")] = None,
     results: Annotated[
         Path | None,
@@ -115,7 +110,11 @@ def run(
         files.check_environment()
         if every and ops:
             raise files.UserError("name ops or say --all, not both")
-        _check_outputs(json_file, csv_file, png_file, results)
+        options.check_outputs((json_file, csv_file, png_file), results)
+        if png_file is not None:
+            from fusedops.bench import chart
+
+            chart.check_installed()
         conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
         if shape and (not ops or sizes or all_sizes):
             raise files.UserError(
@@ -178,12 +177,7 @@ def tune(
     quick: Annotated[
         bool, typer.Option("--quick", help="Two sizes, few samples: to try the command.")
     ] = False,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
-        ),
-    ] = 1.5,
+    seconds: options.SecondsPerSize = 1.5,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
 ) -> None:
@@ -211,22 +205,6 @@ def tune(
             allocator=allocator,
         )
         tuner.deliver(table, notes, path)
-
-
-def _check_outputs(
-    json_file: Path | None, csv_file: Path | None, png_file: Path | None, results: Path | None
-) -> None:
-    """Raise before anything is measured where an output could not be written."""
-    for path in (json_file, csv_file, png_file):
-        if path is not None:
-            files.check_writable(path)
-    if results is not None:
-        files.make_folder(results)
-        files.check_writable(results / "probe.csv")
-    if png_file is not None:
-        from fusedops.bench import chart
-
-        chart.check_installed()
 
 
 def _specs(ops: list[str]) -> list[Spec]:

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ALLOCATORS = ("tuned", "system")
 
+
+def finite(seconds: float) -> float:
+    """Return a number of seconds; raise for NaN, which is neither below nor above a limit."""
+    if math.isnan(seconds):
+        raise typer.BadParameter("nan is no number of seconds")
+    return seconds
+
+
 # Options that several commands have.
 Dtypes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(DTYPES)}.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -30,6 +38,16 @@ Threads = Annotated[
 Allocator = Annotated[
     str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
 ]
+SecondsPerSize = Annotated[
+    float,
+    typer.Option(callback=finite, min=0.01, max=600, help="Time per size, direction and dtype."),
+]
+Hidden = Annotated[int, typer.Option(min=64, help="Width; heads have 64.")]
+Layers = Annotated[int, typer.Option(min=1, help="Number of layers.")]
+Vocabulary = Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")]
+JsonRecord = Annotated[Path | None, typer.Option("--json", help="Write the record.")]
+JsonRows = Annotated[Path | None, typer.Option("--json", help="Write the rows.")]
+CsvRows = Annotated[Path | None, typer.Option("--csv", help="Write the rows.")]
 
 
 @dataclass(frozen=True)
@@ -106,13 +124,6 @@ def check_known(word: str, known: Iterable[str], what: str) -> None:
     raise files.UserError(f"unknown {what} {word!r}: {hint}known: {', '.join(choices)}")
 
 
-def finite(seconds: float) -> float:
-    """Return a number of seconds; raise for NaN, which is neither below nor above a limit."""
-    if math.isnan(seconds):
-        raise typer.BadParameter("nan is no number of seconds")
-    return seconds
-
-
 def device(text: str) -> torch.device:
     """Return the device that ``text`` names, which must be here; a GPU is made the current one."""
     import torch
@@ -166,3 +177,13 @@ def write_all(
             failures.append(str(error))
     if failures:
         raise files.UserError("; ".join(failures))
+
+
+def check_outputs(paths: Iterable[Path | None], results: Path | None) -> None:
+    """Raise before anything is measured where a file, or one in ``results``, cannot be written."""
+    for path in paths:
+        if path is not None:
+            files.check_writable(path)
+    if results is not None:
+        files.make_folder(results)
+        files.check_writable(results / "probe")

@@ -6,7 +6,6 @@ torch is imported inside the functions, as in ``command.py``.
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,14 +27,14 @@ def scaling(
     preset: Annotated[
         str, typer.Option(help="Preset with the architecture of the model.")
     ] = "gpt2",
-    hidden: Annotated[int, typer.Option(min=64, help="Width; heads have 64.")] = 512,
-    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 6,
-    vocabulary: Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")] = 4096,
+    hidden: options.Hidden = 512,
+    layers: options.Layers = 6,
+    vocabulary: options.Vocabulary = 4096,
     tokens: Annotated[str, typer.Option(help="Sequences x tokens of a step.")] = "8x256",
     seconds: Annotated[
         float, typer.Option(callback=options.finite, min=0.01, max=3600, help="Time per setting.")
     ] = 30.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
+    json_file: options.JsonRows = None,
 ) -> None:
     """Train one model on one process of two threads and on two processes of one thread.
 
@@ -44,8 +43,7 @@ def scaling(
     """
     with files.one_line_errors():
         files.check_environment()
-        if json_file is not None:
-            files.check_writable(json_file)
+        options.check_outputs((json_file,), None)
         sizes = tokens.split("x")
         if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
             raise files.UserError(f"--tokens must be sequences x tokens, such as 8x256: {tokens}")
