@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.models.clip import modeling_clip
 
+from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import feed_forward_rule
-from fusedops.integrations.hf.rules.residual_norm import (
-    add_norm,
-    norm_obstacle,
-    probe_add_norm,
-    unknown_forward,
-)
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
 
 
@@ -31,31 +24,30 @@ class CLIPEncoderLayer(modeling_clip.CLIPEncoderLayer):
         attended, _ = self.self_attn(
             hidden_states=self.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs
         )
-        normed, residual = add_norm(attended, hidden_states, self.layer_norm2)
+        normed, residual = residual_norm.add_norm(attended, hidden_states, self.layer_norm2)
         return residual + self.mlp(normed)
 
 
-_UNKNOWN_LAYER = unknown_forward(CLIPEncoderLayer, modeling_clip.CLIPEncoderLayer)
+_UNKNOWN_LAYER = residual_norm.unknown_forward(CLIPEncoderLayer, modeling_clip.CLIPEncoderLayer)
 
 
 def _obstacle(layer: Any) -> str | None:
-    return norm_obstacle("layer_norm2", layer.layer_norm2) or global_hooks() or _UNKNOWN_LAYER
+    return (
+        residual_norm.norm_obstacle("layer_norm2", layer.layer_norm2)
+        or global_hooks()
+        or _UNKNOWN_LAYER
+    )
 
-
-_ATTENTION = attention_rule(modeling_clip.CLIPAttention, __name__)
-_MLP = feed_forward_rule(modeling_clip.CLIPMLP, __name__)
-CLIPAttention: type[nn.Module] = _ATTENTION.patched
-CLIPMLP: type[nn.Module] = _MLP.patched
 
 RULES = (
-    _ATTENTION,
-    _MLP,
+    attention_rule(modeling_clip.CLIPAttention, __name__),
+    feed_forward.feed_forward_rule(modeling_clip.CLIPMLP, __name__),
     PatchRule(
         modeling_clip.CLIPEncoderLayer,
         CLIPEncoderLayer,
         ("add_layer_norm",),
         "O1",
-        lambda layer: probe_add_norm(layer.layer_norm2),
+        lambda layer: residual_norm.probe_add_norm(layer.layer_norm2),
         _obstacle,
         absorbs=("layer_norm2",),
     ),

@@ -29,7 +29,10 @@ from fusedops.integrations.hf.rules.rule import (
     runs_here,
     subclass,
 )
-from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
+from fusedops.integrations.hf.rules.transformers_modules import (
+    activation_obstacle,
+    known_activation,
+)
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.grouped_mm import grouped_mm
 from fusedops.ops.moe_mlp import moe_mlp
@@ -147,9 +150,7 @@ def known_gate(module: Any) -> Gate | None:
         return _clamped_gate(module)
     if activation_obstacle("act_fn", module.act_fn) is not None or global_hooks() is not None:
         return None
-    name = activation_name(module.act_fn)
-    assert name is not None
-    return Gate(name, gated=bool(module.has_gate))
+    return Gate(known_activation(module.act_fn), gated=bool(module.has_gate))
 
 
 def _gate_function(module: Any) -> Any:

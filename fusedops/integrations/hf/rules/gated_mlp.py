@@ -13,7 +13,11 @@ from torch import nn
 
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
-from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
+from fusedops.integrations.hf.rules.transformers_modules import (
+    activation_name,
+    activation_obstacle,
+    known_activation,
+)
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.swiglu import swiglu
@@ -27,8 +31,7 @@ class _GatedMLP(nn.Module):
         module: Any = self
         if not runs_here(x) or _obstacle(self) is not None:
             return super().forward(x)
-        name = activation_name(module.act_fn)
-        assert name is not None
+        name = known_activation(module.act_fn)
         if _projections_obstacle(self) is None:
             gate, up = module.gate_proj.weight, module.up_proj.weight
             hidden = linear_glu(x, gate, up, activation=name)
@@ -37,11 +40,11 @@ class _GatedMLP(nn.Module):
         return module.down_proj(hidden)
 
 
-_GATES = ("silu", "gelu", "gelu_tanh")
+GATES = ("silu", "gelu", "gelu_tanh")
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return ``activation(gate) * up``, for an activation of ``_GATES``."""
+    """Return ``activation(gate) * up``, for an activation of ``GATES``."""
     if activation == "silu":
         return swiglu(gate, up)
     return geglu(gate, up, "tanh" if activation == "gelu_tanh" else "none")
@@ -50,7 +53,7 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tenso
 def _obstacle(module: Any) -> str | None:
     """Return why the layer must stay as it is now, or ``None``."""
     reason = activation_obstacle("act_fn", module.act_fn) or global_hooks()
-    if reason is None and activation_name(module.act_fn) not in _GATES:
+    if reason is None and activation_name(module.act_fn) not in GATES:
         reason = _projections_obstacle(module)
     return reason
 
@@ -86,7 +89,7 @@ def gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
         subclass(original, _GatedMLP, module_name),
         ("linear_glu",),
         "O2",
-        _probe,
+        probe,
         _obstacle,
         absorbs=(*_PROJECTIONS, "act_fn"),
         calls=_called_projections,
@@ -103,7 +106,8 @@ def _note(module: Any) -> str | None:
     return None if reason is None else f"swiglu or geglu after the products: {reason}"
 
 
-def _probe(module: Any) -> None:
+def probe(module: Any) -> None:
+    """Call ``linear_glu`` on one row, as ``PatchRule.probe`` does."""
     row = like(module).new_zeros(1, 2)
     linear_glu(row, row, row)
 
@@ -116,15 +120,14 @@ class _PackedGatedMLP(nn.Module):
         module: Any = self
         if not runs_here(hidden_states) or _packed_obstacle(self) is not None:
             return super().forward(hidden_states)
-        name = activation_name(module.activation_fn)
-        assert name is not None
+        name = known_activation(module.activation_fn)
         gate, up = module.gate_up_proj(hidden_states).chunk(2, dim=-1)
         return module.down_proj(_gated(gate, up, name))
 
 
 def _packed_obstacle(module: Any) -> str | None:
     reason = activation_obstacle("activation_fn", module.activation_fn) or global_hooks()
-    if reason is None and activation_name(module.activation_fn) not in _GATES:
+    if reason is None and activation_name(module.activation_fn) not in GATES:
         reason = f"activation_fn is a {type(module.activation_fn).__name__}"
     return reason
 

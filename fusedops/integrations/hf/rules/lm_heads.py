@@ -25,6 +25,12 @@ def _same(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments:
     return arguments
 
 
+def needs_decoder_input(arguments: Arguments) -> bool:
+    """Return whether the decoder's input is to be made of the labels."""
+    names = ("decoder_input_ids", "decoder_inputs_embeds")
+    return all(arguments.get(name) is None for name in names)
+
+
 def head_rule(
     original: type[nn.Module],
     module_name: str,

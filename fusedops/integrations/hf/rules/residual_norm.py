@@ -107,6 +107,13 @@ def unknown_forward(patched: type[nn.Module], original: type[nn.Module]) -> str 
     return f"this transformers has another {original.__name__}.forward({', '.join(found[1:])})"
 
 
+def unknown(
+    patched: type[nn.Module], original: type[nn.Module], also: Iterable[str] = ()
+) -> str | None:
+    """Return why ``original.forward`` takes or uses what ``patched`` does not know, or ``None``."""
+    return unknown_forward(patched, original) or unknown_names(patched, original, also)
+
+
 def unknown_names(
     patched: type[nn.Module], original: type[nn.Module], also: Iterable[str] = ()
 ) -> str | None:
@@ -116,7 +123,7 @@ def unknown_names(
     transformers that does more than this one is known by it. Tensors' methods do not count.
     """
     ours = patched.__mro__[: patched.__mro__.index(nn.Module)]
-    methods = [each for cls in ours for each in vars(cls).values() if inspect.isfunction(each)]
+    methods = [value for cls in ours for value in vars(cls).values() if inspect.isfunction(value)]
     known = {name for method in methods for name in method.__code__.co_names}
     used = set(inspect.unwrap(original.forward).__code__.co_names)
     unknown = used - known - set(also) - set(dir(torch.Tensor)) - _TORCH

@@ -117,10 +117,11 @@ def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind = 
     """
     patched = subclass(original, _RMSNorm, module_name, kind=kind)
     _KINDS[original] = _KINDS[patched] = kind
-    return PatchRule(original, patched, ("rms_norm",), "O1", _probe_norm)
+    return PatchRule(original, patched, ("rms_norm",), "O1", probe_norm)
 
 
-def _probe_norm(norm: Any) -> None:
+def probe_norm(norm: Any) -> None:
+    """Call ``rms_norm`` on one row, as ``PatchRule.probe`` does."""
     weight = gathered(norm.weight)
     rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
 

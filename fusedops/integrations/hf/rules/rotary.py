@@ -10,14 +10,15 @@ rule sees to it that the original runs where one of the names means something el
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusedops.integrations.hf.original_code import names_in
 from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.rotary_embedding import rotary_embedding
 
@@ -42,7 +43,7 @@ def forward_with_rotary(
     forward = original.forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
-    names = set(_names(forward.__code__))
+    names = set(names_in(forward.__code__))
     if _NAME not in names:
         return None
     ours, theirs = vars(sys.modules[module_name]), forward.__globals__
@@ -57,14 +58,6 @@ def forward_with_rotary(
     same.__annotations__ = forward.__annotations__
     same.__doc__ = forward.__doc__
     return same
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names of globals and attributes that ``code`` and the code inside it read."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _fused(original: Callable[..., Any], half_tables: bool) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf.rules.residual_norm import unknown_forward, unknown_names
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_route import moe_route
@@ -136,7 +136,7 @@ def router_rule(original: type[nn.Module], forward: type[Router], module_name: s
         forward: what it computes: a class of this file.
         module_name: name of the module that will hold the patched class under the same name.
     """
-    unknown = unknown_forward(forward, original) or unknown_names(forward, original)
+    unknown = residual_norm.unknown(forward, original)
     return PatchRule(
         original,
         subclass(original, forward, module_name),

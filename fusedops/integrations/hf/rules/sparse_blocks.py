@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.experts import compute, experts_obstacle, gate_note
-from fusedops.integrations.hf.rules.residual_norm import unknown_forward, unknown_names
 from fusedops.integrations.hf.rules.routers import router_obstacle
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan
@@ -101,7 +101,7 @@ def block_rule(
         module_name: name of the module that will hold the patched class under the same name.
     """
     children = (forward.router_name, "experts")
-    unknown = unknown_forward(forward, original) or unknown_names(forward, original, children)
+    unknown = residual_norm.unknown(forward, original, children)
     return PatchRule(
         original,
         subclass(original, forward, module_name),
