@@ -25,7 +25,7 @@ class _Layer(nn.Module):
     """
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -43,18 +43,17 @@ class _Layer(nn.Module):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        module: Any = self
         if (
-            module.use_parallel_residual
+            self.use_parallel_residual
             or not runs_here(hidden_states)
             or _layer_obstacle(self) is not None
         ):
             return super().forward(hidden_states, **options)
-        attended, _ = module.attention(module.input_layernorm(hidden_states), **options)
-        dropout_p = residual_norm.probability(module.post_attention_dropout)
-        norm = module.post_attention_layernorm
+        attended, _ = self.attention(self.input_layernorm(hidden_states), **options)
+        dropout_p = residual_norm.probability(self.post_attention_dropout)
+        norm = self.post_attention_layernorm
         normed, residual = residual_norm.add_norm(attended, hidden_states, norm, dropout_p)
-        return module.post_mlp_dropout(module.mlp(normed)) + residual
+        return self.post_mlp_dropout(self.mlp(normed)) + residual
 
 
 def _layer_obstacle(layer: Any) -> str | None:

@@ -25,7 +25,7 @@ class _DecoderLayer(nn.Module):
     """The decoder layer: each dropout and residual sum in one pass, with the norm if it follows."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
@@ -40,25 +40,23 @@ class _DecoderLayer(nn.Module):
             position_ids=position_ids,
             **kwargs,
         )
-        module: Any = self
         if not runs_here(hidden_states) or _layer_obstacle(self) is not None:
             return super().forward(hidden_states, use_cache=use_cache, **options)
-        dropout_p = module.dropout if module.training else 0.0
-        first, second = module.self_attn_layer_norm, module.final_layer_norm
-        if not module.do_layer_norm_before:
-            attended, _ = module.self_attn(hidden_states=hidden_states, **options)
+        dropout_p = self.dropout if self.training else 0.0
+        first, second = self.self_attn_layer_norm, self.final_layer_norm
+        if not self.do_layer_norm_before:
+            attended, _ = self.self_attn(hidden_states=hidden_states, **options)
             normed, _ = residual_norm.add_norm(attended, hidden_states, first, dropout_p)
             return residual_norm.add_norm(self._feed_forward(normed), normed, second, dropout_p)[0]
-        attended, _ = module.self_attn(hidden_states=first(hidden_states), **options)
+        attended, _ = self.self_attn(hidden_states=first(hidden_states), **options)
         normed, residual = residual_norm.add_norm(attended, hidden_states, second, dropout_p)
         return bias_dropout_add(self._feed_forward(normed), None, residual, dropout_p)
 
-    def _feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        module: Any = self
+    def _feed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         if runs_here(hidden_states) and feed_forward.obstacle(self, _NAMES) is None:
             return feed_forward.fused(self, _NAMES, hidden_states)
         rows = hidden_states.reshape(-1, hidden_states.size(-1))  # as the original calls them
-        return module.fc2(module.activation_fn(module.fc1(rows))).view(hidden_states.shape)
+        return self.fc2(self.activation_fn(self.fc1(rows))).view(hidden_states.shape)
 
 
 def _layer_obstacle(layer: Any) -> str | None:

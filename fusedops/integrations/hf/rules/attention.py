@@ -162,22 +162,8 @@ def attend_as_eager(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention as the decoder families' ``eager_attention_forward``, with the fused op.
 
-    The mask is always added and says all: causality and the window are in it.
-
-    Args:
-        module: the attention module.
-        query: ``[B, H, Sq, D]``.
-        key: ``[B, Hkv, Sk, D]``; heads are shared in groups.
-        value: ``[B, Hkv, Sk, Dv]``.
-        attention_mask: additive, broadcastable to ``[B, H, Sq, Sk]``, or ``None``.
-        scaling: factor of the scores.
-        dropout: probability, of which evaluation makes 0.
-        softcap: bound of the scores (Gemma 2).
-        s_aux: ``[H]``, the sinks (GPT-OSS).
-        **kwargs: what other implementations take.
-
-    Returns:
-        ``[B, Sq, H, Dv]``, and ``None`` for the weights, which nobody records.
+    Arguments and result are those of ``attend``, but the mask is always added and says all
+    (causality and the window are in it), and ``dropout`` counts in training only.
     """
     implementations = getattr(module, "implementations", None)
     if implementations is not None and implementations.eager_knows(kwargs):
@@ -349,7 +335,7 @@ def attention_rule(
 
     Args:
         original: the class.
-        module_name: name of the module that will hold the patched class under the same name.
+        module_name: holds the patched class.
         absorbs: names of the children whose work the attention's function does.
         eager: whether the class's ``eager`` is ``attend_as_eager``, and its caller drops the
             weights.

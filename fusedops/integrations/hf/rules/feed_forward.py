@@ -88,13 +88,7 @@ _DEFAULT = Names()
 def feed_forward_rule(
     original: type[nn.Module], module_name: str, names: Names = _DEFAULT
 ) -> PatchRule:
-    """Return the rule for a class of ``second(activation(first(hidden_states)))``.
-
-    Args:
-        original: the class.
-        module_name: name of the module that will hold the patched class under the same name.
-        names: of its children.
-    """
+    """Return the rule for a class of ``second(activation(first(hidden_states)))``."""
     return PatchRule(
         original,
         subclass(original, _FeedForward, module_name, names=names),

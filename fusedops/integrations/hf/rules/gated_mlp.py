@@ -26,18 +26,16 @@ from fusedops.ops.swiglu import swiglu
 class _GatedMLP(nn.Module):
     """The forward of every patched gated feed-forward layer."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
-        module: Any = self
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if not runs_here(x) or _obstacle(self) is not None:
             return super().forward(x)
-        name = known_activation(module.act_fn)
+        name = known_activation(self.act_fn)
         if _projections_obstacle(self) is None:
-            gate, up = module.gate_proj.weight, module.up_proj.weight
+            gate, up = self.gate_proj.weight, self.up_proj.weight
             hidden = linear_glu(x, gate, up, activation=name)
         else:
-            hidden = _gated(module.gate_proj(x), module.up_proj(x), name)
-        return module.down_proj(hidden)
+            hidden = _gated(self.gate_proj(x), self.up_proj(x), name)
+        return self.down_proj(hidden)
 
 
 GATES = ("silu", "gelu", "gelu_tanh")
@@ -74,15 +72,10 @@ _PROJECTIONS = ("gate_proj", "up_proj")
 
 
 def gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
-    """Return the rule for a family's gated feed-forward layer.
+    """Return the rule for a layer of ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``.
 
     Where a projection must be called, because it has a bias or an adapter took its place,
     activation and product are still one op.
-
-    Args:
-        original: the class; its children are ``gate_proj``, ``up_proj``, ``down_proj`` and
-            ``act_fn``.
-        module_name: name of the module that will hold the patched class under the same name.
     """
     return PatchRule(
         original,
@@ -115,14 +108,12 @@ def probe(module: Any) -> None:
 class _PackedGatedMLP(nn.Module):
     """The forward of a gated feed-forward layer whose two projections are one linear layer."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return ``down_proj(up * activation_fn(gate))`` of the halves of ``gate_up_proj``."""
-        module: Any = self
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         if not runs_here(hidden_states) or _packed_obstacle(self) is not None:
             return super().forward(hidden_states)
-        name = known_activation(module.activation_fn)
-        gate, up = module.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        return module.down_proj(_gated(gate, up, name))
+        name = known_activation(self.activation_fn)
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(_gated(gate, up, name))
 
 
 def _packed_obstacle(module: Any) -> str | None:
@@ -133,12 +124,7 @@ def _packed_obstacle(module: Any) -> str | None:
 
 
 def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
-    """Return the rule for a gated feed-forward layer with one projection, as Phi-3 has it.
-
-    Args:
-        original: the class; its children are ``gate_up_proj``, ``down_proj``, ``activation_fn``.
-        module_name: name of the module that will hold the patched class under the same name.
-    """
+    """Return the rule for a layer of ``gate_up_proj``, ``down_proj`` and ``activation_fn``."""
     patched = subclass(original, _PackedGatedMLP, module_name)
     ops, absorbs = ("swiglu",), ("activation_fn",)
     return PatchRule(original, patched, ops, "O1", _probe_packed, _packed_obstacle, absorbs=absorbs)

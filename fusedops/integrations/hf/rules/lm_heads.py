@@ -40,7 +40,7 @@ def head_rule(
 
     Args:
         original: the class.
-        module_name: name of the module that will hold the patched class under the same name.
+        module_name: holds the patched class.
         from_labels: gives the arguments of the forward without labels, completed by what theirs
             makes of the labels beside the loss; ``None`` leaves the call to theirs.
     """
