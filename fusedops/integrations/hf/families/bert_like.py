@@ -24,7 +24,7 @@ class _Output(nn.Module):
     """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``, all after the product in one."""
 
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        if not runs_here(hidden_states) or _output_obstacle(self) is not None:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(hidden_states, input_tensor)
         dropout_p = residual_norm.probability(self.dropout)
         branch = self.dense(hidden_states)
@@ -64,14 +64,11 @@ def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[PatchRule,
     return (
         *(attention_rule(original, module_name, ("dropout",)) for original in attentions),
         *(
-            PatchRule(
-                original,
+            residual_norm.layer_rule(
                 subclass(original, _Output, module_name),
                 ("add_layer_norm",),
-                "O1",
-                lambda module: residual_norm.probe_add_norm(module.LayerNorm),
-                _output_obstacle,
-                absorbs=("LayerNorm", "dropout"),
+                norms=("LayerNorm",),
+                dropouts=("dropout",),
             )
             for original in outputs
         ),
@@ -111,14 +108,6 @@ def dense_act_rule(
         feed_forward.probe_dense_act,
         lambda module: feed_forward.dense_act_obstacle(module, "dense", activation),
         absorbs=("dense", activation),
-    )
-
-
-def _output_obstacle(module: Any) -> str | None:
-    return (
-        residual_norm.norm_obstacle("LayerNorm", module.LayerNorm)
-        or residual_norm.dropout_obstacle("dropout", module.dropout)
-        or global_hooks()
     )
 
 

@@ -9,17 +9,17 @@ from transformers.models.clip import modeling_clip
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import runs_here
 
 
 class CLIPEncoderLayer(modeling_clip.CLIPEncoderLayer):
     """CLIP's block with the first residual sum and the norm after it in one pass."""
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
+        self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Return the residual stream after the block."""
-        if not runs_here(hidden_states) or _obstacle(self) is not None:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(hidden_states, attention_mask, **kwargs)
         attended, _ = self.self_attn(
             hidden_states=self.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs
@@ -28,27 +28,8 @@ class CLIPEncoderLayer(modeling_clip.CLIPEncoderLayer):
         return residual + self.mlp(normed)
 
 
-_UNKNOWN_LAYER = residual_norm.unknown_forward(CLIPEncoderLayer, modeling_clip.CLIPEncoderLayer)
-
-
-def _obstacle(layer: Any) -> str | None:
-    return (
-        residual_norm.norm_obstacle("layer_norm2", layer.layer_norm2)
-        or global_hooks()
-        or _UNKNOWN_LAYER
-    )
-
-
 RULES = (
     attention_rule(modeling_clip.CLIPAttention, __name__),
     feed_forward.feed_forward_rule(modeling_clip.CLIPMLP, __name__),
-    PatchRule(
-        modeling_clip.CLIPEncoderLayer,
-        CLIPEncoderLayer,
-        ("add_layer_norm",),
-        "O1",
-        lambda layer: residual_norm.probe_add_norm(layer.layer_norm2),
-        _obstacle,
-        absorbs=("layer_norm2",),
-    ),
+    residual_norm.layer_rule(CLIPEncoderLayer, ("add_layer_norm",), norms=("layer_norm2",)),
 )

@@ -9,7 +9,7 @@ from transformers.models.distilbert import modeling_distilbert
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule, runs_here
 
 _NAMES = feed_forward.Names("lin1", "activation", "lin2")
 
@@ -28,13 +28,13 @@ class TransformerBlock(modeling_distilbert.TransformerBlock):
     """The block with residual sum and norm in one pass, and the MLP's dropout where it can be."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the hidden states after the block."""
-        if not runs_here(hidden_states) or _block_obstacle(self) is not None:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(hidden_states, attention_mask, **kwargs)
         attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
         hidden_states, _ = residual_norm.add_norm(attended, hidden_states, self.sa_layer_norm)
@@ -47,40 +47,20 @@ class TransformerBlock(modeling_distilbert.TransformerBlock):
 
 
 _FFNS = (modeling_distilbert.FFN, FFN)
-_UNKNOWN_BLOCK = residual_norm.unknown_forward(
-    TransformerBlock, modeling_distilbert.TransformerBlock
-)
 
 
 def _feed_forward_obstacle(module: Any) -> str | None:
     return feed_forward.obstacle(module, _NAMES)
 
 
-def _block_obstacle(block: Any) -> str | None:
-    return (
-        residual_norm.norm_obstacle("sa_layer_norm", block.sa_layer_norm)
-        or residual_norm.norm_obstacle("output_layer_norm", block.output_layer_norm)
-        or global_hooks()
-        or _UNKNOWN_BLOCK
-    )
-
-
-def _block_note(block: Any) -> str | None:
-    reason = residual_norm.deferral_obstacle(block.ffn, "dropout", _FFNS)
-    return f"dropout not fused: {reason}" if reason is not None else None
-
-
 RULES = (
     attention_rule(modeling_distilbert.DistilBertSelfAttention, __name__, ("dropout",)),
-    PatchRule(
-        modeling_distilbert.TransformerBlock,
+    residual_norm.layer_rule(
         TransformerBlock,
         ("add_layer_norm",),
-        "O1",
-        lambda block: residual_norm.probe_add_norm(block.sa_layer_norm),
-        _block_obstacle,
-        absorbs=("sa_layer_norm", "output_layer_norm", "ffn.dropout"),
-        note=_block_note,
+        norms=("sa_layer_norm", "output_layer_norm"),
+        absorbs=("ffn.dropout",),
+        note=lambda block: residual_norm.deferral_note([(block.ffn, "dropout")], _FFNS),
     ),
     PatchRule(
         modeling_distilbert.FFN,

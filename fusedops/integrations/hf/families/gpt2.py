@@ -60,7 +60,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
     """GPT-2's block with dropout, residual sum and norm in one pass, where they meet."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         past_key_values: Any = None,
         attention_mask: torch.Tensor | None = None,
@@ -73,7 +73,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         if (
             encoder_hidden_states is not None
             or not runs_here(hidden_states)
-            or _block_obstacle(self) is not None
+            or self.fused_rule.obstacle(self) is not None
         ):
             return super().forward(
                 hidden_states,
@@ -104,34 +104,18 @@ GPT2Attention = _ATTENTION.patched
 _BRANCHES = (modeling_gpt2.GPT2Attention, GPT2Attention, modeling_gpt2.GPT2MLP, GPT2MLP)
 
 
-def _block_obstacle(block: Any) -> str | None:
-    """Return why the block cannot run in its fused form now, or ``None``."""
-    return residual_norm.norm_obstacle("ln_2", block.ln_2) or global_hooks() or _UNKNOWN_BLOCK
-
-
-_UNKNOWN_BLOCK = residual_norm.unknown_forward(GPT2Block, modeling_gpt2.GPT2Block)
-
-
 def _block_note(block: Any) -> str | None:
-    """Return which dropouts are not fused, if they would have work."""
-    reasons = [
-        reason
-        for branch, name in ((block.attn, "resid_dropout"), (block.mlp, "dropout"))
-        if (reason := residual_norm.deferral_obstacle(branch, name, _BRANCHES)) is not None
-    ]
-    return f"dropout not fused: {'; '.join(reasons)}" if reasons else None
+    branches = ((block.attn, "resid_dropout"), (block.mlp, "dropout"))
+    return residual_norm.deferral_note(branches, _BRANCHES)
 
 
 RULES = (
     _ATTENTION,
-    PatchRule(
-        modeling_gpt2.GPT2Block,
+    residual_norm.layer_rule(
         GPT2Block,
         ("add_layer_norm", "bias_dropout_add"),
-        "O1",
-        lambda block: residual_norm.probe_add_norm(block.ln_2),
-        _block_obstacle,
-        absorbs=("ln_2", "attn.resid_dropout", "mlp.dropout"),
+        norms=("ln_2",),
+        absorbs=("attn.resid_dropout", "mlp.dropout"),
         note=_block_note,
     ),
     PatchRule(

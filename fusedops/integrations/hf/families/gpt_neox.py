@@ -11,8 +11,6 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.rule import (
-    PatchRule,
-    global_hooks,
     runs_here,
     subclass,
 )
@@ -46,7 +44,7 @@ class _Layer(nn.Module):
         if (
             self.use_parallel_residual
             or not runs_here(hidden_states)
-            or _layer_obstacle(self) is not None
+            or self.fused_rule.obstacle(self) is not None
         ):
             return super().forward(hidden_states, **options)
         attended, _ = self.attention(self.input_layernorm(hidden_states), **options)
@@ -54,14 +52,6 @@ class _Layer(nn.Module):
         norm = self.post_attention_layernorm
         normed, residual = residual_norm.add_norm(attended, hidden_states, norm, dropout_p)
         return self.post_mlp_dropout(self.mlp(normed)) + residual
-
-
-def _layer_obstacle(layer: Any) -> str | None:
-    return (
-        residual_norm.norm_obstacle("post_attention_layernorm", layer.post_attention_layernorm)
-        or residual_norm.dropout_obstacle("post_attention_dropout", layer.post_attention_dropout)
-        or global_hooks()
-    )
 
 
 _ORIGINAL = modeling_gpt_neox.GPTNeoXLayer
@@ -74,14 +64,12 @@ RULES = (
         __name__,
         feed_forward.Names("dense_h_to_4h", "act", "dense_4h_to_h"),
     ),
-    PatchRule(
-        _ORIGINAL,
+    residual_norm.layer_rule(
         subclass(_ORIGINAL, _Layer, __name__),
         ("add_layer_norm",),
-        "O1",
-        lambda layer: residual_norm.probe_add_norm(layer.post_attention_layernorm),
-        lambda layer: _UNKNOWN or _layer_obstacle(layer),
-        lambda layer: not layer.use_parallel_residual,
-        absorbs=("post_attention_layernorm", "post_attention_dropout"),
+        norms=("post_attention_layernorm",),
+        dropouts=("post_attention_dropout",),
+        obstacle=lambda layer: _UNKNOWN,
+        applies=lambda layer: not layer.use_parallel_residual,
     ),
 )

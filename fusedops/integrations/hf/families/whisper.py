@@ -15,7 +15,7 @@ from transformers.models.whisper import modeling_whisper
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule, needs_decoder_input
-from fusedops.integrations.hf.rules.rule import PatchRule, runs_here
+from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 _NAMES = feed_forward.Names()
@@ -25,10 +25,10 @@ class WhisperEncoderLayer(modeling_whisper.WhisperEncoderLayer):
     """The encoder's layer on the fused ops."""
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
+        self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Return the residual stream after the layer."""
-        if not runs_here(hidden_states) or _encoder_obstacle(self) is not None:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(hidden_states, attention_mask, **kwargs)
         attended, _ = self.self_attn(
             hidden_states=self.self_attn_layer_norm(hidden_states),
@@ -46,7 +46,7 @@ class WhisperDecoderLayer(modeling_whisper.WhisperDecoderLayer):
     """The decoder's layer on the fused ops."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
@@ -56,7 +56,7 @@ class WhisperDecoderLayer(modeling_whisper.WhisperDecoderLayer):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream after the layer."""
-        if not runs_here(hidden_states) or _decoder_obstacle(self) is not None:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(
                 hidden_states,
                 attention_mask,
@@ -111,32 +111,6 @@ def _dropout_p(layer: Any) -> float:
     return layer.dropout if layer.training else 0.0
 
 
-_UNKNOWN_ENCODER = residual_norm.unknown_forward(
-    WhisperEncoderLayer, modeling_whisper.WhisperEncoderLayer
-)
-_UNKNOWN_DECODER = residual_norm.unknown_forward(
-    WhisperDecoderLayer, modeling_whisper.WhisperDecoderLayer
-)
-
-
-def _encoder_obstacle(layer: Any) -> str | None:
-    return _layer_obstacle(layer) or _UNKNOWN_ENCODER
-
-
-def _decoder_obstacle(layer: Any) -> str | None:
-    return (
-        residual_norm.norm_obstacle("encoder_attn_layer_norm", layer.encoder_attn_layer_norm)
-        or _layer_obstacle(layer)
-        or _UNKNOWN_DECODER
-    )
-
-
-def _layer_obstacle(layer: Any) -> str | None:
-    return residual_norm.norm_obstacle(
-        "final_layer_norm", layer.final_layer_norm
-    ) or feed_forward.obstacle(layer, _NAMES)
-
-
 def _called(layer: Any) -> tuple[str, ...]:
     return ("fc2",) if layer.training and layer.activation_dropout > 0.0 else ()
 
@@ -153,30 +127,19 @@ def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Argument
     return arguments
 
 
-_OPS = ("add_layer_norm", "mlp", "bias_dropout_add")
-_MLP = ("fc1", "activation_fn", "fc2")
+_FEED_FORWARD: dict[str, Any] = {
+    "ops": ("add_layer_norm", "mlp", "bias_dropout_add"),
+    "level": "O2",
+    "obstacle": lambda layer: feed_forward.obstacle(layer, _NAMES),
+    "absorbs": ("fc1", "activation_fn", "fc2"),
+    "calls": _called,
+}
 
 RULES = (
     attention_rule(modeling_whisper.WhisperAttention, __name__),
     head_rule(modeling_whisper.WhisperForConditionalGeneration, __name__, _shifted),
-    PatchRule(
-        modeling_whisper.WhisperEncoderLayer,
-        WhisperEncoderLayer,
-        _OPS,
-        "O2",
-        lambda layer: residual_norm.probe_add_norm(layer.final_layer_norm),
-        _encoder_obstacle,
-        absorbs=("final_layer_norm", *_MLP),
-        calls=_called,
-    ),
-    PatchRule(
-        modeling_whisper.WhisperDecoderLayer,
-        WhisperDecoderLayer,
-        _OPS,
-        "O2",
-        lambda layer: residual_norm.probe_add_norm(layer.final_layer_norm),
-        _decoder_obstacle,
-        absorbs=("encoder_attn_layer_norm", "final_layer_norm", *_MLP),
-        calls=_called,
+    residual_norm.layer_rule(WhisperEncoderLayer, norms=("final_layer_norm",), **_FEED_FORWARD),
+    residual_norm.layer_rule(
+        WhisperDecoderLayer, norms=("encoder_attn_layer_norm", "final_layer_norm"), **_FEED_FORWARD
     ),
 )

@@ -7,7 +7,7 @@ of the branch's own forward (``deferred``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathered
-from fusedops.integrations.hf.rules.rule import bypass_obstacle
+from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, global_hooks
 from fusedops.integrations.hf.rules.torch_modules import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
 
@@ -95,6 +95,61 @@ def deferral_obstacle(branch: Any, name: str, classes: Iterable[type]) -> str | 
     """Return why the dropout at the end of ``branch`` must stay there, or ``None``."""
     return bypass_obstacle(type(branch).__name__, branch, classes) or dropout_obstacle(
         name, getattr(branch, name)
+    )
+
+
+def deferral_note(branches: Iterable[tuple[Any, str]], classes: Iterable[type]) -> str | None:
+    """Return which dropouts at the ends of branches are not fused, if they would have work."""
+    reasons = [deferral_obstacle(branch, name, classes) for branch, name in branches]
+    refused = "; ".join(reason for reason in reasons if reason is not None)
+    return f"dropout not fused: {refused}" if refused else None
+
+
+def layer_rule(
+    patched: type[nn.Module],
+    ops: tuple[str, ...],
+    *,
+    norms: tuple[str, ...],
+    dropouts: tuple[str, ...] = (),
+    absorbs: tuple[str, ...] = (),
+    level: str = "O1",
+    obstacle: Callable[[Any], str | None] = lambda layer: None,
+    **options: Any,
+) -> PatchRule:
+    """Return the rule for a layer whose forward does the work of some norms and dropouts.
+
+    It refuses where this transformers has another forward, and where one of them must be called.
+
+    Args:
+        patched: the class, whose last base is the original.
+        ops: as in ``PatchRule``.
+        norms: names of the norms, each for ``add_norm``.
+        dropouts: names of the dropouts.
+        absorbs: names of further children whose work the forward does.
+        level: as in ``PatchRule``.
+        obstacle: what else is to be asked.
+        **options: of ``PatchRule``.
+    """
+    original = patched.__bases__[-1]
+    unknown = unknown_forward(patched, original)
+
+    def layer_obstacle(layer: Any) -> str | None:
+        reason = None
+        for name in norms:
+            reason = reason or norm_obstacle(name, getattr(layer, name))
+        for name in dropouts:
+            reason = reason or dropout_obstacle(name, getattr(layer, name))
+        return reason or obstacle(layer) or global_hooks() or unknown
+
+    return PatchRule(
+        original,
+        patched,
+        ops,
+        level,
+        lambda layer: probe_add_norm(getattr(layer, norms[-1])),
+        layer_obstacle,
+        absorbs=(*norms, *dropouts, *absorbs),
+        **options,
     )
 
 
