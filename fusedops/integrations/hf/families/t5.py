@@ -97,13 +97,13 @@ class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
         position_bias: torch.Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any, Any]:
+    ) -> tuple[Any, ...]:
         """Return the residual stream, the position bias and the attention's weights."""
         if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
             return super().forward(
                 hidden_states, attention_mask, position_bias, past_key_values, **kwargs
             )
-        attended, position_bias, weights = self.SelfAttention(
+        attended, *rest = self.SelfAttention(
             self.layer_norm(hidden_states),
             mask=attention_mask,
             position_bias=position_bias,
@@ -111,8 +111,7 @@ class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
             **kwargs,
         )
         dropout_p = residual_norm.probability(self.dropout)
-        output = bias_dropout_add(attended, None, hidden_states, dropout_p)
-        return output, position_bias, weights
+        return bias_dropout_add(attended, None, hidden_states, dropout_p), *rest
 
 
 class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
@@ -126,7 +125,7 @@ class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
         position_bias: torch.Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any, Any]:
+    ) -> tuple[Any, ...]:
         """Return the residual stream, the position bias and the attention's weights."""
         if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
             return super().forward(
@@ -137,7 +136,7 @@ class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
                 past_key_values,
                 **kwargs,
             )
-        attended, position_bias, weights = self.EncDecAttention(
+        attended, *rest = self.EncDecAttention(
             self.layer_norm(hidden_states),
             mask=attention_mask,
             key_value_states=key_value_states,
@@ -146,8 +145,7 @@ class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
             **kwargs,
         )
         dropout_p = residual_norm.probability(self.dropout)
-        output = bias_dropout_add(attended, None, hidden_states, dropout_p)
-        return output, position_bias, weights
+        return bias_dropout_add(attended, None, hidden_states, dropout_p), *rest
 
 
 def _plain_obstacle(module: Any) -> str | None:

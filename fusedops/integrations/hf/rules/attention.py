@@ -29,14 +29,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf.original_code import (
-    Places,
-    context_obstacle,
-    functions,
-    global_function,
-    name_of,
-    replaced,
-)
+from fusedops.integrations.hf import original_code
+from fusedops.integrations.hf.original_code import Places, context_obstacle, name_of, replaced
 from fusedops.integrations.hf.rules.rotary import forward_with_rotary
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
@@ -200,7 +194,7 @@ for _name, _function, _mask in (
     AttentionMaskInterface.register(_name, _mask)
 
 
-_SDPA = functions("scaled_dot_product_attention")
+_SDPA = original_code.functions("scaled_dot_product_attention")
 
 
 @dataclass(frozen=True)
@@ -225,7 +219,7 @@ class Implementations:
         registry = code.__globals__.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         if not eager:
             return Implementations(registry, None, None)
-        places = global_function(original.__module__, "eager_attention_forward")
+        places = original_code.global_function(original.__module__, "eager_attention_forward")
         function = places[0].known
         known = None if function is None else known_arguments(attend_as_eager, function)
         return Implementations(registry, places, known)

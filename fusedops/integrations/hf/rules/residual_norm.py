@@ -58,7 +58,7 @@ def probability(dropout: Any) -> float:
 
 
 def probe_add_norm(norm: Any) -> None:
-    """Call ``add_layer_norm`` on one row, as ``Rule.probe`` does."""
+    """Call ``add_layer_norm`` on one row, as ``PatchRule.probe`` does."""
     weight = gathered(norm.weight)
     row = weight.new_zeros((1, *norm.normalized_shape))
     add_layer_norm(row, row, norm.normalized_shape, weight)

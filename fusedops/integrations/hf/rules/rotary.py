@@ -48,9 +48,9 @@ def forward_with_rotary(
         return None
     ours, theirs = vars(sys.modules[module_name]), forward.__globals__
     ours.update({name: theirs[name] for name in names & theirs.keys()})
-    ours[_NAME] = _fused(theirs[_NAME], half_tables)
+    ours[_NAME] = _fused(theirs[_NAME], _whole_tables if half_tables else _as_given)
     if _INTERLEAVED in names:
-        ours[_INTERLEAVED] = _fused_interleaved(theirs[_INTERLEAVED])
+        ours[_INTERLEAVED] = _fused(theirs[_INTERLEAVED], _deinterleaved)
     same = FunctionType(
         forward.__code__, ours, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -60,36 +60,29 @@ def forward_with_rotary(
     return same
 
 
-def _fused(original: Callable[..., Any], half_tables: bool) -> Callable[..., Any]:
+def _fused(original: Callable[..., Any], prepared: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the fused op for arguments that it takes, else ``original``."""
 
     @wraps(original)
-    def apply_rotary_pos_emb(
-        *args: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply_rotary(*args: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if options or len(args) != 4 or not _fits(*args):
             return original(*args, **options)
-        q, k, cos, sin = args
-        if half_tables:
-            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-        return rotary_embedding(q, k, cos, sin)
+        return rotary_embedding(*prepared(*args))
 
-    return apply_rotary_pos_emb
+    return apply_rotary
 
 
-def _fused_interleaved(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same for DeepSeek's function: pairs are neighbours before, halves afterwards."""
+def _as_given(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return args
 
-    @wraps(original)
-    def apply_rotary_pos_emb_interleave(
-        *args: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if options or len(args) != 4 or not _fits(*args):
-            return original(*args, **options)
-        q, k, cos, sin = args
-        return rotary_embedding(_halves(q), _halves(k), cos, sin)
 
-    return apply_rotary_pos_emb_interleave
+def _whole_tables(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ...]:
+    return q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def _deinterleaved(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ...]:
+    """Return the arguments for DeepSeek's function: neighbours form pairs before, halves after."""
+    return _halves(q), _halves(k), cos, sin
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
