@@ -47,9 +47,9 @@ def prepare(
             "prepare: accelerator must be an accelerate.Accelerator, "
             f"got {type(accelerator).__name__}"
         )
-    models = [each for each in objects if isinstance(each, nn.Module)]
+    models = [value for value in objects if isinstance(value, nn.Module)]
     if not models:
-        names = [type(each).__name__ for each in objects]
+        names = [type(value).__name__ for value in objects]
         checks.fail("prepare", "objects", "such that a model is among them", names)
     for model in models:
         report = patch(model, level=level, strict=strict)

@@ -59,26 +59,23 @@ def decompositions() -> Decompositions:
 _LEFT = ("attention_decode", "attention_varlen", "moe_pack", "moe_unpack")
 
 
-def _layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, ...]:
-    output, mean, rstd = backends.reference("layer_norm")(input, shape, weight, bias, eps)
+def _layer_norm(*args: Any) -> tuple[Any, ...]:
+    input, _, weight, bias, _ = args
+    output, mean, rstd = backends.reference("layer_norm")(*args)
     if _of_dtype(input.dtype, weight, bias):
-        output = F.layer_norm(input, shape, weight, bias, eps).contiguous()
+        output = F.layer_norm(*args).contiguous()
     return output, mean, rstd
 
 
-def _add_layer_norm(
-    input: Any, residual: Any, shape: Any, weight: Any, bias: Any, seed: Any, eps: float, *rest: Any
-) -> tuple[Any, ...]:
-    reference = backends.reference("add_layer_norm")
-    _, summed, mean, rstd = reference(input, residual, shape, weight, bias, seed, eps, *rest)
+def _add_layer_norm(*args: Any) -> tuple[Any, ...]:
+    _, _, shape, weight, bias, _, eps, *_ = args
+    _, summed, mean, rstd = backends.reference("add_layer_norm")(*args)
     return _layer_norm(summed, shape, weight, bias, eps)[0], summed, mean, rstd
 
 
-def _rms_norm(
-    input: Any, shape: Any, weight: Any, eps: float, weight_offset: float, rounding: str
-) -> tuple[Any, ...]:
-    reference = backends.reference("rms_norm")
-    output, rstd = reference(input, shape, weight, eps, weight_offset, rounding)
+def _rms_norm(*args: Any) -> tuple[Any, ...]:
+    input, shape, weight, eps, weight_offset, _ = args
+    output, rstd = backends.reference("rms_norm")(*args)
     # In half precision models round in other places than torch.
     if input.dtype == torch.float32 and weight is not None and _of_dtype(input.dtype, weight):
         factor = _norm_math.offset(weight, weight_offset, input.dtype)
@@ -86,46 +83,21 @@ def _rms_norm(
     return output, rstd
 
 
-def _add_rms_norm(
-    input: Any,
-    residual: Any,
-    shape: Any,
-    weight: Any,
-    seed: Any,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    *rest: Any,
-) -> tuple[Any, ...]:
-    reference = backends.reference("add_rms_norm")
-    options = (eps, weight_offset, rounding)
-    _, summed, rstd = reference(input, residual, shape, weight, seed, *options, *rest)
-    return _rms_norm(summed, shape, weight, *options)[0], summed, rstd
+def _add_rms_norm(*args: Any) -> tuple[Any, ...]:
+    _, _, shape, weight, _, eps, weight_offset, rounding, *_ = args
+    _, summed, rstd = backends.reference("add_rms_norm")(*args)
+    normed, _ = _rms_norm(summed, shape, weight, eps, weight_offset, rounding)
+    return normed, summed, rstd
 
 
 def _of_dtype(dtype: torch.dtype, *parameters: torch.Tensor | None) -> bool:
-    return all(each is None or each.dtype == dtype for each in parameters)
+    return all(weight is None or weight.dtype == dtype for weight in parameters)
 
 
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    seed: Any,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-) -> tuple[torch.Tensor, ...]:
-    options = (dropout_p, scale, window_left, window_right, softcap, keep_remainder)
-    reference = backends.reference("attention")
-    tensors = (query, key, value, attn_mask, alibi_slopes, sinks, seed)
-    output, *rest = reference(*tensors, *options)
+def _attention(*args: Any) -> tuple[torch.Tensor, ...]:
+    query, key, value, attn_mask, alibi_slopes, sinks, seed, *options = args
+    _, scale, window_left, window_right, softcap, _ = options
+    output, *rest = backends.reference("attention")(*args)
     # torch's own has a mask of query's dtype, and would round another.
     fits = attn_mask is None or attn_mask.dtype in (torch.bool, query.dtype)
     if fits and alibi_slopes is None and sinks is None and seed is None and softcap == 0.0:

@@ -168,7 +168,7 @@ def functions(*names: str) -> Places:
 
 
 def _used(function: Any) -> Iterator[CodePlace]:
-    names = list(_names(function.__code__))
+    names = list(names_in(function.__code__))
     if "functional" in names or function.__globals__.get("F") is F:
         yield from functions(*(name for name in names if inspect.isroutine(vars(F).get(name))))
     module = sys.modules[function.__globals__["__name__"]]
@@ -181,12 +181,18 @@ def _used(function: Any) -> Iterator[CodePlace]:
             yield CodePlace(module, name, _known(value, _root(module)))
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """Yield the names of globals and attributes that ``code`` and the code inside it read."""
-    yield from code.co_names
+    for part in with_inner(code):
+        yield from part.co_names
+
+
+def with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield ``code`` and the code of the functions inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from with_inner(constant)
 
 
 def _function(name: str) -> CodePlace:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from fusedops.integrations.hf.original_code import with_inner
 from fusedops.integrations.hf.rules.rule import rule_of
 
 
@@ -41,7 +42,7 @@ def _read_children(cls: Any) -> frozenset[str]:
     read: set[str] = set()
     other: set[str] = set()
     for code in _codes(cls):
-        instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+        instructions = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
         for instruction, following in zip(instructions, instructions[1:], strict=False):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 reads = following.opname == "LOAD_ATTR" and following.argval in ("weight", "bias")
@@ -57,18 +58,10 @@ def _codes(cls: Any) -> Iterator[CodeType]:
         code = getattr(function, "__code__", None)
         if code is None:
             continue
-        for part in _with_inner(code):
+        for part in with_inner(code):
             yield part
             methods = {
                 name for name in part.co_names if inspect.isfunction(getattr(cls, name, None))
             }
             names += methods - done
             done |= methods
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield ``code`` and the code of the functions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)

@@ -44,5 +44,5 @@ def only_gather(module: Any) -> bool:
         module._backward_hooks.values(),
         module._backward_pre_hooks.values(),
     )
-    homes = (str(getattr(hook, "__module__", None)) for each in hooks for hook in each)
+    homes = (str(getattr(hook, "__module__", None)) for table in hooks for hook in table)
     return all(home.startswith(_HOOKS) for home in homes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops.integrations.hf import families
 from fusedops.integrations.hf.calibration import calibrate as calibration
 from fusedops.integrations.hf.calibration import file
 from fusedops.integrations.hf.original_code import replaced
@@ -24,42 +26,14 @@ from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
 from fusedops.integrations.hf.rules.rule import LEVELS, PatchRule, absorbed, resolution, rule_of
 
-_FAMILIES = (
-    "bert",
-    "camembert",
-    "clip",
-    "deepseek_v3",
-    "distilbert",
-    "electra",
-    "gemma",
-    "gemma2",
-    "gpt2",
-    "gpt_neox",
-    "gpt_oss",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmoe",
-    "opt",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "roberta",
-    "t5",
-    "vit",
-    "whisper",
-    "xlm_roberta",
-)
 # Module with RULES -> the module that must be loaded for its classes to exist.
 _TABLES = {
     "fusedops.integrations.hf.rules.torch_modules": "torch",
     "fusedops.integrations.hf.rules.transformers_modules": "transformers.activations",
 } | {
     f"fusedops.integrations.hf.families.{name}": f"transformers.models.{name}.modeling_{name}"
-    for name in _FAMILIES
+    for _, name, _ in pkgutil.iter_modules(families.__path__)
+    if not name.endswith("_like")
 }
 
 
@@ -406,5 +380,5 @@ def _entry_of_loss(name: str, owner: Any, level: str) -> ModuleReport:
 def _failures(report: PatchReport) -> str:
     if not report.failed:
         return f"no module of {report.model} could be replaced at level {report.level}"
-    listed = "; ".join(f"{each.name or report.model}: {each.reason}" for each in report.failed)
+    listed = "; ".join(f"{entry.name or report.model}: {entry.reason}" for entry in report.failed)
     return f"{len(report.failed)} modules could not be replaced: {listed}"

@@ -43,7 +43,7 @@ class PatchReport:
     Example:
         >>> import torch, fusedops
         >>> report = fusedops.patch(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Tanh()))
-        >>> report.num_replaced, [each.name for each in report.kept]
+        >>> report.num_replaced, [entry.name for entry in report.kept]
         (1, ['1'])
     """
 
@@ -54,17 +54,17 @@ class PatchReport:
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
         """The modules whose work a fused op does."""
-        return tuple(each for each in self.modules if each.replaced)
+        return tuple(entry for entry in self.modules if entry.replaced)
 
     @property
     def kept(self) -> tuple[ModuleReport, ...]:
         """The modules that were not replaced, each with its reason."""
-        return tuple(each for each in self.modules if not each.replaced)
+        return tuple(entry for entry in self.modules if not entry.replaced)
 
     @property
     def failed(self) -> tuple[ModuleReport, ...]:
         """The modules of ``kept`` that have a rule: ``strict=True`` raises for them."""
-        return tuple(each for each in self.modules if each.failed)
+        return tuple(entry for entry in self.modules if entry.failed)
 
     @property
     def num_replaced(self) -> int:
@@ -74,13 +74,13 @@ class PatchReport:
     @property
     def counts(self) -> dict[str, int]:
         """The number of modules per op or combination of ops."""
-        return dict(Counter(each.op for each in self.replaced))
+        return dict(Counter(entry.op for entry in self.replaced))
 
     def __getitem__(self, name: str) -> ModuleReport:
         """Return the entry of the module with this qualified name."""
-        for each in self.modules:
-            if each.name == name:
-                return each
+        for entry in self.modules:
+            if entry.name == name:
+                return entry
         raise KeyError(name)
 
     def __repr__(self) -> str:
@@ -105,12 +105,12 @@ class PatchReport:
 def _rows(modules: tuple[ModuleReport, ...]) -> list[tuple[str, str, str, str, str]]:
     """Return one row per kind of module: equal entries of numbered layers share one."""
     groups: dict[tuple[str, str, str, str, str], list[str]] = {}
-    for each in modules:
-        general = re.sub(r"(?<![^.])\d+(?![^.])", "*", each.name)
+    for entry in modules:
+        general = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
         # The numbers of layers, not those of a measurement (0.81x, 1.5 ms).
-        reason = re.sub(r"(?<![^. ])\d+(?![^.])(?!\.\d+(x| ms))", "*", each.reason)
-        key = (general, each.cls, each.op, each.backend if each.replaced else "-", reason)
-        groups.setdefault(key, []).append(each.name)
+        reason = re.sub(r"(?<![^. ])\d+(?![^.])(?!\.\d+(x| ms))", "*", entry.reason)
+        key = (general, entry.cls, entry.op, entry.backend if entry.replaced else "-", reason)
+        groups.setdefault(key, []).append(entry.name)
     rows = []
     for (general, cls, op, backend, reason), names in groups.items():
         name = names[0] if len(names) == 1 else f"{general} (x{len(names)})"

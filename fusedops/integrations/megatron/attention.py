@@ -111,10 +111,10 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
         }
         sinks = self.softmax_offset
         if keep is not None and keep.shape[:-2].numel() > 1:
-            query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+            query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             output = attention(query, key, value, keep, sinks=sinks, **options)
             return output.permute(2, 0, 1, 3).reshape(tokens, batch, -1).contiguous()
-        query, key, value = (each.flatten(1, 2).transpose(0, 1) for each in (query, key, value))
+        query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
         sinks = None if sinks is None else sinks.repeat(batch)
         keep = None if keep is None else keep.reshape(keep.shape[-2:])
         output = attention(query, key, value, keep, sinks=sinks, **options)
@@ -142,8 +142,10 @@ class DotProductAttention(dot_product_attention.DotProductAttention):
                     )
                 ends[-1] = padded
         longest = [
-            int(each.diff().max()) if most is None else int(most)
-            for each, most in zip(ends, (params.max_seqlen_q, params.max_seqlen_kv), strict=True)
+            int(cu_seqlens.diff().max()) if most is None else int(most)
+            for cu_seqlens, most in zip(
+                ends, (params.max_seqlen_q, params.max_seqlen_kv), strict=True
+            )
         ]
         output = attention_varlen(
             query,
@@ -162,5 +164,5 @@ def _lower_right(query: torch.Tensor, key: torch.Tensor, window: tuple[int, int]
     """Return the mask ``[Sq, Sk]`` of what a window allows if the last query is the last key's."""
     rows = torch.arange(key.shape[0] - query.shape[0], key.shape[0], device=query.device)
     distance = torch.arange(key.shape[0], device=query.device) - rows[:, None]
-    left, right = (key.shape[0] if each < 0 else each for each in window)
+    left, right = (key.shape[0] if size < 0 else size for size in window)
     return (distance >= -left) & (distance <= right)

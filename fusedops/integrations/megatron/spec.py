@@ -99,15 +99,13 @@ def layer_spec(**options: Any) -> Any:
 def _fused(value: Any) -> tuple[Any, int]:
     """Return ``value`` with our modules, and how many there are."""
     if isinstance(value, list):
-        pairs = [_fused(each) for each in value]
-        return [each for each, _ in pairs], sum(count for _, count in pairs)
+        pairs = [_fused(spec) for spec in value]
+        return [spec for spec, _ in pairs], sum(count for _, count in pairs)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        changes = {each.name: _fused(getattr(value, each.name)) for each in fields if each.init}
-        total = sum(count for _, count in changes.values())
-        return dataclasses.replace(
-            value, **{name: new for name, (new, _) in changes.items()}
-        ), total
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        changes = {name: _fused(getattr(value, name)) for name in names}
+        specs = {name: spec for name, (spec, _) in changes.items()}
+        return dataclasses.replace(value, **specs), sum(count for _, count in changes.values())
     if isinstance(value, type) or callable(value):
         return (_OURS[value], 1) if value in _OURS else (value, 0)
     return value, 0

@@ -120,12 +120,7 @@ def calibrate(
 ) -> dict[str, CalibrationFinding]:
     """Take the patched class from each module of ``model`` whose stock forward is faster here.
 
-    Args:
-        model: patched.
-        known: what need not be measured.
-
-    Returns:
-        What was found or known of its modules.
+    What is ``known`` is not measured. Return the findings of all modules by key.
     """
     time = TimeShares(BUDGET, _RUNS)
     found: dict[str, CalibrationFinding] = {}
@@ -133,7 +128,8 @@ def calibrate(
     while todo := _to_decide(model, seen):
         _decide(model, todo, found, {**_FOUND, **known}, time)
         seen.update(todo)
-    late = [each for each in seen if (finding_of(each) or CalibrationFinding()).for_want_of_time]
+    unknown = CalibrationFinding()
+    late = [module for module in seen if (finding_of(module) or unknown).for_want_of_time]
     if late and time.left() > 0:  # what the others have left over
         _decide(model, late, found, {}, time)
     return found
@@ -141,11 +137,9 @@ def calibrate(
 
 def _to_decide(model: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
     """Return the patched modules that do work of their own now, and were not asked yet."""
-    inside = {each for module in model.modules() for each in _does_work_of(module)}
+    done = seen.union(*(_does_work_of(module) for module in model.modules()))
     return [
-        each
-        for each in model.modules()
-        if rule_of(each) is not None and each not in inside and each not in seen
+        module for module in model.modules() if rule_of(module) is not None and module not in done
     ]
 
 
@@ -157,10 +151,10 @@ def _decide(
     time: TimeShares,
 ) -> None:
     """Measure what is not known of some modules, tell each, and let stock ones stay that win."""
-    keys = {each: _key(each) for each in sorted(modules, key=_size)}
-    sizes = {key: _size(each) for each, key in keys.items()}
+    keys = {module: _key(module) for module in sorted(modules, key=_size)}
+    sizes = {key: _size(module) for module, key in keys.items()}
     found |= {key: known[key] for key in sizes.keys() & known.keys() - found.keys()}
-    done = {key for key, each in found.items() if not each.for_want_of_time}
+    done = {key for key, finding in found.items() if not finding.for_want_of_time}
     time.plan({key: size for key, size in sizes.items() if key not in done})
     for module, key in keys.items():
         finding = _obstacle(module)
@@ -179,25 +173,23 @@ def _decide(
 
 def _size(module: nn.Module) -> int:
     """Return the number of weights that ``module`` reads itself, without the children it calls."""
-    apart = {
-        each for child in called(module, set(_does_work_of(module))) for each in child.parameters()
-    }
-    return sum(each.numel() for each in module.parameters() if each not in apart)
+    children = called(module, set(_does_work_of(module)))
+    apart = {weight for child in children for weight in child.parameters()}
+    return sum(weight.numel() for weight in module.parameters() if weight not in apart)
 
 
 def _does_work_of(module: nn.Module) -> list[nn.Module]:
     """Return all modules below ``module`` that its fused forward does not call now."""
     names = absorbed(module)  # some families of a rule lack a child that others have
-    below = [each for name, each in module.named_modules() if name in names]
-    return [part for each in below for part in each.modules()]
+    below = [child for name, child in module.named_modules() if name in names]
+    return [part for child in below for part in child.modules()]
 
 
 def _key(module: nn.Module) -> str:
     """Return in one line what a finding holds for: class, shapes, settings, dtype and device."""
-    rule = rule_of(module)
-    cls = type(module) if rule is None else rule.original
+    cls = _stock_class(module)
     example = like(module)
-    shapes = [f"{name}{list(each.shape)}" for name, each in module.named_parameters()]
+    shapes = [f"{name}{list(weight.shape)}" for name, weight in module.named_parameters()]
     settings = [
         f"{name}={value}"
         for name, value in sorted(vars(module).items())
@@ -231,7 +223,7 @@ def _trains(module: nn.Module) -> bool:
     return (
         module.training
         and torch.is_grad_enabled()
-        and any(each.requires_grad for each in module.parameters())
+        and any(weight.requires_grad for weight in module.parameters())
     )
 
 
@@ -271,15 +263,15 @@ def _problem(module: nn.Module, rule: PatchRule) -> str | None:
     if rule.bypass_reason(module) is not None:
         return "it steps aside"
     parameters = list(module.parameters())
-    if any(each.is_meta for each in parameters):
+    if any(weight.is_meta for weight in parameters):
         return "its parameters are on no device"
     if not all(map(plain_weight, parameters)) or any(hasattr(p, "ds_shape") for p in parameters):
         return "its parameters are not plain tensors"
     if any(_drops(module, name) for name in absorbed(module) if "." in name):
         # At the end of a child, which would be replayed with it.
         return "it does the dropout of its children"
-    for name, each in module.named_modules():
-        reason = hooks_obstacle(name or "it", each)
+    for name, child in module.named_modules():
+        reason = hooks_obstacle(name or "it", child)
         if reason is not None:
             return reason
     return global_hooks()
@@ -297,6 +289,11 @@ def _too_long(rows: int, seconds: float, take: str) -> CalibrationFinding:
     )
 
 
+def _stock_class(module: nn.Module) -> type[nn.Module]:
+    rule = rule_of(module)
+    return type(module) if rule is None else rule.original
+
+
 class _Pair:
     """A module as it is patched, and with the classes that it had before."""
 
@@ -305,11 +302,8 @@ class _Pair:
         self.trains = _trains(module)
         inside = _does_work_of(module)
         parts = [module, *inside]
-        self.patched = {each: type(each) for each in parts}
-        rules = {each: rule_of(each) for each in parts}
-        self.stock = {
-            each: type(each) if found is None else found.original for each, found in rules.items()
-        }
+        self.patched = {part: type(part) for part in parts}
+        self.stock = {part: _stock_class(part) for part in parts}
         self.children = Recording(called(module, set(inside)))
         self.leaves: list[torch.Tensor] = []
         self.args: list[Any] = []
@@ -317,7 +311,7 @@ class _Pair:
         self.grad: torch.Tensor | None = None
 
     def compare(self, share: float, time: TimeShares) -> CalibrationFinding:
-        """Time both in turns, on as many rows as fit into ``share`` seconds."""
+        """Time both alternately, on as many rows as fit into ``share`` seconds."""
         clock = clock_for(like(self.module).device)
         affordable, size = share / time.runs, _size(self.module)
         if time.expected(size) > affordable:
@@ -363,9 +357,9 @@ class _Pair:
         with torch.set_grad_enabled(self.trains):
             output = self._forward()
         if self.trains:
-            wanted = [*self.leaves, *self.module.parameters()]
-            wanted = [each for each in wanted if each.requires_grad]
-            torch.autograd.grad(output, wanted, self.grad, allow_unused=True)
+            leaves = [*self.leaves, *self.module.parameters()]
+            leaves = [leaf for leaf in leaves if leaf.requires_grad]
+            torch.autograd.grad(output, leaves, self.grad, allow_unused=True)
 
     def _variant(self, name: str) -> Variant:
         return Variant(name, lambda _: self._run(), context=lambda: self._as(name))
@@ -383,11 +377,11 @@ class _Pair:
 
     @contextlib.contextmanager
     def _classes(self, name: str) -> Iterator[None]:
-        wanted = self.stock if name == _STOCK else self.patched
-        for each, cls in wanted.items():
-            each.__class__ = cls
+        classes = self.stock if name == _STOCK else self.patched
+        for module, cls in classes.items():
+            module.__class__ = cls
         try:
             yield
         finally:
-            for each, cls in self.patched.items():
-                each.__class__ = cls
+            for module, cls in self.patched.items():
+                module.__class__ = cls

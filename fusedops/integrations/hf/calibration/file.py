@@ -46,14 +46,14 @@ def read(path: str | os.PathLike[str]) -> dict[str, CalibrationFinding]:
         data = json.loads(text)
         if (data["kind"], data["schema"]) != (_KIND, SCHEMA):
             raise KeyError(f"schema {SCHEMA} of {_KIND}")
-        entries = [(each.pop("key"), CalibrationFinding(**each)) for each in data["entries"]]
+        entries = [(entry.pop("key"), CalibrationFinding(**entry)) for entry in data["entries"]]
         known = data["torch"] == _torch()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"patch: calibrate must name a file that calibration has written or may write, "
             f"got {os.fspath(path)} ({type(error).__name__}: {error})"
         ) from None
-    if not all(isinstance(key, str) and _is_measured(each) for key, each in entries):
+    if not all(isinstance(key, str) and _is_measured(finding) for key, finding in entries):
         raise ValueError(
             f"patch: calibrate must name a file of measurements, got {os.fspath(path)} with an "
             "entry that is none"
@@ -68,9 +68,9 @@ def write(path: str | os.PathLike[str], found: Mapping[str, CalibrationFinding])
         OSError: when it cannot be written; the file is as it was then.
     """
     rows = [
-        json.dumps({"key": key, **asdict(each)})
-        for key, each in sorted(found.items())
-        if _is_measured(each)
+        json.dumps({"key": key, **asdict(finding)})
+        for key, finding in sorted(found.items())
+        if _is_measured(finding)
     ]
     head: dict[str, Any] = {"kind": _KIND, "schema": SCHEMA, "torch": _torch()}
     text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "entries": ['

@@ -42,7 +42,7 @@ def width(module: Any, model: nn.Module) -> int:
     found = _width(module)
     if found is None:
         for parent in model.modules():
-            if any(each is module for each in parent.children()):
+            if any(child is module for child in parent.children()):
                 found = max(filter(None, map(_columns, parent.children())), default=None)
                 break
     if found is None:
@@ -127,8 +127,8 @@ def _width(module: Any) -> int | None:
 
 def _last_width(module: Any) -> int:
     """Return the width of the last norm inside: of what is added to a residual stream."""
-    norms = [each for each in module.modules() if type(each).__name__.endswith("Norm")]
-    weights = [each.weight for each in norms if getattr(each, "weight", None) is not None]
+    norms = [part for part in module.modules() if type(part).__name__.endswith("Norm")]
+    weights = [norm.weight for norm in norms if getattr(norm, "weight", None) is not None]
     if not weights:
         raise UnknownError("it has no norm that tells the width of the residual stream")
     return int(weights[-1].shape[-1])
@@ -136,8 +136,8 @@ def _last_width(module: Any) -> int:
 
 def _tables(model: nn.Module, rows: torch.Tensor, seq_len: int) -> Any:
     """Return the cosines and sines of the model's rotary embedding; with several, of the first."""
-    for each in model.modules():
-        if type(each).__name__.endswith("RotaryEmbedding"):
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
             positions = torch.arange(seq_len, device=rows.device).unsqueeze(0)
-            return each(rows, positions)
+            return module(rows, positions)
     raise UnknownError("the model has no rotary embedding")

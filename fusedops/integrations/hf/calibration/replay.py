@@ -34,15 +34,15 @@ class Recording:
     """The outputs of some modules, call by call."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._calls: dict[nn.Module, list[_Call]] = {each: [] for each in modules}
+        self._calls: dict[nn.Module, list[_Call]] = {module: [] for module in modules}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Keep what the modules give inside the block."""
         hooks = []
-        for each, calls in self._calls.items():
+        for module, calls in self._calls.items():
             calls.clear()
-            hooks.append(each.register_forward_hook(_keeps_in(calls)))
+            hooks.append(module.register_forward_hook(_keeps_in(calls)))
         try:
             yield
         finally:
@@ -52,29 +52,28 @@ class Recording:
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
         """Let the modules give that again inside the block, in the same order, without running."""
-        for each, calls in self._calls.items():
+        for module, calls in self._calls.items():
             if calls:
-                each.__dict__["forward"] = _replays(calls)
+                module.__dict__["forward"] = _replays(calls)
         try:
             yield
         finally:
-            for each in self._calls:
-                each.__dict__.pop("forward", None)
+            for module in self._calls:
+                module.__dict__.pop("forward", None)
 
 
 class _Call:
     """The outputs of one call, and gradients for what it was called with."""
 
     def __init__(self, output: Any) -> None:
-        leaves, self.spec = tree_flatten(output)
-        self.leaves = leaves
-        self.tensors = [each.detach() for each in leaves if _differs(each)]
+        self.leaves, self.spec = tree_flatten(output)
+        self.tensors = [leaf.detach() for leaf in self.leaves if _differs(leaf)]
         self.grads: list[torch.Tensor] = []
 
     def grads_for(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return a gradient for each input, made when they were first seen."""
-        if [each.shape for each in self.grads] != [each.shape for each in inputs]:
-            self.grads = [torch.randn_like(each) for each in inputs]
+        if [grad.shape for grad in self.grads] != [input.shape for input in inputs]:
+            self.grads = [torch.randn_like(input) for input in inputs]
         return self.grads
 
 
@@ -82,7 +81,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.grads = call.grads_for(inputs)
-        return tuple(each.detach() for each in call.tensors)
+        return tuple(tensor.detach() for tensor in call.tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -103,9 +102,9 @@ def _replays(calls: list[_Call]) -> Callable[..., Any]:
         nonlocal position
         call = calls[position % len(calls)]
         position += 1
-        inputs = [each for each in tree_flatten((args, kwargs))[0] if _differs(each)]
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if _differs(leaf)]
         replayed = iter(_Replay.apply(call, *inputs))
-        leaves = [next(replayed) if _differs(each) else each for each in call.leaves]
+        leaves = [next(replayed) if _differs(leaf) else leaf for leaf in call.leaves]
         return tree_unflatten(leaves, call.spec)
 
     return forward

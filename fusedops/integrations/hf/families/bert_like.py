@@ -1,7 +1,7 @@
 """Rules for the modules that BERT's descendants copy: attention, its end, the feed-forward layer.
 
 The copies differ in name only (``RobertaSelfOutput`` is ``BertSelfOutput``); a family's file names
-its classes.
+its modeling file, and the prefix of the class names there (``"Roberta"``).
 """
 
 from __future__ import annotations
@@ -12,20 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import (
-    dense_act,
-    dense_act_obstacle,
-    probe_dense_act,
-)
 from fusedops.integrations.hf.rules.lm_heads import head_rule
-from fusedops.integrations.hf.rules.residual_norm import (
-    add_norm,
-    dropout_obstacle,
-    norm_obstacle,
-    probability,
-    probe_add_norm,
-)
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.ops.linear_act import linear_act
@@ -34,99 +23,61 @@ from fusedops.ops.linear_act import linear_act
 class _Output(nn.Module):
     """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``, all after the product in one."""
 
-    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        """Return the normalised sum."""
-        if not runs_here(hidden_states) or _output_obstacle(self) is not None:
+    def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(hidden_states, input_tensor)
-        module: Any = self
-        dropout_p = probability(module.dropout)
-        normed, _ = add_norm(module.dense(hidden_states), input_tensor, module.LayerNorm, dropout_p)
-        return normed
+        dropout_p = residual_norm.probability(self.dropout)
+        branch = self.dense(hidden_states)
+        return residual_norm.add_norm(branch, input_tensor, self.LayerNorm, dropout_p)[0]
 
 
 class _DenseAct(nn.Module):
-    """``activation(dense(hidden_states))`` as one op."""
+    """``activation(dense(hidden_states))`` as one op, and a norm after it where there is one."""
 
     activation_child: str
+    with_norm: bool
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the activations."""
-        if not runs_here(hidden_states) or dense_act_obstacle(self, "dense", self.activation_child):
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        name = self.activation_child
+        if not runs_here(hidden_states) or feed_forward.dense_act_obstacle(self, "dense", name):
             return super().forward(hidden_states)
-        activation = getattr(self, self.activation_child)
-        return dense_act(self.dense, activation, hidden_states)
-
-
-class _DenseActNorm(nn.Module):
-    """``LayerNorm(activation(dense(hidden_states)))``, product and activation as one op."""
-
-    activation_child: str
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the normalised activations."""
-        if not runs_here(hidden_states) or dense_act_obstacle(self, "dense", self.activation_child):
-            return super().forward(hidden_states)
-        module: Any = self
-        activation = getattr(self, self.activation_child)
-        return module.LayerNorm(dense_act(self.dense, activation, hidden_states))
+        output = feed_forward.dense_act(self.dense, getattr(self, name), hidden_states)
+        return self.LayerNorm(output) if self.with_norm else output
 
 
 class _LMHead(nn.Module):
     """``decoder(layer_norm(gelu(dense(features))))``; its GELU is a function."""
 
-    def forward(self, features: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return the scores of the vocabulary."""
+    def forward(self: Any, features: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if not runs_here(features) or _head_obstacle(self) is not None:
             return super().forward(features, **kwargs)
-        module: Any = self
-        dense = module.dense
+        dense = self.dense
         hidden_states = linear_act(features, dense.weight, dense.bias, activation="gelu")
-        return module.decoder(module.layer_norm(hidden_states))
+        return self.decoder(self.layer_norm(hidden_states))
 
 
 def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[PatchRule, ...]:
-    """Return the rules for a family's copies of BERT's modules.
-
-    Args:
-        family: the modeling file.
-        prefix: what the classes' names begin with there, as ``"Bert"``.
-        module_name: name of the module that will hold the patched classes (``by_name``).
-    """
+    """Return the rules for a family's copies of BERT's modules."""
+    attentions = [getattr(family, f"{prefix}{name}Attention") for name in ("Self", "Cross")]
+    outputs = [getattr(family, f"{prefix}{name}") for name in ("SelfOutput", "Output")]
+    intermediate = getattr(family, f"{prefix}Intermediate")
     return (
-        attention_rule(getattr(family, f"{prefix}SelfAttention"), module_name, ("dropout",)),
-        attention_rule(getattr(family, f"{prefix}CrossAttention"), module_name, ("dropout",)),
+        *(attention_rule(original, module_name, ("dropout",)) for original in attentions),
         *(
-            PatchRule(
-                original,
+            residual_norm.layer_rule(
                 subclass(original, _Output, module_name),
                 ("add_layer_norm",),
-                "O1",
-                lambda module: probe_add_norm(module.LayerNorm),
-                _output_obstacle,
-                absorbs=("LayerNorm", "dropout"),
+                norms=("LayerNorm",),
+                dropouts=("dropout",),
             )
-            for original in (
-                getattr(family, f"{prefix}SelfOutput"),
-                getattr(family, f"{prefix}Output"),
-            )
+            for original in outputs
         ),
-        _dense_act_rule(
-            getattr(family, f"{prefix}Intermediate"),
-            _DenseAct,
-            module_name,
-            "intermediate_act_fn",
-        ),
+        dense_act_rule(intermediate, module_name, "intermediate_act_fn", with_norm=False),
     )
 
 
 def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[PatchRule, ...]:
-    """Return ``rules`` and those for the masked language model's head and loss, as RoBERTa's.
-
-    Args:
-        family: the modeling file.
-        prefix: what the classes' names begin with there, as ``"Roberta"``.
-        module_name: name of the module that will hold the patched classes (``by_name``).
-    """
+    """Return ``rules`` and those for the masked language model's head and loss, as RoBERTa's."""
     head = getattr(family, f"{prefix}LMHead")
     return (
         *rules(family, prefix, module_name),
@@ -135,7 +86,7 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Pa
             subclass(head, _LMHead, module_name),
             ("linear_act",),
             "O2",
-            probe_dense_act,
+            feed_forward.probe_dense_act,
             _head_obstacle,
             absorbs=("dense",),
         ),
@@ -143,36 +94,20 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Pa
     )
 
 
-def transform_rule(original: type[nn.Module], module_name: str, activation: str) -> PatchRule:
-    """Return the rule for the layer before a vocabulary projection: dense, activation, norm.
-
-    Args:
-        original: the class.
-        module_name: name of the module that will hold the patched class under the same name.
-        activation: name of the child that is the activation.
-    """
-    return _dense_act_rule(original, _DenseActNorm, module_name, activation)
-
-
-def _dense_act_rule(
-    original: type[nn.Module], forward: type[nn.Module], module_name: str, activation: str
+def dense_act_rule(
+    original: type[nn.Module], module_name: str, activation: str, *, with_norm: bool = True
 ) -> PatchRule:
+    """Return the rule for a layer of ``dense``, the child ``activation``, and maybe a norm."""
     return PatchRule(
         original,
-        subclass(original, forward, module_name, activation_child=activation),
+        subclass(
+            original, _DenseAct, module_name, activation_child=activation, with_norm=with_norm
+        ),
         ("linear_act",),
         "O2",
-        probe_dense_act,
-        lambda module: dense_act_obstacle(module, "dense", activation),
+        feed_forward.probe_dense_act,
+        lambda module: feed_forward.dense_act_obstacle(module, "dense", activation),
         absorbs=("dense", activation),
-    )
-
-
-def _output_obstacle(module: Any) -> str | None:
-    return (
-        norm_obstacle("LayerNorm", module.LayerNorm)
-        or dropout_obstacle("dropout", module.dropout)
-        or global_hooks()
     )
 
 

@@ -5,27 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.models.distilbert import modeling_distilbert
 
+from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import (
-    Names,
-    feed_forward,
-    feed_forward_obstacle,
-    probe_feed_forward,
-)
-from fusedops.integrations.hf.rules.residual_norm import (
-    add_norm,
-    deferral_obstacle,
-    deferred,
-    norm_obstacle,
-    probe_add_norm,
-    unknown_forward,
-)
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule, runs_here
 
-_NAMES = Names("lin1", "activation", "lin2")
+_NAMES = feed_forward.Names("lin1", "activation", "lin2")
 
 
 class FFN(modeling_distilbert.FFN):
@@ -35,72 +21,53 @@ class FFN(modeling_distilbert.FFN):
         """Return the dropped-out output of the layer."""
         if not runs_here(input) or _feed_forward_obstacle(self) is not None:
             return super().ff_chunk(input)
-        return self.dropout(feed_forward(self, _NAMES, input))
+        return self.dropout(feed_forward.fused(self, _NAMES, input))
 
 
 class TransformerBlock(modeling_distilbert.TransformerBlock):
     """The block with residual sum and norm in one pass, and the MLP's dropout where it can be."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the hidden states after the block."""
-        if not runs_here(hidden_states) or _block_obstacle(self) is not None:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(hidden_states, attention_mask, **kwargs)
         attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
-        hidden_states, _ = add_norm(attended, hidden_states, self.sa_layer_norm)
-        with deferred(self.ffn, "dropout", _FFNS) as dropout_p:
+        hidden_states, _ = residual_norm.add_norm(attended, hidden_states, self.sa_layer_norm)
+        with residual_norm.deferred(self.ffn, "dropout", _FFNS) as dropout_p:
             output = self.ffn(hidden_states)
-        hidden_states, _ = add_norm(output, hidden_states, self.output_layer_norm, dropout_p)
+        hidden_states, _ = residual_norm.add_norm(
+            output, hidden_states, self.output_layer_norm, dropout_p
+        )
         return hidden_states
 
 
 _FFNS = (modeling_distilbert.FFN, FFN)
-_UNKNOWN_BLOCK = unknown_forward(TransformerBlock, modeling_distilbert.TransformerBlock)
 
 
 def _feed_forward_obstacle(module: Any) -> str | None:
-    return feed_forward_obstacle(module, _NAMES)
+    return feed_forward.obstacle(module, _NAMES)
 
-
-def _block_obstacle(block: Any) -> str | None:
-    return (
-        norm_obstacle("sa_layer_norm", block.sa_layer_norm)
-        or norm_obstacle("output_layer_norm", block.output_layer_norm)
-        or global_hooks()
-        or _UNKNOWN_BLOCK
-    )
-
-
-def _block_note(block: Any) -> str | None:
-    reason = deferral_obstacle(block.ffn, "dropout", _FFNS)
-    return f"dropout not fused: {reason}" if reason is not None else None
-
-
-_ATTENTION = attention_rule(modeling_distilbert.DistilBertSelfAttention, __name__, ("dropout",))
-DistilBertSelfAttention: type[nn.Module] = _ATTENTION.patched
 
 RULES = (
-    _ATTENTION,
-    PatchRule(
-        modeling_distilbert.TransformerBlock,
+    attention_rule(modeling_distilbert.DistilBertSelfAttention, __name__, ("dropout",)),
+    residual_norm.layer_rule(
         TransformerBlock,
         ("add_layer_norm",),
-        "O1",
-        lambda block: probe_add_norm(block.sa_layer_norm),
-        _block_obstacle,
-        absorbs=("sa_layer_norm", "output_layer_norm", "ffn.dropout"),
-        note=_block_note,
+        norms=("sa_layer_norm", "output_layer_norm"),
+        absorbs=("ffn.dropout",),
+        note=lambda block: residual_norm.deferral_note([(block.ffn, "dropout")], _FFNS),
     ),
     PatchRule(
         modeling_distilbert.FFN,
         FFN,
         ("mlp",),
         "O2",
-        probe_feed_forward,
+        feed_forward.probe,
         _feed_forward_obstacle,
         absorbs=("lin1", "activation", "lin2"),
         methods=("ff_chunk",),

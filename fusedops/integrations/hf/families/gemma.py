@@ -1,12 +1,8 @@
 """Rules for Gemma, whose norms keep their weight minus one."""
 
-from __future__ import annotations
-
 from transformers.models.gemma import modeling_gemma
 
 from fusedops.integrations.hf.families import llama_like
 from fusedops.integrations.hf.rules import rms_norms
-from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = llama_like.rules(modeling_gemma, "Gemma", __name__, norm=rms_norms.GEMMA)
-globals().update(by_name(RULES))

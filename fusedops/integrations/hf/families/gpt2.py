@@ -12,21 +12,13 @@ from typing import Any
 import torch
 from transformers.models.gpt2 import modeling_gpt2
 
+from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import probe_feed_forward
-from fusedops.integrations.hf.rules.residual_norm import (
-    add_norm,
-    deferral_obstacle,
-    deferred,
-    norm_obstacle,
-    probe_add_norm,
-    unknown_forward,
-)
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
 from fusedops.integrations.hf.rules.transformers_modules import (
-    activation_name,
     activation_obstacle,
     conv1d_obstacle,
+    known_activation,
 )
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.mlp import mlp
@@ -44,15 +36,13 @@ class GPT2MLP(modeling_gpt2.GPT2MLP):
 
 def before_dropout(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Return what a ``GPT2MLP`` computes up to its dropout. ``Conv1D`` weights are [in, out]."""
-    activation = activation_name(module.act)
-    assert activation is not None
     return mlp(
         hidden_states,
         module.c_fc.weight.t(),
         module.c_fc.bias,
         module.c_proj.weight.t(),
         module.c_proj.bias,
-        activation=activation,
+        activation=known_activation(module.act),
     )
 
 
@@ -70,7 +60,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
     """GPT-2's block with dropout, residual sum and norm in one pass, where they meet."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         past_key_values: Any = None,
         attention_mask: torch.Tensor | None = None,
@@ -83,7 +73,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         if (
             encoder_hidden_states is not None
             or not runs_here(hidden_states)
-            or _block_obstacle(self) is not None
+            or self.fused_rule.obstacle(self) is not None
         ):
             return super().forward(
                 hidden_states,
@@ -94,7 +84,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
                 use_cache,
                 **kwargs,
             )
-        with deferred(self.attn, "resid_dropout", _BRANCHES) as dropout_p:
+        with residual_norm.deferred(self.attn, "resid_dropout", _BRANCHES) as dropout_p:
             attn_output, _ = self.attn(
                 self.ln_1(hidden_states),
                 past_key_values=past_key_values,
@@ -102,10 +92,10 @@ class GPT2Block(modeling_gpt2.GPT2Block):
                 use_cache=use_cache,
                 **kwargs,
             )
-        normed, residual = add_norm(attn_output, hidden_states, self.ln_2, dropout_p)
-        with deferred(self.mlp, "dropout", _BRANCHES) as dropout_p:
-            feed_forward = self.mlp(normed)
-        return bias_dropout_add(feed_forward, None, residual, dropout_p)
+        normed, residual = residual_norm.add_norm(attn_output, hidden_states, self.ln_2, dropout_p)
+        with residual_norm.deferred(self.mlp, "dropout", _BRANCHES) as dropout_p:
+            output = self.mlp(normed)
+        return bias_dropout_add(output, None, residual, dropout_p)
 
 
 _ATTENTION = attention_rule(modeling_gpt2.GPT2Attention, __name__, ("attn_dropout",))
@@ -114,34 +104,18 @@ GPT2Attention = _ATTENTION.patched
 _BRANCHES = (modeling_gpt2.GPT2Attention, GPT2Attention, modeling_gpt2.GPT2MLP, GPT2MLP)
 
 
-def _block_obstacle(block: Any) -> str | None:
-    """Return why the block cannot run in its fused form now, or ``None``."""
-    return norm_obstacle("ln_2", block.ln_2) or global_hooks() or _UNKNOWN_BLOCK
-
-
-_UNKNOWN_BLOCK = unknown_forward(GPT2Block, modeling_gpt2.GPT2Block)
-
-
 def _block_note(block: Any) -> str | None:
-    """Return which dropouts are not fused, if they would have work."""
-    reasons = [
-        reason
-        for branch, name in ((block.attn, "resid_dropout"), (block.mlp, "dropout"))
-        if (reason := deferral_obstacle(branch, name, _BRANCHES)) is not None
-    ]
-    return f"dropout not fused: {'; '.join(reasons)}" if reasons else None
+    branches = ((block.attn, "resid_dropout"), (block.mlp, "dropout"))
+    return residual_norm.deferral_note(branches, _BRANCHES)
 
 
 RULES = (
     _ATTENTION,
-    PatchRule(
-        modeling_gpt2.GPT2Block,
+    residual_norm.layer_rule(
         GPT2Block,
         ("add_layer_norm", "bias_dropout_add"),
-        "O1",
-        lambda block: probe_add_norm(block.ln_2),
-        _block_obstacle,
-        absorbs=("ln_2", "attn.resid_dropout", "mlp.dropout"),
+        norms=("ln_2",),
+        absorbs=("attn.resid_dropout", "mlp.dropout"),
         note=_block_note,
     ),
     PatchRule(
@@ -149,7 +123,7 @@ RULES = (
         GPT2MLP,
         ("mlp",),
         "O2",
-        probe_feed_forward,
+        feed_forward.probe,
         mlp_obstacle,
         absorbs=("c_fc", "act", "c_proj"),
     ),

@@ -8,21 +8,9 @@ import torch
 from torch import nn
 from transformers.models.gpt_neox import modeling_gpt_neox
 
+from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import Names, feed_forward_rule
-from fusedops.integrations.hf.rules.residual_norm import (
-    add_norm,
-    dropout_obstacle,
-    norm_obstacle,
-    probability,
-    probe_add_norm,
-    unknown_forward,
-    unknown_names,
-)
 from fusedops.integrations.hf.rules.rule import (
-    PatchRule,
-    by_name,
-    global_hooks,
     runs_here,
     subclass,
 )
@@ -35,7 +23,7 @@ class _Layer(nn.Module):
     """
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -53,45 +41,35 @@ class _Layer(nn.Module):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        module: Any = self
         if (
-            module.use_parallel_residual
+            self.use_parallel_residual
             or not runs_here(hidden_states)
-            or _layer_obstacle(self) is not None
+            or self.fused_rule.obstacle(self) is not None
         ):
             return super().forward(hidden_states, **options)
-        attended, _ = module.attention(module.input_layernorm(hidden_states), **options)
-        dropout_p = probability(module.post_attention_dropout)
-        norm = module.post_attention_layernorm
-        normed, residual = add_norm(attended, hidden_states, norm, dropout_p)
-        return module.post_mlp_dropout(module.mlp(normed)) + residual
-
-
-def _layer_obstacle(layer: Any) -> str | None:
-    return (
-        norm_obstacle("post_attention_layernorm", layer.post_attention_layernorm)
-        or dropout_obstacle("post_attention_dropout", layer.post_attention_dropout)
-        or global_hooks()
-    )
+        attended, _ = self.attention(self.input_layernorm(hidden_states), **options)
+        dropout_p = residual_norm.probability(self.post_attention_dropout)
+        norm = self.post_attention_layernorm
+        normed, residual = residual_norm.add_norm(attended, hidden_states, norm, dropout_p)
+        return self.post_mlp_dropout(self.mlp(normed)) + residual
 
 
 _ORIGINAL = modeling_gpt_neox.GPTNeoXLayer
-_UNKNOWN = unknown_forward(_Layer, _ORIGINAL) or unknown_names(_Layer, _ORIGINAL)
+_UNKNOWN = residual_norm.unknown(_Layer, _ORIGINAL)
 
 RULES = (
     attention_rule(modeling_gpt_neox.GPTNeoXAttention, __name__, eager=True, rotary=True),
-    feed_forward_rule(
-        modeling_gpt_neox.GPTNeoXMLP, __name__, Names("dense_h_to_4h", "act", "dense_4h_to_h")
+    feed_forward.feed_forward_rule(
+        modeling_gpt_neox.GPTNeoXMLP,
+        __name__,
+        feed_forward.Names("dense_h_to_4h", "act", "dense_4h_to_h"),
     ),
-    PatchRule(
-        _ORIGINAL,
+    residual_norm.layer_rule(
         subclass(_ORIGINAL, _Layer, __name__),
         ("add_layer_norm",),
-        "O1",
-        lambda layer: probe_add_norm(layer.post_attention_layernorm),
-        lambda layer: _UNKNOWN or _layer_obstacle(layer),
-        lambda layer: not layer.use_parallel_residual,
-        absorbs=("post_attention_layernorm", "post_attention_dropout"),
+        norms=("post_attention_layernorm",),
+        dropouts=("post_attention_dropout",),
+        obstacle=lambda layer: _UNKNOWN,
+        applies=lambda layer: not layer.use_parallel_residual,
     ),
 )
-globals().update(by_name(RULES))

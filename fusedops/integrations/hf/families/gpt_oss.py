@@ -1,12 +1,9 @@
 """Rules for GPT-OSS: attention with sinks, experts with biases and a clamped gate in columns."""
 
-from __future__ import annotations
-
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from fusedops.integrations.hf.families import moe_like
 from fusedops.integrations.hf.rules import rms_norms, routers, sparse_blocks
-from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = moe_like.rules(
     modeling_gpt_oss,
@@ -18,4 +15,3 @@ RULES = moe_like.rules(
     dense_mlp=False,
     half_tables=True,
 )
-globals().update(by_name(RULES))

@@ -1,44 +1,45 @@
 """Rules for the families that are Llama under other names, with a few differences.
 
 A decoder layer is norm, attention, residual sum, norm, gated feed-forward layer, residual sum; a
-family's file names its classes.
+family's file names its modeling file, and the prefix of the class names there (``"Llama"``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules import rms_norms
+from fusedops.integrations.hf.rules import residual_norm, rms_norms
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.gated_mlp import gated_mlp_rule
-from fusedops.integrations.hf.rules.residual_norm import unknown_forward, unknown_names
-from fusedops.integrations.hf.rules.rms_norms import (
-    add_norm,
-    norm_obstacle,
-    probe_add_norm,
-    rms_norm_rule,
-)
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
 
 
 class _Layer(nn.Module):
-    """A decoder layer's work, whatever the order of its arguments."""
+    """A decoder layer's work, whatever the order of its arguments.
+
+    ``absorbs`` names the norm after the first residual sum, which is computed in one pass with it.
+    """
+
+    absorbs: tuple[str, ...] = ("post_attention_layernorm",)
+
+    def _obstacle(self: Any) -> str | None:
+        name = "post_attention_layernorm"
+        return rms_norms.norm_obstacle(name, self.post_attention_layernorm) or global_hooks()
 
     def _steps_aside(self, hidden_states: torch.Tensor) -> bool:
-        return not runs_here(hidden_states) or _layer_obstacle(self) is not None
+        return not runs_here(hidden_states) or self._obstacle() is not None
 
-    def _residuals(self, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        module: Any = self
-        normed = module.input_layernorm(hidden_states)
-        attended, _ = module.self_attn(hidden_states=normed, **options)
-        normed, residual = add_norm(attended, hidden_states, module.post_attention_layernorm)
-        output = module.mlp(normed)
-        # A layer of experts may give its router's scores beside.
+    def _residuals(self: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(hidden_states=normed, **options)
+        norm = self.post_attention_layernorm
+        normed, residual = rms_norms.add_norm(attended, hidden_states, norm)
+        output = self.mlp(normed)
+        # A layer of experts may also return its router's scores.
         return residual + (output[0] if isinstance(output, tuple) else output)
 
 
@@ -70,7 +71,7 @@ class DecoderLayer(_Layer):
 
 
 class PositionsFirst(_Layer):
-    """The same layer where the rotary tables are the second argument (Mixtral)."""
+    """The same layer where the rotary tables are the second argument (Mixtral, Gemma 2)."""
 
     def forward(
         self,
@@ -94,69 +95,32 @@ class PositionsFirst(_Layer):
         return self._residuals(hidden_states, options)
 
 
-def _layer_obstacle(layer: Any) -> str | None:
-    name = "post_attention_layernorm"
-    return norm_obstacle(name, layer.post_attention_layernorm) or global_hooks()
-
-
-def layer_rule(
-    original: type[nn.Module],
-    forward: type[nn.Module],
-    module_name: str,
-    obstacle: Callable[[Any], str | None] = _layer_obstacle,
-    absorbs: tuple[str, ...] = ("post_attention_layernorm",),
-) -> PatchRule:
-    """Return the rule for a decoder layer, which refuses where this transformers has another.
-
-    Args:
-        original: the class.
-        forward: a class with the fused forward.
-        module_name: name of the module that will hold the patched class under the same name.
-        obstacle: as in ``PatchRule``.
-        absorbs: as in ``PatchRule``; the norm after the residual sum comes first.
-    """
-    unknown = unknown_forward(forward, original) or unknown_names(forward, original)
+def layer_rule(original: type[nn.Module], forward: type[_Layer], module_name: str) -> PatchRule:
+    """Return the rule for a decoder layer, which refuses where this transformers has another."""
+    unknown = residual_norm.unknown(forward, original)
     return PatchRule(
         original,
         subclass(original, forward, module_name),
         ("add_rms_norm",),
         "O1",
-        lambda layer: probe_add_norm(getattr(layer, absorbs[0])),
-        lambda layer: unknown or obstacle(layer),
-        absorbs=absorbs,
+        lambda layer: rms_norms.probe_add_norm(getattr(layer, forward.absorbs[0])),
+        lambda layer: unknown or forward._obstacle(layer),
+        absorbs=forward.absorbs,
     )
 
 
 def rules(
-    family: ModuleType, prefix: str, module_name: str, *, norm: rms_norms.NormKind = rms_norms.LLAMA
+    family: ModuleType,
+    prefix: str,
+    module_name: str,
+    *,
+    norm: rms_norms.NormKind = rms_norms.LLAMA,
+    layer: type[_Layer] = DecoderLayer,
 ) -> tuple[PatchRule, ...]:
-    """Return the rules for a family's norm, feed-forward layer, attention and decoder layer.
-
-    Args:
-        family: the modeling file.
-        prefix: what the classes' names begin with there, as ``"Llama"``.
-        module_name: name of the module that will hold the patched classes (``by_name``).
-        norm: what its norms compute.
-    """
+    """Return the rules for a family's norm, feed-forward layer, attention and decoder layer."""
     return (
-        *rules_inside(family, prefix, module_name, norm=norm),
-        layer_rule(getattr(family, f"{prefix}DecoderLayer"), DecoderLayer, module_name),
-    )
-
-
-def rules_inside(
-    family: ModuleType, prefix: str, module_name: str, *, norm: rms_norms.NormKind = rms_norms.LLAMA
-) -> tuple[PatchRule, ...]:
-    """Return ``rules`` without the one for the decoder layer.
-
-    Args:
-        family: the modeling file.
-        prefix: what the classes' names begin with there, as ``"Llama"``.
-        module_name: name of the module that will hold the patched classes (``by_name``).
-        norm: what its norms compute.
-    """
-    return (
-        rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
+        rms_norms.rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
         gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name),
         attention_rule(getattr(family, f"{prefix}Attention"), module_name, eager=True, rotary=True),
+        layer_rule(getattr(family, f"{prefix}DecoderLayer"), layer, module_name),
     )

@@ -1,12 +1,9 @@
 """Rules for Mixtral."""
 
-from __future__ import annotations
-
 from transformers.models.mixtral import modeling_mixtral
 
 from fusedops.integrations.hf.families import llama_like, moe_like
 from fusedops.integrations.hf.rules import routers, sparse_blocks
-from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = moe_like.rules(
     modeling_mixtral,
@@ -17,4 +14,3 @@ RULES = moe_like.rules(
     layer=llama_like.PositionsFirst,
     dense_mlp=False,
 )
-globals().update(by_name(RULES))

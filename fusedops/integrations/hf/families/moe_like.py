@@ -53,7 +53,7 @@ def rules(
     block: tuple[str, type[SparseBlock]],
     *,
     norm: rms_norms.NormKind = rms_norms.LLAMA,
-    layer: type[nn.Module] = llama_like.DecoderLayer,
+    layer: type[llama_like.DecoderLayer | llama_like.PositionsFirst] = llama_like.DecoderLayer,
     dense_mlp: bool = True,
     half_tables: bool = False,
 ) -> tuple[PatchRule, ...]:
@@ -62,7 +62,7 @@ def rules(
     Args:
         family: the modeling file.
         prefix: what the classes' names begin with there, as ``"Mixtral"``.
-        module_name: name of the module that will hold the patched classes (``by_name``).
+        module_name: name of the module that will hold the patched classes.
         router: what its router computes: a class of ``routers``.
         block: its sparse layer's name without the prefix, and a class of ``sparse_blocks``.
         norm: what its norms compute.
@@ -70,22 +70,15 @@ def rules(
         dense_mlp: whether it has gated layers too: without experts, or shared by all tokens.
         half_tables: as in ``attention_rule``.
     """
-    named = {
-        each: getattr(family, f"{prefix}{each}", None) for each in ("TopKRouter", "TopkRouter")
-    }
-    (found,) = (each for each in named.values() if each is not None)
+    originals = (getattr(family, f"{prefix}{name}", None) for name in ("TopKRouter", "TopkRouter"))
+    (router_class,) = filter(None, originals)
+    attention = getattr(family, f"{prefix}Attention")
     sparse = type(layer.__name__, (KeepsRouting, layer), {"__module__": __name__})
     return (
         rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
-        attention_rule(
-            getattr(family, f"{prefix}Attention"),
-            module_name,
-            eager=True,
-            rotary=True,
-            half_tables=half_tables,
-        ),
+        attention_rule(attention, module_name, eager=True, rotary=True, half_tables=half_tables),
         llama_like.layer_rule(getattr(family, f"{prefix}DecoderLayer"), sparse, module_name),
-        router_rule(found, router, module_name),
+        router_rule(router_class, router, module_name),
         block_rule(getattr(family, f"{prefix}{block[0]}"), block[1], module_name),
         experts_rule(getattr(family, f"{prefix}Experts"), module_name),
         *([gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name)] if dense_mlp else []),

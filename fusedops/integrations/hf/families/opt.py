@@ -8,36 +8,24 @@ import torch
 from torch import nn
 from transformers.models.opt import modeling_opt
 
+from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import (
-    Names,
-    feed_forward,
-    feed_forward_obstacle,
-    probe_feed_forward,
-)
-from fusedops.integrations.hf.rules.residual_norm import (
-    add_norm,
-    norm_obstacle,
-    unknown_forward,
-    unknown_names,
-)
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
-    by_name,
     global_hooks,
     runs_here,
     subclass,
 )
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
-_NAMES = Names()
+_NAMES = feed_forward.Names()
 
 
 class _DecoderLayer(nn.Module):
     """The decoder layer: each dropout and residual sum in one pass, with the norm if it follows."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
@@ -52,37 +40,37 @@ class _DecoderLayer(nn.Module):
             position_ids=position_ids,
             **kwargs,
         )
-        module: Any = self
         if not runs_here(hidden_states) or _layer_obstacle(self) is not None:
             return super().forward(hidden_states, use_cache=use_cache, **options)
-        dropout_p = module.dropout if module.training else 0.0
-        first, second = module.self_attn_layer_norm, module.final_layer_norm
-        if not module.do_layer_norm_before:
-            attended, _ = module.self_attn(hidden_states=hidden_states, **options)
-            normed, _ = add_norm(attended, hidden_states, first, dropout_p)
-            return add_norm(self._feed_forward(normed), normed, second, dropout_p)[0]
-        attended, _ = module.self_attn(hidden_states=first(hidden_states), **options)
-        normed, residual = add_norm(attended, hidden_states, second, dropout_p)
+        dropout_p = self.dropout if self.training else 0.0
+        first, second = self.self_attn_layer_norm, self.final_layer_norm
+        if not self.do_layer_norm_before:
+            attended, _ = self.self_attn(hidden_states=hidden_states, **options)
+            normed, _ = residual_norm.add_norm(attended, hidden_states, first, dropout_p)
+            return residual_norm.add_norm(self._feed_forward(normed), normed, second, dropout_p)[0]
+        attended, _ = self.self_attn(hidden_states=first(hidden_states), **options)
+        normed, residual = residual_norm.add_norm(attended, hidden_states, second, dropout_p)
         return bias_dropout_add(self._feed_forward(normed), None, residual, dropout_p)
 
-    def _feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        module: Any = self
-        if runs_here(hidden_states) and feed_forward_obstacle(self, _NAMES) is None:
-            return feed_forward(self, _NAMES, hidden_states)
+    def _feed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if runs_here(hidden_states) and feed_forward.obstacle(self, _NAMES) is None:
+            return feed_forward.fused(self, _NAMES, hidden_states)
         rows = hidden_states.reshape(-1, hidden_states.size(-1))  # as the original calls them
-        return module.fc2(module.activation_fn(module.fc1(rows))).view(hidden_states.shape)
+        return self.fc2(self.activation_fn(self.fc1(rows))).view(hidden_states.shape)
 
 
 def _layer_obstacle(layer: Any) -> str | None:
-    reason = norm_obstacle("final_layer_norm", layer.final_layer_norm) or global_hooks()
+    reason = (
+        residual_norm.norm_obstacle("final_layer_norm", layer.final_layer_norm) or global_hooks()
+    )
     if reason is None and not layer.do_layer_norm_before:
-        reason = norm_obstacle("self_attn_layer_norm", layer.self_attn_layer_norm)
+        reason = residual_norm.norm_obstacle("self_attn_layer_norm", layer.self_attn_layer_norm)
     return reason
 
 
 def _called(layer: Any) -> tuple[str, ...]:
     """Return the children that the fused forward calls."""
-    apart = feed_forward_obstacle(layer, _NAMES) is not None
+    apart = feed_forward.obstacle(layer, _NAMES) is not None
     return (
         *(("self_attn_layer_norm",) if layer.do_layer_norm_before else ()),
         *((_NAMES.first, _NAMES.activation, _NAMES.second) if apart else ()),
@@ -90,12 +78,12 @@ def _called(layer: Any) -> tuple[str, ...]:
 
 
 def _note(layer: Any) -> str | None:
-    reason = feed_forward_obstacle(layer, _NAMES)
+    reason = feed_forward.obstacle(layer, _NAMES)
     return f"without mlp: {reason}" if reason is not None else None
 
 
 _ORIGINAL = modeling_opt.OPTDecoderLayer
-_UNKNOWN = unknown_forward(_DecoderLayer, _ORIGINAL) or unknown_names(_DecoderLayer, _ORIGINAL)
+_UNKNOWN = residual_norm.unknown(_DecoderLayer, _ORIGINAL)
 
 RULES = (
     attention_rule(modeling_opt.OPTAttention, __name__, eager=True),
@@ -104,11 +92,10 @@ RULES = (
         subclass(_ORIGINAL, _DecoderLayer, __name__),
         ("mlp", "add_layer_norm", "bias_dropout_add"),
         "O2",
-        probe_feed_forward,
+        feed_forward.probe,
         lambda layer: _UNKNOWN or _layer_obstacle(layer),
         absorbs=("self_attn_layer_norm", "final_layer_norm", "fc1", "activation_fn", "fc2"),
         note=_note,
         calls=_called,
     ),
 )
-globals().update(by_name(RULES))

@@ -3,16 +3,12 @@
 Their outputs, the two dropouts and the residual stream are summed by torch.
 """
 
-from __future__ import annotations
-
 from transformers.models.phi import modeling_phi
 
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.feed_forward import feed_forward_rule
-from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = (
     attention_rule(modeling_phi.PhiAttention, __name__, eager=True, rotary=True),
     feed_forward_rule(modeling_phi.PhiMLP, __name__),
 )
-globals().update(by_name(RULES))

@@ -1,12 +1,9 @@
 """Rules for Qwen2-MoE: some experts are shared, behind a gate of their own."""
 
-from __future__ import annotations
-
 from transformers.models.qwen2_moe import modeling_qwen2_moe
 
 from fusedops.integrations.hf.families import moe_like
 from fusedops.integrations.hf.rules import routers, sparse_blocks
-from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = moe_like.rules(
     modeling_qwen2_moe,
@@ -15,4 +12,3 @@ RULES = moe_like.rules(
     routers.SoftmaxAsConfigured,
     ("SparseMoeBlock", sparse_blocks.GatedSharedBlock),
 )
-globals().update(by_name(RULES))

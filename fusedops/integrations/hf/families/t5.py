@@ -14,25 +14,12 @@ import torch
 from torch import nn
 from transformers.models.t5 import modeling_t5
 
-from fusedops.integrations.hf.partitioned_weights import gathered
+from fusedops.integrations.hf.rules import feed_forward, gated_mlp, residual_norm, rms_norms
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import (
-    Names,
-    dense_act,
-    dense_act_obstacle,
-    feed_forward,
-    feed_forward_obstacle,
-    probe_feed_forward,
-)
-from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule
-from fusedops.integrations.hf.rules.residual_norm import (
-    dropout_obstacle,
-    probability,
-    unknown_forward,
-)
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here
+from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule, needs_decoder_input
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
-from fusedops.integrations.hf.rules.transformers_modules import activation_name
+from fusedops.integrations.hf.rules.transformers_modules import activation_name, known_activation
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.rms_norm import rms_norm
@@ -51,7 +38,7 @@ class T5LayerNorm(modeling_t5.T5LayerNorm):
         return rms_norm(hidden_states, shape, self.weight, eps, rounding="hf")
 
 
-_NAMES = Names("wi", "act", "wo")
+_NAMES = feed_forward.Names("wi", "act", "wo")
 
 
 class T5DenseActDense(modeling_t5.T5DenseActDense):
@@ -62,8 +49,8 @@ class T5DenseActDense(modeling_t5.T5DenseActDense):
         if not runs_here(hidden_states) or _plain_obstacle(self) is not None:
             return super().forward(hidden_states)
         if not _called_by_plain(self):
-            return feed_forward(self, _NAMES, hidden_states)
-        return _rest(self, dense_act(self.wi, self.act, hidden_states))
+            return feed_forward.fused(self, _NAMES, hidden_states)
+        return _rest(self, feed_forward.dense_act(self.wi, self.act, hidden_states))
 
 
 class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
@@ -73,8 +60,7 @@ class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
         """Return the layer's output."""
         if not runs_here(hidden_states) or _gated_obstacle(self) is not None:
             return super().forward(hidden_states)
-        name = activation_name(self.act)
-        assert name is not None
+        name = known_activation(self.act)
         gate, up = self.wi_0.weight, self.wi_1.weight
         return _rest(self, linear_glu(hidden_states, gate, up, activation=name))
 
@@ -96,7 +82,9 @@ class T5LayerFF(modeling_t5.T5LayerFF):
         if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
             return super().forward(hidden_states)
         output = self.DenseReluDense(self.layer_norm(hidden_states))
-        return bias_dropout_add(output, None, hidden_states, probability(self.dropout))
+        return bias_dropout_add(
+            output, None, hidden_states, residual_norm.probability(self.dropout)
+        )
 
 
 class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
@@ -109,22 +97,21 @@ class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
         position_bias: torch.Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any, Any]:
+    ) -> tuple[Any, ...]:
         """Return the residual stream, the position bias and the attention's weights."""
         if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
             return super().forward(
                 hidden_states, attention_mask, position_bias, past_key_values, **kwargs
             )
-        attended, position_bias, weights = self.SelfAttention(
+        attended, *rest = self.SelfAttention(
             self.layer_norm(hidden_states),
             mask=attention_mask,
             position_bias=position_bias,
             past_key_values=past_key_values,
             **kwargs,
         )
-        dropout_p = probability(self.dropout)
-        output = bias_dropout_add(attended, None, hidden_states, dropout_p)
-        return output, position_bias, weights
+        dropout_p = residual_norm.probability(self.dropout)
+        return bias_dropout_add(attended, None, hidden_states, dropout_p), *rest
 
 
 class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
@@ -138,7 +125,7 @@ class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
         position_bias: torch.Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any, Any]:
+    ) -> tuple[Any, ...]:
         """Return the residual stream, the position bias and the attention's weights."""
         if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
             return super().forward(
@@ -149,7 +136,7 @@ class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
                 past_key_values,
                 **kwargs,
             )
-        attended, position_bias, weights = self.EncDecAttention(
+        attended, *rest = self.EncDecAttention(
             self.layer_norm(hidden_states),
             mask=attention_mask,
             key_value_states=key_value_states,
@@ -157,34 +144,41 @@ class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
             past_key_values=past_key_values,
             **kwargs,
         )
-        dropout_p = probability(self.dropout)
-        output = bias_dropout_add(attended, None, hidden_states, dropout_p)
-        return output, position_bias, weights
+        dropout_p = residual_norm.probability(self.dropout)
+        return bias_dropout_add(attended, None, hidden_states, dropout_p), *rest
 
 
 def _plain_obstacle(module: Any) -> str | None:
-    return dropout_obstacle("dropout", module.dropout) or feed_forward_obstacle(module, _NAMES)
+    return residual_norm.dropout_obstacle("dropout", module.dropout) or feed_forward.obstacle(
+        module, _NAMES
+    )
 
 
 def _called_by_plain(module: Any) -> tuple[str, ...]:
     """Return the children that a plain layer calls now: half of it may be kept in float32."""
-    if probability(module.dropout) == 0.0 and module.wi.weight.dtype == module.wo.weight.dtype:
+    if (
+        residual_norm.probability(module.dropout) == 0.0
+        and module.wi.weight.dtype == module.wo.weight.dtype
+    ):
         return ()
     return ("dropout", "wo")
 
 
-_GATES = ("silu", "gelu", "gelu_tanh")
-
-
 def _gated_obstacle(module: Any) -> str | None:
-    reason = linear_obstacle("wi_1", module.wi_1) or dense_act_obstacle(module, "wi_0", "act")
-    if reason is None and activation_name(module.act) not in _GATES:
+    reason = linear_obstacle("wi_1", module.wi_1) or feed_forward.dense_act_obstacle(
+        module, "wi_0", "act"
+    )
+    if reason is None and activation_name(module.act) not in gated_mlp.GATES:
         reason = f"act is a {type(module.act).__name__}, which is no activation of linear_glu"
     return reason
 
 
 def _sublayer_obstacle(module: Any) -> str | None:
-    return dropout_obstacle("dropout", module.dropout) or global_hooks() or _UNKNOWN_SUBLAYER
+    return (
+        residual_norm.dropout_obstacle("dropout", module.dropout)
+        or global_hooks()
+        or _UNKNOWN_SUBLAYER
+    )
 
 
 _SUBLAYERS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (
@@ -193,18 +187,11 @@ _SUBLAYERS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (
     (modeling_t5.T5LayerCrossAttention, T5LayerCrossAttention),
 )
 _UNKNOWN_SUBLAYER = next(
-    filter(None, (unknown_forward(patched, original) for original, patched in _SUBLAYERS)), None
+    filter(
+        None, (residual_norm.unknown_forward(patched, original) for original, patched in _SUBLAYERS)
+    ),
+    None,
 )
-
-
-def _probe_norm(norm: Any) -> None:
-    weight = gathered(norm.weight)
-    rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
-
-
-def _probe_gated(module: Any) -> None:
-    row = like(module).new_zeros(1, 2)
-    linear_glu(row, row, row)
 
 
 def _probe_sublayer(module: Any) -> None:
@@ -214,21 +201,15 @@ def _probe_sublayer(module: Any) -> None:
 
 def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments:
     """Return the arguments with the decoder's input, which T5 makes of the labels."""
-    given = ("decoder_input_ids", "decoder_inputs_embeds")
-    if all(arguments.get(name) is None for name in given):
+    if needs_decoder_input(arguments):
         arguments["decoder_input_ids"] = model._shift_right(labels)
     return arguments
 
 
-_ATTENTION = attention_rule(modeling_t5.T5Attention, __name__)
-T5Attention: type[nn.Module] = _ATTENTION.patched
-_HEAD = head_rule(modeling_t5.T5ForConditionalGeneration, __name__, _shifted)
-T5ForConditionalGeneration: type[nn.Module] = _HEAD.patched
-
 RULES = (
-    _ATTENTION,
-    _HEAD,
-    PatchRule(modeling_t5.T5LayerNorm, T5LayerNorm, ("rms_norm",), "O1", _probe_norm),
+    attention_rule(modeling_t5.T5Attention, __name__),
+    head_rule(modeling_t5.T5ForConditionalGeneration, __name__, _shifted),
+    PatchRule(modeling_t5.T5LayerNorm, T5LayerNorm, ("rms_norm",), "O1", rms_norms.probe_norm),
     *(
         PatchRule(
             original,
@@ -246,7 +227,7 @@ RULES = (
         T5DenseActDense,
         ("mlp", "linear_act"),
         "O2",
-        probe_feed_forward,
+        feed_forward.probe,
         _plain_obstacle,
         absorbs=("wi", "act", "dropout", "wo"),
         calls=_called_by_plain,
@@ -256,7 +237,7 @@ RULES = (
         T5DenseGatedActDense,
         ("linear_glu",),
         "O2",
-        _probe_gated,
+        gated_mlp.probe,
         _gated_obstacle,
         absorbs=("wi_0", "wi_1", "act"),
     ),

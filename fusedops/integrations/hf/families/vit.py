@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.models.vit import modeling_vit
 
+from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import feed_forward_rule
-from fusedops.integrations.hf.rules.residual_norm import (
-    add_norm,
-    dropout_obstacle,
-    norm_obstacle,
-    probability,
-    probe_add_norm,
-    unknown_forward,
-)
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 
@@ -26,48 +17,30 @@ class ViTLayer(modeling_vit.ViTLayer):
     """ViT's block with dropout, residual sum and norm in one pass, where they meet."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream after the block."""
-        if not runs_here(hidden_states) or _obstacle(self) is not None:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(hidden_states, attention_mask, **kwargs)
-        dropout_p = probability(self.dropout)
+        dropout_p = residual_norm.probability(self.dropout)
         normed = self.layernorm_before(hidden_states)
         attended, _ = self.attention(normed, attention_mask, **kwargs)
-        normed, residual = add_norm(attended, hidden_states, self.layernorm_after, dropout_p)
+        normed, residual = residual_norm.add_norm(
+            attended, hidden_states, self.layernorm_after, dropout_p
+        )
         return bias_dropout_add(self.mlp(normed), None, residual, dropout_p)
 
 
-_UNKNOWN_LAYER = unknown_forward(ViTLayer, modeling_vit.ViTLayer)
-
-
-def _obstacle(layer: Any) -> str | None:
-    return (
-        norm_obstacle("layernorm_after", layer.layernorm_after)
-        or dropout_obstacle("dropout", layer.dropout)
-        or global_hooks()
-        or _UNKNOWN_LAYER
-    )
-
-
-_ATTENTION = attention_rule(modeling_vit.ViTAttention, __name__)
-_MLP = feed_forward_rule(modeling_vit.ViTMLP, __name__)
-ViTAttention: type[nn.Module] = _ATTENTION.patched
-ViTMLP: type[nn.Module] = _MLP.patched
-
 RULES = (
-    _ATTENTION,
-    _MLP,
-    PatchRule(
-        modeling_vit.ViTLayer,
+    attention_rule(modeling_vit.ViTAttention, __name__),
+    feed_forward.feed_forward_rule(modeling_vit.ViTMLP, __name__),
+    residual_norm.layer_rule(
         ViTLayer,
         ("add_layer_norm", "bias_dropout_add"),
-        "O1",
-        lambda layer: probe_add_norm(layer.layernorm_after),
-        _obstacle,
-        absorbs=("layernorm_after", "dropout"),
+        norms=("layernorm_after",),
+        dropouts=("dropout",),
     ),
 )

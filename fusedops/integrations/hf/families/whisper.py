@@ -12,34 +12,23 @@ import torch
 from torch import nn
 from transformers.models.whisper import modeling_whisper
 
+from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import (
-    Names,
-    dense_act,
-    feed_forward,
-    feed_forward_obstacle,
-)
-from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule
-from fusedops.integrations.hf.rules.residual_norm import (
-    add_norm,
-    norm_obstacle,
-    probe_add_norm,
-    unknown_forward,
-)
-from fusedops.integrations.hf.rules.rule import PatchRule, runs_here
+from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule, needs_decoder_input
+from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
-_NAMES = Names()
+_NAMES = feed_forward.Names()
 
 
 class WhisperEncoderLayer(modeling_whisper.WhisperEncoderLayer):
     """The encoder's layer on the fused ops."""
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
+        self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Return the residual stream after the layer."""
-        if not runs_here(hidden_states) or _encoder_obstacle(self) is not None:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(hidden_states, attention_mask, **kwargs)
         attended, _ = self.self_attn(
             hidden_states=self.self_attn_layer_norm(hidden_states),
@@ -57,7 +46,7 @@ class WhisperDecoderLayer(modeling_whisper.WhisperDecoderLayer):
     """The decoder's layer on the fused ops."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
@@ -67,7 +56,7 @@ class WhisperDecoderLayer(modeling_whisper.WhisperDecoderLayer):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream after the layer."""
-        if not runs_here(hidden_states) or _decoder_obstacle(self) is not None:
+        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
             return super().forward(
                 hidden_states,
                 attention_mask,
@@ -85,7 +74,7 @@ class WhisperDecoderLayer(modeling_whisper.WhisperDecoderLayer):
         )
         if encoder_hidden_states is None:
             return _after_attention(self, attended, hidden_states)
-        normed, hidden_states = add_norm(
+        normed, hidden_states = residual_norm.add_norm(
             attended, hidden_states, self.encoder_attn_layer_norm, _dropout_p(self)
         )
         attended, _ = self.encoder_attn(
@@ -103,43 +92,23 @@ def _after_attention(
 ) -> torch.Tensor:
     """Return the residual stream after the layer's last attention and its MLP."""
     dropout_p = _dropout_p(layer)
-    normed, residual = add_norm(attended, hidden_states, layer.final_layer_norm, dropout_p)
+    normed, residual = residual_norm.add_norm(
+        attended, hidden_states, layer.final_layer_norm, dropout_p
+    )
     inner_p = layer.activation_dropout if layer.training else 0.0
     if not runs_here(normed):
         inner = layer.activation_fn(layer.fc1(normed))
         output = layer.fc2(nn.functional.dropout(inner, inner_p))
     elif inner_p > 0.0:
-        inner = dense_act(layer.fc1, layer.activation_fn, normed)
+        inner = feed_forward.dense_act(layer.fc1, layer.activation_fn, normed)
         output = layer.fc2(nn.functional.dropout(inner, inner_p))
     else:
-        output = feed_forward(layer, _NAMES, normed)
+        output = feed_forward.fused(layer, _NAMES, normed)
     return bias_dropout_add(output, None, residual, dropout_p)
 
 
 def _dropout_p(layer: Any) -> float:
     return layer.dropout if layer.training else 0.0
-
-
-_UNKNOWN_ENCODER = unknown_forward(WhisperEncoderLayer, modeling_whisper.WhisperEncoderLayer)
-_UNKNOWN_DECODER = unknown_forward(WhisperDecoderLayer, modeling_whisper.WhisperDecoderLayer)
-
-
-def _encoder_obstacle(layer: Any) -> str | None:
-    return _layer_obstacle(layer) or _UNKNOWN_ENCODER
-
-
-def _decoder_obstacle(layer: Any) -> str | None:
-    return (
-        norm_obstacle("encoder_attn_layer_norm", layer.encoder_attn_layer_norm)
-        or _layer_obstacle(layer)
-        or _UNKNOWN_DECODER
-    )
-
-
-def _layer_obstacle(layer: Any) -> str | None:
-    return norm_obstacle("final_layer_norm", layer.final_layer_norm) or feed_forward_obstacle(
-        layer, _NAMES
-    )
 
 
 def _called(layer: Any) -> tuple[str, ...]:
@@ -150,8 +119,7 @@ def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Argument
     """Return the arguments with the decoder's input, which Whisper makes of the labels."""
     if labels.shape[1] > model.max_target_positions:
         return None  # an error of theirs
-    given = ("decoder_input_ids", "decoder_inputs_embeds")
-    if all(arguments.get(name) is None for name in given):
+    if needs_decoder_input(arguments):
         config = model.config
         arguments["decoder_input_ids"] = modeling_whisper.shift_tokens_right(
             labels, config.pad_token_id, config.decoder_start_token_id
@@ -159,35 +127,19 @@ def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Argument
     return arguments
 
 
-_ATTENTION = attention_rule(modeling_whisper.WhisperAttention, __name__)
-WhisperAttention: type[nn.Module] = _ATTENTION.patched
-_HEAD = head_rule(modeling_whisper.WhisperForConditionalGeneration, __name__, _shifted)
-WhisperForConditionalGeneration: type[nn.Module] = _HEAD.patched
-
-_OPS = ("add_layer_norm", "mlp", "bias_dropout_add")
-_MLP = ("fc1", "activation_fn", "fc2")
+_FEED_FORWARD: dict[str, Any] = {
+    "ops": ("add_layer_norm", "mlp", "bias_dropout_add"),
+    "level": "O2",
+    "obstacle": lambda layer: feed_forward.obstacle(layer, _NAMES),
+    "absorbs": ("fc1", "activation_fn", "fc2"),
+    "calls": _called,
+}
 
 RULES = (
-    _ATTENTION,
-    _HEAD,
-    PatchRule(
-        modeling_whisper.WhisperEncoderLayer,
-        WhisperEncoderLayer,
-        _OPS,
-        "O2",
-        lambda layer: probe_add_norm(layer.final_layer_norm),
-        _encoder_obstacle,
-        absorbs=("final_layer_norm", *_MLP),
-        calls=_called,
-    ),
-    PatchRule(
-        modeling_whisper.WhisperDecoderLayer,
-        WhisperDecoderLayer,
-        _OPS,
-        "O2",
-        lambda layer: probe_add_norm(layer.final_layer_norm),
-        _decoder_obstacle,
-        absorbs=("encoder_attn_layer_norm", "final_layer_norm", *_MLP),
-        calls=_called,
+    attention_rule(modeling_whisper.WhisperAttention, __name__),
+    head_rule(modeling_whisper.WhisperForConditionalGeneration, __name__, _shifted),
+    residual_norm.layer_rule(WhisperEncoderLayer, norms=("final_layer_norm",), **_FEED_FORWARD),
+    residual_norm.layer_rule(
+        WhisperDecoderLayer, norms=("encoder_attn_layer_norm", "final_layer_norm"), **_FEED_FORWARD
     ),
 )

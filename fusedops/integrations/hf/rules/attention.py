@@ -29,14 +29,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf.original_code import (
-    Places,
-    context_obstacle,
-    functions,
-    global_function,
-    name_of,
-    replaced,
-)
+from fusedops.integrations.hf import original_code
+from fusedops.integrations.hf.original_code import Places, context_obstacle, name_of, replaced
 from fusedops.integrations.hf.rules.rotary import forward_with_rotary
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
@@ -162,22 +156,8 @@ def attend_as_eager(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention as the decoder families' ``eager_attention_forward``, with the fused op.
 
-    The mask is always added and says all: causality and the window are in it.
-
-    Args:
-        module: the attention module.
-        query: ``[B, H, Sq, D]``.
-        key: ``[B, Hkv, Sk, D]``; heads are shared in groups.
-        value: ``[B, Hkv, Sk, Dv]``.
-        attention_mask: additive, broadcastable to ``[B, H, Sq, Sk]``, or ``None``.
-        scaling: factor of the scores.
-        dropout: probability, of which evaluation makes 0.
-        softcap: bound of the scores (Gemma 2).
-        s_aux: ``[H]``, the sinks (GPT-OSS).
-        **kwargs: what other implementations take.
-
-    Returns:
-        ``[B, Sq, H, Dv]``, and ``None`` for the weights, which nobody records.
+    Arguments and result are those of ``attend``, but the mask is always added and says all
+    (causality and the window are in it), and ``dropout`` counts in training only.
     """
     implementations = getattr(module, "implementations", None)
     if implementations is not None and implementations.eager_knows(kwargs):
@@ -214,7 +194,7 @@ for _name, _function, _mask in (
     AttentionMaskInterface.register(_name, _mask)
 
 
-_SDPA = functions("scaled_dot_product_attention")
+_SDPA = original_code.functions("scaled_dot_product_attention")
 
 
 @dataclass(frozen=True)
@@ -239,7 +219,7 @@ class Implementations:
         registry = code.__globals__.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         if not eager:
             return Implementations(registry, None, None)
-        places = global_function(original.__module__, "eager_attention_forward")
+        places = original_code.global_function(original.__module__, "eager_attention_forward")
         function = places[0].known
         known = None if function is None else known_arguments(attend_as_eager, function)
         return Implementations(registry, places, known)
@@ -349,7 +329,7 @@ def attention_rule(
 
     Args:
         original: the class.
-        module_name: name of the module that will hold the patched class under the same name.
+        module_name: holds the patched class.
         absorbs: names of the children whose work the attention's function does.
         eager: whether the class's ``eager`` is ``attend_as_eager``, and its caller drops the
             weights.

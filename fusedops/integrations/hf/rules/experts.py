@@ -29,7 +29,10 @@ from fusedops.integrations.hf.rules.rule import (
     runs_here,
     subclass,
 )
-from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
+from fusedops.integrations.hf.rules.transformers_modules import (
+    activation_obstacle,
+    known_activation,
+)
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.grouped_mm import grouped_mm
 from fusedops.ops.moe_mlp import moe_mlp
@@ -88,13 +91,7 @@ def experts_forward(
 
 
 def compute(module: Any, hidden_states: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """Return the weighted sum of each token's experts for choices that are made.
-
-    Args:
-        module: an experts module for which ``obstacle`` is ``None``.
-        hidden_states: ``[tokens, hidden_size]``.
-        plan: of these tokens.
-    """
+    """Return the weighted sum of each token's experts by a plan, where ``obstacle`` is ``None``."""
     w1, w2, b1, b2 = _weights(module)
     rows = hidden_states
     if rows.dtype != w1.dtype and dtypes.autocast_dtype(rows.device) is None:
@@ -147,9 +144,7 @@ def known_gate(module: Any) -> Gate | None:
         return _clamped_gate(module)
     if activation_obstacle("act_fn", module.act_fn) is not None or global_hooks() is not None:
         return None
-    name = activation_name(module.act_fn)
-    assert name is not None
-    return Gate(name, gated=bool(module.has_gate))
+    return Gate(known_activation(module.act_fn), gated=bool(module.has_gate))
 
 
 def _gate_function(module: Any) -> Any:
@@ -219,12 +214,7 @@ def experts_obstacle(name: str, experts: Any) -> str | None:
 
 
 def experts_rule(original: type[nn.Module], module_name: str) -> PatchRule:
-    """Return the rule for an experts class that ``use_experts_implementation`` has decorated.
-
-    Args:
-        original: the class.
-        module_name: name of the module that will hold the patched class under the same name.
-    """
+    """Return the rule for an experts class that ``use_experts_implementation`` has decorated."""
     return PatchRule(
         original,
         subclass(original, Experts, module_name),

@@ -10,7 +10,10 @@ from torch import nn
 
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
-from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
+from fusedops.integrations.hf.rules.transformers_modules import (
+    activation_obstacle,
+    known_activation,
+)
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
 
@@ -24,10 +27,10 @@ class Names:
     second: str = "fc2"
 
 
-def feed_forward(module: Any, names: Names, hidden_states: torch.Tensor) -> torch.Tensor:
+def fused(module: Any, names: Names, hidden_states: torch.Tensor) -> torch.Tensor:
     """Return ``second(activation(first(hidden_states)))`` as one op."""
     first, second = getattr(module, names.first), getattr(module, names.second)
-    activation = _known(getattr(module, names.activation))
+    activation = known_activation(getattr(module, names.activation))
     return mlp(
         hidden_states, first.weight, first.bias, second.weight, second.bias, activation=activation
     )
@@ -35,17 +38,13 @@ def feed_forward(module: Any, names: Names, hidden_states: torch.Tensor) -> torc
 
 def dense_act(linear: Any, activation: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Return ``activation(linear(hidden_states))`` as one op."""
-    return linear_act(hidden_states, linear.weight, linear.bias, activation=_known(activation))
+    return linear_act(
+        hidden_states, linear.weight, linear.bias, activation=known_activation(activation)
+    )
 
 
-def _known(activation: Any) -> str:
-    name = activation_name(activation)
-    assert name is not None
-    return name
-
-
-def feed_forward_obstacle(module: Any, names: Names) -> str | None:
-    """Return why ``feed_forward`` must not run now, or ``None``."""
+def obstacle(module: Any, names: Names) -> str | None:
+    """Return why ``fused`` must not run now, or ``None``."""
     return linear_obstacle(names.second, getattr(module, names.second)) or dense_act_obstacle(
         module, names.first, names.activation
     )
@@ -60,7 +59,7 @@ def dense_act_obstacle(module: Any, linear: str, activation: str) -> str | None:
     )
 
 
-def probe_feed_forward(module: Any) -> None:
+def probe(module: Any) -> None:
     """Call ``mlp`` on one row, as ``PatchRule.probe`` does."""
     row = like(module).new_zeros(1, 2)
     mlp(row, row, None, row.t(), None, activation="gelu")
@@ -78,10 +77,9 @@ class _FeedForward(nn.Module):
     names: Names
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output."""
-        if not runs_here(hidden_states) or feed_forward_obstacle(self, self.names) is not None:
+        if not runs_here(hidden_states) or obstacle(self, self.names) is not None:
             return super().forward(hidden_states)
-        return feed_forward(self, self.names, hidden_states)
+        return fused(self, self.names, hidden_states)
 
 
 _DEFAULT = Names()
@@ -90,19 +88,13 @@ _DEFAULT = Names()
 def feed_forward_rule(
     original: type[nn.Module], module_name: str, names: Names = _DEFAULT
 ) -> PatchRule:
-    """Return the rule for a class of ``second(activation(first(hidden_states)))``.
-
-    Args:
-        original: the class.
-        module_name: name of the module that will hold the patched class under the same name.
-        names: of its children.
-    """
+    """Return the rule for a class of ``second(activation(first(hidden_states)))``."""
     return PatchRule(
         original,
         subclass(original, _FeedForward, module_name, names=names),
         ("mlp",),
         "O2",
-        probe_feed_forward,
-        lambda module: feed_forward_obstacle(module, names),
+        probe,
+        lambda module: obstacle(module, names),
         absorbs=(names.first, names.activation, names.second),
     )

@@ -13,7 +13,11 @@ from torch import nn
 
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
-from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
+from fusedops.integrations.hf.rules.transformers_modules import (
+    activation_name,
+    activation_obstacle,
+    known_activation,
+)
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.swiglu import swiglu
@@ -22,26 +26,23 @@ from fusedops.ops.swiglu import swiglu
 class _GatedMLP(nn.Module):
     """The forward of every patched gated feed-forward layer."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
-        module: Any = self
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if not runs_here(x) or _obstacle(self) is not None:
             return super().forward(x)
-        name = activation_name(module.act_fn)
-        assert name is not None
+        name = known_activation(self.act_fn)
         if _projections_obstacle(self) is None:
-            gate, up = module.gate_proj.weight, module.up_proj.weight
+            gate, up = self.gate_proj.weight, self.up_proj.weight
             hidden = linear_glu(x, gate, up, activation=name)
         else:
-            hidden = _gated(module.gate_proj(x), module.up_proj(x), name)
-        return module.down_proj(hidden)
+            hidden = _gated(self.gate_proj(x), self.up_proj(x), name)
+        return self.down_proj(hidden)
 
 
-_GATES = ("silu", "gelu", "gelu_tanh")
+GATES = ("silu", "gelu", "gelu_tanh")
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return ``activation(gate) * up``, for an activation of ``_GATES``."""
+    """Return ``activation(gate) * up``, for an activation of ``GATES``."""
     if activation == "silu":
         return swiglu(gate, up)
     return geglu(gate, up, "tanh" if activation == "gelu_tanh" else "none")
@@ -50,7 +51,7 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tenso
 def _obstacle(module: Any) -> str | None:
     """Return why the layer must stay as it is now, or ``None``."""
     reason = activation_obstacle("act_fn", module.act_fn) or global_hooks()
-    if reason is None and activation_name(module.act_fn) not in _GATES:
+    if reason is None and activation_name(module.act_fn) not in GATES:
         reason = _projections_obstacle(module)
     return reason
 
@@ -71,22 +72,17 @@ _PROJECTIONS = ("gate_proj", "up_proj")
 
 
 def gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
-    """Return the rule for a family's gated feed-forward layer.
+    """Return the rule for a layer of ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``.
 
     Where a projection must be called, because it has a bias or an adapter took its place,
     activation and product are still one op.
-
-    Args:
-        original: the class; its children are ``gate_proj``, ``up_proj``, ``down_proj`` and
-            ``act_fn``.
-        module_name: name of the module that will hold the patched class under the same name.
     """
     return PatchRule(
         original,
         subclass(original, _GatedMLP, module_name),
         ("linear_glu",),
         "O2",
-        _probe,
+        probe,
         _obstacle,
         absorbs=(*_PROJECTIONS, "act_fn"),
         calls=_called_projections,
@@ -103,7 +99,8 @@ def _note(module: Any) -> str | None:
     return None if reason is None else f"swiglu or geglu after the products: {reason}"
 
 
-def _probe(module: Any) -> None:
+def probe(module: Any) -> None:
+    """Call ``linear_glu`` on one row, as ``PatchRule.probe`` does."""
     row = like(module).new_zeros(1, 2)
     linear_glu(row, row, row)
 
@@ -111,31 +108,23 @@ def _probe(module: Any) -> None:
 class _PackedGatedMLP(nn.Module):
     """The forward of a gated feed-forward layer whose two projections are one linear layer."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return ``down_proj(up * activation_fn(gate))`` of the halves of ``gate_up_proj``."""
-        module: Any = self
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         if not runs_here(hidden_states) or _packed_obstacle(self) is not None:
             return super().forward(hidden_states)
-        name = activation_name(module.activation_fn)
-        assert name is not None
-        gate, up = module.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        return module.down_proj(_gated(gate, up, name))
+        name = known_activation(self.activation_fn)
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(_gated(gate, up, name))
 
 
 def _packed_obstacle(module: Any) -> str | None:
     reason = activation_obstacle("activation_fn", module.activation_fn) or global_hooks()
-    if reason is None and activation_name(module.activation_fn) not in _GATES:
+    if reason is None and activation_name(module.activation_fn) not in GATES:
         reason = f"activation_fn is a {type(module.activation_fn).__name__}"
     return reason
 
 
 def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
-    """Return the rule for a gated feed-forward layer with one projection, as Phi-3 has it.
-
-    Args:
-        original: the class; its children are ``gate_up_proj``, ``down_proj``, ``activation_fn``.
-        module_name: name of the module that will hold the patched class under the same name.
-    """
+    """Return the rule for a layer of ``gate_up_proj``, ``down_proj`` and ``activation_fn``."""
     patched = subclass(original, _PackedGatedMLP, module_name)
     ops, absorbs = ("swiglu",), ("activation_fn",)
     return PatchRule(original, patched, ops, "O1", _probe_packed, _packed_obstacle, absorbs=absorbs)

@@ -25,6 +25,12 @@ def _same(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments:
     return arguments
 
 
+def needs_decoder_input(arguments: Arguments) -> bool:
+    """Return whether the decoder's input is to be made of the labels."""
+    names = ("decoder_input_ids", "decoder_inputs_embeds")
+    return all(arguments.get(name) is None for name in names)
+
+
 def head_rule(
     original: type[nn.Module],
     module_name: str,
@@ -34,7 +40,7 @@ def head_rule(
 
     Args:
         original: the class.
-        module_name: name of the module that will hold the patched class under the same name.
+        module_name: holds the patched class.
         from_labels: gives the arguments of the forward without labels, completed by what theirs
             makes of the labels beside the loss; ``None`` leaves the call to theirs.
     """

@@ -30,9 +30,6 @@ LEVEL = "O2"
 OP = "cross_entropy"
 NOTE = "no float32 copy of the logits, no softmax in memory"
 
-_STOCK_CAUSAL = loss_utils.ForCausalLMLoss
-_STOCK_MASKED = loss_utils.ForMaskedLMLoss
-
 
 def causal_lm_loss(
     logits: torch.Tensor,
@@ -54,14 +51,14 @@ def causal_lm_loss(
         shift_labels: labels that are shifted already.
         **kwargs: not looked at.
     """
-    wanted: Any = labels if shift_labels is None else shift_labels
-    if not served(logits, wanted) or bypass_reason(causal_lm_loss) is not None:
+    targets: Any = labels if shift_labels is None else shift_labels
+    if not served(logits, targets) or bypass_reason(causal_lm_loss) is not None:
         return loss_utils.LOSS_MAPPING["ForCausalLM"](
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
     if shift_labels is None:
-        wanted = nn.functional.pad(wanted, (0, 1), value=ignore_index)[..., 1:]
-    return _loss(logits, wanted, vocab_size, num_items_in_batch, ignore_index)
+        targets = nn.functional.pad(targets, (0, 1), value=ignore_index)[..., 1:]
+    return _loss(logits, targets, vocab_size, num_items_in_batch, ignore_index)
 
 
 def masked_lm_loss(
@@ -74,13 +71,7 @@ def masked_lm_loss(
 ) -> torch.Tensor:
     """Return the loss of the tokens in place, as transformers' ``ForMaskedLMLoss``.
 
-    Args:
-        logits: ``[..., vocab_size]``.
-        labels: ``[...]``.
-        vocab_size: number of classes.
-        num_items_in_batch: divisor of the sum, for the mean over several batches.
-        ignore_index: label of what does not count.
-        **kwargs: not looked at.
+    Its arguments are those of ``causal_lm_loss``; ``labels`` ``[...]`` are not shifted.
     """
     if not served(logits, labels) or bypass_reason(masked_lm_loss) is not None:
         return loss_utils.LOSS_MAPPING["ForMaskedLM"](
@@ -121,8 +112,8 @@ def _loss(
 
 # (theirs, ours)
 _PAIRS: tuple[tuple[Any, Any], ...] = (
-    (_STOCK_CAUSAL, causal_lm_loss),
-    (_STOCK_MASKED, masked_lm_loss),
+    (loss_utils.ForCausalLMLoss, causal_lm_loss),
+    (loss_utils.ForMaskedLMLoss, masked_lm_loss),
 )
 _TASKS = {causal_lm_loss: "ForCausalLM", masked_lm_loss: "ForMaskedLM"}
 _PLACES = global_function(loss_utils.__name__, "fixed_cross_entropy")
@@ -206,7 +197,7 @@ def note(owner: Any) -> str:
 
 
 def probe(owner: Any) -> None:
-    """Call ``cross_entropy`` on one row, as ``Rule.probe`` does."""
+    """Call ``cross_entropy`` on one row, as ``PatchRule.probe`` does."""
     row = like(owner).new_zeros(1, 2)
     cross_entropy(row, row.new_zeros(1, dtype=torch.int64))
 

@@ -7,7 +7,7 @@ of the branch's own forward (``deferred``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathered
-from fusedops.integrations.hf.rules.rule import bypass_obstacle
+from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, global_hooks
 from fusedops.integrations.hf.rules.torch_modules import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
 
@@ -58,7 +58,7 @@ def probability(dropout: Any) -> float:
 
 
 def probe_add_norm(norm: Any) -> None:
-    """Call ``add_layer_norm`` on one row, as ``Rule.probe`` does."""
+    """Call ``add_layer_norm`` on one row, as ``PatchRule.probe`` does."""
     weight = gathered(norm.weight)
     row = weight.new_zeros((1, *norm.normalized_shape))
     add_layer_norm(row, row, norm.normalized_shape, weight)
@@ -98,6 +98,61 @@ def deferral_obstacle(branch: Any, name: str, classes: Iterable[type]) -> str | 
     )
 
 
+def deferral_note(branches: Iterable[tuple[Any, str]], classes: Iterable[type]) -> str | None:
+    """Return which dropouts at the ends of branches are not fused, if they would have work."""
+    reasons = [deferral_obstacle(branch, name, classes) for branch, name in branches]
+    refused = "; ".join(reason for reason in reasons if reason is not None)
+    return f"dropout not fused: {refused}" if refused else None
+
+
+def layer_rule(
+    patched: type[nn.Module],
+    ops: tuple[str, ...],
+    *,
+    norms: tuple[str, ...],
+    dropouts: tuple[str, ...] = (),
+    absorbs: tuple[str, ...] = (),
+    level: str = "O1",
+    obstacle: Callable[[Any], str | None] = lambda layer: None,
+    **options: Any,
+) -> PatchRule:
+    """Return the rule for a layer whose forward does the work of some norms and dropouts.
+
+    It refuses where this transformers has another forward, and where one of them must be called.
+
+    Args:
+        patched: the class, whose last base is the original.
+        ops: as in ``PatchRule``.
+        norms: names of the norms, each for ``add_norm``.
+        dropouts: names of the dropouts.
+        absorbs: names of further children whose work the forward does.
+        level: as in ``PatchRule``.
+        obstacle: what else is to be asked.
+        **options: of ``PatchRule``.
+    """
+    original = patched.__bases__[-1]
+    unknown = unknown_forward(patched, original)
+
+    def layer_obstacle(layer: Any) -> str | None:
+        reason = None
+        for name in norms:
+            reason = reason or norm_obstacle(name, getattr(layer, name))
+        for name in dropouts:
+            reason = reason or dropout_obstacle(name, getattr(layer, name))
+        return reason or obstacle(layer) or global_hooks() or unknown
+
+    return PatchRule(
+        original,
+        patched,
+        ops,
+        level,
+        lambda layer: probe_add_norm(getattr(layer, norms[-1])),
+        layer_obstacle,
+        absorbs=(*norms, *dropouts, *absorbs),
+        **options,
+    )
+
+
 def unknown_forward(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
     """Return why ``original.forward`` is not the one that ``patched`` was written for."""
     known = list(inspect.signature(patched.forward).parameters)
@@ -105,6 +160,13 @@ def unknown_forward(patched: type[nn.Module], original: type[nn.Module]) -> str 
     if found == known:
         return None
     return f"this transformers has another {original.__name__}.forward({', '.join(found[1:])})"
+
+
+def unknown(
+    patched: type[nn.Module], original: type[nn.Module], also: Iterable[str] = ()
+) -> str | None:
+    """Return why ``original.forward`` takes or uses what ``patched`` does not know, or ``None``."""
+    return unknown_forward(patched, original) or unknown_names(patched, original, also)
 
 
 def unknown_names(
@@ -116,7 +178,7 @@ def unknown_names(
     transformers that does more than this one is known by it. Tensors' methods do not count.
     """
     ours = patched.__mro__[: patched.__mro__.index(nn.Module)]
-    methods = [each for cls in ours for each in vars(cls).values() if inspect.isfunction(each)]
+    methods = [value for cls in ours for value in vars(cls).values() if inspect.isfunction(value)]
     known = {name for method in methods for name in method.__code__.co_names}
     used = set(inspect.unwrap(original.forward).__code__.co_names)
     unknown = used - known - set(also) - set(dir(torch.Tensor)) - _TORCH

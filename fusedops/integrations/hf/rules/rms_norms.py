@@ -56,7 +56,6 @@ class _RMSNorm(nn.Module):
     weight: torch.Tensor
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the normalised and scaled input."""
         if not runs_here(hidden_states) or not _fits(self.weight, hidden_states.dtype):
             return super().forward(hidden_states)
         options = self.kind.options(self)
@@ -69,11 +68,7 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``norm(residual + dropout(branch))`` and the sum, in one pass where that is the same.
 
-    Args:
-        branch: ``[..., hidden_size]``.
-        residual: the residual stream, of the same shape.
-        norm: a norm for which ``norm_obstacle`` is ``None``.
-        dropout_p: probability, 0 in evaluation.
+    ``norm_obstacle`` of the norm must be ``None``; ``dropout_p`` is 0 in evaluation.
     """
     dtype = torch.promote_types(branch.dtype, residual.dtype)
     if not _fits(norm.weight, dtype):
@@ -108,19 +103,14 @@ def _as_model(normed: torch.Tensor, kind: NormKind, dtype: torch.dtype) -> torch
 
 
 def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind = LLAMA) -> PatchRule:
-    """Return the rule for a family's root-mean-square norm.
-
-    Args:
-        original: the class.
-        module_name: name of the module that will hold the patched class under the same name.
-        kind: what the class computes.
-    """
+    """Return the rule for a family's root-mean-square norm, which computes ``kind``."""
     patched = subclass(original, _RMSNorm, module_name, kind=kind)
     _KINDS[original] = _KINDS[patched] = kind
-    return PatchRule(original, patched, ("rms_norm",), "O1", _probe_norm)
+    return PatchRule(original, patched, ("rms_norm",), "O1", probe_norm)
 
 
-def _probe_norm(norm: Any) -> None:
+def probe_norm(norm: Any) -> None:
+    """Call ``rms_norm`` on one row, as ``PatchRule.probe`` does."""
     weight = gathered(norm.weight)
     rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
 

@@ -10,14 +10,15 @@ rule sees to it that the original runs where one of the names means something el
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusedops.integrations.hf.original_code import names_in
 from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.rotary_embedding import rotary_embedding
 
@@ -42,14 +43,14 @@ def forward_with_rotary(
     forward = original.forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
-    names = set(_names(forward.__code__))
+    names = set(names_in(forward.__code__))
     if _NAME not in names:
         return None
     ours, theirs = vars(sys.modules[module_name]), forward.__globals__
     ours.update({name: theirs[name] for name in names & theirs.keys()})
-    ours[_NAME] = _fused(theirs[_NAME], half_tables)
+    ours[_NAME] = _fused(theirs[_NAME], _whole_tables if half_tables else _as_given)
     if _INTERLEAVED in names:
-        ours[_INTERLEAVED] = _fused_interleaved(theirs[_INTERLEAVED])
+        ours[_INTERLEAVED] = _fused(theirs[_INTERLEAVED], _deinterleaved)
     same = FunctionType(
         forward.__code__, ours, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -59,44 +60,29 @@ def forward_with_rotary(
     return same
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names of globals and attributes that ``code`` and the code inside it read."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _fused(original: Callable[..., Any], half_tables: bool) -> Callable[..., Any]:
+def _fused(original: Callable[..., Any], prepared: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the fused op for arguments that it takes, else ``original``."""
 
     @wraps(original)
-    def apply_rotary_pos_emb(
-        *args: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply_rotary(*args: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if options or len(args) != 4 or not _fits(*args):
             return original(*args, **options)
-        q, k, cos, sin = args
-        if half_tables:
-            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-        return rotary_embedding(q, k, cos, sin)
+        return rotary_embedding(*prepared(*args))
 
-    return apply_rotary_pos_emb
+    return apply_rotary
 
 
-def _fused_interleaved(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same for DeepSeek's function: pairs are neighbours before, halves afterwards."""
+def _as_given(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return args
 
-    @wraps(original)
-    def apply_rotary_pos_emb_interleave(
-        *args: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if options or len(args) != 4 or not _fits(*args):
-            return original(*args, **options)
-        q, k, cos, sin = args
-        return rotary_embedding(_halves(q), _halves(k), cos, sin)
 
-    return apply_rotary_pos_emb_interleave
+def _whole_tables(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ...]:
+    return q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def _deinterleaved(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ...]:
+    """Return the arguments for DeepSeek's function: neighbours form pairs before, halves after."""
+    return _halves(q), _halves(k), cos, sin
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf.rules.residual_norm import unknown_forward, unknown_names
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_route import moe_route
@@ -47,10 +47,9 @@ class Router(nn.Module):
 class SoftmaxRouter(Router):
     """Mixtral's router: the weights of the chosen add up to 1, and stay float32."""
 
-    def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
-        module: Any = self
-        logits = F.linear(hidden_states.reshape(-1, module.hidden_dim), module.weight)
-        return logits, moe_route(logits, module.top_k, normalize=True)
+    def _route(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        return logits, moe_route(logits, self.top_k, normalize=True)
 
     def _rounded(self, probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return probs
@@ -59,10 +58,9 @@ class SoftmaxRouter(Router):
 class SoftmaxAsConfigured(Router):
     """The router of Qwen and OLMoE: the weights add up to 1 if ``norm_topk_prob``."""
 
-    def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
-        module: Any = self
-        logits = F.linear(hidden_states.reshape(-1, module.hidden_dim), module.weight)
-        return logits, moe_route(logits, module.top_k, normalize=bool(module.norm_topk_prob))
+    def _route(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        return logits, moe_route(logits, self.top_k, normalize=bool(self.norm_topk_prob))
 
 
 class GroupedSigmoid(Router):
@@ -73,34 +71,32 @@ class GroupedSigmoid(Router):
     gets is up to the order in which ``torch.topk`` happens to meet them.
     """
 
-    def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
-        module: Any = self
-        rows = hidden_states.reshape(-1, module.hidden_dim).float()
-        logits = F.linear(rows, module.weight.float()).view(-1, module.num_experts)
-        grouped = module.top_k <= _experts_of_best_groups(module)
+    def _route(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        rows = hidden_states.reshape(-1, self.hidden_dim).float()
+        logits = F.linear(rows, self.weight.float()).view(-1, self.num_experts)
+        grouped = self.top_k <= _experts_of_best_groups(self)
         plan = moe_route(
             logits,
-            module.top_k,
+            self.top_k,
             score="sigmoid",
-            normalize=bool(module.norm_topk_prob),
-            bias=module.e_score_correction_bias,
-            num_groups=module.num_group if grouped else None,
-            topk_groups=module.topk_group if grouped else None,
+            normalize=bool(self.norm_topk_prob),
+            bias=self.e_score_correction_bias,
+            num_groups=self.num_group if grouped else None,
+            topk_groups=self.topk_group if grouped else None,
             group_score="top2_sum",
-            scaling=float(module.routed_scaling_factor),
+            scaling=float(self.routed_scaling_factor),
         )
         return logits, plan
 
     def _rounded(self, probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return probs
 
-    def _obstacle(self) -> str | None:
-        module: Any = self
-        within = _experts_of_best_groups(module)
-        if module.top_k <= within or module.top_k == module.num_experts:
+    def _obstacle(self: Any) -> str | None:
+        within = _experts_of_best_groups(self)
+        if self.top_k <= within or self.top_k == self.num_experts:
             return None
         return (
-            f"a token takes {module.top_k} experts, its best groups have {within}, and which of "
+            f"a token takes {self.top_k} experts, its best groups have {within}, and which of "
             "the others it gets is not defined"
         )
 
@@ -112,10 +108,9 @@ def _experts_of_best_groups(router: Any) -> int:
 class SoftmaxOfChosen(Router):
     """GPT-OSS's router: softmax over the logits of the chosen."""
 
-    def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
-        module: Any = self
-        logits = F.linear(hidden_states, module.weight, module.bias)
-        return logits, moe_route(logits, module.top_k, softmax_after=True)
+    def _route(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        logits = F.linear(hidden_states, self.weight, self.bias)
+        return logits, moe_route(logits, self.top_k, softmax_after=True)
 
 
 def router_obstacle(name: str, router: Any) -> str | None:
@@ -129,14 +124,8 @@ def router_obstacle(name: str, router: Any) -> str | None:
 
 
 def router_rule(original: type[nn.Module], forward: type[Router], module_name: str) -> PatchRule:
-    """Return the rule for a family's router, which refuses where this transformers has another.
-
-    Args:
-        original: the class.
-        forward: what it computes: a class of this file.
-        module_name: name of the module that will hold the patched class under the same name.
-    """
-    unknown = unknown_forward(forward, original) or unknown_names(forward, original)
+    """Return the rule for a router, which refuses where this transformers has another."""
+    unknown = residual_norm.unknown(forward, original)
     return PatchRule(
         original,
         subclass(original, forward, module_name),

@@ -11,13 +11,14 @@ child (a hook, an adapter, a quantised class, a parametrization, an overridden `
 be lost: the fused forward asks ``bypass_obstacle`` each time and runs the original forward then.
 
 What a rule replaces may itself be replaced by others, and a call may have an argument that the
-fused forward does not know: ``PatchRule`` puts these questions in front of it (``originals.py``,
-``signatures.py``).
+fused forward does not know: ``PatchRule`` puts these questions in front of it
+(``original_code.py``, ``signatures.py``).
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,19 +175,17 @@ def subclass(
     Args:
         original: the class.
         forward: a class with the fused forward, whose ``super().forward`` will be the original's.
-        module_name: name of the module that will hold the class (``by_name``).
+        module_name: name of the module of which the new class becomes a global: pickling looks
+            there.
         **attributes: of the class.
     """
     body = attributes | {
         "__module__": module_name,
         "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
     }
-    return type(original.__name__, (forward, original), body)
-
-
-def by_name(rules: Iterable[PatchRule]) -> dict[str, type[nn.Module]]:
-    """Return the patched classes as globals of the module that holds them: pickling looks there."""
-    return {rule.patched.__name__: rule.patched for rule in rules}
+    patched = type(original.__name__, (forward, original), body)
+    setattr(sys.modules[module_name], original.__name__, patched)
+    return patched
 
 
 def bypass_obstacle(name: str, child: Any, classes: Iterable[type]) -> str | None:
@@ -249,15 +248,22 @@ def plain_weight(weight: torch.Tensor) -> bool:
     return kind.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
+def weight_obstacle(module: Any) -> str | None:
+    """Return why the weight of ``module`` cannot be read as it is, or ``None``."""
+    if plain_weight(module.weight):
+        return None
+    return f"its weight is a {type(module.weight).__name__}"
+
+
 def like(module: nn.Module) -> torch.Tensor:
     """Return an empty tensor of the dtype and on the device of a module's parameters, for probes.
 
     A plain one, whatever they are: a quantised weight cannot make others like itself. A layer
     whose weights are packed in integers has none; what it computes is float32.
     """
-    for each in module.parameters():
-        if each.is_floating_point():
-            return torch.empty(0, dtype=each.dtype, device=each.device)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     return torch.empty(0)
 
 
@@ -271,7 +277,7 @@ def resolution(op: str, probe: Callable[[Any], object], module: nn.Module) -> st
         probe: as in ``PatchRule``.
         module: on whose parameters' device it would run.
     """
-    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
     if device.type == "meta":
         return "known when the parameters are on a device"
     try:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.experts import compute, experts_obstacle, gate_note
-from fusedops.integrations.hf.rules.residual_norm import unknown_forward, unknown_names
 from fusedops.integrations.hf.rules.routers import router_obstacle
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan
@@ -26,22 +26,20 @@ class SparseBlock(nn.Module):
 
     router_name = "gate"
 
-    def forward(self, hidden_states: torch.Tensor) -> Any:
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         """Return the weighted sum of each token's experts, ``[batch, seq_len, hidden_size]``."""
-        module: Any = self
         if not runs_here(hidden_states) or self._obstacle() is not None:
             return super().forward(hidden_states)
-        _, plan = getattr(module, self.router_name)._route(_rows(hidden_states))
-        output = compute(module.experts, _rows(hidden_states), plan)
+        _, plan = getattr(self, self.router_name)._route(_rows(hidden_states))
+        output = compute(self.experts, _rows(hidden_states), plan)
         return self._finished(output.view_as(hidden_states), hidden_states, plan)
 
-    def _obstacle(self) -> str | None:
+    def _obstacle(self: Any) -> str | None:
         """Return why the layer must call its children now, or ``None``."""
-        module: Any = self
-        router = getattr(module, self.router_name)
+        router = getattr(self, self.router_name)
         return (
             router_obstacle(self.router_name, router)
-            or experts_obstacle("experts", module.experts)
+            or experts_obstacle("experts", self.experts)
             or global_hooks()
         )
 
@@ -57,9 +55,8 @@ def _rows(hidden_states: torch.Tensor) -> torch.Tensor:
 class NoisyBlock(SparseBlock):
     """Mixtral's layer, which may scale its input by noise in training."""
 
-    def _obstacle(self) -> str | None:
-        module: Any = self
-        if self.training and module.jitter_noise > 0:
+    def _obstacle(self: Any) -> str | None:
+        if self.training and self.jitter_noise > 0:
             return "its input is scaled by noise"
         return super()._obstacle()
 
@@ -67,18 +64,16 @@ class NoisyBlock(SparseBlock):
 class GatedSharedBlock(SparseBlock):
     """Qwen2-MoE's layer: a gate weighs the expert that every token visits."""
 
-    def _finished(self, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
-        module: Any = self
-        shared = module.shared_expert(input)
-        return output + torch.sigmoid(module.shared_expert_gate(input)) * shared
+    def _finished(self: Any, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
+        shared = self.shared_expert(input)
+        return output + torch.sigmoid(self.shared_expert_gate(input)) * shared
 
 
 class SharedBlock(SparseBlock):
     """DeepSeek-V3's layer: every token visits the shared experts too."""
 
-    def _finished(self, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
-        module: Any = self
-        return output + module.shared_experts(input)
+    def _finished(self: Any, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
+        return output + self.shared_experts(input)
 
 
 class ScoredBlock(SparseBlock):
@@ -93,15 +88,9 @@ class ScoredBlock(SparseBlock):
 def block_rule(
     original: type[nn.Module], forward: type[SparseBlock], module_name: str
 ) -> PatchRule:
-    """Return the rule for a family's sparse layer, which refuses where this transformers differs.
-
-    Args:
-        original: the class.
-        forward: what it computes: a class of this file.
-        module_name: name of the module that will hold the patched class under the same name.
-    """
+    """Return the rule for a sparse layer, which refuses where this transformers has another."""
     children = (forward.router_name, "experts")
-    unknown = unknown_forward(forward, original) or unknown_names(forward, original, children)
+    unknown = residual_norm.unknown(forward, original, children)
     return PatchRule(
         original,
         subclass(original, forward, module_name),

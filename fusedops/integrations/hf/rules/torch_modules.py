@@ -23,6 +23,7 @@ from fusedops.integrations.hf.rules.rule import (
     like,
     plain_weight,
     runs_here,
+    weight_obstacle,
 )
 from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.gelu import gelu
@@ -238,12 +239,6 @@ def _sequence_obstacle(module: nn.Sequential) -> str | None:
     return "; ".join(reason for reason in reasons if reason is not None)
 
 
-def _linear_plain(module: nn.Linear) -> str | None:
-    if plain_weight(module.weight):
-        return None
-    return f"its weight is a {type(module.weight).__name__}"
-
-
 def _probe_layer_norm(module: nn.LayerNorm) -> None:
     shape = module.normalized_shape
     weight = None if module.weight is None else gathered(module.weight)
@@ -282,7 +277,7 @@ RULES = (
     PatchRule(
         nn.GELU, GELU, ("gelu",), "O1", lambda module: gelu(torch.zeros(1), module.approximate)
     ),
-    PatchRule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, _linear_plain),
+    PatchRule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, weight_obstacle),
     PatchRule(
         nn.Sequential,
         Sequential,

@@ -22,6 +22,8 @@ from fusedops.integrations.hf.rules.rule import (
     like,
     plain_weight,
     runs_here,
+    subclass,
+    weight_obstacle,
 )
 from fusedops.integrations.hf.rules.torch_modules import own_product
 from fusedops.ops.gelu import gelu
@@ -53,7 +55,6 @@ class _Gelu(nn.Module):
     widens: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return GELU of the input."""
         if not runs_here(input):
             return super().forward(input)
         if self.widens and input.is_cuda and torch.is_autocast_enabled("cuda"):
@@ -61,33 +62,20 @@ class _Gelu(nn.Module):
         return gelu(input, self.approximate)
 
 
-def _patched_gelu(name: str, original: type[nn.Module]) -> type[nn.Module]:
-    body = {
-        "__module__": __name__,
-        "__doc__": f"``transformers.activations.{name}`` with the fused op.",
-        "approximate": _GELUS[name][0],
-        "widens": name in _WITH_POW,
-    }
-    return type(name, (_Gelu, original), body)
+def _probe_gelu(module: Any) -> None:
+    gelu(torch.zeros(1), "tanh")
 
 
 _NAMES: dict[type, str] = {}
 _GELU_RULES: list[PatchRule] = []
-for _name, (_, _activation) in _GELUS.items():
+for _name, (_approximate, _activation) in _GELUS.items():
     _original = getattr(activations, _name, None)
     if _original is None:  # added or removed by a later transformers
         continue
-    globals()[_name] = _patched_gelu(_name, _original)
-    _NAMES.update({_original: _activation, globals()[_name]: _activation})
-    _GELU_RULES.append(
-        PatchRule(
-            _original,
-            globals()[_name],
-            ("gelu",),
-            "O1",
-            lambda module: gelu(torch.zeros(1), "tanh"),
-        )
-    )
+    _widens = _name in _WITH_POW
+    _patched = subclass(_original, _Gelu, __name__, approximate=_approximate, widens=_widens)
+    _NAMES.update({_original: _activation, _patched: _activation})
+    _GELU_RULES.append(PatchRule(_original, _patched, ("gelu",), "O1", _probe_gelu))
 for _name, _activation in _OTHERS.items():
     if hasattr(activations, _name):
         _NAMES[getattr(activations, _name)] = _activation
@@ -106,6 +94,13 @@ def activation_obstacle(name: str, module: Any) -> str | None:
 def activation_name(module: Any) -> str | None:
     """Return the name of the activation that a module computes, ``None`` if unknown."""
     return _NAMES.get(type(module)) or torch_modules.activation_name(module)
+
+
+def known_activation(module: Any) -> str:
+    """Return the name of the activation that a module computes, which must be known."""
+    name = activation_name(module)
+    assert name is not None
+    return name
 
 
 class Conv1D(pytorch_utils.Conv1D):
@@ -132,12 +127,6 @@ def conv1d_obstacle(name: str, module: Any) -> str | None:
     return reason
 
 
-def _conv1d_plain(module: Any) -> str | None:
-    if plain_weight(module.weight):
-        return None
-    return f"its weight is a {type(module.weight).__name__}"
-
-
 def _probe_conv1d(module: Any) -> None:
     weight = gathered(module.weight)
     rows = like(module).new_zeros(16, weight.shape[0])
@@ -146,6 +135,6 @@ def _probe_conv1d(module: Any) -> None:
 
 
 RULES = (
-    PatchRule(pytorch_utils.Conv1D, Conv1D, ("linear_act",), "O2", _probe_conv1d, _conv1d_plain),
+    PatchRule(pytorch_utils.Conv1D, Conv1D, ("linear_act",), "O2", _probe_conv1d, weight_obstacle),
     *_GELU_RULES,
 )
