@@ -194,16 +194,7 @@ class Decoder:
 
 
 class RecomputingDecoder:
-    """A ``Decoder`` without a cache, to compare with: each step computes all tokens again.
-
-    Args:
-        model: as of ``Decoder``.
-        max_seq_len: as of ``Decoder``.
-        shard_logits: as of ``Decoder``.
-
-    Attributes:
-        vocab_projection: as of ``Decoder``.
-    """
+    """A ``Decoder`` without a cache, to compare with: each step computes all tokens again."""
 
     def __init__(
         self, model: Transformer | TrainEngine, max_seq_len: int, *, shard_logits: bool = False

@@ -64,16 +64,10 @@ class BatchPartition:
         num_heads: int,
         hidden_size: int,
     ) -> DropoutSeeds:
-        """Return the seeds of a forward.
+        """Return the seeds of a forward over tokens of a shape; sizes are those of the whole model.
 
-        Args:
-            seed: int64 ``[2]``, the same on all processes.
-            shape: of the tokens on this process, ``[B, S]``.
-            first_sequence: number of sequences of the whole batch before these; ``None``: those of
-                the data parallel ranks before this one.
-            num_layers: of the whole model.
-            num_heads: of attention, on all processes.
-            hidden_size: features of the residual stream.
+        ``seed`` is int64 ``[2]``, the same on all processes. ``first_sequence`` is the number of
+        sequences of the batch before these; ``None``: those of the data parallel ranks before this.
         """
         seeds = call_seeds(seed, num_layers)
         if not first_sequence:

@@ -180,13 +180,7 @@ class Layer(nn.Module):
         context: ForwardContext,
         query_input_BSH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``[B, S, H]`` and the router's auxiliary loss, ``None`` where there is none.
-
-        Args:
-            x_BSH: the residual stream.
-            context: of the forward.
-            query_input_BSH: what queries are computed from, if not from the stream.
-        """
+        """Return ``[B, S, H]`` and the router's auxiliary loss, ``None`` where there is none."""
         branch_BSH = self.attention(self.attention_input(x_BSH), context, query_input_BSH)
         x_BSH, residual_BSH = self.feed_forward_input(branch_BSH, x_BSH, context)
         if isinstance(self.feed_forward, MoE):
@@ -285,12 +279,8 @@ class TransformerLayers(nn.ModuleDict):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states after the layers, and the sum of their auxiliary losses.
 
-        Args:
-            x_BSH: hidden states before the first layer here.
-            context: of the forward.
-            norm: of the input of a query layer.
-            query_positions: table from which a query layer, the last one of the model, computes
-                its queries; ``None``: the model has no such layer.
+        In a model with a query layer (PanGu), the last layer computes its queries from the table
+        ``query_positions``, and ``norm`` is applied to its input.
         """
         auxiliary = torch.zeros((), device=x_BSH.device)
         layer: Any

@@ -203,11 +203,7 @@ def _make_export(config: Config) -> None:
 
 
 def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
-    """Return the sizes of the model: a preset's, with those that the configuration gives.
-
-    Raises:
-        InputError: a size is unknown, or does not fit another or the corpus.
-    """
+    """Return the sizes of the model: a preset's, with those that the configuration gives."""
     given = dict(config.model)
     load, name = given.pop("load", None), given.pop("preset", None)
     for key, value in (("load", load), ("preset", name)):
@@ -254,11 +250,7 @@ def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -
 
 
 def layout(config: Config, ranks: Ranks) -> ParallelConfig:
-    """Return how the processes share the work; ``dp`` is what they leave for it.
-
-    Raises:
-        ValueError: the sizes do not make that many processes, or do not divide the batch.
-    """
+    """Return the layout of a run; ``dp`` is what the processes leave, and must divide the batch."""
     parallel = layout_of(config.parallel, ranks.size)
     parts = parallel.dp * parallel.microbatches
     check_divides("config", "dp x microbatches", parts, config.batch, "batch")
@@ -266,11 +258,7 @@ def layout(config: Config, ranks: Ranks) -> ParallelConfig:
 
 
 def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
-    """Return a table of ``ParallelConfig`` as one; ``dp`` is what the ranks leave for it.
-
-    Raises:
-        ValueError: the sizes do not make that many processes.
-    """
+    """Return the ``ParallelConfig`` of a table; ``dp`` is what the ranks leave for it."""
     if given.get("mode") != "data" and "dp" not in given:
         smallest = check_parallel(given)
         others = smallest.tp * smallest.cp * smallest.pp
@@ -281,11 +269,7 @@ def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
 
 
 def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks) -> TrainEngine:
-    """Return the model with its first weights, which the seed alone decides, on all processes.
-
-    Raises:
-        InputError: the sizes do not fit the model, the processes or the data.
-    """
+    """Return the model with its first weights, which the seed alone decides, on all processes."""
     dtype = precision.dtype(config.precision.parameters)
     try:  # all ranks find the same mistakes
         parallel_config = layout(config, ranks)

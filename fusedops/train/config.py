@@ -286,14 +286,7 @@ class Config:
 
 
 def check_parallel(given: Mapping[str, Any]) -> ParallelConfig:
-    """Check a table of ``ParallelConfig`` whose ``dp`` may follow from the number of processes.
-
-    Returns:
-        The configuration; where ``dp`` is missing, with the least that ``ep`` fits into.
-
-    Raises:
-        InputError: a key is unknown, or a value is wrong.
-    """
+    """Return a checked ``ParallelConfig``; a missing ``dp`` is the least that ``ep`` fits into."""
     ep = given.get("ep")
     if given.get("mode") != "data" and isinstance(ep, int) and ep > 1:
         given = {"dp": ep} | dict(given)

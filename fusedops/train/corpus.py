@@ -152,11 +152,7 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
 
 
 def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) -> None:
-    """Look through a share of all tokens for ids that the model does not have.
-
-    Raises:
-        InputError: there is one.
-    """
+    """Raise an ``InputError`` for an id, in a share of all tokens, that the model does not have."""
     for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
         first, last = (len(stream) * index // shares for index in (share, share + 1))
         for start in range(first, last, _SCAN):
@@ -269,23 +265,14 @@ def _tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
-    """Whether a corpus is a file of tokens, and no tokenizer says what they mean.
-
-    Args:
-        train: ``data.train``; its files need not be there any more.
-        tokenizer: ``data.tokenizer``.
-    """
+    """Whether a corpus is a file of tokens without a tokenizer; it need not exist any more."""
     paths = [Path(entry).expanduser() for entry in train]
     tokens = any(path.suffix == TOKENS or any(path.glob(f"**/*{TOKENS}")) for path in paths)
     return tokens and tokenizer == BYTES
 
 
 def end_of(data: DataConfig) -> int:
-    """Return the token that ends a text.
-
-    Raises:
-        InputError: the tokenizer cannot be read, or has no such token.
-    """
+    """Return the token that ends a text."""
     return _tokenizer(data).end
 
 

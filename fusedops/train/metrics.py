@@ -131,11 +131,7 @@ class Metrics:
 
 
 def check_tensorboard() -> None:
-    """Raise unless TensorBoard can be written for.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Raise an ``InputError`` unless TensorBoard is installed."""
     _summary_writer()
 
 

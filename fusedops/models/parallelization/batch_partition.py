@@ -121,15 +121,7 @@ def place_of(config: ParallelConfig, mesh: Mesh) -> Place:
 def seeds_of_later_sequences(
     seeds: DropoutSeeds, first: int, *, tokens: int, heads: int, features: int
 ) -> DropoutSeeds:
-    """Return the seeds of a forward's sequences from ``first`` on.
-
-    Args:
-        seeds: of all of its sequences.
-        first: number of sequences before the later ones.
-        tokens: of a sequence on this process.
-        heads: of attention, on all processes.
-        features: of the residual stream.
-    """
+    """Return the seeds of a forward's sequences from ``first`` on, of so many tokens here."""
     rows, scores = seeds
     if rows.shape[1] == 2:  # of a batch that one process has
         return with_offsets(rows, first, tokens=tokens, heads=heads, features=features)

@@ -223,19 +223,7 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
 def check_recompute(
     op: str, recompute: Any, known: Sequence[str], *, slice_activation: bool, sp: bool
 ) -> None:
-    """Raise unless the options of recomputation have a meaning together.
-
-    Args:
-        op: who asks.
-        recompute: words joined by ``+``.
-        known: the words that there are.
-        slice_activation: ``recompute_slice_activation``.
-        sp: sequence parallel.
-
-    Raises:
-        TypeError: an option has the wrong type.
-        ValueError: a word is not known, or two options do not fit together.
-    """
+    """Raise unless ``recompute`` consists of known words, and its options fit together."""
     if not isinstance(recompute, str):
         raise TypeError(f"{op}: recompute must be a str, got {checks.type_name(recompute)}")
     words = recompute.split("+")
@@ -306,13 +294,7 @@ def _check_pipeline(config: ParallelConfig) -> None:
 
 
 def check_stored(op: str, model: TransformerConfig, config: ParallelConfig, device: str) -> None:
-    """Raise unless experts can lie in host memory.
-
-    Args:
-        op: who asks.
-        model: its sizes.
-        config: how it is spread.
-        device: type of the device.
+    """Raise unless experts can be offloaded to host memory.
 
     Raises:
         ValueError: the model has no experts.
@@ -365,16 +347,7 @@ def _check_exchange(config: ParallelConfig) -> None:
 
 
 def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> None:
-    """Raise unless a model has layers for the stages that a configuration asks for.
-
-    Args:
-        op: who asks.
-        model: its sizes.
-        config: how it is spread.
-
-    Raises:
-        ValueError: it has not; the message has what would fit.
-    """
+    """Raise unless a model has enough layers for its stages; the message says what would fit."""
     if config.pp == 1:
         return
     stages = config.pp * config.virtual
@@ -384,17 +357,9 @@ def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> N
 
 
 def check_split(op: str, model: TransformerConfig, *, tp: int, ep: int, data: int) -> None:
-    """Raise unless a model's heads, features and experts can be shared by so many ranks.
+    """Raise unless ``tp`` divides heads and features, and ``ep`` the experts and ``data`` ranks.
 
-    Args:
-        op: who asks.
-        model: its sizes.
-        tp: ranks that share heads and features.
-        ep: ranks that share experts.
-        data: ``dp * cp``, inside of which those of ``ep`` lie.
-
-    Raises:
-        ValueError: they cannot; the message has the nearest sizes that fit.
+    The message has the nearest sizes that fit. ``data`` is ``dp * cp``.
     """
     heads, keys = model.num_heads, model.kv_heads
     check_divides(op, "tp", tp, heads, "the heads")

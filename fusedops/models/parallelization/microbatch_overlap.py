@@ -230,11 +230,7 @@ class _LayerRun:
 
 
 def _check_not_wrapped(layer: Layer) -> None:
-    """Raise if a memory policy wraps a module of which the phases call the parts.
-
-    Raises:
-        UnsupportedError: the policy would have no effect.
-    """
+    """Raise where a memory policy wraps a module whose parts the phases call: it has no effect."""
     part: Any = layer.feed_forward
     modules: dict[str, nn.Module] = {"attention": layer.attention}
     if isinstance(part, (MoE, ParallelMLP, ParallelGatedMLP)):

@@ -111,15 +111,7 @@ class PipelineEngine:
         return losses
 
     def logits(self, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor | None:
-        """Return the logits of tokens that pass the stages one after the other.
-
-        Args:
-            tokens: ``[B, S]``, the same on all ranks of the pipeline.
-            **inputs: of ``Transformer.make_context``.
-
-        Returns:
-            Logits on the rank of the last stage; ``None`` on the others.
-        """
+        """Return the logits of tokens ``[B, S]``; ``None`` but on the last stage's rank."""
         logits: list[torch.Tensor] = []
 
         def compute(
