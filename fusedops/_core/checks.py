@@ -168,11 +168,13 @@ def number(op: str, argument: str, value: Any) -> None:
         fail(op, argument, "in the range of a float", f"an integer of {value.bit_length()} bits")
 
 
-def finite(op: str, argument: str, value: Any) -> None:
-    """Raise unless ``value`` is a number, neither NaN nor infinite."""
+def finite(op: str, argument: str, value: Any, *, least: float | None = None) -> None:
+    """Raise unless ``value`` is a number, neither NaN nor infinite, and at least ``least``."""
     number(op, argument, value)
     if isinstance(value, float) and not -math.inf < value < math.inf:
         fail(op, argument, "finite", value)
+    if least is not None and value < least:
+        fail(op, argument, f"at least {least}", value)
 
 
 def positive(op: str, argument: str, value: Any) -> None:

@@ -64,9 +64,7 @@ class Options:
         for name in ("tokens", "samples", "beams"):
             checks.integer(_OP, name, getattr(self, name), least=1)
         checks.integer(_OP, "top_k", self.top_k, least=0)
-        checks.finite(_OP, "temperature", self.temperature)
-        if self.temperature < 0:
-            checks.fail(_OP, "temperature", "at least 0", self.temperature)
+        checks.finite(_OP, "temperature", self.temperature, least=0)
         checks.probability(_OP, "top_p", self.top_p)
         if self.top_p == 0:
             checks.fail(_OP, "top_p", "more than 0", self.top_p)

@@ -87,9 +87,7 @@ class OptimizerConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             checks.fail("optimizer", "betas", "two numbers in [0, 1)", self.betas)
         for name in ("eps", "weight_decay"):
-            checks.finite("optimizer", name, getattr(self, name))
-            if getattr(self, name) < 0:
-                checks.fail("optimizer", name, "at least 0", getattr(self, name))
+            checks.finite("optimizer", name, getattr(self, name), least=0)
         checks.choice("optimizer", "state_dtype", self.state_dtype, DTYPES[:2])
         if not 0 <= self.clip < float("inf"):
             checks.fail("optimizer", "clip", "a finite number of at least 0", self.clip)
@@ -206,9 +204,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         checks.integer("log", "every", self.every, least=1)
-        checks.finite("log", "peak_tflops", self.peak_tflops)
-        if self.peak_tflops < 0:
-            checks.fail("log", "peak_tflops", "at least 0", self.peak_tflops)
+        checks.finite("log", "peak_tflops", self.peak_tflops, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -290,7 +289,9 @@ class _Writer:
         """Give the files their names, the configuration the last."""
         self._flush()
         count = len(self.files)
-        names = [_WHOLE] if count == 1 else list(_shard_names(count))
+        numbers = range(1, count + 1)
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in numbers]
+        names = [_WHOLE] if count == 1 else names
         for index, name in enumerate(names):
             os.replace(self._part(index), self.folder / name)
         if count > 1:
@@ -307,11 +308,6 @@ class _Writer:
         part = self.folder / f"{name}.part"
         part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         os.replace(part, self.folder / name)
-
-
-def _shard_names(count: int) -> Iterator[str]:
-    for each in range(1, count + 1):
-        yield f"model-{each:05d}-of-{count:05d}.safetensors"
 
 
 def _is_first() -> bool:

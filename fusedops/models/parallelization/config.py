@@ -140,7 +140,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", _words("offload", self.offload))
         object.__setattr__(self, "not_sharded", _words("not_sharded", self.not_sharded))
-        for name in (*DENSE, "ep", "microbatches"):
+        for name in (*DENSE, "ep", "ep_chunks", "ep_nodes", "microbatches"):
             checks.integer(_OP, name, getattr(self, name), least=1)
         for name in ("zero", "bucket_bytes", "shard_threshold"):
             checks.integer(_OP, name, getattr(self, name), least=0)
@@ -160,11 +160,9 @@ class ParallelConfig:
             sp=self.sp,
         )
         _check_buckets(self)
-        _check_mode(self)
-        _check_overlap(self)
+        _check_modes(self)
         _check_pipeline(self)
         _ = self.sizes
-        _check_shards(self)
         _check_exchange(self)
 
     @property
@@ -248,25 +246,28 @@ def _check_buckets(config: ParallelConfig) -> None:
         checks.fail(_OP, "bucket_layers", "layers in ascending order, such as (0, 4, 8)", starts)
 
 
-def _check_mode(config: ParallelConfig) -> None:
-    if config.mode != "data":
+def _check_modes(config: ParallelConfig) -> None:
+    if config.mode == "data":
+        for name in ("dp", "tp", "cp", "pp", "ep"):
+            if getattr(config, name) != 1:
+                wanted = "1 with mode 'data', in which every process is data parallel"
+                checks.fail(_OP, name, wanted, getattr(config, name))
+    if config.shard_ranks is not None:
+        checks.integer(_OP, "shard_ranks", config.shard_ranks, least=1)
+        if config.zero == 0:
+            wanted = "None with zero 0, which divides nothing"
+            checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
+    if not config.overlap_microbatches:
         return
-    for name in ("dp", "tp", "cp", "pp", "ep"):
-        if getattr(config, name) != 1:
-            wanted = "1 with mode 'data', in which every process is data parallel"
-            checks.fail(_OP, name, wanted, getattr(config, name))
-
-
-def _check_overlap(config: ParallelConfig) -> None:
-    if config.overlap_microbatches and config.mode == "manual":
+    if config.mode == "manual":
         wanted = "False with mode 'manual', in which the model orders what it computes itself"
         checks.fail(_OP, "overlap_microbatches", wanted, True)
-    if config.overlap_microbatches and config.ep_deterministic:
+    if config.ep_deterministic:
         raise UnsupportedError(
             f"{_OP}: overlap_microbatches must be False with ep_deterministic: each half adds a "
             "gradient of its own, which changes the order of the sums"
         )
-    if config.overlap_microbatches and "experts" in config.offload:
+    if "experts" in config.offload:
         raise UnsupportedError(
             f"{_OP}: overlap_microbatches must be False with offload 'experts': the weights of "
             "chosen experts would be copied to the device once for each half"
@@ -313,18 +314,7 @@ def check_stored(op: str, model: TransformerConfig, config: ParallelConfig, devi
         )
 
 
-def _check_shards(config: ParallelConfig) -> None:
-    if config.shard_ranks is None:
-        return
-    checks.integer(_OP, "shard_ranks", config.shard_ranks, least=1)
-    if config.zero == 0:
-        wanted = "None with zero 0, which divides nothing"
-        checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
-
-
 def _check_exchange(config: ParallelConfig) -> None:
-    for name in ("ep_chunks", "ep_nodes"):
-        checks.integer(_OP, name, getattr(config, name), least=1)
     if config.ep_chunks > _MAX_CHUNKS:
         checks.fail(_OP, "ep_chunks", f"from 1 to {_MAX_CHUNKS}", config.ep_chunks)
     if config.ep_chunks > 1 and config.ep == 1:
