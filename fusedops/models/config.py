@@ -275,8 +275,7 @@ class TransformerConfig:
         for factor in ("balance_loss", "z_loss", "balance_rate", "initializer_range"):
             checks.finite(name, factor, getattr(self, factor), least=0)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            got = checks.type_name(self.rope_scaling)
-            raise TypeError(f"{name}: rope_scaling must be None or a RopeScaling, got {got}")
+            checks.fail_type(name, "rope_scaling", "None or a RopeScaling", self.rope_scaling)
         for is_wrong, argument, wanted in self._relations():
             if is_wrong:
                 checks.fail(name, argument, wanted, getattr(self, argument))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fusedops._core import philox
+from fusedops.models.config import TransformerConfig
 
 # Dropout calls of a layer: attention scores, then the branch of attention and of feed-forward.
 SCORES, ATTENTION, FEED_FORWARD = range(3)
@@ -50,9 +51,10 @@ def call_seeds(seed: torch.Tensor, num_layers: int) -> torch.Tensor:
 
 
 def with_offsets(
-    seeds: torch.Tensor, first: int, *, tokens: int, heads: int, features: int
+    seeds: torch.Tensor, first: int, tokens: int, config: TransformerConfig
 ) -> DropoutSeeds:
     """Return seeds for the sequences from ``first`` on, with all tokens and heads here."""
+    heads, features = config.num_heads, config.hidden_size
     size, square = (tokens or 1) * max(1, features), tokens * tokens
     rows = size, tokens * features, size, first * tokens * features
     scores = first * heads * square, heads * square, square

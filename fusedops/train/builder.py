@@ -48,15 +48,9 @@ class Run:
     """A training run between two steps.
 
     Attributes:
-        config: what was asked for.
-        ranks: the processes.
         parallel: the model, and how the processes share its training.
-        optimizer: of its parameters.
         scale: of the loss.
-        train: the sequences.
-        validation: those that are only looked at; ``None``: there are none.
-        checkpointer: of the run's states.
-        guard: against steps that would spoil the model.
+        validation: sequences that are only evaluated; ``None``: there are none.
         metrics: where figures go; ``None`` on all ranks but the first.
         flops: of a token, forward and backward.
         peak: operations a second that all devices reach.

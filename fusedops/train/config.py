@@ -239,15 +239,8 @@ class Config:
         tune_host: let the processes keep the memory that they have touched (``tune_host``).
         model: ``load`` alone, or ``preset`` and sizes (``fusedops.models.TransformerConfig``).
         parallel: ``fusedops.models.ParallelConfig``; ``dp`` is what the processes leave for it.
-        data: where tokens come from.
-        optimizer: AdamW's.
-        schedule: of the learning rate.
-        precision: dtypes.
-        checkpoint: how often.
-        validation: how often, and of how much.
-        guard: what to do at steps that would spoil the model.
-        log: what is written.
-        faults: what is done against processes that hang.
+
+    The other fields are tables, which their classes describe.
     """
 
     out: str

@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -347,7 +347,8 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, errors: str, stem: Pa
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
-            for batch in _in_batches([path for _, path in ordered]):
+            for first in range(0, len(ordered), _FILES_AT_ONCE):
+                batch = [path for _, path in ordered[first : first + _FILES_AT_ONCE]]
                 encoded = tokenizer.encode([_read(path, errors) or "" for path in batch])
                 for path, ids in zip(batch, encoded, strict=True):
                     tokens = torch.cat([ids.to(dtype), end])
@@ -382,8 +383,3 @@ def _read(path: Path, errors: str) -> str | None:
             f"{path} is not UTF-8: byte {error.start}; data.errors = 'replace' reads it all the "
             "same, and 'skip' leaves such files out"
         ) from None
-
-
-def _in_batches(paths: list[Path]) -> Iterator[list[Path]]:
-    for first in range(0, len(paths), _FILES_AT_ONCE):
-        yield paths[first : first + _FILES_AT_ONCE]

@@ -69,7 +69,7 @@ def _values(config: Any) -> Values:
         return config
     if not isinstance(config, (str, Path)):
         wanted = "a configuration of transformers, a dictionary or a path"
-        raise TypeError(f"from_config: config must be {wanted}, got {checks.type_name(config)}")
+        checks.fail_type("from_config", "config", wanted, config)
     try:
         found = json.loads(Path(config).read_bytes())
     except OSError as error:

@@ -152,13 +152,7 @@ class ParallelConfig:
         checks.choice(_OP, "context", self.context, CONTEXTS)
         for word in self.offload:
             checks.choice(_OP, "offload", word, OFFLOADS)
-        check_recompute(
-            _OP,
-            self.recompute,
-            RECOMPUTE,
-            slice_activation=self.recompute_slice_activation,
-            sp=self.sp,
-        )
+        _check_recompute(self)
         _check_buckets(self)
         _check_modes(self)
         _check_pipeline(self)
@@ -218,23 +212,22 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
-def check_recompute(
-    op: str, recompute: Any, known: Sequence[str], *, slice_activation: bool, sp: bool
-) -> None:
-    """Raise unless ``recompute`` consists of known words, and its options fit together."""
-    if not isinstance(recompute, str):
-        raise TypeError(f"{op}: recompute must be a str, got {checks.type_name(recompute)}")
-    words = recompute.split("+")
+def _check_recompute(config: ParallelConfig) -> None:
+    if not isinstance(config.recompute, str):
+        checks.fail_type(_OP, "recompute", "a str", config.recompute)
+    words = config.recompute.split("+")
     for word in words:
-        checks.choice(op, "recompute", word, known)
+        checks.choice(_OP, "recompute", word, RECOMPUTE)
     if len(words) > 1 and {"none", "full"} & set(words):
-        checks.fail(op, "recompute", "none or full alone, or others joined by +", recompute)
-    if slice_activation and recompute != "full":
-        wanted = "False unless recompute is 'full'"
-        checks.fail(op, "recompute_slice_activation", wanted, True)
-    if slice_activation and sp:
-        wanted = "False with sp, which has cut the inputs of layers already"
-        checks.fail(op, "recompute_slice_activation", wanted, True)
+        wanted = "none or full alone, or others joined by +"
+        checks.fail(_OP, "recompute", wanted, config.recompute)
+    if config.recompute_slice_activation:
+        if config.recompute != "full":
+            wanted = "False unless recompute is 'full'"
+            checks.fail(_OP, "recompute_slice_activation", wanted, True)
+        if config.sp:
+            wanted = "False with sp, which has cut the inputs of layers already"
+            checks.fail(_OP, "recompute_slice_activation", wanted, True)
 
 
 def _check_buckets(config: ParallelConfig) -> None:

@@ -159,11 +159,7 @@ def _split(
     if context.dropout_seeds is not None:
         layer: Any = next(iter(layers.values()))
         seeds[1] = seeds_of_later_sequences(
-            context.dropout_seeds,
-            sizes[0],
-            tokens=context.positions.shape[-1],
-            heads=layer.config.num_heads,
-            features=layer.config.hidden_size,
+            context.dropout_seeds, sizes[0], context.positions.shape[-1], layer.config
         )
     tokens, domains = halves(context.tokens), halves(context.domains)
     return [

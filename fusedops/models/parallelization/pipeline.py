@@ -40,9 +40,6 @@ class PipelineEngine:
     """The stages of a process and what runs them.
 
     Attributes:
-        model: this process's part.
-        stages: by number.
-        driver: what runs them.
         other_end: with shared words on the first and the last rank: the rank of the pipeline that
             has them too; ``None`` elsewhere.
     """
