@@ -31,6 +31,11 @@ def fail(op: str, argument: str, wanted: str, got: object) -> NoReturn:
     raise ValueError(f"{op}: {argument} must be {wanted}, got {got}")
 
 
+def fail_type(op: str, argument: str, wanted: str, value: object) -> NoReturn:
+    """Raise the ``TypeError`` for a value of another type."""
+    raise TypeError(f"{op}: {argument} must be {wanted}, got {type_name(value)}")
+
+
 def tensor(op: str, argument: str, value: Any, *, floating: bool = True) -> None:
     """Raise unless ``value`` is a dense tensor (of a floating dtype that is computed with)."""
     if not isinstance(value, torch.Tensor):
@@ -51,6 +56,14 @@ def index_tensor(
     tensor(op, argument, value, floating=False)
     if value.dtype not in dtypes:
         raise TypeError(f"{op}: {argument} must be {_names(dtypes)}, got {_short(value.dtype)}")
+
+
+def indices(op: str, argument: str, value: torch.Tensor, size: int, wanted: str) -> None:
+    """Raise unless all values that can be read are in ``[0, size)``."""
+    if readable(value) and value.numel():
+        low, high = (int(bound) for bound in value.aminmax())
+        if low < 0 or high >= size:
+            fail(op, argument, wanted, low if low < 0 else high)
 
 
 def like(
@@ -168,11 +181,13 @@ def number(op: str, argument: str, value: Any) -> None:
         fail(op, argument, "in the range of a float", f"an integer of {value.bit_length()} bits")
 
 
-def finite(op: str, argument: str, value: Any) -> None:
-    """Raise unless ``value`` is a number, neither NaN nor infinite."""
+def finite(op: str, argument: str, value: Any, *, least: float | None = None) -> None:
+    """Raise unless ``value`` is a number, neither NaN nor infinite, and at least ``least``."""
     number(op, argument, value)
     if isinstance(value, float) and not -math.inf < value < math.inf:
         fail(op, argument, "finite", value)
+    if least is not None and value < least:
+        fail(op, argument, f"at least {least}", value)
 
 
 def positive(op: str, argument: str, value: Any) -> None:

@@ -41,12 +41,7 @@ class _Prompt:
     failed: bool = False
 
     def advance(self, ranked: list[tuple[float, int, int]], options: Options) -> list[int]:
-        """Take the best continuations; returns the beam that each of the next ones goes on.
-
-        Args:
-            ranked: log-probability, beam and token of each, the best first.
-            options: of the search.
-        """
+        """Take the best of (log-probability, beam, token); return the beams that they continue."""
         size, length = options.beams, len(self.beams[0]) + 1
         # The best is NaN where any is, and infinite where a model allows no word at all.
         if not math.isfinite(ranked[0][0]):

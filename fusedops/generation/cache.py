@@ -72,7 +72,6 @@ class KVCacheCall:
     """A cache with the places in it of the tokens of one call of the model.
 
     Attributes:
-        cache: keys and values so far; the call appends its own.
         rows: of the cache, for each token, ``[tokens]``; padding after them has none.
         positions: in their row, ``[tokens]``.
         cu_seqlens: cumulative lengths of concatenated prompts, padding the last; ``None``: each row

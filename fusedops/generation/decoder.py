@@ -45,6 +45,7 @@ class Decoder:
         shard_logits: if ``tp`` shards the vocabulary, give each rank the logits of its own shard.
 
     Attributes:
+        cache: keys and values of the tokens so far.
         vocab_projection: of the shard whose logits are given then; ``None``: logits are of the
             whole vocabulary.
 
@@ -82,14 +83,9 @@ class Decoder:
         has_experts = any(isinstance(module, MoE) for module in self.model.modules())
         self._token_multiple = config.tp if config.sp or has_experts else 1
         self._sizes = None if capacity is None else min(capacity, max_seq_len), max_seq_len
-        self._cache = KVCache(*self._sizes)
+        self.cache = KVCache(*self._sizes)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._longest, self._has_equal_lengths = 0, False
-
-    @property
-    def cache(self) -> KVCache:
-        """Keys and values of the tokens so far."""
-        return self._cache
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Take the prompts, int64 ``[tokens]`` each; returns the logits after them, ``[R, V]``.
@@ -105,19 +101,19 @@ class Decoder:
             checks.index_tensor(_OP, name, prompt, dtypes=(torch.int64,))
             if prompt.dim() != 1 or not len(prompt):
                 checks.fail(_OP, name, "of shape [tokens], one token at least", list(prompt.shape))
-        self._cache = KVCache(*self._sizes)
+        self.cache = KVCache(*self._sizes)
         lengths = [len(prompt) for prompt in prompts]
         self._lengths = self._new(lengths)
         self._longest = max(lengths, default=0)
         self._has_equal_lengths = len(set(lengths)) == 1
-        self._cache.reserve(self._longest)
+        self.cache.reserve(self._longest)
         total = sum(lengths)
         padding = self._padding(total)
         cu_seqlens = self._new([0, *lengths, *([padding] if padding else [])]).cumsum(0).int()
         rows = self._new(range(len(lengths))).repeat_interleave(self._lengths)
         positions = torch.arange(total, device=self._device) - cu_seqlens[:-1].long()[rows]
         longest = max(self._longest, padding)
-        call = KVCacheCall(self._cache, rows, positions, cu_seqlens, longest, self._lengths)
+        call = KVCacheCall(self.cache, rows, positions, cu_seqlens, longest, self._lengths)
         tokens = torch.cat([*prompts, self._new([])]).to(self._device)
         return self._run(tokens, call, cu_seqlens[1 : len(lengths) + 1].long() - 1)
 
@@ -134,12 +130,12 @@ class Decoder:
         if len(tokens_R) != len(self._lengths):
             checks.fail(_OP, "tokens", f"one for each of {len(self._lengths)} rows", len(tokens_R))
         positions = self._lengths
-        self._cache.reserve(self._longest + 1)
+        self.cache.reserve(self._longest + 1)
         self._longest += 1
         self._lengths = positions + 1
         rows = torch.arange(len(tokens_R), device=self._device)
         position = self._longest - 1 if self._has_equal_lengths else None
-        call = KVCacheCall(self._cache, rows, positions, None, 1, self._lengths, position)
+        call = KVCacheCall(self.cache, rows, positions, None, 1, self._lengths, position)
         return self._run(tokens_R, call, rows)
 
     def select(self, rows: torch.Tensor) -> None:
@@ -150,14 +146,11 @@ class Decoder:
             TypeError: they are no tensor of int64.
         """
         checks.index_tensor(_OP, "rows", rows, dtypes=(torch.int64,))
-        if checks.readable(rows) and rows.numel():
-            low, high = (int(row) for row in rows.aminmax())
-            count = len(self._lengths)
-            if low < 0 or high >= count:
-                wanted = f"at least 0 and less than {count}, the rows so far"
-                checks.fail(_OP, "rows", wanted, low if low < 0 else high)
+        count = len(self._lengths)
+        wanted = f"at least 0 and less than {count}, the rows so far"
+        checks.indices(_OP, "rows", rows, count, wanted)
         with self._mode():
-            self._cache.select(rows, self._longest)
+            self.cache.select(rows, self._longest)
             self._lengths = self._lengths[rows]
 
     def _new(self, values: Any) -> torch.Tensor:
@@ -194,16 +187,7 @@ class Decoder:
 
 
 class RecomputingDecoder:
-    """A ``Decoder`` without a cache, to compare with: each step computes all tokens again.
-
-    Args:
-        model: as of ``Decoder``.
-        max_seq_len: as of ``Decoder``.
-        shard_logits: as of ``Decoder``.
-
-    Attributes:
-        vocab_projection: as of ``Decoder``.
-    """
+    """A ``Decoder`` without a cache, to compare with: each step computes all tokens again."""
 
     def __init__(
         self, model: Transformer | TrainEngine, max_seq_len: int, *, shard_logits: bool = False
@@ -261,8 +245,7 @@ def check_model(op: str, given: Any) -> TrainEngine:
     engine = given if isinstance(given, TrainEngine) else TrainEngine(given)
     model = engine.model
     if not isinstance(model, Transformer):
-        got = checks.type_name(model)
-        raise TypeError(f"{op}: model must be a fusedops.models.Transformer, got {got}")
+        checks.fail_type(op, "model", "a fusedops.models.Transformer", model)
     is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
     if engine.mesh is None and (is_sharded or len(model.layers) < model.config.num_layers):
         wanted = "the TrainEngine that parallelize returned"

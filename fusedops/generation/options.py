@@ -64,9 +64,7 @@ class Options:
         for name in ("tokens", "samples", "beams"):
             checks.integer(_OP, name, getattr(self, name), least=1)
         checks.integer(_OP, "top_k", self.top_k, least=0)
-        checks.finite(_OP, "temperature", self.temperature)
-        if self.temperature < 0:
-            checks.fail(_OP, "temperature", "at least 0", self.temperature)
+        checks.finite(_OP, "temperature", self.temperature, least=0)
         checks.probability(_OP, "top_p", self.top_p)
         if self.top_p == 0:
             checks.fail(_OP, "top_p", "more than 0", self.top_p)
@@ -93,7 +91,7 @@ class Options:
         for token in self.stop:
             checks.integer(_OP, "stop", token, least=0)
         if self.until is not None and not callable(self.until):
-            raise TypeError(f"{_OP}: until must be callable, got {checks.type_name(self.until)}")
+            checks.fail_type(_OP, "until", "callable", self.until)
         checks.flag(_OP, "cache", self.cache)
         if self.cache_size is not None:
             checks.integer(_OP, "cache_size", self.cache_size, least=1)
@@ -124,7 +122,7 @@ class Options:
 def _listed(name: str, wanted: str, given: Any) -> tuple[Any, ...]:
     """Return what was given as a tuple: what can be gone through once, is gone through here."""
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(given)}")
+        checks.fail_type(_OP, name, wanted, given)
     return tuple(given)
 
 

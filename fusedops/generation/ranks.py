@@ -59,10 +59,7 @@ class BatchShard:
     def gather_tokens(self, tokens: torch.Tensor, sequences: list[int], samples: int) -> list[int]:
         """Return the token of each sequence of all ranks, -1 where there is none.
 
-        Args:
-            tokens: of some sequences of this rank, int64.
-            sequences: the numbers of these sequences.
-            samples: sequences of a prompt.
+        This rank's ``tokens`` are those of ``sequences``, of which each prompt has ``samples``.
         """
         if self._group is None:
             gathered = [-1] * (self._num_prompts * samples)

@@ -56,8 +56,8 @@ def generate(
         >>> import fusedops
         >>> from fusedops.models import Transformer, preset
         >>> model = Transformer(preset("tiny-llama"))
-        >>> found = fusedops.generate(model, [[1, 2, 3], [4]], tokens=5)
-        >>> [len(each.tokens) for each in found]
+        >>> sequences = fusedops.generate(model, [[1, 2, 3], [4]], tokens=5)
+        >>> [len(sequence.tokens) for sequence in sequences]
         [5, 5]
     """
     options = _options(options, more)
@@ -85,25 +85,18 @@ def stream(
     The arguments are checked at once. Of a model that is spread over processes all of them take all
     tokens. Beams are not known before the end.
 
-    Args:
-        model: as of ``generate``.
-        prompts: as of ``generate``.
-        options: as of ``generate``, without ``beams``.
-        **more: as of ``generate``.
-
     Returns:
         The tokens, a round of all sequences that are not done at a time.
 
     Raises:
-        ValueError: as ``generate``, or there are ``beams``.
-        TypeError: as ``generate``.
+        ValueError: there are ``beams``; the other errors are those of ``generate``.
         NonFiniteLogitsError: as ``generate``, after the tokens that could be chosen.
 
     Example:
         >>> from fusedops.generation import stream
         >>> from fusedops.models import Transformer, preset
         >>> model = Transformer(preset("tiny-gpt2"))
-        >>> [each.reason for each in stream(model, [1, 2], tokens=3)]
+        >>> [token.reason for token in stream(model, [1, 2], tokens=3)]
         [None, None, 'length']
     """
     options = _options(options, more)
@@ -206,8 +199,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _options(options: Any, more: dict[str, Any]) -> Options:
     if options is not None and not isinstance(options, Options):
-        got = checks.type_name(options)
-        raise TypeError(f"{_OP}: options must be fusedops.generation.Options, got {got}")
+        checks.fail_type(_OP, "options", "fusedops.generation.Options", options)
     return replace(options or Options(), **more)
 
 
@@ -244,8 +236,7 @@ def _prompts(prompts: Any, options: Options) -> list[torch.Tensor]:
 
 def _check_tokens(name: str, given: Any) -> None:
     if not isinstance(given, (torch.Tensor, list, tuple)):
-        wanted = "tokens: a tensor of int64, or a list of numbers"
-        raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(given)}")
+        checks.fail_type(_OP, name, "tokens: a tensor of int64, or a list of numbers", given)
 
 
 def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
@@ -260,10 +251,8 @@ def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
         # The last token is not gone on from.
         _check_room("cache_size", options.cache_size, longest, options, spare=1)
     for number, row in enumerate(rows):
-        low, high = (int(token) for token in row.aminmax())
-        if low < 0 or high >= config.vocab_size:
-            wanted = f"tokens from 0 to {config.vocab_size - 1}, the words of the vocabulary"
-            checks.fail(_OP, f"prompt {number}", wanted, low if low < 0 else high)
+        wanted = f"tokens from 0 to {config.vocab_size - 1}, the words of the vocabulary"
+        checks.indices(_OP, f"prompt {number}", row, config.vocab_size, wanted)
     if options.beams > config.vocab_size:
         checks.fail(_OP, "beams", f"at most the {config.vocab_size} words", options.beams)
     for token in options.stop:

@@ -34,11 +34,7 @@ class FlightRecord:
     """What a rank does.
 
     Attributes:
-        rank: of all.
-        host: its machine.
-        pid: its process there.
-        step: of the run.
-        what: it does in it: a step, validation, a checkpoint.
+        what: it does in the step: a step, validation, a checkpoint.
         waits: the communication that it is in, in words; ``None``: it waits for nobody.
         groups: by name of the group, the number of the last collective that it has begun.
         stack: of its main thread, the innermost call last.

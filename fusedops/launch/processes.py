@@ -82,10 +82,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def initialize_distributed(device: str) -> Iterator[Ranks]:
-    """Join the processes that ``torchrun`` started; alone where it did not.
-
-    Args:
-        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+    """Join the processes that ``torchrun`` started, or run alone; ``device`` may be ``"auto"``.
 
     Raises:
         InputError: there is no such device.

@@ -9,7 +9,7 @@ apart: tensor parallelism does not divide them, and their data-parallel group is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,18 +22,23 @@ HEADS = ("causal", "masked")
 ROUTERS = ("learned", "hash")
 ROUTER_SCORES = ("softmax", "sigmoid")
 _FLAGS = (
-    "rotary",
-    "post_norm",
-    "gated",
-    "bias",
-    "qk_norm",
-    "tied",
-    "causal",
-    "alibi",
-    "query_layer",
-    "router_normalize",
-    "shared_gate",
+    *("rotary", "post_norm", "gated", "bias", "qk_norm", "tied", "causal", "alibi", "query_layer"),
+    *("router_normalize", "shared_gate"),
 )
+# The least value of each integer; those of the second table may be None.
+_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "seq_len")
+_COUNTS = ("position_tables", "relative_buckets", "token_types", "num_experts", "encoder_layers")
+_LEAST = {
+    **dict.fromkeys((*_SIZES, "top_k"), 1),
+    **dict.fromkeys((*_COUNTS, "shared_size", "router_seed"), 0),
+}
+_LEAST_OPTIONAL = {
+    "num_kv_heads": 1,
+    "head_dim": 1,
+    "moe_layers": 0,
+    "sliding_window": 1,
+    "pad_token_id": 0,
+}
 # What has a meaning with a learned router alone, and its default.
 _OF_LOGITS: dict[str, Any] = {
     "router_score": "softmax",
@@ -46,6 +51,13 @@ _OF_LOGITS: dict[str, Any] = {
 }
 # transformers computes ``gelu_new`` from seven operations; the other activations are one each.
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_tanh", "fast_gelu", "relu", "silu")
+_CHOICES = {
+    "norm": NORMS,
+    "head": HEADS,
+    "activation": ACTIVATIONS,
+    "router": ROUTERS,
+    "router_score": ROUTER_SCORES,
+}
 
 
 @dataclass(frozen=True)
@@ -63,18 +75,11 @@ class Weights:
     experts: int = 0
 
     def __add__(self, other: Weights) -> Weights:
-        return Weights(
-            self.split + other.split,
-            self.whole + other.whole,
-            self.experts + other.experts,
-        )
+        split, whole = self.split + other.split, self.whole + other.whole
+        return Weights(split, whole, self.experts + other.experts)
 
     def __mul__(self, factor: int) -> Weights:
-        return Weights(
-            self.split * factor,
-            self.whole * factor,
-            self.experts * factor,
-        )
+        return Weights(self.split * factor, self.whole * factor, self.experts * factor)
 
     @property
     def total(self) -> int:
@@ -251,36 +256,14 @@ class TransformerConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        positive = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size")
-        for name in (*positive, "seq_len", "top_k"):
-            checks.integer("TransformerConfig", name, getattr(self, name), least=1)
-        for name in ("position_tables", "relative_buckets", "token_types", "num_experts"):
-            checks.integer("TransformerConfig", name, getattr(self, name), least=0)
-        checks.integer("TransformerConfig", "encoder_layers", self.encoder_layers, least=0)
-        for name in ("num_kv_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                checks.integer("TransformerConfig", name, getattr(self, name), least=1)
-        checks.choice("TransformerConfig", "norm", self.norm, NORMS)
-        checks.choice("TransformerConfig", "head", self.head, HEADS)
-        checks.choice("TransformerConfig", "activation", self.activation, ACTIVATIONS)
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            wanted = f"a divisor of hidden_size {self.hidden_size}, or head_dim given"
-            checks.fail("TransformerConfig", "num_heads", wanted, self.num_heads)
-        if self.num_heads % self.kv_heads:
-            wanted = f"a divisor of num_heads {self.num_heads}"
-            checks.fail("TransformerConfig", "num_kv_heads", wanted, self.kv_heads)
-        if self.num_experts and self.top_k > self.num_experts:
-            wanted = f"at most num_experts {self.num_experts}"
-            checks.fail("TransformerConfig", "top_k", wanted, self.top_k)
-        if self.moe_layers is not None:
-            checks.integer("TransformerConfig", "moe_layers", self.moe_layers, least=0)
-            if self.moe_layers > self.depth:
-                wanted = f"at most {self.depth}, the layers"
-                checks.fail("TransformerConfig", "moe_layers", wanted, self.moe_layers)
-        self._check_choices()
-
-    def _check_choices(self) -> None:
         name = "TransformerConfig"
+        for size, least in _LEAST.items():
+            checks.integer(name, size, getattr(self, size), least=least)
+        for size, least in _LEAST_OPTIONAL.items():
+            if getattr(self, size) is not None:
+                checks.integer(name, size, getattr(self, size), least=least)
+        for choice, known in _CHOICES.items():
+            checks.choice(name, choice, getattr(self, choice), known)
         for flag in _FLAGS:
             checks.flag(name, flag, getattr(self, flag))
         for probability in ("dropout", "attention_dropout"):
@@ -290,41 +273,42 @@ class TransformerConfig:
         if self.capacity_factor is not None:
             checks.positive(name, "capacity_factor", self.capacity_factor)
         for factor in ("balance_loss", "z_loss", "balance_rate", "initializer_range"):
-            checks.finite(name, factor, getattr(self, factor))
-            if getattr(self, factor) < 0:
-                checks.fail(name, factor, "at least 0", getattr(self, factor))
-        self._check_experts()
+            checks.finite(name, factor, getattr(self, factor), least=0)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            got = checks.type_name(self.rope_scaling)
-            raise TypeError(f"{name}: rope_scaling must be None or a RopeScaling, got {got}")
-        if self.sliding_window is not None:
-            checks.integer(name, "sliding_window", self.sliding_window, least=1)
-            if not self.causal:
-                checks.fail(name, "sliding_window", "None unless causal", self.sliding_window)
-        if self.pad_token_id is not None:
-            checks.integer(name, "pad_token_id", self.pad_token_id, least=0)
-            if self.pad_token_id >= self.vocab_size:
-                wanted = f"less than vocab_size, {self.vocab_size}"
-                checks.fail(name, "pad_token_id", wanted, self.pad_token_id)
+            checks.fail_type(name, "rope_scaling", "None or a RopeScaling", self.rope_scaling)
+        for is_wrong, argument, wanted in self._relations():
+            if is_wrong:
+                checks.fail(name, argument, wanted, getattr(self, argument))
         if self.rotary and self.size_of_head % 2:
             checks.fail(name, "head_dim", "even, to be rotated", self.size_of_head)
-        if self.rotary and self.alibi:
-            checks.fail(name, "alibi", "False with rotary", self.alibi)
-        tables = 2 if self.query_layer else 1
-        if self.position_tables not in (0, tables) or self.query_layer > self.position_tables:
-            wanted = "2 with query_layer" if self.query_layer else "0 or 1 without query_layer"
-            checks.fail(name, "position_tables", wanted, self.position_tables)
+        self._check_routing()
 
-    def _check_experts(self) -> None:
+    def _relations(self) -> Iterator[tuple[bool, str, str]]:
+        """Yield whether a relation of two fields is violated, the field, and what it must be."""
+        undivided = self.head_dim is None and self.hidden_size % self.num_heads != 0
+        divisor = f"a divisor of hidden_size {self.hidden_size}, or head_dim given"
+        yield undivided, "num_heads", divisor
+        divisor = f"a divisor of num_heads {self.num_heads}"
+        yield self.num_heads % self.kv_heads != 0, "num_kv_heads", divisor
+        too_many = 0 < self.num_experts < self.top_k
+        yield too_many, "top_k", f"at most num_experts {self.num_experts}"
+        too_many = (self.moe_layers or 0) > self.depth
+        yield too_many, "moe_layers", f"at most {self.depth}, the layers"
+        has_window = self.sliding_window is not None
+        yield has_window and not self.causal, "sliding_window", "None unless causal"
+        too_large = (self.pad_token_id or 0) >= self.vocab_size
+        yield too_large, "pad_token_id", f"less than vocab_size, {self.vocab_size}"
+        yield self.rotary and self.alibi, "alibi", "False with rotary"
+        tables = (0, 2) if self.query_layer else (0, 1)
+        misses = self.position_tables not in tables or self.query_layer > self.position_tables
+        numbers = "2 with query_layer" if self.query_layer else "0 or 1 without query_layer"
+        yield misses, "position_tables", numbers
+        shared = self.shared_size > 0
+        yield self.shared_gate and not shared, "shared_gate", "False without shared_size"
+        yield shared and not self.num_experts, "shared_size", "0 without num_experts"
+
+    def _check_routing(self) -> None:
         name = "TransformerConfig"
-        checks.choice(name, "router", self.router, ROUTERS)
-        checks.choice(name, "router_score", self.router_score, ROUTER_SCORES)
-        checks.integer(name, "shared_size", self.shared_size, least=0)
-        checks.integer(name, "router_seed", self.router_seed, least=0)
-        if self.shared_gate and not self.shared_size:
-            checks.fail(name, "shared_gate", "False without shared_size", self.shared_gate)
-        if self.shared_size and not self.num_experts:
-            checks.fail(name, "shared_size", "0 without num_experts", self.shared_size)
         if self.router == "hash":
             # There are no logits and no learned weights: what is of them has no meaning.
             for option, unset in _OF_LOGITS.items():
@@ -389,6 +373,14 @@ class TransformerConfig:
             kind = self.is_sparse(index), self.has_cross_attention(index)
             kinds.setdefault(kind, []).append(index)
         return {alike[0]: len(alike) for alike in kinds.values()}
+
+    def used_weights(self, index: int) -> float:
+        """Return how many weights of a layer multiply a token, which ``top_k`` experts get."""
+        used: float = self.layer(index).total
+        if self.is_sparse(index):
+            experts = self.feed_forward(index).experts
+            used -= experts * (self.num_experts - self.top_k) / self.num_experts
+        return used
 
     def layer(self, index: int) -> Weights:
         """Return the parameters of a layer."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fusedops._core import philox
+from fusedops.models.config import TransformerConfig
 
 # Dropout calls of a layer: attention scores, then the branch of attention and of feed-forward.
 SCORES, ATTENTION, FEED_FORWARD = range(3)
@@ -43,29 +44,17 @@ class DropoutSeeds(NamedTuple):
 
 
 def call_seeds(seed: torch.Tensor, num_layers: int) -> torch.Tensor:
-    """Return a seed for each dropout call of a forward, ``[calls, 2]``.
-
-    Args:
-        seed: ``[2]``, the same on all processes.
-        num_layers: of the whole model.
-    """
+    """Return a seed ``[2]`` as one for each dropout call of a forward, ``[calls, 2]``."""
     calls = 1 + _CALLS * num_layers
     numbers = torch.arange(calls, device=seed.device)
     return torch.stack((seed[0].expand(calls), seed[1] + numbers), 1)
 
 
 def with_offsets(
-    seeds: torch.Tensor, first: int, *, tokens: int, heads: int, features: int
+    seeds: torch.Tensor, first: int, tokens: int, config: TransformerConfig
 ) -> DropoutSeeds:
-    """Return seeds for some sequences of a batch of which one process has all tokens and heads.
-
-    Args:
-        seeds: of ``call_seeds``.
-        first: number of sequences before these in the whole batch.
-        tokens: of a sequence.
-        heads: of attention.
-        features: of the residual stream.
-    """
+    """Return seeds for the sequences from ``first`` on, with all tokens and heads here."""
+    heads, features = config.num_heads, config.hidden_size
     size, square = (tokens or 1) * max(1, features), tokens * tokens
     rows = size, tokens * features, size, first * tokens * features
     scores = first * heads * square, heads * square, square

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from fusedops.models.attention_core import Documents, attend
+from fusedops.models.config import TransformerConfig
 from fusedops.models.dropout_seeds import DropoutSeeds, call_seeds, with_offsets
 
 
@@ -59,27 +60,17 @@ class BatchPartition:
         seed: torch.Tensor,
         shape: torch.Size | tuple[int, int],
         first_sequence: int | None,
-        *,
-        num_layers: int,
-        num_heads: int,
-        hidden_size: int,
+        config: TransformerConfig,
     ) -> DropoutSeeds:
-        """Return the seeds of a forward.
+        """Return the seeds of a forward over tokens of a shape.
 
-        Args:
-            seed: int64 ``[2]``, the same on all processes.
-            shape: of the tokens on this process, ``[B, S]``.
-            first_sequence: number of sequences of the whole batch before these; ``None``: those of
-                the data parallel ranks before this one.
-            num_layers: of the whole model.
-            num_heads: of attention, on all processes.
-            hidden_size: features of the residual stream.
+        ``seed`` is int64 ``[2]``, the same on all processes. ``first_sequence`` is the number of
+        sequences of the batch before these; ``None``: those of the data parallel ranks before this.
         """
-        seeds = call_seeds(seed, num_layers)
+        seeds = call_seeds(seed, config.num_layers)
         if not first_sequence:
             return DropoutSeeds(seeds, seeds)
-        sizes = {"tokens": shape[1], "heads": num_heads, "features": hidden_size}
-        return with_offsets(seeds, first_sequence, **sizes)
+        return with_offsets(seeds, first_sequence, shape[1], config)
 
 
 @dataclass(frozen=True)

@@ -42,16 +42,11 @@ def check_inputs(
         if positions.shape not in (tokens.shape, tokens.shape[1:]):
             wanted = f"of shape [{length}] or {list(tokens.shape)}, that of tokens"
             checks.fail(name, "positions", wanted, list(positions.shape))
-        if config.position_tables and checks.readable(positions) and positions.numel():
-            low, high = (int(position) for position in positions.aminmax())
-            if low < 0 or high >= config.seq_len:
-                wanted = f"from 0 to {config.seq_len - 1}, the table of positions"
-                checks.fail(name, "positions", wanted, low if low < 0 else high)
+        if config.position_tables:
+            wanted = f"from 0 to {config.seq_len - 1}, the table of positions"
+            checks.indices(name, "positions", positions, config.seq_len, wanted)
     elif config.position_tables and length > config.seq_len:
         wanted = f"of at most {config.seq_len} tokens a sequence, the table of positions"
         checks.fail(name, "tokens", wanted, length)
-    if checks.readable(tokens) and tokens.numel():
-        low, high = (int(token) for token in tokens.aminmax())
-        if low < 0 or high >= config.vocab_size:
-            wanted = f"from 0 to {config.vocab_size - 1}, the words of the vocabulary"
-            checks.fail(name, "tokens", wanted, low if low < 0 else high)
+    wanted = f"from 0 to {config.vocab_size - 1}, the words of the vocabulary"
+    checks.indices(name, "tokens", tokens, config.vocab_size, wanted)

@@ -16,64 +16,44 @@ from typing import Any
 from fusedops.models.config import RopeScaling, TransformerConfig
 
 
-def _gpt(
-    layers: int, hidden: int, heads: int, vocabulary: int, seq_len: int, **more: Any
-) -> TransformerConfig:
-    given: dict[str, Any] = {"position_tables": 1, "activation": "gelu_tanh"}
+def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> TransformerConfig:
+    choices: dict[str, Any] = {"position_tables": 1, "activation": "gelu_tanh"}
     return TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
         intermediate_size=4 * hidden,
-        vocab_size=vocabulary,
-        seq_len=seq_len,
-        **given | more,
+        **choices | more,
     )
 
 
-def _gpt2(layers: int, hidden: int, heads: int) -> TransformerConfig:
-    given: dict[str, Any] = {"activation": "gelu_new", "dropout": 0.1, "attention_dropout": 0.1}
-    return _gpt(layers, hidden, heads, 50257, 1024, **given)
-
-
-def _gpt3(layers: int, hidden: int, heads: int) -> TransformerConfig:
-    return _gpt(layers, hidden, heads, 50257, 2048)
-
-
+_DROPOUT: dict[str, Any] = {"dropout": 0.1, "attention_dropout": 0.1}
+_GPT2: dict[str, Any] = {"vocab_size": 50257, "seq_len": 1024, "activation": "gelu_new", **_DROPOUT}
+_GPT3: dict[str, Any] = {"vocab_size": 50257, "seq_len": 2048}
+# The query layer on top has positions of its own.
 _QUERY_LAYER: dict[str, Any] = {
     "position_tables": 2,
     "query_layer": True,
     "activation": "fast_gelu",
 }
-
-
-def _pangu(layers: int, hidden: int, heads: int, **more: Any) -> TransformerConfig:
-    """PanGu: the query layer on top has positions of its own."""
-    return _gpt(layers, hidden, heads, 40000, 1024, **_QUERY_LAYER | more)
-
-
-def _bert(layers: int, hidden: int, heads: int) -> TransformerConfig:
-    return _gpt(
-        layers,
-        hidden,
-        heads,
-        30522,
-        512,
-        token_types=2,
-        post_norm=True,
-        head="masked",
-        activation="gelu",
-        causal=False,
-        norm_eps=1e-12,
-        dropout=0.1,
-        attention_dropout=0.1,
-    )
+_PANGU: dict[str, Any] = {"vocab_size": 40000, "seq_len": 1024, **_QUERY_LAYER}
+_BERT: dict[str, Any] = {
+    "vocab_size": 30522,
+    "seq_len": 512,
+    "token_types": 2,
+    "post_norm": True,
+    "head": "masked",
+    "activation": "gelu",
+    "causal": False,
+    "norm_eps": 1e-12,
+    **_DROPOUT,
+}
 
 
 def _llama(
-    layers: int, hidden: int, heads: int, inner: int, *, kv_heads: int, **more: Any
+    layers: int, hidden: int, heads: int, inner: int, kv_heads: int, **more: Any
 ) -> TransformerConfig:
-    given: dict[str, Any] = {
+    choices: dict[str, Any] = {
         "vocab_size": 128256,
         "seq_len": 8192,
         "tied": False,
@@ -90,46 +70,28 @@ def _llama(
         gated=True,
         activation="silu",
         bias=False,
-        **given | more,
+        **choices | more,
     )
 
 
+_LLAMA2: dict[str, Any] = {"vocab_size": 32000, "seq_len": 4096, "rope_theta": 10000.0}
 _LLAMA3_SMALL: dict[str, Any] = {"tied": True, "rope_scaling": RopeScaling(factor=32.0)}
-
-
-def _llama2(layers: int, hidden: int, heads: int, inner: int, kv_heads: int) -> TransformerConfig:
-    more = {"vocab_size": 32000, "seq_len": 4096, "rope_theta": 10000.0}
-    return _llama(layers, hidden, heads, inner, kv_heads=kv_heads, **more)
-
-
-def _qwen3(
-    layers: int, hidden: int, heads: int, inner: int, kv_heads: int, **more: Any
-) -> TransformerConfig:
-    given: dict[str, Any] = {
-        "vocab_size": 151936,
-        "seq_len": 4096,
-        "head_dim": 128,
-        "qk_norm": True,
-        "rope_theta": 1e6,
-        "norm_eps": 1e-6,
-    }
-    return _llama(layers, hidden, heads, inner, kv_heads=kv_heads, **given | more)
-
-
-def _mixtral(
-    layers: int, hidden: int, heads: int, inner: int, vocabulary: int, **more: Any
-) -> TransformerConfig:
-    given = {"vocab_size": vocabulary, "seq_len": 4096, "rope_theta": 1e6, "kv_heads": 8}
-    return _llama(
-        layers,
-        hidden,
-        heads,
-        inner,
-        num_experts=8,
-        top_k=2,
-        balance_loss=0.02,
-        **given | more,
-    )
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "seq_len": 4096,
+    "head_dim": 128,
+    "qk_norm": True,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-6,
+}
+_QWEN3_MOE: dict[str, Any] = {**_QWEN3, "num_experts": 128, "top_k": 8, "balance_loss": 0.001}
+_MIXTRAL: dict[str, Any] = {
+    "seq_len": 4096,
+    "rope_theta": 1e6,
+    "num_experts": 8,
+    "top_k": 2,
+    "balance_loss": 0.02,
+}
 
 
 def _switch(
@@ -150,65 +112,61 @@ def _switch(
         activation="relu",
         bias=False,
         norm_eps=1e-6,
-        dropout=0.1,
-        attention_dropout=0.1,
         num_experts=experts,
         moe_layers=moe_layers,
         router_normalize=False,
         capacity_factor=1.25,
         balance_loss=0.01,
         z_loss=0.001,
+        **_DROPOUT,
     )
 
 
 # One expert a token, weighed by its probability: normalised, it would always be 1.
-_ONE_EXPERT: dict[str, Any] = {
+_PANGU_MOE: dict[str, Any] = {
+    **_PANGU,
     "router_normalize": False,
     "capacity_factor": 1.1,
     "balance_loss": 0.05,
 }
 
 
-def _pangu_moe(experts: int) -> TransformerConfig:
-    return _pangu(32, 2560, 32, num_experts=experts, **_ONE_EXPERT)
-
-
 PRESETS: dict[str, TransformerConfig] = {
-    "gpt2": _gpt2(12, 768, 12),
-    "gpt2-medium": _gpt2(24, 1024, 16),
-    "gpt2-large": _gpt2(36, 1280, 20),
-    "gpt2-xl": _gpt2(48, 1600, 25),
-    "gpt3-1.3b": _gpt3(24, 2048, 16),
-    "gpt3-6.7b": _gpt3(32, 4096, 32),
-    "gpt3-13b": _gpt3(40, 5120, 40),
-    "gpt3": _gpt3(96, 12288, 96),
-    "bert-base": _bert(12, 768, 12),
-    "bert-large": _bert(24, 1024, 16),
-    "llama2-7b": _llama2(32, 4096, 32, 11008, 32),
-    "llama2-13b": _llama2(40, 5120, 40, 13824, 40),
-    "llama2-70b": _llama2(80, 8192, 64, 28672, 8),
-    "llama3.2-1b": _llama(16, 2048, 32, 8192, kv_heads=8, **_LLAMA3_SMALL),
-    "llama3.2-3b": _llama(28, 3072, 24, 8192, kv_heads=8, **_LLAMA3_SMALL),
-    "llama3-8b": _llama(32, 4096, 32, 14336, kv_heads=8),
-    "llama3-70b": _llama(80, 8192, 64, 28672, kv_heads=8),
-    "llama3-405b": _llama(126, 16384, 128, 53248, kv_heads=8, rope_scaling=RopeScaling()),
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, 8, tied=True),
-    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, 8, tied=True),
-    "qwen3-4b": _qwen3(36, 2560, 32, 9728, 8, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288, 8),
-    "qwen3-14b": _qwen3(40, 5120, 40, 17408, 8),
-    "qwen3-32b": _qwen3(64, 5120, 64, 25600, 8),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, 4, num_experts=128, top_k=8, balance_loss=0.001),
-    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, 4, num_experts=128, top_k=8, balance_loss=0.001),
-    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000),
-    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768),
-    "pangu-2.6b": _pangu(32, 2560, 32),
-    "pangu-13b": _pangu(40, 5120, 40),
-    "pangu-200b": _pangu(64, 16384, 128),
-    "pangu-moe-61b": _pangu_moe(36),
-    "pangu-moe-121b": _pangu_moe(72),
-    "pangu-moe-242b": _pangu_moe(144),
-    "codegeex-13b": _gpt(40, 5120, 40, 51200, 2048, **_QUERY_LAYER),
+    "gpt2": _gpt(12, 768, 12, **_GPT2),
+    "gpt2-medium": _gpt(24, 1024, 16, **_GPT2),
+    "gpt2-large": _gpt(36, 1280, 20, **_GPT2),
+    "gpt2-xl": _gpt(48, 1600, 25, **_GPT2),
+    "gpt3-1.3b": _gpt(24, 2048, 16, **_GPT3),
+    "gpt3-6.7b": _gpt(32, 4096, 32, **_GPT3),
+    "gpt3-13b": _gpt(40, 5120, 40, **_GPT3),
+    "gpt3": _gpt(96, 12288, 96, **_GPT3),
+    "bert-base": _gpt(12, 768, 12, **_BERT),
+    "bert-large": _gpt(24, 1024, 16, **_BERT),
+    "llama2-7b": _llama(32, 4096, 32, 11008, 32, **_LLAMA2),
+    "llama2-13b": _llama(40, 5120, 40, 13824, 40, **_LLAMA2),
+    "llama2-70b": _llama(80, 8192, 64, 28672, 8, **_LLAMA2),
+    "llama3.2-1b": _llama(16, 2048, 32, 8192, 8, **_LLAMA3_SMALL),
+    "llama3.2-3b": _llama(28, 3072, 24, 8192, 8, **_LLAMA3_SMALL),
+    "llama3-8b": _llama(32, 4096, 32, 14336, 8),
+    "llama3-70b": _llama(80, 8192, 64, 28672, 8),
+    "llama3-405b": _llama(126, 16384, 128, 53248, 8, rope_scaling=RopeScaling()),
+    "qwen3-0.6b": _llama(28, 1024, 16, 3072, 8, **_QWEN3, tied=True),
+    "qwen3-1.7b": _llama(28, 2048, 16, 6144, 8, **_QWEN3, tied=True),
+    "qwen3-4b": _llama(36, 2560, 32, 9728, 8, **_QWEN3, tied=True),
+    "qwen3-8b": _llama(36, 4096, 32, 12288, 8, **_QWEN3),
+    "qwen3-14b": _llama(40, 5120, 40, 17408, 8, **_QWEN3),
+    "qwen3-32b": _llama(64, 5120, 64, 25600, 8, **_QWEN3),
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 768, 4, **_QWEN3_MOE),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 1536, 4, **_QWEN3_MOE),
+    "mixtral-8x7b": _llama(32, 4096, 32, 14336, 8, vocab_size=32000, **_MIXTRAL),
+    "mixtral-8x22b": _llama(56, 6144, 48, 16384, 8, vocab_size=32768, **_MIXTRAL),
+    "pangu-2.6b": _gpt(32, 2560, 32, **_PANGU),
+    "pangu-13b": _gpt(40, 5120, 40, **_PANGU),
+    "pangu-200b": _gpt(64, 16384, 128, **_PANGU),
+    "pangu-moe-61b": _gpt(32, 2560, 32, **_PANGU_MOE, num_experts=36),
+    "pangu-moe-121b": _gpt(32, 2560, 32, **_PANGU_MOE, num_experts=72),
+    "pangu-moe-242b": _gpt(32, 2560, 32, **_PANGU_MOE, num_experts=144),
+    "codegeex-13b": _gpt(40, 5120, 40, vocab_size=51200, seq_len=2048, **_QUERY_LAYER),
     "switch-base": _switch(12, 768, 12, 3072, experts=128, moe_layers=12),
     "switch-c": _switch(15, 2080, 32, 6144, experts=2048, moe_layers=30),
 }

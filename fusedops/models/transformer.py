@@ -1,8 +1,12 @@
-"""A transformer for one device: attention, layer, model. Its ends are in ``embedding_and_head.py``.
+"""A transformer for one device: ``Attention``, ``Layer``, ``Transformer``.
 
-It contains no communication. ``parallelize`` replaces linear layers and the head by parallel ones,
-sets ``Transformer.partition``, and shards the parameters. Everything that a call decides is in the
-``ForwardContext`` that all layers get.
+``Transformer.forward`` makes a ``ForwardContext``, which has all that the layers need beside hidden
+states (rotary tables, documents, dropout seeds, a KV cache), and runs embedding, layers, norm and
+head. Embedding and head are in ``embedding_and_head.py``.
+
+The model contains no communication. ``parallelize`` replaces linear layers and the head by parallel
+ones, shards the parameters, and sets ``Transformer.partition``, by which a layer asks for this
+process's part of the tokens.
 
 Letters of shapes: B sequences, S tokens of each, H hidden size, N heads, D size of a head, V size
 of the vocabulary.
@@ -55,10 +59,9 @@ class Attention(nn.Module):
         num_heads: query heads on this process.
         num_kv_heads: key and value heads on this process.
         first_head: index of its first head.
-        head_dim: size of a head.
     """
 
-    _core: Callable[..., torch.Tensor] | None = None
+    _core: Callable[..., torch.Tensor] | None = None  # deprecated, see ``core``
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
@@ -83,8 +86,8 @@ class Attention(nn.Module):
         query_input_BSH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return ``[B, S, H]``; queries are computed from ``query_input_BSH`` if it is given."""
-        query, key, value = self.project_qkv(x_BSH, context, query_input_BSH)
-        return self.output(self.attend(query, key, value, context))
+        heads = self.project_qkv(x_BSH, context, query_input_BSH)
+        return self.output(self.attend(*heads, context))
 
     def project_qkv(
         self,
@@ -94,12 +97,13 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values by heads, ``[B, N, S, D]``, rotated by positions."""
         query_input_BSH = x_BSH if query_input_BSH is None else query_input_BSH
-        query = self.query(query_input_BSH).unflatten(-1, (-1, self.head_dim))
-        key = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
-        value = self.value(x_BSH).unflatten(-1, (-1, self.head_dim))
+        query_BSND = self.query(query_input_BSH).unflatten(-1, (-1, self.head_dim))
+        key_BSND = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
+        value_BSND = self.value(x_BSH).unflatten(-1, (-1, self.head_dim))
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query_BNSD, key_BNSD, value_BNSD = (x.transpose(1, 2) for x in (query, key, value))
+            query_BSND, key_BSND = self.query_norm(query_BSND), self.key_norm(key_BSND)
+        query_BNSD, key_BNSD = query_BSND.transpose(1, 2), key_BSND.transpose(1, 2)
+        value_BNSD = value_BSND.transpose(1, 2)
         if context.rotary is not None:
             query_BNSD, key_BNSD = ops.rotary_embedding(query_BNSD, key_BNSD, *context.rotary)
         return query_BNSD, key_BNSD, value_BNSD
@@ -180,13 +184,7 @@ class Layer(nn.Module):
         context: ForwardContext,
         query_input_BSH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``[B, S, H]`` and the router's auxiliary loss, ``None`` where there is none.
-
-        Args:
-            x_BSH: the residual stream.
-            context: of the forward.
-            query_input_BSH: what queries are computed from, if not from the stream.
-        """
+        """Return ``[B, S, H]`` and the router's auxiliary loss, ``None`` where there is none."""
         branch_BSH = self.attention(self.attention_input(x_BSH), context, query_input_BSH)
         x_BSH, residual_BSH = self.feed_forward_input(branch_BSH, x_BSH, context)
         if isinstance(self.feed_forward, MoE):
@@ -202,7 +200,10 @@ class Layer(nn.Module):
     def feed_forward_input(
         self, branch_BSH: torch.Tensor, x_BSH: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the output of attention; return the input of the feed-forward part and the stream."""
+        """Add the output of attention; return the input of the feed-forward part and the stream.
+
+        With ``post_norm`` (BERT) both are the normalised sum.
+        """
         seed = context.branch_seed(self.index, ATTENTION)
         if self.config.post_norm:
             x_BSH, _ = self.attention_norm(branch_BSH, x_BSH, seed=seed)
@@ -285,12 +286,8 @@ class TransformerLayers(nn.ModuleDict):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states after the layers, and the sum of their auxiliary losses.
 
-        Args:
-            x_BSH: hidden states before the first layer here.
-            context: of the forward.
-            norm: of the input of a query layer.
-            query_positions: table from which a query layer, the last one of the model, computes
-                its queries; ``None``: the model has no such layer.
+        In a model with a query layer (PanGu), the last layer computes its queries from the table
+        ``query_positions``, and ``norm`` is applied to its input.
         """
         auxiliary = torch.zeros((), device=x_BSH.device)
         layer: Any
@@ -344,8 +341,8 @@ class Transformer(nn.Module):
         super().__init__()
         _check(config)
         self.config = config
-        self.partition = BatchPartition()
-        place = torch.get_default_device() if device is None else torch.device(device)
+        self.partition = BatchPartition()  # all of a batch
+        target = torch.get_default_device() if device is None else torch.device(device)
         with torch.device("meta"):
             self.embedding = Embedding(config)
             layers = {str(index): Layer(config, index) for index in range(config.num_layers)}
@@ -357,8 +354,8 @@ class Transformer(nn.Module):
             self.head = Head(config)
         if dtype is not None:
             self.to(dtype)
-        if place.type != "meta":
-            self.to_empty(device=place)
+        if target.type != "meta":
+            self.to_empty(device=target)
             initialize(self)
 
     def forward(
@@ -448,22 +445,16 @@ class Transformer(nn.Module):
             rotary = rotary_tables(positions, width, theta, scaling, dtype)
         seeds = None
         if self.training and (config.dropout or config.attention_dropout):
-            seeds = self.partition.dropout_seeds(
-                philox.new_seed(tokens.device) if seed is None else seed,
-                tokens.shape,
-                first_sequence,
-                num_layers=config.num_layers,
-                num_heads=config.num_heads,
-                hidden_size=config.hidden_size,
-            )
-        hashes = config.router == "hash"
+            seed = philox.new_seed(tokens.device) if seed is None else seed
+            seeds = self.partition.dropout_seeds(seed, tokens.shape, first_sequence, config)
+        needs_ids = config.router == "hash"
         return ForwardContext(
             positions=positions,
             rotary=rotary,
             documents=None if document_ids is None else Documents(document_ids),
             token_types=token_types,
-            tokens=tokens if hashes else None,
-            domains=domains if hashes else None,
+            tokens=tokens if needs_ids else None,
+            domains=domains if needs_ids else None,
             dropout_seeds=seeds,
             partition=self.partition,
             **options,
@@ -487,8 +478,7 @@ class Transformer(nn.Module):
 
 def _check(config: TransformerConfig) -> None:
     if not isinstance(config, TransformerConfig):
-        got = checks.type_name(config)
-        raise TypeError(f"Transformer: config must be a TransformerConfig, got {got}")
+        checks.fail_type("Transformer", "config", "a TransformerConfig", config)
     for name in ("encoder_layers", "relative_buckets"):
         if getattr(config, name):
             raise checks.UnsupportedError(

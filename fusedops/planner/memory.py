@@ -355,11 +355,7 @@ class _Stage:
         }
 
     def _casts(self, numbers: float) -> float:
-        """Return the bytes of autocast's copies while nothing was used yet by the backward.
-
-        Args:
-            numbers: weights of what runs, which is all that there is with full recomputation.
-        """
+        """Return the bytes of autocast's copies of weights before the backward has used any."""
         if self.layout.recompute == "full":
             return numbers * self.layout.bytes_of.casts
         return self.casts

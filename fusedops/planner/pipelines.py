@@ -35,16 +35,7 @@ class ScheduleCost(NamedTuple):
 
 @cache
 def schedule_cost(name: str, ranks: int, microbatches: int, virtual: int) -> ScheduleCost:
-    """Return what a schedule costs.
-
-    Args:
-        name: of ``SCHEDULES``.
-        ranks: of the pipeline.
-        microbatches: of a step.
-        virtual: stages of a rank.
-
-    Raises:
-        ValueError: it does not exist for these sizes.
+    """Return the cost of a schedule of ``SCHEDULES``.
 
     Example:
         >>> from fusedops.planner.pipelines import schedule_cost
@@ -65,14 +56,7 @@ def schedule_cost(name: str, ranks: int, microbatches: int, virtual: int) -> Sch
 
 
 def stages_of_rank(name: str, ranks: int, virtual: int, rank: int) -> list[int]:
-    """Return which of all stages a rank has.
-
-    Args:
-        name: of ``SCHEDULES``.
-        ranks: of the pipeline.
-        virtual: stages of a rank.
-        rank: of which.
-    """
+    """Return the stages of a rank."""
     is_v = SCHEDULES[name].is_v
     return [
         chunk * ranks + (ranks - 1 - rank if is_v and chunk % 2 else rank)

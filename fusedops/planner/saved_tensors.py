@@ -107,9 +107,8 @@ def _norm(model: TransformerConfig, layout: Layout, name: str) -> Iterator[Saved
     if model.norm == "layer":
         yield SavedActivation(f"{name} input", h, layout.bytes_of.stream, "sp")
         yield SavedActivation(f"{name} mean, rstd", 2, _FLOAT32, "sp")
-        yield SavedActivation(f"{name} output", h, layout.bytes_of.activations, "sp", "norm")
-        return
-    yield from _rms_norm(layout, name, h, "sp", layout.bytes_of.stream)
+    else:
+        yield from _rms_norm(layout, name, h, "sp", layout.bytes_of.stream)
     yield SavedActivation(f"{name} output", h, layout.bytes_of.activations, "sp", "norm")
 
 

@@ -182,11 +182,7 @@ def _meshes(
 def _fitted(
     model: TransformerConfig, devices: int, base: Layout, options: dict[str, Any]
 ) -> Layout:
-    """Return the layout of parallel sizes.
-
-    Raises:
-        ValueError: it does not fit this model, or else so many devices.
-    """
+    """Return the layout of parallel sizes; raise a ``ValueError`` where they do not fit."""
     layout = base.replace(**options | {"dp": options["ep"]})
     check(model, layout)
     sizes = (layout.parallel.tp, layout.parallel.pp, layout.parallel.cp)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from fusedops._core.labels import IGNORE_INDEX
 from fusedops.testing.case import Case
 
 WORKLOADS = (
@@ -26,7 +27,7 @@ WORKLOADS = (
     "same_token",
     "documents",
 )
-IGNORED = -100
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -41,18 +42,18 @@ def token_batch(case: Case, generator: torch.Generator, vocab_size: int) -> Batc
     shape = (case.batch_size, case.seq_len)
     tokens = torch.randint(0, vocab_size, shape, generator=generator)
     labels = torch.randint(0, vocab_size, shape, generator=generator)
-    labels[torch.rand(shape, generator=generator) < 0.1] = IGNORED
+    labels[torch.rand(shape, generator=generator) < 0.1] = IGNORE_INDEX
     batch = {"tokens": tokens, "labels": labels}
     if case.workload == "ignored_rows":
-        labels[(case.batch_size + 1) // 2 :] = IGNORED
+        labels[(case.batch_size + 1) // 2 :] = IGNORE_INDEX
     elif case.workload == "ignored_tail":
-        labels[:, (case.seq_len + 1) // 2 :] = IGNORED
+        labels[:, (case.seq_len + 1) // 2 :] = IGNORE_INDEX
     elif case.workload == "one_target":
         kept = int(tokens[0, 0])
-        labels.fill_(IGNORED)
+        labels.fill_(IGNORE_INDEX)
         labels[-1, -1] = kept
     elif case.workload == "no_target":
-        labels.fill_(IGNORED)
+        labels.fill_(IGNORE_INDEX)
     elif case.workload == "same_token":
         tokens.fill_(int(tokens[0, 0]))
     elif case.workload == "documents":

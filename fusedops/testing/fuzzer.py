@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
+from fusedops._core.labels import IGNORE_INDEX
 from fusedops.testing import arguments, batches, case_run, script, standard, threads
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import BATCH_SIZES, SEQ_LENS, Case, Space
@@ -253,8 +254,8 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         return model(**batch)
     logits = model(**given).flatten(0, -2)
     labels = batch["labels"].flatten()
-    total = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
-    return total, (labels != batches.IGNORED).sum()
+    total = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+    return total, (labels != IGNORE_INDEX).sum()
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

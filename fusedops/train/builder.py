@@ -48,15 +48,9 @@ class Run:
     """A training run between two steps.
 
     Attributes:
-        config: what was asked for.
-        ranks: the processes.
         parallel: the model, and how the processes share its training.
-        optimizer: of its parameters.
         scale: of the loss.
-        train: the sequences.
-        validation: those that are only looked at; ``None``: there are none.
-        checkpointer: of the run's states.
-        guard: against steps that would spoil the model.
+        validation: sequences that are only evaluated; ``None``: there are none.
         metrics: where figures go; ``None`` on all ranks but the first.
         flops: of a token, forward and backward.
         peak: operations a second that all devices reach.
@@ -111,14 +105,15 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
         optimizer = _build_optimizer(config, parallel, ranks)
         scale = LossScale(config.precision)
         checkpointer, guard = _build_checkpointer(config, parallel, optimizer, scale, resources)
+        train, validation = _sequences(corpus, config)
         run = Run(
             config=config,
             ranks=ranks,
             parallel=parallel,
             optimizer=optimizer,
             scale=scale,
-            train=_sequences(corpus, config),
-            validation=_validation(corpus, config),
+            train=train,
+            validation=validation,
             checkpointer=checkpointer,
             guard=guard,
             metrics=None,
@@ -203,11 +198,7 @@ def _make_export(config: Config) -> None:
 
 
 def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
-    """Return the sizes of the model: a preset's, with those that the configuration gives.
-
-    Raises:
-        InputError: a size is unknown, or does not fit another or the corpus.
-    """
+    """Return the sizes of the model: a preset's, with those that the configuration gives."""
     given = dict(config.model)
     load, name = given.pop("load", None), given.pop("preset", None)
     for key, value in (("load", load), ("preset", name)):
@@ -225,12 +216,9 @@ def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
     given.setdefault("seq_len", config.data.seq_len)
     if corpus.vocab_size is not None:
         given.setdefault("vocab_size", -(-corpus.vocab_size // _ROWS) * _ROWS)
-    if name is None:
-        sizes = config_table.fill(TransformerConfig, given, "model")
-    else:
-        # Through the table, for its checks of types.
-        base = {key: getattr(preset(name), key) for key in known}
-        sizes = config_table.fill(TransformerConfig, base | given, "model")
+    # A preset goes through the table too, for its checks of types.
+    base = {} if name is None else {key: getattr(preset(name), key) for key in known}
+    sizes = config_table.fill(TransformerConfig, base | given, "model")
     return _fitting(sizes, config, corpus)
 
 
@@ -254,11 +242,7 @@ def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -
 
 
 def layout(config: Config, ranks: Ranks) -> ParallelConfig:
-    """Return how the processes share the work; ``dp`` is what they leave for it.
-
-    Raises:
-        ValueError: the sizes do not make that many processes, or do not divide the batch.
-    """
+    """Return the layout of a run; ``dp`` is what the processes leave, and must divide the batch."""
     parallel = layout_of(config.parallel, ranks.size)
     parts = parallel.dp * parallel.microbatches
     check_divides("config", "dp x microbatches", parts, config.batch, "batch")
@@ -266,11 +250,7 @@ def layout(config: Config, ranks: Ranks) -> ParallelConfig:
 
 
 def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
-    """Return a table of ``ParallelConfig`` as one; ``dp`` is what the ranks leave for it.
-
-    Raises:
-        ValueError: the sizes do not make that many processes.
-    """
+    """Return the ``ParallelConfig`` of a table; ``dp`` is what the ranks leave for it."""
     if given.get("mode") != "data" and "dp" not in given:
         smallest = check_parallel(given)
         others = smallest.tp * smallest.cp * smallest.pp
@@ -281,11 +261,7 @@ def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
 
 
 def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks) -> TrainEngine:
-    """Return the model with its first weights, which the seed alone decides, on all processes.
-
-    Raises:
-        InputError: the sizes do not fit the model, the processes or the data.
-    """
+    """Return the model with its first weights, which the seed alone decides, on all processes."""
     dtype = precision.dtype(config.precision.parameters)
     try:  # all ranks find the same mistakes
         parallel_config = layout(config, ranks)
@@ -320,35 +296,28 @@ def _check_no_decay(patterns: tuple[str, ...], model: Any, ranks: Ranks) -> None
 
 def _options(config: Config) -> dict[str, Any]:
     """Return what groups of the optimizer have; the learning rate is set at each step."""
-    chosen = config.optimizer
-    return {
-        "lr": chosen.lr,
-        "betas": chosen.betas,
-        "eps": chosen.eps,
-        "weight_decay": chosen.weight_decay,
-    }
+    names = ("lr", "betas", "eps", "weight_decay")
+    return {name: getattr(config.optimizer, name) for name in names}
 
 
-def _sequences(corpus: corpora.Corpus, config: Config) -> Sequences:
-    length, shuffle, end = config.data.seq_len, config.data.shuffle, _end(corpus, config)
-    domains = None if corpus.domains is None else corpus.domains[0].at
-    given: dict[str, Any] = {"seed": config.seed, "shuffle": shuffle, "end": end}
-    return Sequences(corpus.train, length, **given, domains=domains)
-
-
-def _validation(corpus: corpora.Corpus, config: Config) -> Sequences | None:
-    length = config.data.seq_len
+def _sequences(corpus: corpora.Corpus, config: Config) -> tuple[Sequences, Sequences | None]:
+    """Return the sequences of training, and those of validation if there are any."""
+    data, domains = config.data, corpus.domains
+    end = corpus.end if data.documents else None
+    of_train, of_validation = (None, None) if domains is None else (part.at for part in domains)
+    train = Sequences(
+        corpus.train,
+        data.seq_len,
+        seed=config.seed,
+        shuffle=data.shuffle,
+        end=end,
+        domains=of_train,
+    )
     if not config.validation.sequences or (
-        not config.data.validation and len(corpus.validation) <= length
+        not data.validation and len(corpus.validation) <= data.seq_len
     ):
-        return None
-    domains = None if corpus.domains is None else corpus.domains[1].at
-    end = _end(corpus, config)
-    return Sequences(corpus.validation, length, seed=0, end=end, domains=domains)
-
-
-def _end(corpus: corpora.Corpus, config: Config) -> int | None:
-    return corpus.end if config.data.documents else None
+        return train, None
+    return train, Sequences(corpus.validation, data.seq_len, seed=0, end=end, domains=of_validation)
 
 
 def _peak(config: Config, ranks: Ranks) -> float:

@@ -87,9 +87,7 @@ class OptimizerConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             checks.fail("optimizer", "betas", "two numbers in [0, 1)", self.betas)
         for name in ("eps", "weight_decay"):
-            checks.finite("optimizer", name, getattr(self, name))
-            if getattr(self, name) < 0:
-                checks.fail("optimizer", name, "at least 0", getattr(self, name))
+            checks.finite("optimizer", name, getattr(self, name), least=0)
         checks.choice("optimizer", "state_dtype", self.state_dtype, DTYPES[:2])
         if not 0 <= self.clip < float("inf"):
             checks.fail("optimizer", "clip", "a finite number of at least 0", self.clip)
@@ -206,9 +204,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         checks.integer("log", "every", self.every, least=1)
-        checks.finite("log", "peak_tflops", self.peak_tflops)
-        if self.peak_tflops < 0:
-            checks.fail("log", "peak_tflops", "at least 0", self.peak_tflops)
+        checks.finite("log", "peak_tflops", self.peak_tflops, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,15 +239,8 @@ class Config:
         tune_host: let the processes keep the memory that they have touched (``tune_host``).
         model: ``load`` alone, or ``preset`` and sizes (``fusedops.models.TransformerConfig``).
         parallel: ``fusedops.models.ParallelConfig``; ``dp`` is what the processes leave for it.
-        data: where tokens come from.
-        optimizer: AdamW's.
-        schedule: of the learning rate.
-        precision: dtypes.
-        checkpoint: how often.
-        validation: how often, and of how much.
-        guard: what to do at steps that would spoil the model.
-        log: what is written.
-        faults: what is done against processes that hang.
+
+    The other fields are tables, which their classes describe.
     """
 
     out: str
@@ -286,14 +275,7 @@ class Config:
 
 
 def check_parallel(given: Mapping[str, Any]) -> ParallelConfig:
-    """Check a table of ``ParallelConfig`` whose ``dp`` may follow from the number of processes.
-
-    Returns:
-        The configuration; where ``dp`` is missing, with the least that ``ep`` fits into.
-
-    Raises:
-        InputError: a key is unknown, or a value is wrong.
-    """
+    """Return a checked ``ParallelConfig``; a missing ``dp`` is the least that ``ep`` fits into."""
     ep = given.get("ep")
     if given.get("mode") != "data" and isinstance(ep, int) and ep > 1:
         given = {"dp": ep} | dict(given)

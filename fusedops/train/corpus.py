@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,11 +152,7 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
 
 
 def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) -> None:
-    """Look through a share of all tokens for ids that the model does not have.
-
-    Raises:
-        InputError: there is one.
-    """
+    """Raise an ``InputError`` for an id, in a share of all tokens, that the model does not have."""
     for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
         first, last = (len(stream) * index // shares for index in (share, share + 1))
         for start in range(first, last, _SCAN):
@@ -269,23 +265,14 @@ def _tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
-    """Whether a corpus is a file of tokens, and no tokenizer says what they mean.
-
-    Args:
-        train: ``data.train``; its files need not be there any more.
-        tokenizer: ``data.tokenizer``.
-    """
+    """Whether a corpus is a file of tokens without a tokenizer; it need not exist any more."""
     paths = [Path(entry).expanduser() for entry in train]
     tokens = any(path.suffix == TOKENS or any(path.glob(f"**/*{TOKENS}")) for path in paths)
     return tokens and tokenizer == BYTES
 
 
 def end_of(data: DataConfig) -> int:
-    """Return the token that ends a text.
-
-    Raises:
-        InputError: the tokenizer cannot be read, or has no such token.
-    """
+    """Return the token that ends a text."""
     return _tokenizer(data).end
 
 
@@ -360,7 +347,8 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, errors: str, stem: Pa
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
-            for batch in _in_batches([path for _, path in ordered]):
+            for first in range(0, len(ordered), _FILES_AT_ONCE):
+                batch = [path for _, path in ordered[first : first + _FILES_AT_ONCE]]
                 encoded = tokenizer.encode([_read(path, errors) or "" for path in batch])
                 for path, ids in zip(batch, encoded, strict=True):
                     tokens = torch.cat([ids.to(dtype), end])
@@ -395,8 +383,3 @@ def _read(path: Path, errors: str) -> str | None:
             f"{path} is not UTF-8: byte {error.start}; data.errors = 'replace' reads it all the "
             "same, and 'skip' leaves such files out"
         ) from None
-
-
-def _in_batches(paths: list[Path]) -> Iterator[list[Path]]:
-    for first in range(0, len(paths), _FILES_AT_ONCE):
-        yield paths[first : first + _FILES_AT_ONCE]

@@ -14,8 +14,6 @@ import torch
 
 from fusedops._core import checks, philox
 
-# Of a label: the position has no target.
-IGNORED = -100
 _ROUNDS = 4
 _LOW = 0xFFFFFFFF
 

@@ -113,14 +113,7 @@ timeout = 600.0               # seconds without progress until a process is said
 
 
 def example(name: str) -> str:
-    """Return a commented configuration.
-
-    Args:
-        name: what the file will be called.
-
-    Raises:
-        InputError: sympy is not installed.
-    """
+    """Return a commented configuration, to be written to a file of this name."""
     found = importlib.util.find_spec("sympy")
     if found is None or not found.submodule_search_locations:
         raise InputError("the example's corpus is the source of sympy: pip install sympy")

@@ -25,10 +25,7 @@ _END = "<|endoftext|>"
 def export(model: Any, config: Config, *, first: bool) -> None:
     """Write a trained model to ``config.export``; all ranks call this.
 
-    Args:
-        model: a ``Transformer``, or the ``TrainEngine`` of the run.
-        config: of the run.
-        first: whether this rank writes the files beside the weights.
+    The ``first`` writes the files beside the weights.
 
     Raises:
         InputError: the tokenizer or a file cannot be read or written.

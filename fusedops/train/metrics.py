@@ -131,11 +131,7 @@ class Metrics:
 
 
 def check_tensorboard() -> None:
-    """Raise unless TensorBoard can be written for.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Raise an ``InputError`` unless TensorBoard is installed."""
     _summary_writer()
 
 
@@ -161,11 +157,7 @@ def flops_per_token(model: TransformerConfig, seq_len: int) -> float:
     products = 12 * model.query_width * seq_len * (0.5 if model.causal else 1.0)
     total = 0.0
     for index, count in model.kinds(range(model.depth)).items():
-        used: float = model.layer(index).total
-        if model.is_sparse(index):
-            experts = model.feed_forward(index).experts
-            used -= experts * (model.num_experts - model.top_k) / model.num_experts
-        total += count * (6 * used + products)
+        total += count * (6 * model.used_weights(index) + products)
     return total + 6 * weights
 
 

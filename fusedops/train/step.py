@@ -8,12 +8,13 @@ from functools import partial
 
 import torch
 
+from fusedops._core.labels import IGNORE_INDEX
 from fusedops.checkpoint import Restored
 from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.optim.norms import clip_coefficient
 from fusedops.train import precision
 from fusedops.train.builder import Run
-from fusedops.train.data import IGNORED, TokenBatch
+from fusedops.train.data import TokenBatch
 from fusedops.train.schedule import learning_rate
 
 
@@ -69,10 +70,7 @@ def backward(run: Run) -> tuple[float, float]:
 def update(run: Run, losses: tuple[float, float], *, stop: bool) -> StepResult:
     """Step the optimizer, unless the loss's scale or the guard forbids it.
 
-    Args:
-        run: with gradients.
-        losses: what ``backward`` returned.
-        stop: whether this rank was asked to stop; all ranks hear of it here.
+    All ranks stop where one of them was asked to ``stop``.
     """
     config, optimizer, layout = run.config, run.optimizer, run.parallel.config
     scale = run.scale.value
@@ -124,7 +122,7 @@ def evaluate(run: Run) -> float | None:
         for part in range(parts):
             rows = torch.arange(size) + first + size * (part * parallel.data_ranks + rank)
             batch = run.validation.rows(rows)
-            batch.labels[rows >= count] = IGNORED
+            batch.labels[rows >= count] = IGNORE_INDEX
             shards.append(_shard(run, batch))
         losses = parallel.forward(
             shards, computing=partial(precision.computing, config.precision, device)

@@ -69,7 +69,7 @@ def _values(config: Any) -> Values:
         return config
     if not isinstance(config, (str, Path)):
         wanted = "a configuration of transformers, a dictionary or a path"
-        raise TypeError(f"from_config: config must be {wanted}, got {checks.type_name(config)}")
+        checks.fail_type("from_config", "config", wanted, config)
     try:
         found = json.loads(Path(config).read_bytes())
     except OSError as error:
@@ -101,15 +101,19 @@ def _gpt2(values: Values) -> dict[str, Any]:
     }
 
 
+# Sizes of all families but GPT-2, by our names; without the vocabulary's.
+_COMMON = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "seq_len": "max_position_embeddings",
+}
+
+
 def _common(values: Values) -> dict[str, Any]:
-    return {
-        "hidden_size": values["hidden_size"],
-        "num_layers": values["num_hidden_layers"],
-        "num_heads": values["num_attention_heads"],
-        "intermediate_size": values["intermediate_size"],
-        "vocab_size": values["vocab_size"],
-        "seq_len": values["max_position_embeddings"],
-    }
+    sizes = {ours: values[theirs] for ours, theirs in _COMMON.items()}
+    return sizes | {"vocab_size": values["vocab_size"]}
 
 
 def _bert(values: Values) -> dict[str, Any]:
@@ -344,15 +348,8 @@ def _to_gpt2(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _to_common(config: TransformerConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.seq_len,
-        "hidden_act": _name_of(config),
-        "pad_token_id": config.pad_token_id,
-    }
+    sizes = {theirs: getattr(config, ours) for ours, theirs in _COMMON.items()}
+    return sizes | {"hidden_act": _name_of(config), "pad_token_id": config.pad_token_id}
 
 
 def _to_bert(config: TransformerConfig) -> dict[str, Any]:

@@ -161,17 +161,17 @@ def _experts(ours: str, theirs: str, config: TransformerConfig) -> Iterator[Row]
     )
     theirs = f"{theirs}.{part}"
     yield Row((f"{ours}.gate.weight",), (f"{theirs}.gate.weight",), held=f"{held}.gate.weight")
-    experts = [f"{theirs}.experts.{each}" for each in range(config.num_experts)]
+    experts = [f"{theirs}.experts.{index}" for index in range(config.num_experts)]
     yield Row(
         (f"{ours}.experts.gate_up_proj",),
-        tuple(f"{each}.{name}.weight" for each in experts for name in (gate, up)),
+        tuple(f"{expert}.{name}.weight" for expert in experts for name in (gate, up)),
         lambda tensors: [torch.cat(tensors).unflatten(0, (len(experts), -1))],
         lambda tensors: list(tensors[0].flatten(0, 1).chunk(2 * len(experts))),
         held=f"{held}.experts.gate_up_proj",
     )
     yield Row(
         (f"{ours}.experts.down_proj",),
-        tuple(f"{each}.{down}.weight" for each in experts),
+        tuple(f"{expert}.{down}.weight" for expert in experts),
         lambda tensors: [torch.stack(tensors)],
         lambda tensors: list(tensors[0].unbind()),
         held=f"{held}.experts.down_proj",

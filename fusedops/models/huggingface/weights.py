@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -110,8 +109,7 @@ def save_huggingface(
     engine = model if isinstance(model, TrainEngine) else TrainEngine(model)
     model = engine.model
     if not isinstance(model, Transformer):
-        wanted = "a Transformer or the engine of one"
-        raise TypeError(f"save_huggingface: model must be {wanted}, got {checks.type_name(model)}")
+        checks.fail_type("save_huggingface", "model", "a Transformer or the engine of one", model)
     checks.integer("save_huggingface", "max_file_bytes", max_file_bytes, least=1)
     values = to_config(model.config)
     values["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -119,9 +117,9 @@ def save_huggingface(
     rows = FAMILIES[values["model_type"]].rows(model.config)
     writer = _Writer(Path(folder), max_file_bytes) if _is_first() else None
     for row in rows:
-        found = [parameters.read(name) for name in row.ours]
+        tensors = [parameters.read(name) for name in row.ours]
         if writer is not None:
-            whole = [each for each in found if each is not None]
+            whole = [tensor for tensor in tensors if tensor is not None]
             for name, tensor in zip(row.theirs, row.write(whole), strict=True):
                 writer.add(name, tensor)
                 if row.twin is not None:
@@ -138,8 +136,7 @@ def _model_type(config: Any) -> str:
 
 def _folder(source: Any) -> Path:
     if not isinstance(source, (str, os.PathLike)):
-        got = checks.type_name(source)
-        raise TypeError(f"load_huggingface: source must be a folder or a model, got {got}")
+        checks.fail_type("load_huggingface", "source", "a folder or a model", source)
     folder = Path(source)
     if not folder.is_dir():
         wanted = "a folder with config.json and safetensors (nothing is downloaded)"
@@ -219,8 +216,8 @@ class _Checkpoint:
     def __init__(self, weights: _Held | _Files, family: Family) -> None:
         self.weights = weights
         known = weights.names()
-        prefix = "" if any(each.startswith(family.base) for each in known) else family.base
-        self.names = {_modern(each, prefix): each for each in known}
+        prefix = "" if any(name.startswith(family.base) for name in known) else family.base
+        self.names = {_modern(name, prefix): name for name in known}
         self.unread = set(self.names)
 
     def read(self, row: Row) -> list[torch.Tensor]:
@@ -282,7 +279,7 @@ class _Writer:
 
     def _flush(self) -> None:
         path = self._part(len(self.files))
-        _safetensors_torch().save_file(self.tensors, path, metadata={"format": "pt"})
+        _safetensors().torch.save_file(self.tensors, path, metadata={"format": "pt"})
         self.files.append(list(self.tensors))
         self.tensors, self.size = {}, 0
 
@@ -290,7 +287,9 @@ class _Writer:
         """Give the files their names, the configuration the last."""
         self._flush()
         count = len(self.files)
-        names = [_WHOLE] if count == 1 else list(_shard_names(count))
+        numbers = range(1, count + 1)
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in numbers]
+        names = [_WHOLE] if count == 1 else names
         for index, name in enumerate(names):
             os.replace(self._part(index), self.folder / name)
         if count > 1:
@@ -309,11 +308,6 @@ class _Writer:
         os.replace(part, self.folder / name)
 
 
-def _shard_names(count: int) -> Iterator[str]:
-    for each in range(1, count + 1):
-        yield f"model-{each:05d}-of-{count:05d}.safetensors"
-
-
 def _is_first() -> bool:
     dist = torch.distributed
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
@@ -321,16 +315,9 @@ def _is_first() -> bool:
 
 def _safetensors() -> Any:
     try:
-        import safetensors
+        import safetensors.torch
     except ImportError:
         raise checks.UnsupportedError(
             "weights of Hugging Face need the package safetensors: pip install safetensors"
         ) from None
     return safetensors
-
-
-def _safetensors_torch() -> Any:
-    _safetensors()
-    import safetensors.torch
-
-    return safetensors.torch

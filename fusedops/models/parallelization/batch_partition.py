@@ -8,6 +8,7 @@ import torch
 from torch import distributed as dist
 
 from fusedops._core import philox
+from fusedops.models.config import TransformerConfig
 from fusedops.models.dropout_seeds import DropoutSeeds, call_seeds, with_offsets
 from fusedops.models.forward_context import BatchPartition
 from fusedops.models.parallelization.config import ParallelConfig
@@ -87,19 +88,16 @@ class ProcessPartition(BatchPartition):
         seed: torch.Tensor,
         shape: torch.Size | tuple[int, int],
         first_sequence: int | None,
-        *,
-        num_layers: int,
-        num_heads: int,
-        hidden_size: int,
+        config: TransformerConfig,
     ) -> DropoutSeeds:
         """Return the seeds of a forward, with the offsets of this rank's elements."""
-        seeds, place = call_seeds(seed, num_layers), self.place
+        seeds, place = call_seeds(seed, config.num_layers), self.place
         if place == Place() and not first_sequence:
             return DropoutSeeds(seeds, seeds)
         sequences, tokens = shape
         first = place.batch_part * sequences if first_sequence is None else first_sequence
-        rows = place.rows(first, tokens // place.sequence_parts, hidden_size)
-        heads = num_heads // place.head_parts
+        rows = place.rows(first, tokens // place.sequence_parts, config.hidden_size)
+        heads = config.num_heads // place.head_parts
         scores = place.scores(first, heads, tokens * place.context_parts)
         return DropoutSeeds(philox.placed(seeds, rows), philox.placed(seeds, scores))
 
@@ -119,20 +117,12 @@ def place_of(config: ParallelConfig, mesh: Mesh) -> Place:
 
 
 def seeds_of_later_sequences(
-    seeds: DropoutSeeds, first: int, *, tokens: int, heads: int, features: int
+    seeds: DropoutSeeds, first: int, tokens: int, config: TransformerConfig
 ) -> DropoutSeeds:
-    """Return the seeds of a forward's sequences from ``first`` on.
-
-    Args:
-        seeds: of all of its sequences.
-        first: number of sequences before the later ones.
-        tokens: of a sequence on this process.
-        heads: of attention, on all processes.
-        features: of the residual stream.
-    """
+    """Return the seeds of a forward's sequences from ``first`` on, of so many tokens here."""
     rows, scores = seeds
     if rows.shape[1] == 2:  # of a batch that one process has
-        return with_offsets(rows, first, tokens=tokens, heads=heads, features=features)
+        return with_offsets(rows, first, tokens, config)
     rows, scores = rows.clone(), scores.clone()
     rows[:, 5:] += first * rows[:, 3:4]
     scores[:, 2] += first * scores[:, 3]

@@ -140,7 +140,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", _words("offload", self.offload))
         object.__setattr__(self, "not_sharded", _words("not_sharded", self.not_sharded))
-        for name in (*DENSE, "ep", "microbatches"):
+        for name in (*DENSE, "ep", "ep_chunks", "ep_nodes", "microbatches"):
             checks.integer(_OP, name, getattr(self, name), least=1)
         for name in ("zero", "bucket_bytes", "shard_threshold"):
             checks.integer(_OP, name, getattr(self, name), least=0)
@@ -152,19 +152,11 @@ class ParallelConfig:
         checks.choice(_OP, "context", self.context, CONTEXTS)
         for word in self.offload:
             checks.choice(_OP, "offload", word, OFFLOADS)
-        check_recompute(
-            _OP,
-            self.recompute,
-            RECOMPUTE,
-            slice_activation=self.recompute_slice_activation,
-            sp=self.sp,
-        )
+        _check_recompute(self)
         _check_buckets(self)
-        _check_mode(self)
-        _check_overlap(self)
+        _check_modes(self)
         _check_pipeline(self)
         _ = self.sizes
-        _check_shards(self)
         _check_exchange(self)
 
     @property
@@ -220,35 +212,22 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
-def check_recompute(
-    op: str, recompute: Any, known: Sequence[str], *, slice_activation: bool, sp: bool
-) -> None:
-    """Raise unless the options of recomputation have a meaning together.
-
-    Args:
-        op: who asks.
-        recompute: words joined by ``+``.
-        known: the words that there are.
-        slice_activation: ``recompute_slice_activation``.
-        sp: sequence parallel.
-
-    Raises:
-        TypeError: an option has the wrong type.
-        ValueError: a word is not known, or two options do not fit together.
-    """
-    if not isinstance(recompute, str):
-        raise TypeError(f"{op}: recompute must be a str, got {checks.type_name(recompute)}")
-    words = recompute.split("+")
+def _check_recompute(config: ParallelConfig) -> None:
+    if not isinstance(config.recompute, str):
+        checks.fail_type(_OP, "recompute", "a str", config.recompute)
+    words = config.recompute.split("+")
     for word in words:
-        checks.choice(op, "recompute", word, known)
+        checks.choice(_OP, "recompute", word, RECOMPUTE)
     if len(words) > 1 and {"none", "full"} & set(words):
-        checks.fail(op, "recompute", "none or full alone, or others joined by +", recompute)
-    if slice_activation and recompute != "full":
-        wanted = "False unless recompute is 'full'"
-        checks.fail(op, "recompute_slice_activation", wanted, True)
-    if slice_activation and sp:
-        wanted = "False with sp, which has cut the inputs of layers already"
-        checks.fail(op, "recompute_slice_activation", wanted, True)
+        wanted = "none or full alone, or others joined by +"
+        checks.fail(_OP, "recompute", wanted, config.recompute)
+    if config.recompute_slice_activation:
+        if config.recompute != "full":
+            wanted = "False unless recompute is 'full'"
+            checks.fail(_OP, "recompute_slice_activation", wanted, True)
+        if config.sp:
+            wanted = "False with sp, which has cut the inputs of layers already"
+            checks.fail(_OP, "recompute_slice_activation", wanted, True)
 
 
 def _check_buckets(config: ParallelConfig) -> None:
@@ -260,25 +239,28 @@ def _check_buckets(config: ParallelConfig) -> None:
         checks.fail(_OP, "bucket_layers", "layers in ascending order, such as (0, 4, 8)", starts)
 
 
-def _check_mode(config: ParallelConfig) -> None:
-    if config.mode != "data":
+def _check_modes(config: ParallelConfig) -> None:
+    if config.mode == "data":
+        for name in ("dp", "tp", "cp", "pp", "ep"):
+            if getattr(config, name) != 1:
+                wanted = "1 with mode 'data', in which every process is data parallel"
+                checks.fail(_OP, name, wanted, getattr(config, name))
+    if config.shard_ranks is not None:
+        checks.integer(_OP, "shard_ranks", config.shard_ranks, least=1)
+        if config.zero == 0:
+            wanted = "None with zero 0, which divides nothing"
+            checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
+    if not config.overlap_microbatches:
         return
-    for name in ("dp", "tp", "cp", "pp", "ep"):
-        if getattr(config, name) != 1:
-            wanted = "1 with mode 'data', in which every process is data parallel"
-            checks.fail(_OP, name, wanted, getattr(config, name))
-
-
-def _check_overlap(config: ParallelConfig) -> None:
-    if config.overlap_microbatches and config.mode == "manual":
+    if config.mode == "manual":
         wanted = "False with mode 'manual', in which the model orders what it computes itself"
         checks.fail(_OP, "overlap_microbatches", wanted, True)
-    if config.overlap_microbatches and config.ep_deterministic:
+    if config.ep_deterministic:
         raise UnsupportedError(
             f"{_OP}: overlap_microbatches must be False with ep_deterministic: each half adds a "
             "gradient of its own, which changes the order of the sums"
         )
-    if config.overlap_microbatches and "experts" in config.offload:
+    if "experts" in config.offload:
         raise UnsupportedError(
             f"{_OP}: overlap_microbatches must be False with offload 'experts': the weights of "
             "chosen experts would be copied to the device once for each half"
@@ -306,13 +288,7 @@ def _check_pipeline(config: ParallelConfig) -> None:
 
 
 def check_stored(op: str, model: TransformerConfig, config: ParallelConfig, device: str) -> None:
-    """Raise unless experts can lie in host memory.
-
-    Args:
-        op: who asks.
-        model: its sizes.
-        config: how it is spread.
-        device: type of the device.
+    """Raise unless experts can be offloaded to host memory.
 
     Raises:
         ValueError: the model has no experts.
@@ -331,18 +307,7 @@ def check_stored(op: str, model: TransformerConfig, config: ParallelConfig, devi
         )
 
 
-def _check_shards(config: ParallelConfig) -> None:
-    if config.shard_ranks is None:
-        return
-    checks.integer(_OP, "shard_ranks", config.shard_ranks, least=1)
-    if config.zero == 0:
-        wanted = "None with zero 0, which divides nothing"
-        checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
-
-
 def _check_exchange(config: ParallelConfig) -> None:
-    for name in ("ep_chunks", "ep_nodes"):
-        checks.integer(_OP, name, getattr(config, name), least=1)
     if config.ep_chunks > _MAX_CHUNKS:
         checks.fail(_OP, "ep_chunks", f"from 1 to {_MAX_CHUNKS}", config.ep_chunks)
     if config.ep_chunks > 1 and config.ep == 1:
@@ -365,16 +330,7 @@ def _check_exchange(config: ParallelConfig) -> None:
 
 
 def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> None:
-    """Raise unless a model has layers for the stages that a configuration asks for.
-
-    Args:
-        op: who asks.
-        model: its sizes.
-        config: how it is spread.
-
-    Raises:
-        ValueError: it has not; the message has what would fit.
-    """
+    """Raise unless a model has enough layers for its stages; the message says what would fit."""
     if config.pp == 1:
         return
     stages = config.pp * config.virtual
@@ -384,17 +340,9 @@ def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> N
 
 
 def check_split(op: str, model: TransformerConfig, *, tp: int, ep: int, data: int) -> None:
-    """Raise unless a model's heads, features and experts can be shared by so many ranks.
+    """Raise unless ``tp`` divides heads and features, and ``ep`` the experts and ``data`` ranks.
 
-    Args:
-        op: who asks.
-        model: its sizes.
-        tp: ranks that share heads and features.
-        ep: ranks that share experts.
-        data: ``dp * cp``, inside of which those of ``ep`` lie.
-
-    Raises:
-        ValueError: they cannot; the message has the nearest sizes that fit.
+    The message has the nearest sizes that fit. ``data`` is ``dp * cp``.
     """
     heads, keys = model.num_heads, model.kv_heads
     check_divides(op, "tp", tp, heads, "the heads")

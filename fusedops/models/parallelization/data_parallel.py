@@ -22,14 +22,7 @@ from fusedops.parallel.mesh import Mesh
 def shard_parameters(
     parts: Sequence[nn.Module], unsharded: set[str], config: ParallelConfig, mesh: Mesh | None
 ) -> list[GradientSync]:
-    """Shard what ``zero`` shards over the ranks that see other tokens; of each stage.
-
-    Args:
-        parts: the stages of this process, or the whole model.
-        unsharded: names of the parameters that are not sharded.
-        config: the layout.
-        mesh: of the processes.
-    """
+    """Shard the parameters of each stage, or of the model, except ``unsharded`` ones."""
     data, done = [], set(unsharded)
     for part in parts:  # two stages may have the same embedding
         data.append(_shard_part(part, done, config, mesh))
@@ -44,7 +37,7 @@ def reduce_gradients(
     config: ParallelConfig,
     mesh: Mesh | None,
 ) -> None:
-    """Reduce the gradients of unsharded parameters, in buckets; arguments as above."""
+    """Reduce the gradients of the parameters of the ``unsharded`` names, in buckets."""
     done: set[str] = set()
     for part, part_data in zip(parts, data, strict=True):
         part_data.reducers = _reducers(part, unsharded - done, config, mesh)

@@ -231,9 +231,10 @@ class TrainEngine:
     ) -> list[dict[str, Any]]:
         """Return the model's arguments ``seed`` and ``first_sequence`` of each micro-batch."""
         config = getattr(self.model, "config", None)
-        if not isinstance(config, TransformerConfig) or not self.model.training:
-            return [{} for _ in shards]
-        if not (config.dropout or config.attention_dropout):
+        drops = isinstance(config, TransformerConfig) and (
+            config.dropout or config.attention_dropout
+        )
+        if not drops or not self.model.training:
             return [{} for _ in shards]
         if seed is None:
             seed = philox.new_seed(shards[0].tokens.device)
@@ -368,8 +369,7 @@ def parallelized(model: nn.Module | TrainEngine) -> TrainEngine:
     if isinstance(model, TrainEngine):
         return model
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        got = checks.type_name(model)
-        raise TypeError(f"parallelized: model must be what parallelize returned, got {got}")
+        checks.fail_type("parallelized", "model", "what parallelize returned", model)
     return TrainEngine(model)
 
 

@@ -10,12 +10,7 @@ import torch
 class MicroBatch(NamedTuple):
     """A process's part of a micro-batch, as ``Transformer`` takes it.
 
-    Attributes:
-        tokens: ``[B, S / cp]``.
-        labels: ``[B, S / cp]``, or ``None``.
-        positions: ``[S / cp]`` or ``[B, S / cp]``: of these tokens in their sequence.
-        document_ids: ``[B, S / cp]``, or ``None``.
-        domains: ``[B, S / cp]``, or ``None``.
+    All are ``[B, S / cp]``; positions, which are those in the whole sequence, may be ``[S / cp]``.
     """
 
     tokens: torch.Tensor

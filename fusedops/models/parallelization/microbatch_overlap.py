@@ -159,11 +159,7 @@ def _split(
     if context.dropout_seeds is not None:
         layer: Any = next(iter(layers.values()))
         seeds[1] = seeds_of_later_sequences(
-            context.dropout_seeds,
-            sizes[0],
-            tokens=context.positions.shape[-1],
-            heads=layer.config.num_heads,
-            features=layer.config.hidden_size,
+            context.dropout_seeds, sizes[0], context.positions.shape[-1], layer.config
         )
     tokens, domains = halves(context.tokens), halves(context.domains)
     return [
@@ -230,11 +226,7 @@ class _LayerRun:
 
 
 def _check_not_wrapped(layer: Layer) -> None:
-    """Raise if a memory policy wraps a module of which the phases call the parts.
-
-    Raises:
-        UnsupportedError: the policy would have no effect.
-    """
+    """Raise where a memory policy wraps a module whose parts the phases call: it has no effect."""
     part: Any = layer.feed_forward
     modules: dict[str, nn.Module] = {"attention": layer.attention}
     if isinstance(part, (MoE, ParallelMLP, ParallelGatedMLP)):

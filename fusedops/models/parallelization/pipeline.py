@@ -40,9 +40,6 @@ class PipelineEngine:
     """The stages of a process and what runs them.
 
     Attributes:
-        model: this process's part.
-        stages: by number.
-        driver: what runs them.
         other_end: with shared words on the first and the last rank: the rank of the pipeline that
             has them too; ``None`` elsewhere.
     """
@@ -111,15 +108,7 @@ class PipelineEngine:
         return losses
 
     def logits(self, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor | None:
-        """Return the logits of tokens that pass the stages one after the other.
-
-        Args:
-            tokens: ``[B, S]``, the same on all ranks of the pipeline.
-            **inputs: of ``Transformer.make_context``.
-
-        Returns:
-            Logits on the rank of the last stage; ``None`` on the others.
-        """
+        """Return the logits of tokens ``[B, S]``; ``None`` but on the last stage's rank."""
         logits: list[torch.Tensor] = []
 
         def compute(

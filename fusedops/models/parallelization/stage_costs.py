@@ -37,21 +37,10 @@ class Costs(NamedTuple):
 
 
 def by_operations(model: TransformerConfig, seq_len: int | None = None) -> Costs:
-    """Return the multiplications and additions of a token's forward; a look-up is none.
-
-    Args:
-        model: its sizes.
-        seq_len: tokens of a sequence; the most that the model takes by default.
-    """
+    """Return the multiplications and additions of a token's forward; a look-up has none."""
     length = model.seq_len if seq_len is None else seq_len
     products = 4 * model.query_width * length * (0.5 if model.causal else 1.0)
-    layers = []
-    for index in range(model.num_layers):
-        used: float = model.layer(index).total
-        if model.is_sparse(index):
-            experts = model.feed_forward(index).experts
-            used -= experts * (model.num_experts - model.top_k) / model.num_experts
-        layers.append(2 * used + products)
+    layers = [2 * model.used_weights(index) + products for index in range(model.num_layers)]
     return Costs(layers, 0.0, 2.0 * model.output(own_weight=True).total)
 
 
@@ -64,11 +53,7 @@ def measured(
 ) -> Costs:
     """Return the seconds of forward and backward of a sequence: medians of a few runs.
 
-    Args:
-        model: its sizes. A model of one layer of each kind is made for it and thrown away.
-        seq_len: tokens of the sequence; the most that the model takes by default.
-        device: where.
-        dtype: of the parameters.
+    A model with one layer of each kind is built for the measurement.
     """
     length = model.seq_len if seq_len is None else seq_len
     kinds = model.kinds(range(model.num_layers))

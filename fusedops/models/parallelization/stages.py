@@ -22,12 +22,7 @@ from fusedops.models.transformer import Loss, Transformer, TransformerLayers
 
 
 class Stage(Transformer):
-    """A run of layers, with what stands before the first and behind the last of the model.
-
-    Args:
-        model: of which it has parts.
-        layers: the numbers of its layers.
-    """
+    """A run of a model's layers, with the embedding or the head if it is the first or the last."""
 
     def __init__(self, model: Transformer, layers: range) -> None:
         nn.Module.__init__(self)
@@ -50,14 +45,8 @@ class Stage(Transformer):
     ) -> tuple[torch.Tensor | None, Loss]:
         """Return the input of the next stage, and this stage's part of the loss.
 
-        Args:
-            stage_input: tokens ``[B, S]`` of the first stage, else hidden states ``[B, S, H]``.
-            labels: ``[B, S]``, which the last stage reads; ``None``: there is no loss.
-            context: of ``make_context`` of this stage.
-
-        Returns:
-            Hidden states, ``None`` of the last stage, whose ``Loss`` has a total; without labels
-            its logits.
+        ``stage_input`` is tokens ``[B, S]`` for the first stage, else hidden states ``[B, S, H]``.
+        The last stage returns ``None`` and the loss of ``labels``; without labels its logits.
         """
         x_BSH = stage_input
         if self.is_first:
@@ -71,12 +60,7 @@ class Stage(Transformer):
 
 
 def cut(model: Transformer, layers: Sequence[range]) -> list[Stage]:
-    """Remove the modules of other stages from a model; return the stages of this process.
-
-    Args:
-        model: the unsplit model, changed in place.
-        layers: of each stage of this process, in their order.
-    """
+    """Remove other processes' modules from a model, in place; return this process's stages."""
     last = model.config.num_layers - 1
     kept = {str(index) for run in layers for index in run}
     is_first = any(0 in run for run in layers)

@@ -2,7 +2,7 @@
 
 A style changes one module, or returns another in its place with the same parameter names. Between
 the modules activations are replicated over the ranks of ``tp``, or with sequence parallelism
-sharded along the sequence.
+sharded along the sequence (``sequence``). ``overlap`` makes communication overlap products.
 
 Letters of shapes: B sequences, S tokens of each on the ranks of ``tp`` together, s a tp rank's of
 them (with sequence parallelism), H hidden size.
@@ -45,13 +45,7 @@ class ParallelStyle(Protocol):
 
 
 def apply_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Apply a plan to a model, changed in place.
-
-    Args:
-        model: has the same parameters on every rank.
-        plan: styles by the names of modules; ``*`` stands for any part of a name.
-        mesh: the ranks of ``tp``, of one dimension.
-    """
+    """Apply the styles of a plan to the modules they name; ``*`` matches any part of a name."""
     for pattern, style in plan.items():
         names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
         for name in names:
@@ -67,8 +61,7 @@ class ColumnParallel:
     """Shard the outputs of a linear layer, whose input is in the tensor-parallel region.
 
     Attributes:
-        sequence: whether that input was sharded along the sequence before the region.
-        heads: blocks of outputs that are not divided, for key and value heads.
+        heads: number of key and value heads, if a head must not be divided.
     """
 
     sequence: bool = False
@@ -83,12 +76,7 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Shard the inputs of a linear layer, and reduce its output.
-
-    Attributes:
-        sequence: whether the output is sharded along the sequence.
-        overlap: whether the reduction overlaps the product.
-    """
+    """Shard the inputs of a linear layer, and reduce its output."""
 
     sequence: bool = False
     overlap: bool = False
@@ -100,11 +88,7 @@ class RowParallel:
 
 @dataclass(frozen=True)
 class Heads:
-    """Shard the heads of attention: queries, keys and values share one communication.
-
-    Attributes:
-        sequence: whether the input is sharded along the sequence.
-    """
+    """Shard the heads of attention: queries, keys and values share one communication."""
 
     sequence: bool = False
 
@@ -131,13 +115,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """Shard the hidden features of an MLP; experts are left to ``ep`` and to the partition.
-
-    Attributes:
-        sequence: whether input and output are sharded along the sequence.
-        overlap: whether communication overlaps the products, if the layer can.
-        recompute: whether the backward recomputes the activation.
-    """
+    """Shard the hidden features of an MLP; experts are left to ``ep`` and to the partition."""
 
     sequence: bool = False
     overlap: bool = False
@@ -192,11 +170,7 @@ def _shard_indices(group: dist.ProcessGroup, module: nn.Module, args: Any) -> An
 
 @dataclass(frozen=True)
 class VocabEmbedding:
-    """Shard the vocabulary of the embedding.
-
-    Attributes:
-        sequence: whether the output is sharded along the sequence.
-    """
+    """Shard the vocabulary of the embedding."""
 
     sequence: bool = False
 
@@ -207,12 +181,7 @@ class VocabEmbedding:
 
 @dataclass(frozen=True)
 class VocabHead:
-    """Shard the vocabulary of the head.
-
-    Attributes:
-        vocab_size: of the whole vocabulary.
-        sequence: whether the input is sharded along the sequence.
-    """
+    """Shard the vocabulary of the head."""
 
     vocab_size: int
     sequence: bool = False

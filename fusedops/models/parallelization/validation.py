@@ -33,13 +33,12 @@ def validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh 
     Without torch.distributed there is one process and no mesh. Raises are those of ``parallelize``.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}")
+        checks.fail_type(_OP, "model", "a torch.nn.Module", model)
     if not isinstance(config, ParallelConfig):
-        got = checks.type_name(config)
-        raise TypeError(f"{_OP}: config must be a ParallelConfig, got {got}")
+        checks.fail_type(_OP, "config", "a ParallelConfig", config)
     if not isinstance(model, Transformer) and config.mode != "manual":
         wanted = "a fusedops.models.Transformer, or any module with mode 'manual'"
-        raise TypeError(f"{_OP}: model must be {wanted}, got {checks.type_name(model)}")
+        checks.fail_type(_OP, "model", wanted, model)
     if dist.is_available() and dist.is_initialized():
         config = config.for_ranks(dist.get_world_size())
     elif config.sizes.ranks > 1 or config.mode == "data" or mesh is not None:

@@ -31,14 +31,7 @@ class VocabParallelHead(Head):
     def of(
         cls, head: Head, mesh: DeviceMesh, vocab_size: int, *, sequence: bool
     ) -> VocabParallelHead:
-        """Return a head with its vocabulary sharded.
-
-        Args:
-            head: has the same parameters on every rank. Hooks stay behind.
-            mesh: the ranks, of one dimension.
-            vocab_size: of the whole vocabulary.
-            sequence: whether hidden states are sharded along the sequence.
-        """
+        """Return a head with its vocabulary sharded; hooks are not copied."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.transform, self.norm, self.recompute = head.transform, head.norm, head.recompute

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks, dtypes
+from fusedops._core.labels import IGNORE_INDEX
 from fusedops.nn import LinearCrossEntropyLoss
 from fusedops.ops import _cross_entropy_math as math_of
 from fusedops.ops.linear_cross_entropy import DEFAULT_CHUNK, check_chunks, keeps_logits
@@ -56,7 +57,7 @@ def vocab_parallel_cross_entropy(
     bias: torch.Tensor | None = None,
     *,
     vocab_size: int,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
