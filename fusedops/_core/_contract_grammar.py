@@ -63,9 +63,9 @@ def programs(
     Args:
         op: the op's name.
         forward: kind and name of each argument, in the order of the schema.
-        rules: the contract, as this file's first paragraphs describe it.
+        rules: the contract, as ``contract.py`` describes it.
         returns: names of the results, which have rules as well.
-        backward: the arguments of the backward, ``None`` without one.
+        backward: likewise, ``None`` without a backward.
         gradients: what the backward's mask needs.
 
     Raises:

@@ -40,26 +40,17 @@ _CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Kernels:
-    """Where the implementations of one op are: all share the op's signature.
-
-    Attributes:
-        name: the op's name, also that of its native kernels (``fusedops_cpp::name``).
-        forward: the reference forward.
-        backward: the reference backward, ``None`` for an op without gradient.
-        triton: import path of the module with the Triton launchers, ``None`` without.
-        part_of: name of the op whose function calls this one, ``None`` for an op of its own.
-        check: raises for arguments of the forward that do not fit; ``None`` where the public
-            function has looked at them.
-        contracts: what the arguments of forward and backward are to each other.
-    """
+    """Where the implementations of one op are: all share the op's signature."""
 
     name: str
     forward: Callable[..., Any]
-    backward: Callable[..., Any] | None
-    triton: str | None
-    part_of: str | None = None
+    backward: Callable[..., Any] | None  # ``None`` for an op without gradient
+    triton: str | None  # import path of the module with the Triton launchers
+    part_of: str | None = None  # the op whose function calls this one, if it is no op of its own
+    # raises for arguments of the forward that do not fit; ``None`` where the public function has
+    # looked at them
     check: Callable[..., None] | None = None
-    contracts: tuple[Program, Program | None] | None = None
+    contracts: tuple[Program, Program | None] | None = None  # of forward and backward
 
 
 @dataclass(frozen=True)
@@ -310,12 +301,7 @@ def tuning_in_force(device: torch.device) -> tuning.LoadedTable:
 
 @contextlib.contextmanager
 def use_tuning(device: torch.device, entries: Mapping[tuning.Key, tuning.Entry]) -> Iterator[None]:
-    """Obey these entries, and no table, inside the block: for the tuner and for tests.
-
-    Args:
-        device: as tensors on it have it: a GPU with its index.
-        entries: by op, dtype and size class.
-    """
+    """Obey these entries, and no table, inside the block: for the tuner and for tests."""
     present, obey = partial(tuning_in_force, device), partial(_put_in_force, device)
     with _opened(_tunings[device], tuning.LoadedTable(entries), present, obey):
         yield
@@ -365,11 +351,8 @@ def _opened(
 ) -> Iterator[None]:
     """Obey ``wish`` while the block is open and none that was entered later is.
 
-    Args:
-        blocks: those that are open.
-        wish: what this one asks for.
-        present: returns what is in force: what holds without any block while none is open.
-        obey: puts a wish in force.
+    ``blocks`` are those that are open; ``present`` returns what is in force, which is what holds
+    without any block; ``obey`` puts a wish in force.
     """
     block = _Block(wish)
     with _BLOCKS_LOCK:

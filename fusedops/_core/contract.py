@@ -116,19 +116,15 @@ class SizeRule:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """What one tensor must be.
-
-    Attributes:
-        binds: the letter that its dtype gets.
-        dense: whether its elements must lie without gaps, in the order of the first such tensor.
-    """
+    """What one tensor must be."""
 
     argument: int
     name: str
     optional: bool
-    binds: str | None
+    binds: str | None  # the letter that its dtype gets
     atoms: tuple[Atom, ...]
     shapes: tuple[tuple[SizeRule, ...], ...]
+    # whether its elements must lie without gaps, in the order of the first such tensor
     dense: bool = False
 
 
@@ -183,14 +179,11 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Elements:
-    """What the elements of the lists of tensors must be to each other.
+    """What the elements of the lists of tensors must be to each other."""
 
-    Attributes:
-        lists: argument, name, and whether it may be empty; the first one says how many there are.
-        steps: for the elements of one index, which stand in the places of their lists.
-    """
-
+    # argument, name, and whether it may be empty; the first one says how many there are
     lists: tuple[tuple[int, str, bool], ...]
+    # for the elements of one index, which stand in the places of their lists
     steps: tuple[Any, ...]
 
 
@@ -215,17 +208,11 @@ class _UnknownError(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of one operator, in order.
+    """The steps of one operator, in order."""
 
-    Attributes:
-        op: the operator's name, for messages.
-        arguments: kind and name of each argument, as the schema has them.
-        steps: what is looked at, in order.
-    """
-
-    op: str
-    arguments: tuple[tuple[str, str], ...]
-    steps: tuple[Step, ...]
+    op: str  # for messages
+    arguments: tuple[tuple[str, str], ...]  # kind and name of each argument, as the schema has them
+    steps: tuple[Step, ...]  # what is looked at, in order
 
     def check(self, args: Sequence[Any]) -> None:
         """Raise unless the operator's arguments fit together."""

@@ -59,11 +59,7 @@ class NotRepeatable(Exception):
 
 
 def depends_on(what: str) -> None:
-    """Say that a launcher read global state: what it does now may not be right later.
-
-    Args:
-        what: the state, for the message.
-    """
+    """Say that a launcher read ``what``, global state: what it does now may be wrong later."""
     recorder = getattr(_active, "recorder", None)
     if recorder is not None:
         recorder.refuse(f"it depends on {what}")
@@ -74,10 +70,8 @@ def record(
 ) -> tuple[Any, Plan | str]:
     """Run a launcher and return its result, with its plan or why there is none.
 
-    Args:
-        args: the arguments of the registered op, in the order of its schema.
-        launcher: is called with them.
-        num_returns: how many tensors the schema says that it returns.
+    ``args`` are those of the registered op in the order of its schema, by which it returns
+    ``num_returns`` tensors.
     """
     if env.triton_interpreted():
         return launcher(*args), "Triton interprets its kernels"
@@ -196,13 +190,7 @@ class _Recorder(TorchDispatchMode):
         raise NotRepeatable(f"it calls a torch operator with {value!r}")
 
     def launch(self, kernel: Any, arguments: dict[str, Any], grid: Sequence[int]) -> None:
-        """Note a kernel's launch.
-
-        Args:
-            kernel: what Triton compiled.
-            arguments: of the kernel's function, by name.
-            grid: of one to three sizes.
-        """
+        """Note a launch of a compiled kernel, with its arguments by name and one to three sizes."""
         if self._nested:
             return
         try:
@@ -288,14 +276,9 @@ class _Recorder(TorchDispatchMode):
         return next(each.device for each in self._tensors if isinstance(each, torch.Tensor))
 
     def plan(self, result: Any, num_returns: int) -> Plan:
-        """Return the plan.
+        """Return the plan; raise ``NotRepeatable`` where there can be none.
 
-        Args:
-            result: what the launcher returned: a tensor, or a tuple of tensors and ``None``.
-            num_returns: how many there are by the schema.
-
-        Raises:
-            NotRepeatable: there can be no plan.
+        ``result`` is what the launcher returned: a tensor, or a tuple of tensors and ``None``.
         """
         if self._refusal is not None:
             raise NotRepeatable(self._refusal)

@@ -40,18 +40,13 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the things to compare.
+    """One of the things to compare."""
 
-    Attributes:
-        name: its key in the result.
-        run: what is timed; it receives what ``prepare`` returned.
-        prepare: makes the input of one ``run``, outside of the timed region.
-        context: entered around each sample, outside of the timed region.
-    """
-
-    name: str
-    run: Callable[[Any], Any]
+    name: str  # its key in the result
+    run: Callable[[Any], Any]  # what is timed; it receives what ``prepare`` returned
+    # makes the input of one ``run``, outside of the timed region
     prepare: Callable[[], Any] = _nothing
+    # entered around each sample, outside of the timed region
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -80,17 +75,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """How long to measure.
+    """How long to measure."""
 
-    Attributes:
-        least: rounds that are always taken.
-        most: clean rounds after which it is enough.
-        seconds: time after which it is enough, once ``least`` rounds are clean; when they are
-            not, three times as long.
-    """
-
-    least: int = 7
-    most: int = 50
+    least: int = 7  # rounds that are always taken
+    most: int = 50  # clean rounds after which it is enough
+    # time after which it is enough, once ``least`` rounds are clean; when they are not, three times
+    # as long
     seconds: float = 1.5
 
 
@@ -166,7 +156,6 @@ class CpuClock:
     """Wall time on the CPU; contention by the scheduler's own count of waiting."""
 
     def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
-        """Run ``variant`` ``repeat`` times; return the time of one run and whether it waited."""
         run = variant.run
         with variant.context():
             inputs = [variant.prepare() for _ in range(repeat)]
@@ -179,7 +168,6 @@ class CpuClock:
         return elapsed / repeat, waited > WAIT_SHARE * elapsed
 
     def repeat(self, variant: Variant) -> int:
-        """Warm up; return how often to run within a sample."""
         self.sample(variant, 1)
         fastest = float("inf")
         for _ in range(3):
@@ -208,7 +196,6 @@ class CudaClock:
         self._cycles_per_second = self._sleep_rate()
 
     def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
-        """Run ``variant`` once after a flush; return seconds between two events."""
         assert repeat == 1, "the second run of a sample would meet a hot L2"
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -256,11 +243,9 @@ class BriefClock:
         self.clock = clock
 
     def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
-        """Take a sample of ``repeat`` runs."""
         return self.clock.sample(variant, repeat)
 
     def repeat(self, variant: Variant) -> int:
-        """Warm up; return how often to run within a sample."""
         if isinstance(self.clock, CudaClock):
             return self.clock.repeat(variant)
         seconds, _ = self.clock.sample(variant, 1)
@@ -280,17 +265,9 @@ def measure(
     seed: int = 0,
     on_round: Callable[[], None] = _nothing,
 ) -> Timing:
-    """Time the variants against each other.
+    """Time the variants, whose names are unique, against each other; return all samples.
 
-    Args:
-        variants: what to compare; names are unique.
-        clock: takes the samples.
-        plan: how long to measure.
-        seed: of the order within the rounds.
-        on_round: called after each round.
-
-    Returns:
-        All samples, with marks on those that were disturbed.
+    ``seed`` is that of the order within the rounds; ``on_round`` is called after each round.
     """
     repeats = {variant.name: clock.repeat(variant) for variant in variants}
     timing = Timing({name: [] for name in repeats}, {name: [] for name in repeats}, plan.least)

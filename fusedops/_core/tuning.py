@@ -45,27 +45,16 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """What won for one op, dtype and size class.
+    """What won for one op, dtype and size class."""
 
-    Attributes:
-        op: name of the registered op: ``"layer_norm"`` or ``"layer_norm_backward"``.
-        dtype: ``"float32"`` and so on, see ``key``.
-        size_class: see ``key``.
-        backend: the winner.
-        config: the winner's configuration, ``None`` for its default.
-        median_us: microseconds of all that were measured, by ``label``.
-        ratio: time of the default choice divided by the winner's.
-        cases: the sizes that were measured.
-    """
-
-    op: str
-    dtype: str
-    size_class: int
-    backend: str
+    op: str  # name of the registered op: ``"layer_norm"`` or ``"layer_norm_backward"``
+    dtype: str  # ``"float32"`` and so on, see ``key``
+    size_class: int  # see ``key``
+    backend: str  # the winner
     config: str | None
-    median_us: Mapping[str, float]
-    ratio: float
-    cases: tuple[str, ...] = ()
+    median_us: Mapping[str, float]  # microseconds of all that were measured, by ``label``
+    ratio: float  # time of the default choice divided by the winner's
+    cases: tuple[str, ...] = ()  # the sizes that were measured
 
     @property
     def sort_key(self) -> tuple[str, str, int]:
@@ -85,21 +74,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class TuningTable:
-    """A whole table.
+    """A whole table."""
 
-    Attributes:
-        architecture: of the device that it was measured on, ``"cpu-zen5"`` or ``"sm_90"``.
-        versions: of torch, triton and fusedops.
-        entries: one per op, dtype and size class.
-        measured: device, settings and date, for whoever reviews it; not interpreted.
-        path: where it was read from.
-    """
-
-    architecture: str
-    versions: Mapping[str, str]
-    entries: tuple[Entry, ...]
+    architecture: str  # of the device that it was measured on, ``"cpu-zen5"`` or ``"sm_90"``
+    versions: Mapping[str, str]  # of torch, triton and fusedops
+    entries: tuple[Entry, ...]  # one per op, dtype and size class
+    # device, settings and date, for whoever reviews it; not interpreted
     measured: Mapping[str, Any] = field(default_factory=dict)
-    path: Path | None = None
+    path: Path | None = None  # where it was read from
 
     @property
     def device_type(self) -> str:
@@ -109,17 +91,13 @@ class TuningTable:
 
 @dataclass(frozen=True)
 class LoadedTable:
-    """What is in force on a device.
+    """What is in force on a device."""
 
-    Attributes:
-        entries: where something else than the first backend of the order is to run.
-        tables: where they come from; the later wins.
-        ignored: tables that do not fit: the sentence that says why and what to do, and whether the
-            user named the table (then it is a warning).
-    """
-
+    # where something else than the first backend of the order is to run
     entries: Mapping[Key, Entry] = field(default_factory=dict)
-    tables: tuple[TuningTable, ...] = ()
+    tables: tuple[TuningTable, ...] = ()  # where they come from; the later wins
+    # tables that do not fit: the sentence that says why and what to do, and whether the user named
+    # the table (then it is a warning)
     ignored: tuple[tuple[str, bool], ...] = ()
 
 
@@ -163,10 +141,8 @@ def label(backend: str, config: str | None) -> str:
 def load(device: torch.device, ops: Collection[str], order: Order) -> LoadedTable:
     """Read the tables for a device, the shipped and the user's own.
 
-    Args:
-        device: where ops run.
-        ops: the names of all registered ops, backward ops too.
-        order: device type -> its backends, the default first.
+    ``ops`` are the names of all registered ops, backward ops too; ``order`` has the backends of
+    each device type, the default first.
     """
     asked = env.tuning()
     if asked == "off" or device.type not in order:
@@ -268,12 +244,9 @@ def _read(path: Path, ops: Collection[str], order: Order) -> TuningTable:
 
 
 def _applies(table: TuningTable, device: torch.device) -> bool:
-    """Return whether a table is for this type of device.
+    """Return whether a table is for this type of device; raise if not for this one.
 
     A GPU's table is judged when a GPU is first used: asking for one at import would start CUDA.
-
-    Raises:
-        TableError: it is for another architecture or torch.
     """
     if table.device_type != device.type:
         if table.device_type == "cuda" and torch.version.cuda is None:
@@ -293,8 +266,6 @@ def _minor(version: str) -> str:
 
 
 def _entry(number: int, row: Any, backends: Collection[str]) -> Entry:
-    """Return a checked entry."""
-
     def need(right: bool, what: str) -> None:
         if not right:
             raise TableError(f"entry {number} {what}")
