@@ -36,24 +36,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 @dataclass(frozen=True)
 class Loading:
-    """A checkpoint that fits, and the tensors to load it into.
-
-    Attributes:
-        reader: of the checkpoint.
-        content: the tensors by name, to be overwritten.
-        stepped: the optimizers that have a state in it.
-        with_state: the parameters that have.
-        groups: of all optimizers.
-        flat: as it was written.
-        without_master: names of the parameters that have a state without a float32 master in it.
-    """
+    """A checkpoint that fits, and the tensors to load it into."""
 
     reader: dcp.FileSystemReader
-    content: dict[str, Any]
-    stepped: list[torch.optim.Optimizer]
-    with_state: set[torch.nn.Parameter]
-    groups: list[list[dict[str, Any]]]
-    flat: bool
+    content: dict[str, Any]  # the tensors by name, to be overwritten
+    stepped: list[torch.optim.Optimizer]  # the optimizers that have a state in it
+    with_state: set[torch.nn.Parameter]  # the parameters that have
+    groups: list[list[dict[str, Any]]]  # of all optimizers
+    flat: bool  # as it was written
+    # names of the parameters that have a state without a float32 master in it
     without_master: set[str]
 
 
@@ -70,9 +61,8 @@ class State:
     def content(self, *, flat: bool) -> dict[str, Any]:
         """Return all tensors and numbers by name: not copies.
 
-        Args:
-            flat: give each parameter its own entries of the optimizer's groups; needed where ranks
-                have other parameters.
+        ``flat`` gives each parameter its own entries of the optimizer's groups; needed where ranks
+        have other parameters.
         """
         # torch makes the states of an optimizer that has none yet, and counts that as a step.
         return self._content(
@@ -91,11 +81,8 @@ class State:
     ) -> Loading:
         """Return what ``load`` needs; weights and states are not changed.
 
-        Args:
-            folder: of a checkpoint that ``write`` wrote.
-            names: ``names`` of all ranks.
-            groups: as ``groups`` gave them, for optimizers that had no state when it was written.
-            flat: as it was written.
+        ``names`` are those of all ranks; ``groups`` and ``flat`` are as they were when it was
+        written.
 
         Raises:
             ValueError: it is of another model or optimizer.
@@ -250,10 +237,7 @@ def _check_groups(
     groups: list[list[dict[str, Any]]],
     folder: Path,
 ) -> None:
-    """Raise unless there are as many optimizers, with as many groups each, as were saved.
-
-    Weights alone may be loaded, without any optimizer.
-    """
+    """Raise unless as many optimizers and groups were saved, or weights alone are loaded."""
     saved = [len(group) for group in groups]
     here = [len(optimizer.param_groups) for optimizer in optimizers]
     if here and saved != here:

@@ -125,11 +125,7 @@ class Written:
 
 
 class Buffers:
-    """Which buffers of a module, and of those inside it, its forward writes to.
-
-    Args:
-        module: the module.
-    """
+    """Which buffers of a module, and of those inside it, its forward writes to."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

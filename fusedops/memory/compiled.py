@@ -42,10 +42,7 @@ def contexts_for(
 ) -> Callable[[], Any] | None:
     """Return the ``context_fn`` of a module's checkpoint in compiled code, or ``None`` without one.
 
-    Args:
-        name: of the module.
-        rules: those of the policy that may fit what it saves, in their order.
-        region: the rule by which the whole module is recomputed, or ``None``.
+    ``rules`` are those of the policy that may fit what the module saves, in their order.
     """
     single = any(rule.of_tensors and rule.treatment == RECOMPUTE for rule in rules)
     if region is None and not single:

@@ -49,13 +49,7 @@ _PART = 1 / 8
 
 
 class PolicyState:
-    """The state of a policy on a model.
-
-    Args:
-        model: whose parameters and buffers stay where they are.
-        policy: what is asked.
-        settings: how tensors are offloaded.
-    """
+    """The state of a policy on a model, whose parameters and buffers stay where they are."""
 
     def __init__(self, model: nn.Module, policy: Policy, settings: OffloadSettings) -> None:
         self.model = model

@@ -72,11 +72,8 @@ class RepeatedStep:
     ) -> RepeatedStep | None:
         """Return what repeats the step just made; ``None`` if each must be made anew.
 
-        Args:
-            optimizer: that made it.
-            grads: of all parameters that have one, in their order.
-            batches: of the step: the number of the group, which gradients, and the tensors.
-            has_norm: whether a step takes the norm of the gradients.
+        ``grads`` are those of all parameters that have one, in their order; ``batches`` have the
+        number of the group, which gradients, and the tensors.
         """
         for *_, collected in batches:
             if collected.write_back or collected.copies_gradients:

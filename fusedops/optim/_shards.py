@@ -108,12 +108,7 @@ def _pattern(
 def sum_over_shards(sums: torch.Tensor, tensors: Sequence[Any]) -> torch.Tensor:
     """Add to each entry of ``sums`` those of the processes that hold other parts of its tensor.
 
-    Args:
-        sums: one entry for each tensor, of its local part.
-        tensors: plain tensors and DTensors, no sums of which are pending.
-
-    Returns:
-        ``sums``; every process of a mesh has the same bits.
+    No sums of the tensors are pending. Every process of a mesh gets the same bits.
     """
     layouts: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for index, tensor in enumerate(tensors):

@@ -22,19 +22,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 @dataclass(frozen=True)
 class Storage:
-    """How the state of one parameter is kept.
-
-    Attributes:
-        device: where.
-        moments: their dtype.
-        master: dtype of the copy that is stepped in the parameter's place; ``None``: there is none.
-        draws: whether its step rounds stochastically.
-    """
+    """How the state of one parameter is kept."""
 
     device: torch.device
     moments: torch.dtype
-    master: torch.dtype | None
-    draws: bool
+    master: torch.dtype | None  # of the copy that is stepped in the parameter's place
+    draws: bool  # whether its step rounds stochastically
 
 
 @dataclass(frozen=True)
@@ -52,9 +45,7 @@ class OptimizerPolicy:
     def storage(self, param: torch.Tensor, *, offloaded: bool = False) -> Storage:
         """Return how the state of a parameter is kept.
 
-        Args:
-            param: the parameter.
-            offloaded: whether it is stepped in host memory, where a master must then be.
+        One that is ``offloaded`` is stepped in host memory, where a master must then be.
         """
         master = offloaded or (self.master_weights and param.dtype in _HALF)
         moments = self.state_dtype or (torch.float32 if master else param.dtype)
@@ -134,13 +125,8 @@ def check_state(
 ) -> None:
     """Raise unless a parameter is still what its state was made for.
 
-    Args:
-        op: for the message.
-        title: of the parameter.
-        param: as it is now.
-        state: of it.
-        storage: how its state would be kept now.
-        had: its device and dtype then, where the state does not tell.
+    ``storage`` is how its state would be kept now; ``had`` are its device and dtype then, where the
+    state does not tell.
     """
     now = f"of {title}, as its state was made (make the optimizer after changing the model)"
     if had is not None and param.device != had[0]:

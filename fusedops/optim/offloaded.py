@@ -51,11 +51,7 @@ class OffloadedAdamW(AdamW):
     Args:
         params: as ``AdamW``; all on one device, except for parameters in host memory, which are
             updated there.
-        lr: as ``AdamW``.
-        betas: as ``AdamW``.
-        eps: as ``AdamW``.
-        weight_decay: as ``AdamW``.
-        amsgrad: as ``AdamW``.
+        lr, betas, eps, weight_decay, amsgrad: as ``AdamW``.
         overlap: compute steps during the backward, otherwise in ``step``. In a job of several
             processes the gradients of plain parameters are final only after the backward: their
             steps begin in ``step``, unless ``follow`` names the DDP that reduces them.

@@ -27,12 +27,7 @@ class StoppedError(BaseException):
 
 
 class ThreadScheduler:
-    """Runs the ranks of one run, one at a time.
-
-    Args:
-        size: number of ranks.
-        seed: of the order in which those run that could.
-    """
+    """Runs the ranks of one run, one at a time; ``seed`` is that of the order."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         self._wake = [threading.Event() for _ in range(size)]

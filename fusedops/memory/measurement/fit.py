@@ -37,19 +37,12 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Candidate:
-    """A treatment of the layers, measured on all of them.
+    """A treatment of the layers, measured on all of them."""
 
-    Attributes:
-        name: in words.
-        seconds: of a step.
-        peak: bytes of a step, static ones included.
-        layers: how many of them the budget needs; ``None`` where all are not enough.
-    """
-
-    name: str
-    seconds: float
-    peak: int
-    layers: int | None
+    name: str  # in words
+    seconds: float  # of a step
+    peak: int  # bytes of a step, static ones included
+    layers: int | None  # how many of them the budget needs; ``None`` where all are not enough
 
 
 @dataclass(frozen=True)

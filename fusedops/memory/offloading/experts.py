@@ -143,14 +143,7 @@ def _to_host(experts: nn.Module, *, pinned: bool) -> None:
 
 
 class ExpertStore:
-    """Brings the experts of one layer to the device and their gradients back.
-
-    Args:
-        device: where they compute.
-        engine: makes the copies.
-        pool: of host memory through which gradients pass.
-        timeout: seconds after which a copy is given up.
-    """
+    """Brings the experts of one layer to the device and their gradients back."""
 
     def __init__(
         self, device: torch.device, engine: CopyEngine, pool: Pool, timeout: float
@@ -173,11 +166,8 @@ class ExpertStore:
     ) -> torch.Tensor:
         """Return ``compute(plan, weights)`` of the experts that the plan names alone.
 
-        Args:
-            plan: over all experts that are stored.
-            stored: their weights and biases on the host, ``[E, ...]``, or ``None``.
-            compute: gets a plan of the experts that came, and what of them ``stored`` has. One node
-                of the graph, its last, reads them.
+        ``stored`` are weights and biases on the host, ``[E, ...]``, or ``None``; ``compute`` gets
+        those of the experts that came. One node of the graph, its last, reads them.
         """
         counts = plan.tokens_per_expert.tolist()  # the host waits for the choices here
         # At least one: products of no experts have no shape.

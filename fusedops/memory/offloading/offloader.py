@@ -124,12 +124,7 @@ class OffloadedStorage(SharedStorage):
 
 
 class Offloader:
-    """Moves memory of one device.
-
-    Args:
-        device: whose.
-        settings: how.
-    """
+    """Moves memory of one device."""
 
     def __init__(self, device: torch.device, settings: OffloadSettings) -> None:
         self._device = device

@@ -88,12 +88,7 @@ class ForwardState:
 class Region:
     """One call of a module that is recomputed.
 
-    Args:
-        call: the module's forward.
-        name: the module's, for messages.
-        pack: what becomes of the region's inputs.
-        buffers: of the module.
-        keep: decides which results of operators are kept; ``None``: none.
+    ``pack`` holds the region's inputs; ``keep`` decides which results of operators are kept.
     """
 
     def __init__(
