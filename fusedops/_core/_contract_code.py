@@ -37,13 +37,10 @@ Code = tuple[list[int], list[str], list[float]]
 
 
 def encode(program: Program) -> Code:
-    """Return integers, words and bounds of a program."""
     return _Encoder(program).code()
 
 
 class _Encoder:
-    """Writes one program down."""
-
     def __init__(self, program: Program) -> None:
         self.program = program
         self.names: dict[str, dict[str, int]] = {"size": {}, "list": {}, "letter": {}}

@@ -31,10 +31,8 @@ _LOG = logging.getLogger("fusedops")
 
 BACKENDS = ("cpp", "cuda", "triton", "torch")
 _ORDER = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
-_OLDEST_CAPABILITY = (
-    8,
-    0,
-)  # of the GPUs that the CUDA library has code for (tools/native_flags.py)
+# Of the GPUs that the CUDA library has code for (tools/native_flags.py).
+_OLDEST_CAPABILITY = (8, 0)
 _CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -93,7 +91,6 @@ _tunings: collections.defaultdict[torch.device, list[_Block]] = collections.defa
 
 
 def register(kernels: Kernels) -> None:
-    """Make the kernels of an op known."""
     _KERNELS[kernels.name] = kernels
 
 
@@ -339,7 +336,6 @@ def counters() -> dict[tuple[str, str], int]:
 
 
 def reset_counters() -> None:
-    """Set all counters to zero."""
     _COUNTS.clear()
     if extension.cpu_library() is None:
         torch.ops.fusedops_native.reset_counts()
@@ -397,8 +393,10 @@ def _put_in_force(device: torch.device, tables: tuning.LoadedTable) -> None:
     _changes += 1
     before = _tuned.get(device, tuning.LoadedTable())
     _tuned[device] = tables
-    _forget_plans()
-    if device.type != "cpu" or extension.cpu_library() is not None:
+    if extension.cpu_library() is not None:
+        return
+    torch.ops.fusedops_native.forget_plans()
+    if device.type != "cpu":
         return
     # The compiled router gets a bit per size class that is not for the C++ kernel.
     classes = dict.fromkeys(((op, dtype) for op, dtype, _ in before.entries), 0)
@@ -406,11 +404,6 @@ def _put_in_force(device: torch.device, tables: tuning.LoadedTable) -> None:
         classes[op, dtype] = classes.get((op, dtype), 0) | (entry.backend != "cpp") << size
     for (op, dtype), bits in classes.items():
         torch.ops.fusedops_native.set_bypass(op, dtype, bits)
-
-
-def _forget_plans() -> None:
-    if extension.cpu_library() is None:
-        torch.ops.fusedops_native.forget_plans()
 
 
 def _configs(kernels: Kernels) -> tuple[str, ...]:

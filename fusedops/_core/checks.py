@@ -151,7 +151,6 @@ def choice(op: str, argument: str, value: Any, choices: Collection[str]) -> None
 
 
 def probability(op: str, argument: str, value: Any) -> None:
-    """Raise unless ``value`` is a number in [0, 1]."""
     if not isinstance(value, float):
         number(op, argument, value)
     if not 0.0 <= value <= 1.0:
@@ -169,7 +168,6 @@ def number(op: str, argument: str, value: Any) -> None:
 
 
 def finite(op: str, argument: str, value: Any) -> None:
-    """Raise unless ``value`` is a number, neither NaN nor infinite."""
     number(op, argument, value)
     if isinstance(value, float) and not -math.inf < value < math.inf:
         fail(op, argument, "finite", value)
@@ -210,6 +208,12 @@ def group(op: str, argument: str, value: Any) -> None:
             f"{op}: {argument} must be None or a torch.distributed.ProcessGroup that this process "
             f"belongs to, got {shown(value)}"
         )
+
+
+def module(op: str, value: Any) -> None:
+    """Raise unless ``value``, the argument ``model``, is a module."""
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type_name(value)}")
 
 
 def type_name(value: Any) -> str:

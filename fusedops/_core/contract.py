@@ -215,7 +215,6 @@ class Program:
     steps: tuple[Step, ...]  # what is looked at, in order
 
     def check(self, args: Sequence[Any]) -> None:
-        """Raise unless the operator's arguments fit together."""
         known = _Known(args)
         self._check_devices(args)
         for (kind, name), value in zip(self.arguments, args, strict=True):

@@ -228,7 +228,6 @@ class HostCopyEngine:
 
 
 def copy_engine(device: torch.device) -> CopyEngine:
-    """Return an engine that copies in the background, for a device."""
     return CudaCopyEngine(device) if device.type == "cuda" else HostCopyEngine()
 
 

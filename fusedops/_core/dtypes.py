@@ -124,7 +124,6 @@ def training_difference(steps: int) -> float:
 
 
 def rms(values: torch.Tensor) -> float:
-    """Return the root mean square of ``values``."""
     return float(values.double().square().mean().sqrt())
 
 

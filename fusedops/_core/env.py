@@ -97,7 +97,6 @@ def backend() -> str | None:
 
 
 def library_folder() -> Path:
-    """Return the folder of the compiled libraries."""
     chosen = os.environ.get("FUSEDOPS_LIBRARY")
     return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / "lib"
 

@@ -61,7 +61,6 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of ``values`` (at least one)."""
         if len(values) == 1:
             return Spread(values[0], values[0], values[0], 1)
         q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
@@ -69,7 +68,6 @@ class Spread:
 
     @property
     def iqr_share(self) -> float:
-        """The interquartile range as a share of the median."""
         return (self.q3 - self.q1) / self.median if self.median else 0.0
 
 
@@ -107,11 +105,9 @@ class Timing:
         return [good and value <= limit for value, good in zip(values, clean, strict=True)]
 
     def trusted(self, name: str) -> bool:
-        """Return whether at least ``least`` samples of a variant were clean."""
         return sum(not bad for bad in self.contended[name]) >= self.least
 
     def samples(self, name: str) -> list[float]:
-        """Return the samples of a variant that count."""
         pairs = zip(self.rounds[name], self.kept(name), strict=True)
         return [value for value, good in pairs if good]
 
@@ -120,11 +116,9 @@ class Timing:
         return min(self.samples(name))
 
     def discarded(self, name: str) -> int:
-        """Return how many samples of a variant do not count."""
         return len(self.rounds[name]) - len(self.samples(name))
 
     def spread(self, name: str) -> Spread:
-        """Return median and quartiles of a variant's samples."""
         return Spread.of(self.samples(name))
 
     def ratio(self, base: str, other: str) -> Spread:
@@ -143,9 +137,7 @@ class Timing:
 class Clock(Protocol):
     """Takes one sample: seconds per call, and whether something else disturbed it."""
 
-    def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
-        """Take a sample of ``repeat`` runs."""
-        ...
+    def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]: ...
 
     def repeat(self, variant: Variant) -> int:
         """Warm up; return how often to run within a sample."""
@@ -253,7 +245,6 @@ class BriefClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock of a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,9 @@ class Entry:
 
     @property
     def sort_key(self) -> tuple[str, str, int]:
-        """The place in the file."""
         return (self.op, self.dtype, self.size_class)
 
     def why_not(self, backend: str, size: int) -> str:
-        """Return why ``backend`` does not run the op at size class ``size``."""
         other = self.median_us.get(backend)
         if other is None:
             return "tuning table: it could not run this when the table was measured"
@@ -85,7 +83,6 @@ class TuningTable:
 
     @property
     def device_type(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
         return "cuda" if self.architecture.startswith("sm_") else "cpu"
 
 
@@ -190,7 +187,7 @@ def parse(data: Any, ops: Collection[str], order: Order) -> TuningTable:
     unknown = sorted({entry.op for entry in entries} - set(ops))
     if unknown:
         raise TableError(f"this fusedops has no op {', '.join(unknown)}")
-    return TuningTable(name, versions, entries, table.measured)
+    return replace(table, entries=entries)
 
 
 def dump(table: TuningTable) -> str:
@@ -202,18 +199,7 @@ def dump(table: TuningTable) -> str:
         "measured": dict(table.measured),
     }
     rows = [
-        json.dumps(
-            {
-                "op": entry.op,
-                "dtype": entry.dtype,
-                "size_class": entry.size_class,
-                "backend": entry.backend,
-                "config": entry.config,
-                "median_us": dict(entry.median_us),
-                "ratio": entry.ratio,
-                "cases": list(entry.cases),
-            }
-        )
+        json.dumps(asdict(entry) | {"median_us": dict(entry.median_us)})
         for entry in sorted(table.entries, key=lambda each: each.sort_key)
     ]
     lines = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "entries": ['
@@ -239,8 +225,7 @@ def _read(path: Path, ops: Collection[str], order: Order) -> TuningTable:
         raise TableError(f"it cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         raise TableError(f"it is not valid JSON ({error})") from None
-    table = parse(data, ops, order)
-    return TuningTable(table.architecture, table.versions, table.entries, table.measured, path)
+    return replace(parse(data, ops, order), path=path)
 
 
 def _applies(table: TuningTable, device: torch.device) -> bool:
