@@ -119,13 +119,7 @@ class State:
             [param_group.get("param_names") for param_group in o.param_groups]
             for o in self.optimizers
         ]
-        dcp.load(
-            content,
-            storage_reader=loading.reader,
-            planner=dcp.DefaultLoadPlanner(allow_partial_load=True),  # what is missing is known
-            process_group=process_group,
-            no_dist=process_group is None,
-        )
+        _read(content, loading.reader, process_group)
         for group, params in zip(_groups_of(content), mine, strict=True):
             group["params"] = params
         set_state_dict(
@@ -168,13 +162,7 @@ class State:
             anywhere = [False] * dist.get_world_size(group)
             dist.all_gather_object(anywhere, bool(masters), group=group)
         if any(anywhere):
-            dcp.load(
-                {"model": masters},
-                storage_reader=loading.reader,
-                planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
-                process_group=group,
-                no_dist=group is None,
-            )
+            _read({"model": masters}, loading.reader, group)
 
     def _content(self, optimizers: list[torch.optim.Optimizer], *, flat: bool) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -196,6 +184,14 @@ def write(content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None
     """Write what ``State.content`` gave, each rank its share, flushed to the disk."""
     writer = dcp.FileSystemWriter(folder, sync_files=True)
     dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def _read(
+    content: dict[str, Any], reader: dcp.FileSystemReader, group: dist.ProcessGroup | None
+) -> None:
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # what is missing is known
+    no_dist = group is None
+    dcp.load(content, storage_reader=reader, planner=planner, process_group=group, no_dist=no_dist)
 
 
 def copied(value: Any) -> Any:

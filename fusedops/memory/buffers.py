@@ -37,7 +37,6 @@ class _Owner:
         )
 
     def copy(self) -> None:
-        """Keep the values that the buffers have now."""
         self.copies = {
             name: _local(buffer).clone()
             for name, buffer in self.buffers.items()

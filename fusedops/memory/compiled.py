@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,8 +33,6 @@ from fusedops.memory.policy import (
     saving_rule,
 )
 from fusedops.memory.recomputation.selective import communicates
-
-Fitting = Callable[[SavedTensorInfo], Sequence[MemoryRule]]
 
 
 def contexts_for(
@@ -66,7 +64,6 @@ def left_out(rules: tuple[MemoryRule, ...]) -> str:
 
 @torch.compiler.assume_constant_result
 def _warn(message: str) -> None:
-    """Warn while a graph is traced."""
     warnings.warn(message, stacklevel=2)
 
 

@@ -103,12 +103,8 @@ class ThreadWork(dist.Work):
 
     def __init__(self, scheduler: ThreadScheduler, collective: ThreadCollective, rank: int) -> None:
         super().__init__()
-        self._scheduler, self._collective, self._rank, self._done = (
-            scheduler,
-            collective,
-            rank,
-            False,
-        )
+        self._scheduler, self._collective, self._rank = scheduler, collective, rank
+        self._done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let other ranks run until all have come; then take the results."""

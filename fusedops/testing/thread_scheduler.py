@@ -18,10 +18,6 @@ from typing import Any
 import torch
 
 
-class DeadlockError(RuntimeError):
-    """Every rank that has not ended waits for another one."""
-
-
 class StoppedError(BaseException):
     """Another rank has failed: unwinds this one. No ``except Exception`` may catch it."""
 

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from fusedops._core import checks, dtypes
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.copy_engine import CopyEngine
-from fusedops.memory.offloading.offloader import OffloadSettings
+from fusedops.memory.offloading.offloader import OffloadSettings, offload_settings_of
 from fusedops.memory.offloading.pool import Pool
 from fusedops.memory.saved_tensors import check_version, mark_lasting
 from fusedops.nn import MoE
@@ -97,12 +97,8 @@ def store_experts(
         >>> [len(each.chosen) for each in traffic.values()]
         [1]
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}")
-    settings = OffloadSettings() if settings is None else settings
-    if not isinstance(settings, OffloadSettings):
-        got = checks.type_name(settings)
-        raise TypeError(f"{_OP}: settings must be OffloadSettings, got {got}")
+    checks.module(_OP, model)
+    settings = offload_settings_of(_OP, "settings", settings)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         checks.fail(_OP, "model", "one with fusedops.nn.MoE layers", "none")
