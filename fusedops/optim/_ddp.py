@@ -57,7 +57,6 @@ def follow(
 
 
 def _places(bucket: dist.GradBucket) -> list[int]:
-    """Return where in the bucket each gradient begins."""
     flat = bucket.buffer()
     if flat.layout is not torch.strided:
         return [0] * len(bucket.parameters())

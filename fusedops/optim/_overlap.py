@@ -25,9 +25,10 @@ import torch
 from fusedops._core.copy_engine import CopyEngine, finish_all
 from fusedops.ops.adamw import Draw
 from fusedops.optim import _shards, _step_queue
+from fusedops.optim._state import MOMENTS
 
 _ALIGNMENT = 64  # bytes: what is written around the cache must begin there
-_MASTERED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+STATES = ("master", *MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ class Slot:
 
     @property
     def target(self) -> dict[str, Any]:
-        """What a step writes."""
         return self.shadow or self.state
 
     def commit(self) -> None:
@@ -247,10 +247,7 @@ class Workers:
             steps=job.steps,
             stochastic=any(slot.draw is not None for slot in slots),
         )
-        job.sums = self._wait(number)
-
-    def _wait(self, number: int) -> list[float]:
-        return self._queue.wait(number)
+        job.sums = self._queue.wait(number)
 
     def _fetch_to_stay(self, slots: list[Slot], gradients: list[GradientSnapshot]) -> None:
         copies = []
@@ -289,4 +286,4 @@ def host_like(engine: CopyEngine, like: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def _locals(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: _shards.local(state[name]) for name in _MASTERED if name in state}
+    return {name: _shards.local(state[name]) for name in STATES if name in state}

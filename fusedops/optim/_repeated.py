@@ -131,7 +131,6 @@ class RepeatedStep:
         factor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Make the step of the gradients that were taken."""
         self._grads = []
         for group, _, batch in self._batches:
             given = numbers(optimizer.param_groups[group], batch.device)

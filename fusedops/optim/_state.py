@@ -6,8 +6,7 @@ there and back; ``master`` is ours, and torch's AdamW carries it along unread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ class OptimizerPolicy:
 
     master_weights: bool
     state_dtype: torch.dtype | None
-    stochastic_rounding: bool
+    stochastic_rounding: bool | None
     max_norm: float | None
     skip_non_finite: bool
     no_decay: tuple[str, ...]
@@ -56,45 +55,29 @@ class OptimizerPolicy:
             device=torch.device("cpu") if offloaded else param.device,
             moments=moments,
             master=_MASTERS.get(param.dtype, torch.float32) if master else None,
-            draws=self.stochastic_rounding and rounded,
+            draws=bool(self.stochastic_rounding) and rounded,
         )
 
 
-def new_policy(
-    op: str,
-    *,
-    master_weights: bool,
-    state_dtype: torch.dtype | None,
-    stochastic_rounding: bool | None,
-    max_norm: float | None,
-    skip_non_finite: bool,
-    no_decay: Sequence[str],
-    seed: int,
-) -> OptimizerPolicy:
+def new_policy(op: str, **options: Any) -> OptimizerPolicy:
     """Check the options of an optimizer, in the words of its user, and return them."""
-    checks.flag(op, "master_weights", master_weights)
-    checks.flag(op, "skip_non_finite", skip_non_finite)
-    checks.integer(op, "seed", seed)
-    if state_dtype not in (None, torch.float32, torch.bfloat16):
-        checks.fail(op, "state_dtype", "None, torch.float32 or torch.bfloat16", state_dtype)
-    if stochastic_rounding is None:
-        stochastic_rounding = state_dtype == torch.bfloat16
-    checks.flag(op, "stochastic_rounding", stochastic_rounding)
-    if max_norm is not None:
-        checks.positive(op, "max_norm", max_norm)
+    policy = OptimizerPolicy(**options)
+    stochastic, no_decay = policy.stochastic_rounding, policy.no_decay
+    checks.flag(op, "master_weights", policy.master_weights)
+    checks.flag(op, "skip_non_finite", policy.skip_non_finite)
+    checks.integer(op, "seed", policy.seed)
+    if policy.state_dtype not in (None, torch.float32, torch.bfloat16):
+        checks.fail(op, "state_dtype", "None, torch.float32 or torch.bfloat16", policy.state_dtype)
+    if stochastic is None:
+        stochastic = policy.state_dtype == torch.bfloat16
+    checks.flag(op, "stochastic_rounding", stochastic)
+    if policy.max_norm is not None:
+        checks.positive(op, "max_norm", policy.max_norm)
     if isinstance(no_decay, str) or not all(isinstance(pattern, str) for pattern in no_decay):
         raise TypeError(
             f"{op}: no_decay must be a sequence of patterns such as ('*.bias',), got {no_decay!r}"
         )
-    return OptimizerPolicy(
-        master_weights,
-        state_dtype,
-        stochastic_rounding,
-        max_norm,
-        skip_non_finite,
-        tuple(no_decay),
-        seed,
-    )
+    return replace(policy, stochastic_rounding=stochastic, no_decay=tuple(no_decay))
 
 
 def new_state(param: torch.Tensor, storage: Storage, *, amsgrad: bool) -> dict[str, torch.Tensor]:
@@ -144,7 +127,6 @@ def check_state(
 
 
 def check_given(op: str, title: str, param: torch.Tensor, given: dict[str, Any]) -> None:
-    """Raise unless a saved state can be that of a parameter."""
     for name in (*MOMENTS, "master"):
         value = given.get(name)
         if value is None:
