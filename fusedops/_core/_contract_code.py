@@ -149,4 +149,4 @@ class _Encoder:
             return [operation, operands[0], self._word(operands[1])]
         if kind == "unknown":
             return [operation]
-        return [*(each for operand in operands for each in self._postfix(operand)), operation]
+        return [*(number for operand in operands for number in self._postfix(operand)), operation]

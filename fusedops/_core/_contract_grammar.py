@@ -158,13 +158,13 @@ class _Builder:
             optional,
             binds or None,
             atoms,
-            tuple(self._shape(each) for each in alternatives),
+            tuple(self._shape(shape) for shape in alternatives),
             dense=bool(after.strip()),
         )
 
     def _shape(self, text: str) -> tuple[SizeRule, ...]:
         sizes = []
-        for part in (each.strip() for each in text.split(",") if each.strip()):
+        for part in (entry.strip() for entry in text.split(",") if entry.strip()):
             broadcast, rest = part.startswith("~"), part.removeprefix("~")
             if rest.startswith(("*", "...")):
                 sizes.append(SizeRule(rest.lstrip("*."), True, broadcast, rest[0] == ".", part))
@@ -224,7 +224,7 @@ class _Builder:
             return (_OPERATORS[type(node.op)], parse(node.left), parse(node.right))
         if isinstance(node, ast.BoolOp):
             operator = _OPERATORS[type(node.op)]
-            return _chain([parse(each) for each in node.values], operator)
+            return _chain([parse(operand) for operand in node.values], operator)
         if isinstance(node.comparators[0], ast.Constant) and isinstance(
             node.comparators[0].value, str
         ):
@@ -240,7 +240,7 @@ class _Builder:
         return _chain(pairs, "and")
 
     def _call(self, node: Any) -> Expression:
-        function, names = node.func.id, [each.id for each in node.args]
+        function, names = node.func.id, [arg.id for arg in node.args]
         if function == "len" and self.kinds.get(names[0]) in ("Tensor[]", "float[]"):
             return ("count", self.places[names[0]])
         if function in ("given", "itemsize"):
@@ -260,19 +260,19 @@ def _of_lists(rule: str | Collection[str]) -> tuple[bool, str | Collection[str]]
 
 
 def _elements(steps: Sequence[Step | None], kinds: Mapping[str, str]) -> Elements:
-    tensors = [each for each in steps if isinstance(each, TensorRule)]
+    tensors = [rule for rule in steps if isinstance(rule, TensorRule)]
     lists = tuple(
-        (each.argument, each.name, each.optional)
-        for each in tensors
-        if kinds[each.name] == "Tensor[]"
+        (rule.argument, rule.name, rule.optional)
+        for rule in tensors
+        if kinds[rule.name] == "Tensor[]"
     )
-    return Elements(lists, tuple(each for each in steps if each is not None))
+    return Elements(lists, tuple(rule for rule in steps if rule is not None))
 
 
 def _chain(parts: list[Expression], operator: str) -> Expression:
     result = parts[0]
-    for each in parts[1:]:
-        result = (operator, result, each)
+    for part in parts[1:]:
+        result = (operator, result, part)
     return result
 
 

@@ -177,10 +177,10 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
             reason = f"it has no configuration {tuned.config!r}"
         if reason is None:
             before = candidates[: candidates.index(tuned.backend)]
-            why = tuple((each, tuned.why_not(each, key[2])) for each in before)
+            why = tuple((candidate, tuned.why_not(candidate, key[2])) for candidate in before)
             return Resolution(tuned.backend, why, tuned.config)
         passed_over.append((tuned.backend, f"the tuning table names it, but {reason}"))
-        candidates = tuple(each for each in candidates if each != tuned.backend)
+        candidates = tuple(candidate for candidate in candidates if candidate != tuned.backend)
     for backend in candidates:
         reason = _unsupported(kernels, backend, device, args, backward)
         if reason is None:
@@ -419,7 +419,7 @@ def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
         if isinstance(arg, torch.Tensor):
             yield arg
         elif isinstance(arg, list):
-            yield from (each for each in arg if isinstance(each, torch.Tensor))
+            yield from (element for element in arg if isinstance(element, torch.Tensor))
 
 
 def _device(args: tuple[Any, ...]) -> torch.device:
@@ -494,7 +494,8 @@ def _unsupported_gpu(device: torch.device) -> str | None:
     if capability is None:
         return "its kernels are compiled for NVIDIA GPUs, this one is not"
     if capability < _OLDEST_CAPABILITY:
-        oldest, present = (".".join(map(str, each)) for each in (_OLDEST_CAPABILITY, capability))
+        pairs = (_OLDEST_CAPABILITY, capability)
+        oldest, present = (".".join(map(str, pair)) for pair in pairs)
         return f"its kernels need compute capability {oldest} or newer, this GPU has {present}"
     return None
 

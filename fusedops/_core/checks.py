@@ -119,9 +119,9 @@ def sizes(op: str, argument: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (tuple, list)):
         wanted = f"{argument} must be a tuple of ints, such as (64,)"
         raise TypeError(f"{op}: {wanted}, got {shown(value)}")
-    for each in value:
-        if type(each) is not int:
-            _size(op, argument, each)
+    for size in value:
+        if type(size) is not int:
+            _size(op, argument, size)
     return tuple(value)
 
 

@@ -95,10 +95,10 @@ def check_seed(op: str, seed: Any, device: torch.device, *, scores: Sequence[int
     ``scores`` are the numbers that a place of scores may have; by default the place is one of rows.
     """
     checks.index_tensor(op, "seed", seed, dtypes=(torch.int64,))
-    sizes = [2, *(2 + each for each in scores)] if scores else [2, 6]
+    sizes = [2, *(2 + size for size in scores)] if scores else [2, 6]
     fits = seed.dim() == 1 and (seed.numel() in sizes or (not scores and seed.numel() > 6))
     if not fits:
-        more = " or ".join(f"[{each}]" for each in sizes[1:])
+        more = " or ".join(f"[{size}]" for size in sizes[1:])
         wanted = f"of shape [2], or {more}{'' if scores else ' and more'} with a place"
         checks.fail(op, "seed", wanted, list(seed.shape))
     if seed.device != device:

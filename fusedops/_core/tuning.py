@@ -159,7 +159,9 @@ def load(device: torch.device, ops: Collection[str], order: Order) -> LoadedTabl
     for table in tables:
         merged |= _by_key(table.entries)
     usual = (order[device.type][0], None)
-    entries = {key: each for key, each in merged.items() if (each.backend, each.config) != usual}
+    entries = {
+        key: entry for key, entry in merged.items() if (entry.backend, entry.config) != usual
+    }
     return LoadedTable(entries, tuple(tables), tuple(ignored))
 
 
@@ -200,7 +202,7 @@ def dump(table: TuningTable) -> str:
     }
     rows = [
         json.dumps(asdict(entry) | {"median_us": dict(entry.median_us)})
-        for entry in sorted(table.entries, key=lambda each: each.sort_key)
+        for entry in sorted(table.entries, key=lambda entry: entry.sort_key)
     ]
     lines = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "entries": ['
     return lines + ",".join(f"\n  {row}" for row in rows) + ("\n ]" if rows else "]") + "\n}\n"
@@ -286,13 +288,13 @@ def _by_key(entries: Iterable[Entry]) -> dict[Key, Entry]:
     benchmark are seldom those of a user.
     """
     found: dict[Key, Entry] = {}
-    ordered = sorted(entries, key=lambda each: each.sort_key)
-    for (op, dtype), group in groupby(ordered, key=lambda each: (each.op, each.dtype)):
+    ordered = sorted(entries, key=lambda entry: entry.sort_key)
+    for (op, dtype), group in groupby(ordered, key=lambda entry: (entry.op, entry.dtype)):
         line = list(group)
         for low, high in pairwise(line):
             if (low.backend, low.config) == (high.backend, high.config):
                 middle = (low.size_class + high.size_class) // 2
                 for size in range(low.size_class + 1, high.size_class):
                     found[op, DTYPES[dtype], size] = low if size <= middle else high
-        found |= {(op, DTYPES[dtype], each.size_class): each for each in line}
+        found |= {(op, DTYPES[dtype], entry.size_class): entry for entry in line}
     return found
