@@ -247,7 +247,10 @@ class Workers:
             steps=job.steps,
             stochastic=any(slot.draw is not None for slot in slots),
         )
-        job.sums = self._queue.wait(number)
+        job.sums = self._wait(number)
+
+    def _wait(self, number: int) -> list[float]:
+        return self._queue.wait(number)
 
     def _fetch_to_stay(self, slots: list[Slot], gradients: list[GradientSnapshot]) -> None:
         copies = []
