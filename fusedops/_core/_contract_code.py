@@ -37,13 +37,10 @@ Code = tuple[list[int], list[str], list[float]]
 
 
 def encode(program: Program) -> Code:
-    """Return integers, words and bounds of a program."""
     return _Encoder(program).code()
 
 
 class _Encoder:
-    """Writes one program down."""
-
     def __init__(self, program: Program) -> None:
         self.program = program
         self.names: dict[str, dict[str, int]] = {"size": {}, "list": {}, "letter": {}}
@@ -152,4 +149,4 @@ class _Encoder:
             return [operation, operands[0], self._word(operands[1])]
         if kind == "unknown":
             return [operation]
-        return [*(each for operand in operands for each in self._postfix(operand)), operation]
+        return [*(number for operand in operands for number in self._postfix(operand)), operation]

@@ -63,9 +63,9 @@ def programs(
     Args:
         op: the op's name.
         forward: kind and name of each argument, in the order of the schema.
-        rules: the contract, as this file's first paragraphs describe it.
+        rules: the contract, as ``contract.py`` describes it.
         returns: names of the results, which have rules as well.
-        backward: the arguments of the backward, ``None`` without one.
+        backward: likewise, ``None`` without a backward.
         gradients: what the backward's mask needs.
 
     Raises:
@@ -81,8 +81,6 @@ def programs(
 
 
 class _Builder:
-    """Reads the rules of one op."""
-
     def __init__(
         self,
         op: str,
@@ -102,93 +100,76 @@ class _Builder:
 
     def steps(self, arguments: Sequence[tuple[str, str]], *, backward: bool) -> tuple[Step, ...]:
         """Return what is looked at of these arguments, in the order of the rules."""
-        places = {name: index for index, (_, name) in enumerate(arguments)}
-        kinds = {name: kind for kind, name in arguments}
+        self.places = {name: index for index, (_, name) in enumerate(arguments)}
+        self.kinds = {name: kind for kind, name in arguments}
         found: list[Step | None] = []
         of_elements: list[tuple[int, Step | None]] = []
         for name, rule in self.rules:
             of_lists, rule = _of_lists(rule)
             here: list[Step | None] = []
             for each in (f"grad_{name}", name) if backward else (name,):
-                if each in places:
-                    here.append(self._step(each, kinds[each], places, kinds, rule))
+                if each in self.places:
+                    here.append(self._step(each, self.kinds[each], rule))
             if name not in self.forward:
-                here.append(self._name(name, str(rule), places, kinds))
+                here.append(self._name(name, str(rule)))
             if of_lists:
                 of_elements += ((len(found), each) for each in here)
             else:
                 found += here
         if of_elements:
-            found.insert(of_elements[0][0], _elements([each for _, each in of_elements], kinds))
+            elements = _elements([step for _, step in of_elements], self.kinds)
+            found.insert(of_elements[0][0], elements)
         return tuple(each for each in found if each is not None)
 
-    def _name(
-        self, name: str, rule: str, places: Mapping[str, int], kinds: Mapping[str, str]
-    ) -> Step | None:
-        expression = self._expression(rule, places, kinds)
+    def _name(self, name: str, rule: str) -> Step | None:
+        expression = self._expression(rule)
         if expression is None:
             return None
         if expression[0] in _COMPARISONS:
             return Requirement(name, expression, rule)
         return Definition(name, expression)
 
-    def _step(
-        self,
-        name: str,
-        kind: str,
-        places: Mapping[str, int],
-        kinds: Mapping[str, str],
-        rule: str | Collection[str],
-    ) -> Any:
+    def _step(self, name: str, kind: str, rule: str | Collection[str]) -> Any:
         if not isinstance(rule, str):
-            return Choice(places[name], name, tuple(rule))
+            return Choice(self.places[name], name, tuple(rule))
         if kind.startswith("Tensor"):
             optional = kind.endswith("?") or rule.startswith(_OR_NONE)
             rule = rule.removeprefix(_OR_NONE)
-            return self._tensor(name, optional, places, kinds, rule)
+            return self._tensor(name, optional, rule)
         if kind == "float":
-            return self._range(name, places[name], rule)
-        expression = self._expression(rule, places, kinds)
+            return self._range(name, self.places[name], rule)
+        expression = self._expression(rule)
         return None if expression is None else Requirement(name, expression, rule)
 
-    def _tensor(
-        self,
-        name: str,
-        optional: bool,
-        places: Mapping[str, int],
-        kinds: Mapping[str, str],
-        rule: str,
-    ) -> TensorRule:
+    def _tensor(self, name: str, optional: bool, rule: str) -> TensorRule:
         types, _, shapes = rule.partition("[")
         types, _, binds = (part.strip() for part in types.partition(" as "))
         words = [word.strip() for word in types.split("|")]
         atoms = tuple(_atom(word) for word in words)
-        if len(atoms) == 1 and atoms[0].kind == "same" and words[0] not in kinds:
+        if len(atoms) == 1 and atoms[0].kind == "same" and words[0] not in self.kinds:
             binds, atoms = words[0], (Atom("set", FLOATS),)
         shapes, _, after = shapes.rpartition("]")
         alternatives = re.findall(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]", f"[{shapes}]")
         if after.strip() not in ("", "dense"):
             raise ValueError(f"contract of {self.op}: cannot read {after.strip()!r} of {name}")
         return TensorRule(
-            places[name],
+            self.places[name],
             name,
             optional,
             binds or None,
             atoms,
-            tuple(self._shape(each, places, kinds) for each in alternatives),
+            tuple(self._shape(shape) for shape in alternatives),
             dense=bool(after.strip()),
         )
 
-    def _shape(
-        self, text: str, places: Mapping[str, int], kinds: Mapping[str, str]
-    ) -> tuple[SizeRule, ...]:
+    def _shape(self, text: str) -> tuple[SizeRule, ...]:
         sizes = []
-        for part in (each.strip() for each in text.split(",") if each.strip()):
+        for part in (entry.strip() for entry in text.split(",") if entry.strip()):
             broadcast, rest = part.startswith("~"), part.removeprefix("~")
             if rest.startswith(("*", "...")):
                 sizes.append(SizeRule(rest.lstrip("*."), True, broadcast, rest[0] == ".", part))
                 continue
-            expression = self._expression(rest, places, kinds)
+            expression = self._expression(rest)
             if expression is None:
                 expression = ("unknown",)
             sizes.append(SizeRule(expression, False, broadcast, False, part))
@@ -210,34 +191,30 @@ class _Builder:
             rule,
         )
 
-    def _expression(
-        self, text: str, places: Mapping[str, int], kinds: Mapping[str, str]
-    ) -> Expression | None:
+    def _expression(self, text: str) -> Expression | None:
         """Return an expression, or ``None`` where it names an argument that is not among these."""
         try:
-            return self._parse(ast.parse(text.strip(), mode="eval").body, places, kinds)
+            return self._parse(ast.parse(text.strip(), mode="eval").body)
         except _AbsentError:
             return None
         except (SyntaxError, KeyError, AttributeError) as error:
             raise ValueError(f"contract of {self.op}: cannot read {text!r}") from error
 
     # Of a node that is not as expected the attributes are missing: that is the reader's error.
-    def _parse(self, node: Any, places: Mapping[str, int], kinds: Mapping[str, str]) -> Expression:
-        def parse(each: Any) -> Expression:
-            return self._parse(each, places, kinds)
-
+    def _parse(self, node: Any) -> Expression:
+        parse = self._parse
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.UnaryOp):
             return -parse(node.operand)
         if isinstance(node, ast.Name):
-            if node.id in places:
-                return ("argument", places[node.id])
+            if node.id in self.places:
+                return ("argument", self.places[node.id])
             if node.id in self.forward:
                 raise _AbsentError
             return ("size", node.id)
         if isinstance(node, ast.Call):
-            return self._call(node, places, kinds)
+            return self._call(node)
         if isinstance(node, ast.Subscript):
             place: Any = node.value
             return ("item", place.id, parse(node.slice))
@@ -247,13 +224,13 @@ class _Builder:
             return (_OPERATORS[type(node.op)], parse(node.left), parse(node.right))
         if isinstance(node, ast.BoolOp):
             operator = _OPERATORS[type(node.op)]
-            return _chain([parse(each) for each in node.values], operator)
+            return _chain([parse(operand) for operand in node.values], operator)
         if isinstance(node.comparators[0], ast.Constant) and isinstance(
             node.comparators[0].value, str
         ):
-            if node.left.id not in places:
+            if node.left.id not in self.places:
                 raise _AbsentError
-            word = ("word", places[node.left.id], node.comparators[0].value)
+            word = ("word", self.places[node.left.id], node.comparators[0].value)
             return ("==", word, 1 if isinstance(node.ops[0], ast.Eq) else 0)
         operands = [node.left, *node.comparators]
         pairs = [
@@ -262,14 +239,14 @@ class _Builder:
         ]
         return _chain(pairs, "and")
 
-    def _call(self, node: Any, places: Mapping[str, int], kinds: Mapping[str, str]) -> Expression:
-        function, names = node.func.id, [each.id for each in node.args]
-        if function == "len" and kinds.get(names[0]) in ("Tensor[]", "float[]"):
-            return ("count", places[names[0]])
+    def _call(self, node: Any) -> Expression:
+        function, names = node.func.id, [arg.id for arg in node.args]
+        if function == "len" and self.kinds.get(names[0]) in ("Tensor[]", "float[]"):
+            return ("count", self.places[names[0]])
         if function in ("given", "itemsize"):
-            if names[0] not in places:
+            if names[0] not in self.places:
                 raise _AbsentError
-            return (function, places[names[0]])
+            return (function, self.places[names[0]])
         if function not in ("len", "broadcast"):
             raise KeyError(function)
         return (function, *names)
@@ -283,20 +260,19 @@ def _of_lists(rule: str | Collection[str]) -> tuple[bool, str | Collection[str]]
 
 
 def _elements(steps: Sequence[Step | None], kinds: Mapping[str, str]) -> Elements:
-    """Return the step that looks at the elements of all lists."""
-    tensors = [each for each in steps if isinstance(each, TensorRule)]
+    tensors = [rule for rule in steps if isinstance(rule, TensorRule)]
     lists = tuple(
-        (each.argument, each.name, each.optional)
-        for each in tensors
-        if kinds[each.name] == "Tensor[]"
+        (rule.argument, rule.name, rule.optional)
+        for rule in tensors
+        if kinds[rule.name] == "Tensor[]"
     )
-    return Elements(lists, tuple(each for each in steps if each is not None))
+    return Elements(lists, tuple(rule for rule in steps if rule is not None))
 
 
 def _chain(parts: list[Expression], operator: str) -> Expression:
     result = parts[0]
-    for each in parts[1:]:
-        result = (operator, result, each)
+    for part in parts[1:]:
+        result = (operator, result, part)
     return result
 
 

@@ -31,35 +31,24 @@ _LOG = logging.getLogger("fusedops")
 
 BACKENDS = ("cpp", "cuda", "triton", "torch")
 _ORDER = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
-_OLDEST_CAPABILITY = (
-    8,
-    0,
-)  # of the GPUs that the CUDA library has code for (tools/native_flags.py)
+# Of the GPUs that the CUDA library has code for (tools/native_flags.py).
+_OLDEST_CAPABILITY = (8, 0)
 _CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Where the implementations of one op are: all share the op's signature.
-
-    Attributes:
-        name: the op's name, also that of its native kernels (``fusedops_cpp::name``).
-        forward: the reference forward.
-        backward: the reference backward, ``None`` for an op without gradient.
-        triton: import path of the module with the Triton launchers, ``None`` without.
-        part_of: name of the op whose function calls this one, ``None`` for an op of its own.
-        check: raises for arguments of the forward that do not fit; ``None`` where the public
-            function has looked at them.
-        contracts: what the arguments of forward and backward are to each other.
-    """
+    """Where the implementations of one op are: all share the op's signature."""
 
     name: str
     forward: Callable[..., Any]
-    backward: Callable[..., Any] | None
-    triton: str | None
-    part_of: str | None = None
+    backward: Callable[..., Any] | None  # ``None`` for an op without gradient
+    triton: str | None  # import path of the module with the Triton launchers
+    part_of: str | None = None  # the op whose function calls this one, if it is no op of its own
+    # raises for arguments of the forward that do not fit; ``None`` where the public function has
+    # looked at them
     check: Callable[..., None] | None = None
-    contracts: tuple[Program, Program | None] | None = None
+    contracts: tuple[Program, Program | None] | None = None  # of forward and backward
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,6 @@ _tunings: collections.defaultdict[torch.device, list[_Block]] = collections.defa
 
 
 def register(kernels: Kernels) -> None:
-    """Make the kernels of an op known."""
     _KERNELS[kernels.name] = kernels
 
 
@@ -189,10 +177,10 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
             reason = f"it has no configuration {tuned.config!r}"
         if reason is None:
             before = candidates[: candidates.index(tuned.backend)]
-            why = tuple((each, tuned.why_not(each, key[2])) for each in before)
+            why = tuple((candidate, tuned.why_not(candidate, key[2])) for candidate in before)
             return Resolution(tuned.backend, why, tuned.config)
         passed_over.append((tuned.backend, f"the tuning table names it, but {reason}"))
-        candidates = tuple(each for each in candidates if each != tuned.backend)
+        candidates = tuple(candidate for candidate in candidates if candidate != tuned.backend)
     for backend in candidates:
         reason = _unsupported(kernels, backend, device, args, backward)
         if reason is None:
@@ -310,12 +298,7 @@ def tuning_in_force(device: torch.device) -> tuning.LoadedTable:
 
 @contextlib.contextmanager
 def use_tuning(device: torch.device, entries: Mapping[tuning.Key, tuning.Entry]) -> Iterator[None]:
-    """Obey these entries, and no table, inside the block: for the tuner and for tests.
-
-    Args:
-        device: as tensors on it have it: a GPU with its index.
-        entries: by op, dtype and size class.
-    """
+    """Obey these entries, and no table, inside the block: for the tuner and for tests."""
     present, obey = partial(tuning_in_force, device), partial(_put_in_force, device)
     with _opened(_tunings[device], tuning.LoadedTable(entries), present, obey):
         yield
@@ -353,7 +336,6 @@ def counters() -> dict[tuple[str, str], int]:
 
 
 def reset_counters() -> None:
-    """Set all counters to zero."""
     _COUNTS.clear()
     if extension.cpu_library() is None:
         torch.ops.fusedops_native.reset_counts()
@@ -365,11 +347,8 @@ def _opened(
 ) -> Iterator[None]:
     """Obey ``wish`` while the block is open and none that was entered later is.
 
-    Args:
-        blocks: those that are open.
-        wish: what this one asks for.
-        present: returns what is in force: what holds without any block while none is open.
-        obey: puts a wish in force.
+    ``blocks`` are those that are open; ``present`` returns what is in force, which is what holds
+    without any block; ``obey`` puts a wish in force.
     """
     block = _Block(wish)
     with _BLOCKS_LOCK:
@@ -414,8 +393,10 @@ def _put_in_force(device: torch.device, tables: tuning.LoadedTable) -> None:
     _changes += 1
     before = _tuned.get(device, tuning.LoadedTable())
     _tuned[device] = tables
-    _forget_plans()
-    if device.type != "cpu" or extension.cpu_library() is not None:
+    if extension.cpu_library() is not None:
+        return
+    torch.ops.fusedops_native.forget_plans()
+    if device.type != "cpu":
         return
     # The compiled router gets a bit per size class that is not for the C++ kernel.
     classes = dict.fromkeys(((op, dtype) for op, dtype, _ in before.entries), 0)
@@ -423,11 +404,6 @@ def _put_in_force(device: torch.device, tables: tuning.LoadedTable) -> None:
         classes[op, dtype] = classes.get((op, dtype), 0) | (entry.backend != "cpp") << size
     for (op, dtype), bits in classes.items():
         torch.ops.fusedops_native.set_bypass(op, dtype, bits)
-
-
-def _forget_plans() -> None:
-    if extension.cpu_library() is None:
-        torch.ops.fusedops_native.forget_plans()
 
 
 def _configs(kernels: Kernels) -> tuple[str, ...]:
@@ -443,7 +419,7 @@ def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
         if isinstance(arg, torch.Tensor):
             yield arg
         elif isinstance(arg, list):
-            yield from (each for each in arg if isinstance(each, torch.Tensor))
+            yield from (element for element in arg if isinstance(element, torch.Tensor))
 
 
 def _device(args: tuple[Any, ...]) -> torch.device:
@@ -518,7 +494,8 @@ def _unsupported_gpu(device: torch.device) -> str | None:
     if capability is None:
         return "its kernels are compiled for NVIDIA GPUs, this one is not"
     if capability < _OLDEST_CAPABILITY:
-        oldest, present = (".".join(map(str, each)) for each in (_OLDEST_CAPABILITY, capability))
+        pairs = (_OLDEST_CAPABILITY, capability)
+        oldest, present = (".".join(map(str, pair)) for pair in pairs)
         return f"its kernels need compute capability {oldest} or newer, this GPU has {present}"
     return None
 

@@ -132,9 +132,9 @@ def sizes(op: str, argument: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (tuple, list)):
         wanted = f"{argument} must be a tuple of ints, such as (64,)"
         raise TypeError(f"{op}: {wanted}, got {shown(value)}")
-    for each in value:
-        if type(each) is not int:
-            _size(op, argument, each)
+    for size in value:
+        if type(size) is not int:
+            _size(op, argument, size)
     return tuple(value)
 
 
@@ -164,7 +164,6 @@ def choice(op: str, argument: str, value: Any, choices: Collection[str]) -> None
 
 
 def probability(op: str, argument: str, value: Any) -> None:
-    """Raise unless ``value`` is a number in [0, 1]."""
     if not isinstance(value, float):
         number(op, argument, value)
     if not 0.0 <= value <= 1.0:
@@ -225,6 +224,12 @@ def group(op: str, argument: str, value: Any) -> None:
             f"{op}: {argument} must be None or a torch.distributed.ProcessGroup that this process "
             f"belongs to, got {shown(value)}"
         )
+
+
+def module(op: str, value: Any) -> None:
+    """Raise unless ``value``, the argument ``model``, is a module."""
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type_name(value)}")
 
 
 def type_name(value: Any) -> str:

@@ -17,13 +17,7 @@ listeners: list[Callable[[str, str, int, int], None]] = []
 
 
 def all_reduce(tensor: torch.Tensor, group: Any, *, label: str) -> torch.Tensor:
-    """Return the sum over the ranks: a functional collective, which compilers take into a graph.
-
-    Args:
-        tensor: this rank's.
-        group: the process group.
-        label: for the logs.
-    """
+    """Return the sum over the ranks: a functional collective, which compilers take into a graph."""
     from torch.distributed import _functional_collectives as functional
 
     ranks = dist.get_world_size(group)
@@ -36,18 +30,9 @@ def all_reduce(tensor: torch.Tensor, group: Any, *, label: str) -> torch.Tensor:
 def all_gather_single(
     output: torch.Tensor, input: torch.Tensor, *, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Gather the ranks' tensors, all of one shape, behind one another in one tensor.
+    """Gather the ranks' tensors, all of one shape, as ``torch.distributed.all_gather_into_tensor``.
 
     Torch 2.13 has it by this name and warns of the old one; 2.11 has the old one only.
-
-    Args:
-        output: receives them.
-        input: this rank's.
-        group: the process group.
-        async_op: whether to return before it is done.
-
-    Returns:
-        As ``torch.distributed.all_gather_into_tensor``: a handle with ``async_op``.
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, input, group=group, async_op=async_op)

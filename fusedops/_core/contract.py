@@ -116,19 +116,15 @@ class SizeRule:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """What one tensor must be.
-
-    Attributes:
-        binds: the letter that its dtype gets.
-        dense: whether its elements must lie without gaps, in the order of the first such tensor.
-    """
+    """What one tensor must be."""
 
     argument: int
     name: str
     optional: bool
-    binds: str | None
+    binds: str | None  # the letter that its dtype gets
     atoms: tuple[Atom, ...]
     shapes: tuple[tuple[SizeRule, ...], ...]
+    # whether its elements must lie without gaps, in the order of the first such tensor
     dense: bool = False
 
 
@@ -183,14 +179,11 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Elements:
-    """What the elements of the lists of tensors must be to each other.
+    """What the elements of the lists of tensors must be to each other."""
 
-    Attributes:
-        lists: argument, name, and whether it may be empty; the first one says how many there are.
-        steps: for the elements of one index, which stand in the places of their lists.
-    """
-
+    # argument, name, and whether it may be empty; the first one says how many there are
     lists: tuple[tuple[int, str, bool], ...]
+    # for the elements of one index, which stand in the places of their lists
     steps: tuple[Any, ...]
 
 
@@ -215,20 +208,13 @@ class _UnknownError(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of one operator, in order.
+    """The steps of one operator, in order."""
 
-    Attributes:
-        op: the operator's name, for messages.
-        arguments: kind and name of each argument, as the schema has them.
-        steps: what is looked at, in order.
-    """
-
-    op: str
-    arguments: tuple[tuple[str, str], ...]
-    steps: tuple[Step, ...]
+    op: str  # for messages
+    arguments: tuple[tuple[str, str], ...]  # kind and name of each argument, as the schema has them
+    steps: tuple[Step, ...]  # what is looked at, in order
 
     def check(self, args: Sequence[Any]) -> None:
-        """Raise unless the operator's arguments fit together."""
         known = _Known(args)
         self._check_devices(args)
         for (kind, name), value in zip(self.arguments, args, strict=True):
@@ -255,11 +241,11 @@ class Program:
             if isinstance(value, torch.Tensor):
                 yield name, value
             elif kind == "Tensor[]":
-                for i, each in enumerate(value):
-                    if not isinstance(each, torch.Tensor):
-                        got = checks.type_name(each)
+                for i, element in enumerate(value):
+                    if not isinstance(element, torch.Tensor):
+                        got = checks.type_name(element)
                         raise TypeError(f"{self.op}: {name}[{i}] must be a torch.Tensor, got {got}")
-                    yield f"{name}[{i}]", each
+                    yield f"{name}[{i}]", element
 
     def _check_scalar_type(self, name: str, value: Any) -> None:
         if value not in FLOATS:
@@ -273,7 +259,7 @@ class Program:
             return
         allowed = self._allowed(rule, known)
         if value.dtype not in allowed:
-            wanted = " or ".join(str(each)[6:] for each in dict.fromkeys(allowed))
+            wanted = " or ".join(str(dtype)[6:] for dtype in dict.fromkeys(allowed))
             raise TypeError(
                 f"{self.op}: {name} must have dtype {wanted}, got {str(value.dtype)[6:]}"
             )
@@ -306,8 +292,8 @@ class Program:
                 row[argument] = known.args[argument][number] if known.args[argument] else None
             sizes = {**known.sizes, "number": number}
             element = _Known(row, sizes, dict(known.lists), dict(known.letters), f"[{number}]")
-            for each in step.steps:
-                _CHECKS[type(each)](self, each, element)
+            for inner in step.steps:
+                _CHECKS[type(inner)](self, inner, element)
 
     @staticmethod
     def _allowed(rule: TensorRule, known: _Known) -> list[torch.dtype]:
@@ -344,7 +330,7 @@ class Program:
                 name: value for (_, name), value in zip(self.arguments, known.args, strict=True)
             }
             given |= known.sizes | known.lists
-            values = (_shown(each, given[each]) for each in _names(step) if each in given)
+            values = (_shown(word, given[word]) for word in _names(step) if word in given)
             checks.fail(self.op, step.name, f"such that {step.text}", ", ".join(values))
 
     def _check_range(self, step: Range, known: _Known) -> None:
@@ -361,8 +347,8 @@ class Program:
 
     def _check_gradients(self, step: Gradients, known: _Known) -> None:
         names = [name for _, name in self.arguments]
-        if all(known.args[each] is None for each in step.incoming):
-            wanted = " or ".join(names[each] for each in step.incoming)
+        if all(known.args[index] is None for index in step.incoming):
+            wanted = " or ".join(names[index] for index in step.incoming)
             raise TypeError(f"{self.op}: {wanted} must be a torch.Tensor, got None")
         mask = known.args[step.mask]
         if len(mask) != step.count:
@@ -422,41 +408,41 @@ def _fits(sizes: Sequence[Any], wanted: Sequence[Any], broadcast: bool = True) -
 def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: _Known) -> bool:
     """Return whether a shape is as described, and learn the names that it tells if so."""
     found, lists = dict(known.sizes), dict(known.lists)
-    open_ended = [each.is_list and (each.shorter or each.expression not in lists) for each in sizes]
+    open_ended = [rule.is_list and (rule.shorter or rule.expression not in lists) for rule in sizes]
     counts = [
-        0 if free else len(lists[each.expression]) if each.is_list else 1
-        for each, free in zip(sizes, open_ended, strict=True)
+        0 if free else len(lists[rule.expression]) if rule.is_list else 1
+        for rule, free in zip(sizes, open_ended, strict=True)
     ]
     rest = len(shape) - sum(counts)
     if rest < 0 or (rest > 0 and not any(open_ended)):
         return False
     at = 0
-    for each, free, fixed in zip(sizes, open_ended, counts, strict=True):
-        if each.is_list:
-            wanted = lists.get(each.expression)
+    for rule, free, fixed in zip(sizes, open_ended, counts, strict=True):
+        if rule.is_list:
+            wanted = lists.get(rule.expression)
             count = rest if free else fixed
             part = tuple(shape[at : at + count])
             at += count
-            if each.shorter and wanted is not None:
+            if rule.shorter and wanted is not None:
                 wanted = wanted[max(0, len(wanted) - count) :]
             if wanted is None:
-                lists[each.expression] = part
-            elif not _fits(part, wanted, each.broadcast):
+                lists[rule.expression] = part
+            elif not _fits(part, wanted, rule.broadcast):
                 return False
             continue
         size = shape[at]
         at += 1
-        kind = each.expression[0] if isinstance(each.expression, tuple) else ""
-        if kind == "size" and each.expression[1] not in found and not each.broadcast:
-            found[each.expression[1]] = size
+        kind = rule.expression[0] if isinstance(rule.expression, tuple) else ""
+        if kind == "size" and rule.expression[1] not in found and not rule.broadcast:
+            found[rule.expression[1]] = size
             continue
         try:
-            wanted = _value(each.expression, _Known(known.args, found, lists))
+            wanted = _value(rule.expression, _Known(known.args, found, lists))
         except _UnknownError:
             continue
         except IndexError:
             return False
-        if not (size is wanted or _holds(size == wanted) or (each.broadcast and _holds(size == 1))):
+        if not (size is wanted or _holds(size == wanted) or (rule.broadcast and _holds(size == 1))):
             return False
     known.sizes, known.lists = found, lists
     return True
@@ -488,7 +474,7 @@ def _value(expression: Expression, known: _Known) -> Any:
     if kind == "if":
         condition, then, otherwise = operands
         return _value(then if _holds(_value(condition, known)) else otherwise, known)
-    first, second = (_value(each, known) for each in operands)
+    first, second = (_value(operand, known) for operand in operands)
     return _COMPUTE[kind](first, second)
 
 
@@ -512,16 +498,16 @@ _COMPUTE: dict[str, Any] = {
 def _rendered(sizes: tuple[SizeRule, ...], known: _Known) -> str:
     """Return a shape for a message: numbers where they are known."""
     parts = []
-    for each in sizes:
-        if each.is_list:
-            wanted = known.lists.get(each.expression)
-            parts += [each.text] if wanted is None else [str(size) for size in wanted]
+    for rule in sizes:
+        if rule.is_list:
+            wanted = known.lists.get(rule.expression)
+            parts += [rule.text] if wanted is None else [str(size) for size in wanted]
             continue
         try:
-            value = _value(each.expression, known)
+            value = _value(rule.expression, known)
         except _UnknownError:
-            value = each.text
-        parts.append(f"1 or {value}" if each.broadcast else str(value))
+            value = rule.text
+        parts.append(f"1 or {value}" if rule.broadcast else str(value))
     return f"[{', '.join(parts)}]"
 
 

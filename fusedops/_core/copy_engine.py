@@ -32,12 +32,9 @@ class CopyEngine(Protocol):
 
     A ticket stands for a copy. Source and target must live, the source must not be written to and
     the target must not be read, until ``done`` says so or ``finish`` returns.
-
-    Attributes:
-        pins_memory: whether host memory must be pinned for copies to run in the background.
     """
 
-    pins_memory: bool
+    pins_memory: bool  # whether copies run in the background only from pinned host memory
 
     def mark(self) -> Any:
         """Return a mark of all that the calling thread has asked the device to compute."""
@@ -53,13 +50,9 @@ class CopyEngine(Protocol):
         to_host: bool,
         after: Sequence[Any] | None = None,
     ) -> Any:
-        """Start a copy; return its ticket.
+        """Start a copy between tensors of one shape; return its ticket.
 
-        Args:
-            source: a tensor.
-            target: one of the same shape.
-            to_host: whether it goes from the device to the host.
-            after: marks and tickets of what must have happened before; by default a mark of now.
+        ``after`` has marks and tickets of what must have happened before; by default a mark of now.
         """
 
     def done(self, ticket: Any) -> bool:
@@ -68,30 +61,17 @@ class CopyEngine(Protocol):
     def wait(self, ticket: Any, seconds: float) -> None:
         """Let what the caller computes next come after the copy.
 
-        Raises:
-            CopyTimeoutError: where this waits for the copy itself, and it does not finish.
+        Raises ``CopyTimeoutError`` where this waits for the copy itself, and it does not finish.
         """
 
     def finish(self, ticket: Any, seconds: float | None = None) -> None:
-        """Return when the copy has finished.
-
-        Raises:
-            CopyTimeoutError: it does not in this time.
-            CopyError: it failed.
-        """
+        """Wait for the copy; raise ``CopyError``, or ``CopyTimeoutError`` after so many seconds."""
 
 
 def finish_all(engine: CopyEngine, copies: Iterable[Callable[[], Any]]) -> None:
-    """Start copies and return when all have ended; where one failed, raise only then.
+    """Start copies and return when all have ended; raise the first ``CopyError`` only then.
 
     Others may still be writing to memory that the caller would use again after an error.
-
-    Args:
-        engine: whose copies they are.
-        copies: each starts a copy and returns its ticket.
-
-    Raises:
-        CopyError: the first that failed.
     """
     tickets: list[Any] = []
     failed: CopyError | None = None
@@ -109,11 +89,7 @@ def finish_all(engine: CopyEngine, copies: Iterable[Callable[[], Any]]) -> None:
 
 
 class CudaCopyEngine:
-    """Two streams of a CUDA device, one for each direction; tickets and marks are events.
-
-    Args:
-        device: whose copy engines to use.
-    """
+    """Two streams of a CUDA device, one for each direction; tickets and marks are events."""
 
     pins_memory = True
 
@@ -123,11 +99,9 @@ class CudaCopyEngine:
         self._lock = threading.Lock()
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event on the current stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return pinned memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(
@@ -138,7 +112,6 @@ class CudaCopyEngine:
         to_host: bool,
         after: Sequence[Any] | None = None,
     ) -> torch.cuda.Event:
-        """Put the copy on the stream of its direction; the ticket is an event."""
         # The source is written, and the target's memory was last read, on the caller's stream.
         events = (self.mark(),) if after is None else after
         stream = self._streams[to_host]
@@ -149,15 +122,12 @@ class CudaCopyEngine:
             return stream.record_event()
 
     def done(self, ticket: torch.cuda.Event) -> bool:
-        """Return whether the event has happened."""
         return bool(ticket.query())
 
     def wait(self, ticket: torch.cuda.Event, seconds: float) -> None:
-        """Let the caller's stream wait; the host continues."""
         torch.cuda.current_stream(self._device).wait_event(ticket)
 
     def finish(self, ticket: torch.cuda.Event, seconds: float | None = None) -> None:
-        """Wait for the event; with a time limit, look at it until it has happened."""
         try:
             if seconds is None:
                 ticket.synchronize()
@@ -198,7 +168,6 @@ class HostCopyEngine:
         self._lock = threading.Lock()
 
     def mark(self) -> Any:
-        """Return a finished ticket: a host has computed what it was asked to."""
         return _FINISHED
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -215,7 +184,6 @@ class HostCopyEngine:
         to_host: bool,
         after: Sequence[Any] | None = None,
     ) -> Any:
-        """Copy, or hand the copy to a thread."""
         if self._workers is None:
             for ticket in after or ():
                 ticket.result()
@@ -242,15 +210,12 @@ class HostCopyEngine:
         return self._workers.submit(run)
 
     def done(self, ticket: Any) -> bool:
-        """Return whether the copy has ended."""
         return bool(ticket.done())
 
     def wait(self, ticket: Any, seconds: float) -> None:
-        """Wait: what is computed next is computed by this thread."""
         self.finish(ticket, seconds)
 
     def finish(self, ticket: Any, seconds: float | None = None) -> None:
-        """Wait for the thread."""
         try:
             ticket.result(seconds)
         except concurrent.futures.TimeoutError:
@@ -263,7 +228,6 @@ class HostCopyEngine:
 
 
 def copy_engine(device: torch.device) -> CopyEngine:
-    """Return an engine that copies in the background, for a device."""
     return CudaCopyEngine(device) if device.type == "cuda" else HostCopyEngine()
 
 

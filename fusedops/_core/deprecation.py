@@ -18,15 +18,10 @@ Class = TypeVar("Class", bound=type)
 
 @dataclass(frozen=True)
 class Renamed:
-    """What became of a field.
+    """What became of a field."""
 
-    Attributes:
-        name: the name that it has now.
-        convert: makes today's value of a former one.
-    """
-
-    name: str
-    convert: Callable[[Any], Any] = lambda value: value
+    name: str  # the name that it has now
+    convert: Callable[[Any], Any] = lambda value: value  # makes today's value of a former one
 
 
 def renamed(**former: Renamed) -> Callable[[Class], Class]:

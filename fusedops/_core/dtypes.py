@@ -105,12 +105,6 @@ def rms_budget(
 
     The rule of ``error_budget`` for the mean instead of each element: what half precision does to
     single gradients of a whole model is luck, and the largest of few elements is luck too.
-
-    Args:
-        eager: as there.
-        truth: as there.
-        dtype: as there.
-        depth: as there.
     """
     if truth.numel() == 0:
         return 0.0
@@ -125,15 +119,11 @@ def training_difference(steps: int) -> float:
 
     They add up the same numbers in other orders. AdamW divides by the size of the gradient, so that
     its roundings become some of the weights', and each step adds its own.
-
-    Args:
-        steps: of the runs.
     """
     return 64 * torch.finfo(torch.float32).eps * steps
 
 
 def rms(values: torch.Tensor) -> float:
-    """Return the root mean square of ``values``."""
     return float(values.double().square().mean().sqrt())
 
 

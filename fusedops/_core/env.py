@@ -61,7 +61,7 @@ def unknown() -> list[str]:
     for name in settings():
         if name.removeprefix(_PREFIX) not in _KNOWN:
             near = difflib.get_close_matches(name.removeprefix(_PREFIX), _KNOWN, n=1)
-            known = ", ".join(_PREFIX + each for each in _KNOWN)
+            known = ", ".join(_PREFIX + word for word in _KNOWN)
             hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"known are {known}"
             sentences.append(f"{name} is set, but nothing reads it: {hint}")
     return sentences
@@ -97,7 +97,6 @@ def backend() -> str | None:
 
 
 def library_folder() -> Path:
-    """Return the folder of the compiled libraries."""
     chosen = os.environ.get("FUSEDOPS_LIBRARY")
     return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / "lib"
 

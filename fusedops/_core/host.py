@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fusedops._core import checks, env
+from fusedops._core.architecture import cpuinfo
 
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -146,10 +147,7 @@ def physical_cores() -> int:
 
 def other_allocator() -> str | None:
     """Return the allocator that stands in for the C library's, or ``None``."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
+    maps = _read("/proc/self/maps")
     return next((name for name in _OTHER_ALLOCATORS if f"lib{name}" in maps), None)
 
 
@@ -287,7 +285,7 @@ def _look_at_quota() -> HostFinding | None:
 
 def _look_at_instruction_set() -> HostFinding:
     used = torch.backends.cpu.get_cpu_capability()
-    flags = _cpu_flags()
+    flags = cpuinfo().get("flags", "").split()
     if not flags or "AVX512" in used or platform.machine() not in ("x86_64", "AMD64"):
         return HostFinding("instruction set", True, f"torch uses {used}")
     if "avx512f" in flags and "avx512bw" in flags and "avx512vl" in flags:
@@ -333,9 +331,8 @@ def _look_at_load() -> HostFinding | None:
 
 
 def _look_at_governor() -> HostFinding | None:
-    try:
-        governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
-    except OSError:
+    governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip()
+    if not governor:
         return None
     if governor in ("performance", "schedutil"):
         return HostFinding("frequency governor", True, governor)
@@ -394,11 +391,8 @@ def _mapped_blocks(libc: ctypes.CDLL) -> int | None:
 
 
 def _huge_page_mode() -> str | None:
-    try:
-        words = _THP.read_text()
-    except OSError:
-        return None
-    return words[words.index("[") + 1 : words.index("]")]
+    words = _read(_THP)
+    return words[words.index("[") + 1 : words.index("]")] if words else None
 
 
 def _gets_huge_pages() -> bool:
@@ -411,10 +405,7 @@ def _gets_huge_pages() -> bool:
 
 
 def _huge_page_kib() -> int:
-    try:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = _read("/proc/self/smaps_rollup").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
 
 
@@ -447,22 +438,17 @@ def _cpu_list(text: str) -> set[int]:
 
 def _cpu_quota() -> float | None:
     """Return how many CPUs' time the container may use, ``None`` without a limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text().strip()
-            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if quota in ("max", "-1"):
-        return None
-    return int(quota) / int(period)
+    limit = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(limit) != 2:
+        folder = "/sys/fs/cgroup/cpu"
+        limit = [_read(f"{folder}/cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    quota, period = limit
+    return None if quota in ("", "max", "-1") or not period else int(quota) / int(period)
 
 
-def _cpu_flags() -> set[str]:
+def _read(path: str | Path) -> str:
+    """Return what a file of the kernel says, nothing where it cannot be read."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path(path).read_text()
     except OSError:
-        return set()
-    return next((set(line.split()[2:]) for line in lines if line.startswith("flags")), set())
+        return ""

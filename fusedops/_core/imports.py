@@ -22,12 +22,7 @@ def after(module: str, call: Callable[[], None]) -> None:
 
 
 def needed(module: str, package: str, by: str) -> Any:
-    """Import a module of another project.
-
-    Args:
-        module: its name.
-        package: what pip calls the project.
-        by: what of ours needs it, for the message.
+    """Import a module of another project, which pip calls ``package``, for ``by``, a part of ours.
 
     Raises:
         ImportError: the project is not installed. An error inside of it stays what it is.

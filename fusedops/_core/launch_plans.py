@@ -59,11 +59,7 @@ class NotRepeatable(Exception):
 
 
 def depends_on(what: str) -> None:
-    """Say that a launcher read global state: what it does now may not be right later.
-
-    Args:
-        what: the state, for the message.
-    """
+    """Say that a launcher read ``what``, global state: what it does now may be wrong later."""
     recorder = getattr(_active, "recorder", None)
     if recorder is not None:
         recorder.refuse(f"it depends on {what}")
@@ -74,10 +70,8 @@ def record(
 ) -> tuple[Any, Plan | str]:
     """Run a launcher and return its result, with its plan or why there is none.
 
-    Args:
-        args: the arguments of the registered op, in the order of its schema.
-        launcher: is called with them.
-        num_returns: how many tensors the schema says that it returns.
+    ``args`` are those of the registered op in the order of its schema, by which it returns
+    ``num_returns`` tensors.
     """
     if env.triton_interpreted():
         return launcher(*args), "Triton interprets its kernels"
@@ -129,12 +123,12 @@ class _Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         results = result if isinstance(result, tuple | list) else (result,)
         if _UNFORESEEN & set(func.tags) or not all(
-            isinstance(each, torch.Tensor) for each in results
+            isinstance(tensor, torch.Tensor) for tensor in results
         ):
             raise NotRepeatable(f"it reads back what {func} returns")
         if func in _ALLOCATIONS or func in _ZEROED:
             self._allocate(result, zeroed=func in _ZEROED)
-        elif func.is_view and all(_share_memory(each, args[0]) for each in results):
+        elif func.is_view and all(_share_memory(tensor, args[0]) for tensor in results):
             slot, _ = self._place(args[0])
             start = _first_byte(self._tensors[slot])
             for view in results:
@@ -187,22 +181,16 @@ class _Recorder(TorchDispatchMode):
         if isinstance(value, str):
             return [_TEXT, self._text(value)]
         if isinstance(value, tuple | list):
-            if value and all(isinstance(each, torch.Tensor) for each in value):
-                return [_TENSORS, len(value), *(self._materialized(each) for each in value)]
-            if value and all(type(each) is bool for each in value):
+            if value and all(isinstance(element, torch.Tensor) for element in value):
+                return [_TENSORS, len(value), *(self._materialized(element) for element in value)]
+            if value and all(type(element) is bool for element in value):
                 return [_BOOLS, len(value), *map(int, value)]
-            if all(type(each) is int for each in value):
+            if all(type(element) is int for element in value):
                 return [_INTS, len(value), *value]
         raise NotRepeatable(f"it calls a torch operator with {value!r}")
 
     def launch(self, kernel: Any, arguments: dict[str, Any], grid: Sequence[int]) -> None:
-        """Note a kernel's launch.
-
-        Args:
-            kernel: what Triton compiled.
-            arguments: of the kernel's function, by name.
-            grid: of one to three sizes.
-        """
+        """Note a launch of a compiled kernel, with its arguments by name and one to three sizes."""
         if self._nested:
             return
         try:
@@ -233,7 +221,7 @@ class _Recorder(TorchDispatchMode):
         _kept[kernel.function] = kernel
         sizes = [*grid, 1, 1][:3]
         launch = [kernel.function, *sizes, 32 * facts.num_warps, facts.shared, len(parameters)]
-        return [_LAUNCH, *launch, *(number for each in parameters for number in each)]
+        return [_LAUNCH, *launch, *(number for parameter in parameters for number in parameter)]
 
     def _descriptor(self, descriptor: Any, facts: Any) -> list[list[int]]:
         """Return the parameters of a tensor descriptor: its map, then shape and strides."""
@@ -285,24 +273,19 @@ class _Recorder(TorchDispatchMode):
         return len(self._tensors) - 1
 
     def _device(self) -> torch.device:
-        return next(each.device for each in self._tensors if isinstance(each, torch.Tensor))
+        return next(tensor.device for tensor in self._tensors if isinstance(tensor, torch.Tensor))
 
     def plan(self, result: Any, num_returns: int) -> Plan:
-        """Return the plan.
+        """Return the plan; raise ``NotRepeatable`` where there can be none.
 
-        Args:
-            result: what the launcher returned: a tensor, or a tuple of tensors and ``None``.
-            num_returns: how many there are by the schema.
-
-        Raises:
-            NotRepeatable: there can be no plan.
+        ``result`` is what the launcher returned: a tensor, or a tuple of tensors and ``None``.
         """
         if self._refusal is not None:
             raise NotRepeatable(self._refusal)
         results = result if isinstance(result, tuple) else (result,) * num_returns
         if len(results) != num_returns:
             raise NotRepeatable(f"it returns {len(results)} results, not {num_returns}")
-        slots = [-1 if each is None else self._materialized(each) for each in results]
+        slots = [-1 if tensor is None else self._materialized(tensor) for tensor in results]
         present = [slot for slot in slots if slot >= 0]
         if len(set(present)) != len(present) or any(slot < self._num_args for slot in present):
             raise NotRepeatable("it returns a tensor twice, or one that it was given")

@@ -19,10 +19,11 @@ own. Without it, the same is done here in Python.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,10 +149,9 @@ def define_op(
     fake = _after(programs[0].check, _selecting(name, fake, arguments), whole=True)
     op = _define(name, schema, fake if check is None else _after(check, fake))
     native = extension.cpu_library() is None
-    backward_reference = gradient.reference if gradient else None
-    backends.register(
-        backends.Kernels(name, reference, backward_reference, triton, part_of, check, programs)
-    )
+    derivative = gradient.reference if gradient else None
+    kernels = backends.Kernels(name, reference, derivative, triton, part_of, check, programs)
+    backends.register(kernels)
     _route(name, programs[0], native=native, schema=schema)
     if gradient is not None:
         assert programs[1] is not None
@@ -324,15 +324,16 @@ def _route(name: str, program: Program, *, native: bool, schema: str) -> None:
     def choose(*args: Any) -> Any:
         return backends.run(name, args, backward)
 
+    chooser = full
+    if native:
+        # The compiled router holds a call to the contract. It calls this op on a GPU, when a
+        # backend is requested, when a dtype has no C++ kernel, and for the words of a refusal.
+        chooser = f"{full}_choose"
+        _LIBRARY.define(f"{chooser}{schema}")
+    _LIBRARY.impl(chooser, choose, "CPU")
+    _LIBRARY.impl(chooser, choose, "CUDA")
     if not native:
-        _LIBRARY.impl(full, choose, "CPU")
-        _LIBRARY.impl(full, choose, "CUDA")
         return
-    # The compiled router holds a call to the contract. It calls this op on a GPU, when a backend is
-    # requested, when a dtype has no C++ kernel, and for the words of a refusal.
-    _LIBRARY.define(f"{full}_choose{schema}")
-    _LIBRARY.impl(f"{full}_choose", choose, "CPU")
-    _LIBRARY.impl(f"{full}_choose", choose, "CUDA")
     torch.ops.fusedops_native.contract(full, *_contract_code.encode(program))
     torch.ops.fusedops_native.route(full)
 
@@ -438,9 +439,7 @@ def _autocast(name: str, rule: str, native: bool) -> None:
     for device in ("cpu", "cuda"):
         if rule == "norm" and device == "cpu":
             continue
-        key = getattr(
-            torch._C.DispatchKey, f"Autocast{device.upper()}" if device == "cpu" else "AutocastCUDA"
-        )
+        key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
         _LIBRARY.impl(name, _autocast_kernel(op, rule, device, key), key.name)
 
 
@@ -459,17 +458,11 @@ def _autocast_kernel(op: Any, rule: str, device: str, key: Any) -> Callable[...,
             elif rule == "norm":
                 wanted = torch.float32
             else:
-                wanted = _widest([arg.dtype for arg in args if eligible(arg)])
+                dtypes_given = (arg.dtype for arg in args if eligible(arg))
+                wanted = functools.reduce(torch.promote_types, dtypes_given)
             return op(*(arg.to(wanted) if eligible(arg) else arg for arg in args))
 
     return kernel
-
-
-def _widest(given: Sequence[torch.dtype]) -> torch.dtype:
-    widest = given[0]
-    for dtype in given[1:]:
-        widest = torch.promote_types(widest, dtype)
-    return widest
 
 
 def _backward_arguments(schema: _Schema, gradient: Gradient) -> list[tuple[str, str]]:

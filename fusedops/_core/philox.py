@@ -70,13 +70,7 @@ def placed(seed: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 
 
 def placed_scores(seed: torch.Tensor, heads: int, length: int) -> torch.Tensor:
-    """Return a seed for scores ``[B, H, S, S]`` with their own place; one with a place as it is.
-
-    Args:
-        seed: of them, ``[2]`` or ``[5]``.
-        heads: ``H``.
-        length: ``S``.
-    """
+    """Return a seed ``[5]`` for scores ``[B, H, S, S]``; one with a place (``[5]``) unchanged."""
     return seed if seed.numel() > 2 else placed(seed, (0, heads * length**2, length**2))
 
 
@@ -98,17 +92,13 @@ def at_tokens(
 def check_seed(op: str, seed: Any, device: torch.device, *, scores: Sequence[int] = ()) -> None:
     """Raise unless ``seed`` is one that dropout draws from.
 
-    Args:
-        op: whose argument it is.
-        seed: the argument.
-        device: of the input.
-        scores: the numbers that a place of scores may have; by default the place is one of rows.
+    ``scores`` are the numbers that a place of scores may have; by default the place is one of rows.
     """
     checks.index_tensor(op, "seed", seed, dtypes=(torch.int64,))
-    sizes = [2, *(2 + each for each in scores)] if scores else [2, 6]
+    sizes = [2, *(2 + size for size in scores)] if scores else [2, 6]
     fits = seed.dim() == 1 and (seed.numel() in sizes or (not scores and seed.numel() > 6))
     if not fits:
-        more = " or ".join(f"[{each}]" for each in sizes[1:])
+        more = " or ".join(f"[{size}]" for size in sizes[1:])
         wanted = f"of shape [2], or {more}{'' if scores else ' and more'} with a place"
         checks.fail(op, "seed", wanted, list(seed.shape))
     if seed.device != device:
@@ -116,10 +106,7 @@ def check_seed(op: str, seed: Any, device: torch.device, *, scores: Sequence[int
 
 
 def threshold(p: float) -> int:
-    """Return the number that a random word must reach for its element to be kept.
-
-    0 keeps every element, 2**32 keeps none.
-    """
+    """Return the number that a random word must reach: 0 keeps all elements, 2**32 none."""
     return round(p * 2**32)
 
 
@@ -133,10 +120,7 @@ def philox4x32(
 ) -> Words:
     """Return the four words of Philox4x32.
 
-    Args:
-        counter: four int64 tensors of values below 2**32, broadcast against each other.
-        key: two more.
-        rounds: how many.
+    Counter and key are int64 tensors of values below 2**32, broadcast against each other.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

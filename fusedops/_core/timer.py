@@ -40,18 +40,13 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the things to compare.
+    """One of the things to compare."""
 
-    Attributes:
-        name: its key in the result.
-        run: what is timed; it receives what ``prepare`` returned.
-        prepare: makes the input of one ``run``, outside of the timed region.
-        context: entered around each sample, outside of the timed region.
-    """
-
-    name: str
-    run: Callable[[Any], Any]
+    name: str  # its key in the result
+    run: Callable[[Any], Any]  # what is timed; it receives what ``prepare`` returned
+    # makes the input of one ``run``, outside of the timed region
     prepare: Callable[[], Any] = _nothing
+    # entered around each sample, outside of the timed region
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -66,7 +61,6 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of ``values`` (at least one)."""
         if len(values) == 1:
             return Spread(values[0], values[0], values[0], 1)
         q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
@@ -74,23 +68,17 @@ class Spread:
 
     @property
     def iqr_share(self) -> float:
-        """The interquartile range as a share of the median."""
         return (self.q3 - self.q1) / self.median if self.median else 0.0
 
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """How long to measure.
+    """How long to measure."""
 
-    Attributes:
-        least: rounds that are always taken.
-        most: clean rounds after which it is enough.
-        seconds: time after which it is enough, once ``least`` rounds are clean; when they are
-            not, three times as long.
-    """
-
-    least: int = 7
-    most: int = 50
+    least: int = 7  # rounds that are always taken
+    most: int = 50  # clean rounds after which it is enough
+    # time after which it is enough, once ``least`` rounds are clean; when they are not, three times
+    # as long
     seconds: float = 1.5
 
 
@@ -117,11 +105,9 @@ class Timing:
         return [good and value <= limit for value, good in zip(values, clean, strict=True)]
 
     def trusted(self, name: str) -> bool:
-        """Return whether at least ``least`` samples of a variant were clean."""
         return sum(not bad for bad in self.contended[name]) >= self.least
 
     def samples(self, name: str) -> list[float]:
-        """Return the samples of a variant that count."""
         pairs = zip(self.rounds[name], self.kept(name), strict=True)
         return [value for value, good in pairs if good]
 
@@ -130,11 +116,9 @@ class Timing:
         return min(self.samples(name))
 
     def discarded(self, name: str) -> int:
-        """Return how many samples of a variant do not count."""
         return len(self.rounds[name]) - len(self.samples(name))
 
     def spread(self, name: str) -> Spread:
-        """Return median and quartiles of a variant's samples."""
         return Spread.of(self.samples(name))
 
     def ratio(self, base: str, other: str) -> Spread:
@@ -153,9 +137,7 @@ class Timing:
 class Clock(Protocol):
     """Takes one sample: seconds per call, and whether something else disturbed it."""
 
-    def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
-        """Take a sample of ``repeat`` runs."""
-        ...
+    def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]: ...
 
     def repeat(self, variant: Variant) -> int:
         """Warm up; return how often to run within a sample."""
@@ -166,7 +148,6 @@ class CpuClock:
     """Wall time on the CPU; contention by the scheduler's own count of waiting."""
 
     def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
-        """Run ``variant`` ``repeat`` times; return the time of one run and whether it waited."""
         run = variant.run
         with variant.context():
             inputs = [variant.prepare() for _ in range(repeat)]
@@ -179,7 +160,6 @@ class CpuClock:
         return elapsed / repeat, waited > WAIT_SHARE * elapsed
 
     def repeat(self, variant: Variant) -> int:
-        """Warm up; return how often to run within a sample."""
         self.sample(variant, 1)
         fastest = float("inf")
         for _ in range(3):
@@ -208,7 +188,6 @@ class CudaClock:
         self._cycles_per_second = self._sleep_rate()
 
     def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
-        """Run ``variant`` once after a flush; return seconds between two events."""
         assert repeat == 1, "the second run of a sample would meet a hot L2"
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -256,11 +235,9 @@ class BriefClock:
         self.clock = clock
 
     def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
-        """Take a sample of ``repeat`` runs."""
         return self.clock.sample(variant, repeat)
 
     def repeat(self, variant: Variant) -> int:
-        """Warm up; return how often to run within a sample."""
         if isinstance(self.clock, CudaClock):
             return self.clock.repeat(variant)
         seconds, _ = self.clock.sample(variant, 1)
@@ -268,7 +245,6 @@ class BriefClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock of a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
@@ -280,17 +256,9 @@ def measure(
     seed: int = 0,
     on_round: Callable[[], None] = _nothing,
 ) -> Timing:
-    """Time the variants against each other.
+    """Time the variants, whose names are unique, against each other; return all samples.
 
-    Args:
-        variants: what to compare; names are unique.
-        clock: takes the samples.
-        plan: how long to measure.
-        seed: of the order within the rounds.
-        on_round: called after each round.
-
-    Returns:
-        All samples, with marks on those that were disturbed.
+    ``seed`` is that of the order within the rounds; ``on_round`` is called after each round.
     """
     repeats = {variant.name: clock.repeat(variant) for variant in variants}
     timing = Timing({name: [] for name in repeats}, {name: [] for name in repeats}, plan.least)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -45,35 +45,22 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """What won for one op, dtype and size class.
+    """What won for one op, dtype and size class."""
 
-    Attributes:
-        op: name of the registered op: ``"layer_norm"`` or ``"layer_norm_backward"``.
-        dtype: ``"float32"`` and so on, see ``key``.
-        size_class: see ``key``.
-        backend: the winner.
-        config: the winner's configuration, ``None`` for its default.
-        median_us: microseconds of all that were measured, by ``label``.
-        ratio: time of the default choice divided by the winner's.
-        cases: the sizes that were measured.
-    """
-
-    op: str
-    dtype: str
-    size_class: int
-    backend: str
+    op: str  # name of the registered op: ``"layer_norm"`` or ``"layer_norm_backward"``
+    dtype: str  # ``"float32"`` and so on, see ``key``
+    size_class: int  # see ``key``
+    backend: str  # the winner
     config: str | None
-    median_us: Mapping[str, float]
-    ratio: float
-    cases: tuple[str, ...] = ()
+    median_us: Mapping[str, float]  # microseconds of all that were measured, by ``label``
+    ratio: float  # time of the default choice divided by the winner's
+    cases: tuple[str, ...] = ()  # the sizes that were measured
 
     @property
     def sort_key(self) -> tuple[str, str, int]:
-        """The place in the file."""
         return (self.op, self.dtype, self.size_class)
 
     def why_not(self, backend: str, size: int) -> str:
-        """Return why ``backend`` does not run the op at size class ``size``."""
         other = self.median_us.get(backend)
         if other is None:
             return "tuning table: it could not run this when the table was measured"
@@ -85,41 +72,29 @@ class Entry:
 
 @dataclass(frozen=True)
 class TuningTable:
-    """A whole table.
+    """A whole table."""
 
-    Attributes:
-        architecture: of the device that it was measured on, ``"cpu-zen5"`` or ``"sm_90"``.
-        versions: of torch, triton and fusedops.
-        entries: one per op, dtype and size class.
-        measured: device, settings and date, for whoever reviews it; not interpreted.
-        path: where it was read from.
-    """
-
-    architecture: str
-    versions: Mapping[str, str]
-    entries: tuple[Entry, ...]
+    architecture: str  # of the device that it was measured on, ``"cpu-zen5"`` or ``"sm_90"``
+    versions: Mapping[str, str]  # of torch, triton and fusedops
+    entries: tuple[Entry, ...]  # one per op, dtype and size class
+    # device, settings and date, for whoever reviews it; not interpreted
     measured: Mapping[str, Any] = field(default_factory=dict)
-    path: Path | None = None
+    path: Path | None = None  # where it was read from
 
     @property
     def device_type(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
         return "cuda" if self.architecture.startswith("sm_") else "cpu"
 
 
 @dataclass(frozen=True)
 class LoadedTable:
-    """What is in force on a device.
+    """What is in force on a device."""
 
-    Attributes:
-        entries: where something else than the first backend of the order is to run.
-        tables: where they come from; the later wins.
-        ignored: tables that do not fit: the sentence that says why and what to do, and whether the
-            user named the table (then it is a warning).
-    """
-
+    # where something else than the first backend of the order is to run
     entries: Mapping[Key, Entry] = field(default_factory=dict)
-    tables: tuple[TuningTable, ...] = ()
+    tables: tuple[TuningTable, ...] = ()  # where they come from; the later wins
+    # tables that do not fit: the sentence that says why and what to do, and whether the user named
+    # the table (then it is a warning)
     ignored: tuple[tuple[str, bool], ...] = ()
 
 
@@ -163,10 +138,8 @@ def label(backend: str, config: str | None) -> str:
 def load(device: torch.device, ops: Collection[str], order: Order) -> LoadedTable:
     """Read the tables for a device, the shipped and the user's own.
 
-    Args:
-        device: where ops run.
-        ops: the names of all registered ops, backward ops too.
-        order: device type -> its backends, the default first.
+    ``ops`` are the names of all registered ops, backward ops too; ``order`` has the backends of
+    each device type, the default first.
     """
     asked = env.tuning()
     if asked == "off" or device.type not in order:
@@ -186,7 +159,9 @@ def load(device: torch.device, ops: Collection[str], order: Order) -> LoadedTabl
     for table in tables:
         merged |= _by_key(table.entries)
     usual = (order[device.type][0], None)
-    entries = {key: each for key, each in merged.items() if (each.backend, each.config) != usual}
+    entries = {
+        key: entry for key, entry in merged.items() if (entry.backend, entry.config) != usual
+    }
     return LoadedTable(entries, tuple(tables), tuple(ignored))
 
 
@@ -214,7 +189,7 @@ def parse(data: Any, ops: Collection[str], order: Order) -> TuningTable:
     unknown = sorted({entry.op for entry in entries} - set(ops))
     if unknown:
         raise TableError(f"this fusedops has no op {', '.join(unknown)}")
-    return TuningTable(name, versions, entries, table.measured)
+    return replace(table, entries=entries)
 
 
 def dump(table: TuningTable) -> str:
@@ -226,19 +201,8 @@ def dump(table: TuningTable) -> str:
         "measured": dict(table.measured),
     }
     rows = [
-        json.dumps(
-            {
-                "op": entry.op,
-                "dtype": entry.dtype,
-                "size_class": entry.size_class,
-                "backend": entry.backend,
-                "config": entry.config,
-                "median_us": dict(entry.median_us),
-                "ratio": entry.ratio,
-                "cases": list(entry.cases),
-            }
-        )
-        for entry in sorted(table.entries, key=lambda each: each.sort_key)
+        json.dumps(asdict(entry) | {"median_us": dict(entry.median_us)})
+        for entry in sorted(table.entries, key=lambda entry: entry.sort_key)
     ]
     lines = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "entries": ['
     return lines + ",".join(f"\n  {row}" for row in rows) + ("\n ]" if rows else "]") + "\n}\n"
@@ -263,17 +227,13 @@ def _read(path: Path, ops: Collection[str], order: Order) -> TuningTable:
         raise TableError(f"it cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         raise TableError(f"it is not valid JSON ({error})") from None
-    table = parse(data, ops, order)
-    return TuningTable(table.architecture, table.versions, table.entries, table.measured, path)
+    return replace(parse(data, ops, order), path=path)
 
 
 def _applies(table: TuningTable, device: torch.device) -> bool:
-    """Return whether a table is for this type of device.
+    """Return whether a table is for this type of device; raise if not for this one.
 
     A GPU's table is judged when a GPU is first used: asking for one at import would start CUDA.
-
-    Raises:
-        TableError: it is for another architecture or torch.
     """
     if table.device_type != device.type:
         if table.device_type == "cuda" and torch.version.cuda is None:
@@ -293,8 +253,6 @@ def _minor(version: str) -> str:
 
 
 def _entry(number: int, row: Any, backends: Collection[str]) -> Entry:
-    """Return a checked entry."""
-
     def need(right: bool, what: str) -> None:
         if not right:
             raise TableError(f"entry {number} {what}")
@@ -330,13 +288,13 @@ def _by_key(entries: Iterable[Entry]) -> dict[Key, Entry]:
     benchmark are seldom those of a user.
     """
     found: dict[Key, Entry] = {}
-    ordered = sorted(entries, key=lambda each: each.sort_key)
-    for (op, dtype), group in groupby(ordered, key=lambda each: (each.op, each.dtype)):
+    ordered = sorted(entries, key=lambda entry: entry.sort_key)
+    for (op, dtype), group in groupby(ordered, key=lambda entry: (entry.op, entry.dtype)):
         line = list(group)
         for low, high in pairwise(line):
             if (low.backend, low.config) == (high.backend, high.config):
                 middle = (low.size_class + high.size_class) // 2
                 for size in range(low.size_class + 1, high.size_class):
                     found[op, DTYPES[dtype], size] = low if size <= middle else high
-        found |= {(op, DTYPES[dtype], each.size_class): each for each in line}
+        found |= {(op, DTYPES[dtype], entry.size_class): entry for entry in line}
     return found

@@ -146,10 +146,7 @@ class Checkpointer:
     ) -> None:
         checks.integer(_OP, "keep", keep, least=1)
         checks.group(_OP, "group", group)
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}"
-            )
+        checks.module(_OP, model)
         self.root = Path(root)
         self.keep = keep
         self._state = tensors.State(model, _optimizers(optimizer))
@@ -216,23 +213,23 @@ class Checkpointer:
                 places = folders.begin(self.root, step)
             except OSError as error:
                 problem = reasons.reason(error)
-        self._raise_for(step, self._agree(problem))
+        problem = self._agree(problem)
+        if problem is not None:
+            raise self._failed(step, problem)
         partial, final = self._from_first(places)
         flat = self._differs(self._state.names())
         content = self._state.content(flat=flat)
         if block:
             self._write(step, partial, final, content, mine, flat=flat)
             self._raise_failure()
-            self.last_step, self._unconfirmed = step, final
-            return final
-        content = tensors.copied(content)
-        self._writer = threading.Thread(
-            target=self._write_beside,
-            args=(step, partial, final, content, mine),
-            kwargs={"flat": flat},
-            name="fusedops-checkpoint",
-        )
-        self._writer.start()
+        else:
+            self._writer = threading.Thread(
+                target=self._write_beside,
+                args=(step, partial, final, tensors.copied(content), mine),
+                kwargs={"flat": flat},
+                name="fusedops-checkpoint",
+            )
+            self._writer.start()
         self.last_step, self._unconfirmed = step, final
         return final
 
@@ -501,10 +498,6 @@ class Checkpointer:
         good = [folder for folder in folders.checkpoints(self.root) if folder not in self._damaged]
         last = f"the last good one is {good[0]}" if good else "there is none before it"
         return CheckpointError(f"the checkpoint of step {step} was not written: {problem}; {last}")
-
-    def _raise_for(self, step: int, problem: str | None) -> None:
-        if problem is not None:
-            raise self._failed(step, problem)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

@@ -80,10 +80,7 @@ def begin(root: Path, step: int) -> tuple[Path, Path]:
 def commit(partial: Path, final: Path, record: dict[str, Any]) -> None:
     """Write the manifest and give the folder its name: from here on the checkpoint exists.
 
-    Args:
-        partial: the folder, with every file in it flushed.
-        final: its name.
-        record: what the manifest says, ``files`` included.
+    Every file in ``partial`` was flushed; ``record`` is what the manifest says, ``files`` included.
 
     Raises:
         OSError: the checkpoint does not exist then.
@@ -137,13 +134,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 def verify(
     folder: Path, record: dict[str, Any], names: Iterable[str], *, contents: bool = True
 ) -> None:
-    """Raise unless files are as they were written.
-
-    Args:
-        folder: of the checkpoint.
-        record: its manifest.
-        names: of the files to look at.
-        contents: whether to read them; their sizes are compared always.
+    """Raise unless files are as they were written; without ``contents`` look at sizes only.
 
     Raises:
         Damaged: with the first file that is not, and how.

@@ -233,7 +233,6 @@ class Guard:
         return "go", ""
 
     def _usual(self, name: str) -> tuple[float, float] | None:
-        """Return median and deviation of the last good values."""
         values = self._history[name]
         if len(values) < _LEAST_HISTORY:
             return None

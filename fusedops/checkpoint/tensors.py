@@ -36,24 +36,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 @dataclass(frozen=True)
 class Loading:
-    """A checkpoint that fits, and the tensors to load it into.
-
-    Attributes:
-        reader: of the checkpoint.
-        content: the tensors by name, to be overwritten.
-        stepped: the optimizers that have a state in it.
-        with_state: the parameters that have.
-        groups: of all optimizers.
-        flat: as it was written.
-        without_master: names of the parameters that have a state without a float32 master in it.
-    """
+    """A checkpoint that fits, and the tensors to load it into."""
 
     reader: dcp.FileSystemReader
-    content: dict[str, Any]
-    stepped: list[torch.optim.Optimizer]
-    with_state: set[torch.nn.Parameter]
-    groups: list[list[dict[str, Any]]]
-    flat: bool
+    content: dict[str, Any]  # the tensors by name, to be overwritten
+    stepped: list[torch.optim.Optimizer]  # the optimizers that have a state in it
+    with_state: set[torch.nn.Parameter]  # the parameters that have
+    groups: list[list[dict[str, Any]]]  # of all optimizers
+    flat: bool  # as it was written
+    # names of the parameters that have a state without a float32 master in it
     without_master: set[str]
 
 
@@ -70,9 +61,8 @@ class State:
     def content(self, *, flat: bool) -> dict[str, Any]:
         """Return all tensors and numbers by name: not copies.
 
-        Args:
-            flat: give each parameter its own entries of the optimizer's groups; needed where ranks
-                have other parameters.
+        ``flat`` gives each parameter its own entries of the optimizer's groups; needed where ranks
+        have other parameters.
         """
         # torch makes the states of an optimizer that has none yet, and counts that as a step.
         return self._content(
@@ -91,11 +81,8 @@ class State:
     ) -> Loading:
         """Return what ``load`` needs; weights and states are not changed.
 
-        Args:
-            folder: of a checkpoint that ``write`` wrote.
-            names: ``names`` of all ranks.
-            groups: as ``groups`` gave them, for optimizers that had no state when it was written.
-            flat: as it was written.
+        ``names`` are those of all ranks; ``groups`` and ``flat`` are as they were when it was
+        written.
 
         Raises:
             ValueError: it is of another model or optimizer.
@@ -132,13 +119,7 @@ class State:
             [param_group.get("param_names") for param_group in o.param_groups]
             for o in self.optimizers
         ]
-        dcp.load(
-            content,
-            storage_reader=loading.reader,
-            planner=dcp.DefaultLoadPlanner(allow_partial_load=True),  # what is missing is known
-            process_group=process_group,
-            no_dist=process_group is None,
-        )
+        _read(content, loading.reader, process_group)
         for group, params in zip(_groups_of(content), mine, strict=True):
             group["params"] = params
         set_state_dict(
@@ -181,13 +162,7 @@ class State:
             anywhere = [False] * dist.get_world_size(group)
             dist.all_gather_object(anywhere, bool(masters), group=group)
         if any(anywhere):
-            dcp.load(
-                {"model": masters},
-                storage_reader=loading.reader,
-                planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
-                process_group=group,
-                no_dist=group is None,
-            )
+            _read({"model": masters}, loading.reader, group)
 
     def _content(self, optimizers: list[torch.optim.Optimizer], *, flat: bool) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -209,6 +184,14 @@ def write(content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None
     """Write what ``State.content`` gave, each rank its share, flushed to the disk."""
     writer = dcp.FileSystemWriter(folder, sync_files=True)
     dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def _read(
+    content: dict[str, Any], reader: dcp.FileSystemReader, group: dist.ProcessGroup | None
+) -> None:
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # what is missing is known
+    no_dist = group is None
+    dcp.load(content, storage_reader=reader, planner=planner, process_group=group, no_dist=no_dist)
 
 
 def copied(value: Any) -> Any:
@@ -250,10 +233,7 @@ def _check_groups(
     groups: list[list[dict[str, Any]]],
     folder: Path,
 ) -> None:
-    """Raise unless there are as many optimizers, with as many groups each, as were saved.
-
-    Weights alone may be loaded, without any optimizer.
-    """
+    """Raise unless as many optimizers and groups were saved, or weights alone are loaded."""
     saved = [len(group) for group in groups]
     here = [len(optimizer.param_groups) for optimizer in optimizers]
     if here and saved != here:

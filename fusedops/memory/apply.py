@@ -16,7 +16,7 @@ from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
 from fusedops.memory.buffers import Buffers
-from fusedops.memory.offloading.offloader import OffloadSettings
+from fusedops.memory.offloading.offloader import OffloadSettings, offload_settings_of
 from fusedops.memory.policy import MemoryRule, Policy, recomputed
 from fusedops.memory.policy_state import PolicyState, keeps_results
 
@@ -102,13 +102,10 @@ def apply(
         >>> model(torch.ones(2, 8)).sum().backward()
         >>> memory.remove(model)
     """
-    _check_model("apply", model)
+    checks.module("apply", model)
     if not isinstance(policy, Policy):
         raise TypeError(f"apply: policy must be a Policy, got {checks.type_name(policy)}")
-    settings = OffloadSettings() if offload_settings is None else offload_settings
-    if not isinstance(settings, OffloadSettings):
-        kind = checks.type_name(settings)
-        raise TypeError(f"apply: offload_settings must be OffloadSettings, got {kind}")
+    settings = offload_settings_of("apply", "offload_settings", offload_settings)
     remove(model)
     named = dict(model.named_modules())
     _check_patterns(policy, named)
@@ -142,7 +139,7 @@ def remove(model: nn.Module) -> None:
         >>> import torch, fusedops
         >>> fusedops.memory.remove(torch.nn.Linear(2, 2))
     """
-    _check_model("remove", model)
+    checks.module("remove", model)
     ours = [module for module in model.modules() if _layer_of(module) is not None]
     for name, module in model.named_modules():
         if _covered(module):
@@ -161,10 +158,9 @@ def policy_state_of(model: nn.Module) -> PolicyState | None:
 
 
 def _layer_of(module: nn.Module) -> WrappedLayer | None:
-    wrapper = wrap.wrapper_of(module)
-    return (
-        wrapper.around if wrapper is not None and isinstance(wrapper.around, WrappedLayer) else None
-    )
+    """Return our layer on a module, if it is the outermost thing there."""
+    around = getattr(module.__dict__.get("forward"), "around", None)
+    return around if isinstance(around, WrappedLayer) else None
 
 
 def _covered(module: nn.Module) -> bool:
@@ -175,13 +171,7 @@ def _covered(module: nn.Module) -> bool:
     return forward is not None and forward is not module.__dict__["forward"]
 
 
-def _check_model(op: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{op}: model must be a torch.nn.Module, got {checks.type_name(model)}")
-
-
 def _check_patterns(policy: Policy, named: dict[str, nn.Module]) -> None:
-    """Raise where a rule's modules name nothing in the model."""
     for rule in policy.rules:
         if rule.modules and not any(rule.names_module(*item) for item in named.items()):
             words = [module for module in rule.modules if isinstance(module, str)]

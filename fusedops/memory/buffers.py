@@ -37,7 +37,6 @@ class _Owner:
         )
 
     def copy(self) -> None:
-        """Keep the values that the buffers have now."""
         self.copies = {
             name: _local(buffer).clone()
             for name, buffer in self.buffers.items()
@@ -125,11 +124,7 @@ class Written:
 
 
 class Buffers:
-    """Which buffers of a module, and of those inside it, its forward writes to.
-
-    Args:
-        module: the module.
-    """
+    """Which buffers of a module, and of those inside it, its forward writes to."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

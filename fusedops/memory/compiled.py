@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,18 +34,13 @@ from fusedops.memory.policy import (
 )
 from fusedops.memory.recomputation.selective import communicates
 
-Fitting = Callable[[SavedTensorInfo], Sequence[MemoryRule]]
-
 
 def contexts_for(
     name: str, rules: tuple[MemoryRule, ...], region: MemoryRule | None
 ) -> Callable[[], Any] | None:
     """Return the ``context_fn`` of a module's checkpoint in compiled code, or ``None`` without one.
 
-    Args:
-        name: of the module.
-        rules: those of the policy that may fit what it saves, in their order.
-        region: the rule by which the whole module is recomputed, or ``None``.
+    ``rules`` are those of the policy that may fit what the module saves, in their order.
     """
     single = any(rule.of_tensors and rule.treatment == RECOMPUTE for rule in rules)
     if region is None and not single:
@@ -69,7 +64,6 @@ def left_out(rules: tuple[MemoryRule, ...]) -> str:
 
 @torch.compiler.assume_constant_result
 def _warn(message: str) -> None:
-    """Warn while a graph is traced."""
     warnings.warn(message, stacklevel=2)
 
 

@@ -112,11 +112,7 @@ def placed(
 ) -> Iterator[dict[str, PlannedBlock]]:
     """Let the layers say where the step is, but those whose work a fused parent does.
 
-    Args:
-        model: what runs inside.
-        trace: is told.
-        idle: layers whose forward does not run, because their parts are called from outside; these
-            speak for them.
+    The forward of ``idle`` layers does not run: their parts, called from outside, speak for them.
     """
     places: dict[str, PlannedBlock] = {}
     named = dict(model.named_modules())

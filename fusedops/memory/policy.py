@@ -51,16 +51,7 @@ class SavedTensorInfo:
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """What recomputation does with communication and with the input that it starts from.
-
-    Attributes:
-        mp_comm_recompute: run the collectives of the region again; else their results are kept.
-        parallel_optimizer_comm_recompute: gather sharded weights again in the backward; ``False``:
-            they stay gathered from the forward on; ``None``: as ``fully_shard`` was told.
-        recompute_slice_activation: keep only this rank's part of the region's inputs, and gather
-            them from ``group`` before they are used.
-        group: the ranks that hold the same inputs.
-    """
+    """What recomputation does with communication and its inputs: see ``recompute``."""
 
     mp_comm_recompute: bool = True
     parallel_optimizer_comm_recompute: bool | None = None
@@ -470,7 +461,6 @@ def _names(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool
 
 
 def _regular(pattern: str) -> str:
-    """Return the regular expression of a pattern of names."""
     parts = re.split(r"(\*\*|\*|\?)", pattern)
     words = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
     return "".join(words.get(part, re.escape(part)) for part in parts)

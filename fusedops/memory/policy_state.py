@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import Offloader, OffloadSettings
@@ -30,7 +29,12 @@ from fusedops.memory.policy import (
     saving_rule,
 )
 from fusedops.memory.recomputation.checkpointed_region import Region
-from fusedops.memory.recomputation.producers import Producer, ProducerTracker, recomputed_storage
+from fusedops.memory.recomputation.producers import (
+    Producer,
+    ProducerTracker,
+    is_plain,
+    recomputed_storage,
+)
 from fusedops.memory.recomputation.selective import Keep, communicates
 from fusedops.memory.recomputation.slices import Slice, worth_slicing
 from fusedops.memory.saved_tensors import (
@@ -49,13 +53,7 @@ _PART = 1 / 8
 
 
 class PolicyState:
-    """The state of a policy on a model.
-
-    Args:
-        model: whose parameters and buffers stay where they are.
-        policy: what is asked.
-        settings: how tensors are offloaded.
-    """
+    """The state of a policy on a model, whose parameters and buffers stay where they are."""
 
     def __init__(self, model: nn.Module, policy: Policy, settings: OffloadSettings) -> None:
         self.model = model
@@ -163,11 +161,10 @@ class PolicyState:
                 return Resident(held) if isinstance(held, torch.Tensor) else held
 
         def start(tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
-            if not comm.recompute_slice_activation or lasting(tensor) or not _plain(tensor):
-                return self.pack(tensor)
-            if not worth_slicing(tensor, comm.group):
-                return self.pack(tensor)
-            return Slice(tensor, comm.group, self.pack)
+            slices = comm.recompute_slice_activation and is_plain(tensor) and not lasting(tensor)
+            if slices and worth_slicing(tensor, comm.group):
+                return Slice(tensor, comm.group, self.pack)
+            return self.pack(tensor)
 
         return Region(inside, running[-1][0], start, buffers, keep).run(args, kwargs)
 
@@ -175,9 +172,7 @@ class PolicyState:
         """Return what holds a tensor that is saved outside of regions, or starts one."""
         if lasting(tensor):
             return tensor
-        if not _plain(tensor):
-            return Resident(tensor)
-        if tensor.untyped_storage()._cdata in self._steady:
+        if not is_plain(tensor) or tensor.untyped_storage()._cdata in self._steady:
             return Resident(tensor)
         producer = self._producers.of(tensor) if self._producers is not None else None
         fitting = self._fitting(tensor, *(producer[:2] if producer is not None else (None, None)))
@@ -223,7 +218,6 @@ class PolicyState:
         return storage_bytes >= self.settings.least_bytes and tensor.nbytes >= _PART * storage_bytes
 
     def _repeats(self, op: str) -> bool:
-        """Return whether a rule may ask for the results of an operator to be made again."""
         return any(
             rule.treatment == RECOMPUTE and rule.of_tensors and (not rule.ops or op in rule.ops)
             for rule in self.policy.rules
@@ -232,7 +226,6 @@ class PolicyState:
     def _fitting(
         self, tensor: torch.Tensor, op: str | None, output: str | None
     ) -> list[MemoryRule]:
-        """Return the rules that fit a tensor that the running module saves."""
         name = self._running[-1][0] if self._running else ""
         running = frozenset[MemoryRule]().union(*(rules for _, rules in self._running))
         saved = SavedTensorInfo(
@@ -253,11 +246,7 @@ def keeps_results(policy: Policy) -> bool:
 def _memory_of(tensors: Iterable[Any]) -> frozenset[int]:
     """Return the names of the memory that parameters or buffers, or their shards, lie in."""
     parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-    return frozenset(part.untyped_storage()._cdata for part in parts if _plain(part))
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return frozenset(part.untyped_storage()._cdata for part in parts if is_plain(part))
 
 
 def _repeatable(tensor: torch.Tensor, producer: Producer | None) -> bool:

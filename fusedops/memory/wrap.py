@@ -62,12 +62,6 @@ def unwrap(module: nn.Module) -> None:
         module.forward = wrapper.before
 
 
-def wrapper_of(module: nn.Module) -> Wrapped | None:
-    """Return the wrapper that stands on a module, if it is the outermost thing there."""
-    found = module.__dict__.get("forward")
-    return found if isinstance(found, Wrapped) else None
-
-
 def unsupported_reason(module: nn.Module) -> str | None:
     """Return why a patched module runs its original forward now; ``None`` for all others."""
     rule = getattr(type(module), "fused_rule", None)

@@ -22,7 +22,6 @@ class Collected:
     def add(
         self, param: Any, state: dict[str, Any], *, decay: float, amsgrad: bool, draw: Draw | None
     ) -> None:
-        """Add a parameter with its gradient."""
         batch = self.tensors
         moment = _shards.local(state["exp_avg"])
         local = _shards.local(param)

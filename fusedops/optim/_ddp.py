@@ -33,12 +33,8 @@ def follow(
 ) -> None:
     """Register a hook that tells what was reduced, and that DDP has written all of it.
 
-    Args:
-        model: whose buckets.
-        hook: reduces them.
-        state: the hook's.
-        arrived: called with each bucket when it has been reduced, on any thread.
-        ended: called at the end of the backward, on the thread that runs it.
+    ``hook(state, bucket)`` reduces; ``arrived`` is called with each reduced bucket, on any thread,
+    and ``ended`` at the end of the backward, on the thread that runs it.
     """
 
     def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -61,7 +57,6 @@ def follow(
 
 
 def _places(bucket: dist.GradBucket) -> list[int]:
-    """Return where in the bucket each gradient begins."""
     flat = bucket.buffer()
     if flat.layout is not torch.strided:
         return [0] * len(bucket.parameters())

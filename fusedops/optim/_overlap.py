@@ -25,57 +25,39 @@ import torch
 from fusedops._core.copy_engine import CopyEngine, finish_all
 from fusedops.ops.adamw import Draw
 from fusedops.optim import _shards, _step_queue
+from fusedops.optim._state import MOMENTS
 
 _ALIGNMENT = 64  # bytes: what is written around the cache must begin there
-_MASTERED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+STATES = ("master", *MOMENTS)
 
 
 @dataclass(frozen=True)
 class Basis:
-    """The numbers of a step, beside its tensors.
-
-    Attributes:
-        lr: learning rate.
-        betas: of the moments.
-        eps: in the denominator.
-        bias_correction: whether there is one.
-        grad_factor: what gradients are multiplied by, negative to maximize.
-        decays: weight decay of each member.
-        steps: number of this step, of each member.
-    """
+    """The numbers of a step, beside its tensors."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
     bias_correction: bool
-    grad_factor: float
-    decays: tuple[float, ...]
-    steps: tuple[float, ...]
+    grad_factor: float  # negative to maximize
+    decays: tuple[float, ...]  # weight decay of each member
+    steps: tuple[float, ...]  # number of this step, of each member
 
 
 @dataclass
 class Slot:
-    """What one parameter has in host memory beside its state.
-
-    Attributes:
-        param: the parameter.
-        state: its state in the optimizer.
-        shadow: the state after the step that is being made; empty where steps are made in place.
-        copy: the parameter after that step, in its own dtype, local.
-        draw: what its stochastic rounding draws by.
-        gradient: where steps are made in place, the last gradient that was copied to the host.
-    """
+    """What one parameter has in host memory beside its state."""
 
     param: Any
-    state: dict[str, Any]
+    state: dict[str, Any]  # its state in the optimizer
+    # the state after the step that is being made; empty where steps are made in place
     shadow: dict[str, Any]
-    copy: torch.Tensor
-    draw: Draw | None
-    gradient: torch.Tensor | None = None
+    copy: torch.Tensor  # the parameter after that step, in its own dtype, local
+    draw: Draw | None  # what its stochastic rounding draws by
+    gradient: torch.Tensor | None = None  # without overlap the last one that was copied to the host
 
     @property
     def target(self) -> dict[str, Any]:
-        """What a step writes."""
         return self.shadow or self.state
 
     def commit(self) -> None:
@@ -87,19 +69,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class GradientSnapshot:
-    """A gradient as it was when a job began.
+    """A gradient as it was when a job began."""
 
-    Attributes:
-        grad: the parameter's ``grad``; ``None`` where this is yet to be written there.
-        local: its part that is here, cut as the parameter is.
-        version: counts what was written to ``grad``.
-        mark: of the copy engine: what the device computes before.
-    """
-
-    grad: Any
-    local: torch.Tensor
-    version: int
-    mark: Any
+    grad: Any  # the parameter's ``grad``; ``None`` where this is yet to be written there
+    local: torch.Tensor  # its part that is here, cut as the parameter is
+    version: int  # counts what was written to ``grad``
+    mark: Any  # of the copy engine: what the device computes before
 
     @classmethod
     def of(cls, param: Any, mark: Any) -> GradientSnapshot:
@@ -181,12 +156,6 @@ class Workers:
     Steps in place can be made once only, so that nothing may fail on the way: a job that sums
     leaves the gradients in host memory, where the new parameters will be, and the one that steps
     finds them there.
-
-    Args:
-        engine: copies.
-        workers: how many threads.
-        threads: of the step queue.
-        staging: bytes of each worker's memory for gradients; 0: steps are made in place.
     """
 
     def __init__(self, engine: CopyEngine, *, workers: int, threads: int, staging: int) -> None:
@@ -320,4 +289,4 @@ def host_like(engine: CopyEngine, like: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def _locals(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: _shards.local(state[name]) for name in _MASTERED if name in state}
+    return {name: _shards.local(state[name]) for name in STATES if name in state}

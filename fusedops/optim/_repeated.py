@@ -72,11 +72,8 @@ class RepeatedStep:
     ) -> RepeatedStep | None:
         """Return what repeats the step just made; ``None`` if each must be made anew.
 
-        Args:
-            optimizer: that made it.
-            grads: of all parameters that have one, in their order.
-            batches: of the step: the number of the group, which gradients, and the tensors.
-            has_norm: whether a step takes the norm of the gradients.
+        ``grads`` are those of all parameters that have one, in their order; ``batches`` have the
+        number of the group, which gradients, and the tensors.
         """
         for *_, collected in batches:
             if collected.write_back or collected.copies_gradients:
@@ -134,7 +131,6 @@ class RepeatedStep:
         factor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Make the step of the gradients that were taken."""
         self._grads = []
         for group, _, batch in self._batches:
             given = numbers(optimizer.param_groups[group], batch.device)

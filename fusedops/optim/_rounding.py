@@ -19,10 +19,7 @@ _WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoi
 def draw(param: Any, name: str, seed: int) -> Draw:
     """Return what the elements of a parameter, or of the part of it that is here, draw by.
 
-    Args:
-        param: the parameter.
-        name: its name, empty where the optimizer was given none: such parameters share a key.
-        seed: of the optimizer.
+    Parameters without a name (``""``) share a key.
 
     Raises:
         UnsupportedError: the part is no regular pattern.

@@ -17,7 +17,6 @@ from fusedops._core.checks import UnsupportedError
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -108,18 +107,13 @@ def _pattern(
 def sum_over_shards(sums: torch.Tensor, tensors: Sequence[Any]) -> torch.Tensor:
     """Add to each entry of ``sums`` those of the processes that hold other parts of its tensor.
 
-    Args:
-        sums: one entry for each tensor, of its local part.
-        tensors: plain tensors and DTensors, no sums of which are pending.
-
-    Returns:
-        ``sums``; every process of a mesh has the same bits.
+    No sums of the tensors are pending. Every process of a mesh gets the same bits.
     """
     layouts: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if is_dtensor(tensor):
             placements = enumerate(tensor.placements)
-            dims = tuple(dim for dim, placement in placements if not _is_replicated(placement))
+            dims = tuple(dim for dim, placement in placements if not placement.is_replicate())
             if dims:
                 layouts.setdefault((tensor.device_mesh, dims), []).append(index)
     for (mesh, dims), members in layouts.items():
@@ -128,10 +122,6 @@ def sum_over_shards(sums: torch.Tensor, tensors: Sequence[Any]) -> torch.Tensor:
             torch.distributed.all_reduce(part, group=mesh.get_group(dim))
         sums[members] = part.to(sums.device)
     return sums
-
-
-def _is_replicated(placement: Any) -> bool:
-    return bool(placement.is_replicate())
 
 
 def is_final(param: torch.Tensor) -> bool:
@@ -146,5 +136,4 @@ def is_final(param: torch.Tensor) -> bool:
 
 
 def placed_otherwise(grad: Any, param: Any) -> bool:
-    """Whether a gradient is a DTensor whose placements differ from those of its parameter."""
     return is_dtensor(grad) and grad.placements != param.placements

@@ -6,8 +6,7 @@ there and back; ``master`` is ours, and torch's AdamW carries it along unread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,19 +21,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 @dataclass(frozen=True)
 class Storage:
-    """How the state of one parameter is kept.
-
-    Attributes:
-        device: where.
-        moments: their dtype.
-        master: dtype of the copy that is stepped in the parameter's place; ``None``: there is none.
-        draws: whether its step rounds stochastically.
-    """
+    """How the state of one parameter is kept."""
 
     device: torch.device
     moments: torch.dtype
-    master: torch.dtype | None
-    draws: bool
+    master: torch.dtype | None  # of the copy that is stepped in the parameter's place
+    draws: bool  # whether its step rounds stochastically
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class OptimizerPolicy:
 
     master_weights: bool
     state_dtype: torch.dtype | None
-    stochastic_rounding: bool
+    stochastic_rounding: bool | None
     max_norm: float | None
     skip_non_finite: bool
     no_decay: tuple[str, ...]
@@ -52,9 +44,7 @@ class OptimizerPolicy:
     def storage(self, param: torch.Tensor, *, offloaded: bool = False) -> Storage:
         """Return how the state of a parameter is kept.
 
-        Args:
-            param: the parameter.
-            offloaded: whether it is stepped in host memory, where a master must then be.
+        One that is ``offloaded`` is stepped in host memory, where a master must then be.
         """
         master = offloaded or (self.master_weights and param.dtype in _HALF)
         moments = self.state_dtype or (torch.float32 if master else param.dtype)
@@ -65,45 +55,29 @@ class OptimizerPolicy:
             device=torch.device("cpu") if offloaded else param.device,
             moments=moments,
             master=_MASTERS.get(param.dtype, torch.float32) if master else None,
-            draws=self.stochastic_rounding and rounded,
+            draws=bool(self.stochastic_rounding) and rounded,
         )
 
 
-def new_policy(
-    op: str,
-    *,
-    master_weights: bool,
-    state_dtype: torch.dtype | None,
-    stochastic_rounding: bool | None,
-    max_norm: float | None,
-    skip_non_finite: bool,
-    no_decay: Sequence[str],
-    seed: int,
-) -> OptimizerPolicy:
+def new_policy(op: str, **options: Any) -> OptimizerPolicy:
     """Check the options of an optimizer, in the words of its user, and return them."""
-    checks.flag(op, "master_weights", master_weights)
-    checks.flag(op, "skip_non_finite", skip_non_finite)
-    checks.integer(op, "seed", seed)
-    if state_dtype not in (None, torch.float32, torch.bfloat16):
-        checks.fail(op, "state_dtype", "None, torch.float32 or torch.bfloat16", state_dtype)
-    if stochastic_rounding is None:
-        stochastic_rounding = state_dtype == torch.bfloat16
-    checks.flag(op, "stochastic_rounding", stochastic_rounding)
-    if max_norm is not None:
-        checks.positive(op, "max_norm", max_norm)
+    policy = OptimizerPolicy(**options)
+    stochastic, no_decay = policy.stochastic_rounding, policy.no_decay
+    checks.flag(op, "master_weights", policy.master_weights)
+    checks.flag(op, "skip_non_finite", policy.skip_non_finite)
+    checks.integer(op, "seed", policy.seed)
+    if policy.state_dtype not in (None, torch.float32, torch.bfloat16):
+        checks.fail(op, "state_dtype", "None, torch.float32 or torch.bfloat16", policy.state_dtype)
+    if stochastic is None:
+        stochastic = policy.state_dtype == torch.bfloat16
+    checks.flag(op, "stochastic_rounding", stochastic)
+    if policy.max_norm is not None:
+        checks.positive(op, "max_norm", policy.max_norm)
     if isinstance(no_decay, str) or not all(isinstance(pattern, str) for pattern in no_decay):
         raise TypeError(
             f"{op}: no_decay must be a sequence of patterns such as ('*.bias',), got {no_decay!r}"
         )
-    return OptimizerPolicy(
-        master_weights,
-        state_dtype,
-        stochastic_rounding,
-        max_norm,
-        skip_non_finite,
-        tuple(no_decay),
-        seed,
-    )
+    return replace(policy, stochastic_rounding=stochastic, no_decay=tuple(no_decay))
 
 
 def new_state(param: torch.Tensor, storage: Storage, *, amsgrad: bool) -> dict[str, torch.Tensor]:
@@ -134,13 +108,8 @@ def check_state(
 ) -> None:
     """Raise unless a parameter is still what its state was made for.
 
-    Args:
-        op: for the message.
-        title: of the parameter.
-        param: as it is now.
-        state: of it.
-        storage: how its state would be kept now.
-        had: its device and dtype then, where the state does not tell.
+    ``storage`` is how its state would be kept now; ``had`` are its device and dtype then, where the
+    state does not tell.
     """
     now = f"of {title}, as its state was made (make the optimizer after changing the model)"
     if had is not None and param.device != had[0]:
@@ -158,7 +127,6 @@ def check_state(
 
 
 def check_given(op: str, title: str, param: torch.Tensor, given: dict[str, Any]) -> None:
-    """Raise unless a saved state can be that of a parameter."""
     for name in (*MOMENTS, "master"):
         value = given.get(name)
         if value is None:

@@ -5,44 +5,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fusedops._core import env, extension
 from fusedops.ops.adamw import Draw
-
-
-@dataclass(frozen=True)
-class TensorStep:
-    """One tensor of a job: addresses, where 0 stands for none, dtypes by name, and numbers."""
-
-    param: int
-    new_param: int
-    exp_avg: int
-    new_exp_avg: int
-    exp_avg_sq: int
-    new_exp_avg_sq: int
-    max_exp_avg_sq: int
-    new_max_exp_avg_sq: int
-    grad: int
-    copy: int
-    numel: int
-    param_dtype: str
-    grad_dtype: str
-    state_dtype: str
-    copy_dtype: str
-    step_size: float
-    inverse_root: float
-    decay: float
-    key: int
-    offset: int
-    base: int
-    run: int
-    pitch: int
+from fusedops.optim._state import MOMENTS
 
 
 def describe(
@@ -57,25 +29,22 @@ def describe(
     decay: float,
     bias_correction: bool,
     draw: Draw | None,
-) -> TensorStep:
+) -> SimpleNamespace:
     """Describe the step number ``step`` of a tensor, which reads ``current``, writes ``shadow``.
 
-    Scalars are computed as ``csrc/cpu/optimizer/adamw.cpp`` does, to the bit.
+    Addresses are 0 where there is no tensor; dtypes are named. Scalars are computed as
+    ``csrc/cpu/optimizer/adamw.cpp`` does, to the bit.
     """
 
     def at(tensors: dict[str, torch.Tensor], name: str) -> int:
         return tensors[name].data_ptr() if name in tensors else 0
 
     drawn = draw or Draw(0, 0, 1, 1)
-    return TensorStep(
+    return SimpleNamespace(
         param=at(current, "master"),
         new_param=at(shadow, "master"),
-        exp_avg=at(current, "exp_avg"),
-        new_exp_avg=at(shadow, "exp_avg"),
-        exp_avg_sq=at(current, "exp_avg_sq"),
-        new_exp_avg_sq=at(shadow, "exp_avg_sq"),
-        max_exp_avg_sq=at(current, "max_exp_avg_sq"),
-        new_max_exp_avg_sq=at(shadow, "max_exp_avg_sq"),
+        **{name: at(current, name) for name in MOMENTS},
+        **{f"new_{name}": at(shadow, name) for name in MOMENTS},
         grad=grad.data_ptr(),
         copy=copy.data_ptr(),
         numel=grad.numel(),

@@ -356,14 +356,6 @@ class AdamW(torch.optim.AdamW):
             has_norm = self.policy.max_norm is not None or self.policy.skip_non_finite
             self._repeated = RepeatedStep.after(self, grads, numbered, has_norm=has_norm)
 
-    def _step_batches(
-        self,
-        members: list[Member],
-        factor: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        self._step_collected(self._collect(members), factor, found_inf)
-
     def _step_collected(
         self,
         batches: list[GroupBatch],
@@ -378,7 +370,6 @@ class AdamW(torch.optim.AdamW):
                 param.copy_(dense)
 
     def _numbers(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """Return the numbers of a step that are those of a group."""
         lr, betas = group["lr"], group["betas"]
         if self._capturable and isinstance(lr, torch.Tensor) and lr.device == device:
             # Numbers of other dtypes would be the only ones in the step.
@@ -463,6 +454,5 @@ def _name(group: dict[str, Any], index: int) -> str:
 
 
 def _title(group: dict[str, Any], index: int) -> str:
-    """Return how messages call a parameter."""
     name = _name(group, index)
     return f"parameter {name!r}" if name else f"parameter {index} of its group"

@@ -58,11 +58,9 @@ def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def norm_from(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm from the sums of squares of tensors of one device.
+    """Return the 2-norm from the sums of squares of the local parts of tensors of one device.
 
-    Args:
-        sums: of the local part of each.
-        tensors: those, or none where no tensor is sharded.
+    ``tensors`` may be empty where none is sharded.
     """
     return (total(sums, tensors) if tensors else _added(sums)).sqrt()
 

@@ -27,7 +27,16 @@ from fusedops._core.copy_engine import (
 from fusedops._core.host_memory import available_bytes
 from fusedops.ops.square_sums import square_sums
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim._overlap import Basis, Bucket, GradientSnapshot, Job, Slot, Workers, host_like
+from fusedops.optim._overlap import (
+    STATES,
+    Basis,
+    Bucket,
+    GradientSnapshot,
+    Job,
+    Slot,
+    Workers,
+    host_like,
+)
 from fusedops.optim._state import Storage, new_state
 from fusedops.optim.adamw import AdamW, Member
 from fusedops.optim.norms import total
@@ -51,11 +60,7 @@ class OffloadedAdamW(AdamW):
     Args:
         params: as ``AdamW``; all on one device, except for parameters in host memory, which are
             updated there.
-        lr: as ``AdamW``.
-        betas: as ``AdamW``.
-        eps: as ``AdamW``.
-        weight_decay: as ``AdamW``.
-        amsgrad: as ``AdamW``.
+        lr, betas, eps, weight_decay, amsgrad: as ``AdamW``.
         overlap: compute steps during the backward, otherwise in ``step``. In a job of several
             processes the gradients of plain parameters are final only after the backward: their
             steps begin in ``step``, unless ``follow`` names the DDP that reduces them.
@@ -214,20 +219,9 @@ class OffloadedAdamW(AdamW):
             checks.fail(op, "model", "one whose parameters are offloaded here", "others")
         from fusedops.optim import _ddp
 
-        this = weakref.ref(self)
-
-        def arrived(reduced: _ddp.Reduced) -> None:
-            optimizer = this()
-            if optimizer is not None:
-                optimizer._reduced(reduced)
-
-        def ended() -> None:
-            optimizer = this()
-            if optimizer is not None:
-                optimizer._written()
-
         group = model.process_group if state is None else state
-        _ddp.follow(model, hook or _ddp.mean, group, arrived, ended)
+        hook = hook or _ddp.mean
+        _ddp.follow(model, hook, group, _weak(self._reduced), _weak(self._written))
 
     def close(self) -> None:
         """End the threads; a step that has begun and was not asked for is dropped."""
@@ -323,7 +317,7 @@ class OffloadedAdamW(AdamW):
         shadow = {
             name: torch.zeros_like(value)
             for name, value in state.items()
-            if self._overlap and name in _SHADOWED
+            if self._overlap and name in STATES
         }
         master = _shards.local(state["master"])
         copy = host_like(self._engine, master, param.dtype)
@@ -354,16 +348,10 @@ class OffloadedAdamW(AdamW):
         self._hooks.clear()
         if not self._overlap:
             return
-        this = weakref.ref(self)
-
-        def arrived(param: torch.Tensor) -> None:
-            optimizer = this()
-            if optimizer is not None:
-                optimizer._arrived(param)
-
         for param in self._slots:
             if param.requires_grad and _shards.is_final(param):
-                self._hooks.append(param.register_post_accumulate_grad_hook(arrived))
+                hook = param.register_post_accumulate_grad_hook(_weak(self._arrived))
+                self._hooks.append(hook)
 
     def _storage(self, param: torch.Tensor) -> Storage:
         return self.policy.storage(param, offloaded=param in self._offloaded)
@@ -401,7 +389,6 @@ class OffloadedAdamW(AdamW):
                     self._note(param, GradientSnapshot(None, grad, 0, mark))
 
     def _written(self) -> None:
-        """Note that DDP has written the gradients."""
         with self._lock:
             for bucket in self._buckets:
                 bucket.written()
@@ -418,7 +405,6 @@ class OffloadedAdamW(AdamW):
             self._begin(bucket, self._expected_factor, steps=self._speculates)
 
     def _begin(self, bucket: Bucket, factor: float, *, steps: bool) -> None:
-        """Begin a job for the gradients that have arrived."""
         members = sorted(bucket.arrived)
         gradients = [bucket.arrived[i] for i in members]
         job = Job(members, gradients, self._basis(bucket, factor), steps)
@@ -464,7 +450,7 @@ class OffloadedAdamW(AdamW):
         self._expect(exact)
         on_device = [member for member in members if member[2] not in self._slots]
         if on_device:
-            self._step_batches(on_device, factor, found_inf)
+            self._step_collected(self._collect(on_device), factor, found_inf)
         self._commit([bucket.slots[i] for bucket, indices in chosen for i in indices])
 
     def _offloaded_members(self, members: list[Member]) -> list[tuple[Bucket, list[int]]]:
@@ -532,7 +518,6 @@ class OffloadedAdamW(AdamW):
     def _repeat(
         self, chosen: list[tuple[Bucket, list[int]]], factor: float, *, steps: bool
     ) -> None:
-        """Run jobs for the gradients of now and wait for them."""
         mark = self._engine.mark()
         for bucket, indices in chosen:
             bucket.arrived = {i: GradientSnapshot.of(bucket.slots[i].param, mark) for i in indices}
@@ -576,7 +561,16 @@ class OffloadedAdamW(AdamW):
             self._calls.clear()
 
 
-_SHADOWED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """Return what calls a method of an optimizer for as long as that lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return call
 
 
 def _to_offload(params: list[torch.Tensor], device_fraction: float) -> set[torch.Tensor]:

@@ -28,12 +28,7 @@ _MOST_COMBINATIONS = 1024
 def check(space: Space, cases: int, seed: int, *, own_parallelize: bool, own_batch: bool) -> None:
     """Raise unless what may be drawn has a meaning.
 
-    Args:
-        space: what may be drawn.
-        cases: how many are drawn.
-        seed: of the draws.
-        own_parallelize: whether the caller's function gives axes and options their meaning.
-        own_batch: whether the caller's function gives workloads their meaning.
+    ``own_parallelize`` and ``own_batch``: the caller's functions give options and workloads theirs.
 
     Raises:
         ValueError: a name or value is not known, or is refused in every combination.

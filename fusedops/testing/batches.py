@@ -32,13 +32,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def token_batch(case: Case, generator: torch.Generator, vocab_size: int) -> Batch:
-    """Return ``tokens``, ``labels`` and, for packed ones, ``document_ids``: int64 ``[B, S]``.
-
-    Args:
-        case: its sizes and workload.
-        generator: of the random numbers.
-        vocab_size: how many tokens there are.
-    """
+    """Return ``tokens``, ``labels`` and, for packed ones, ``document_ids``: int64 ``[B, S]``."""
     shape = (case.batch_size, case.seq_len)
     tokens = torch.randint(0, vocab_size, shape, generator=generator)
     labels = torch.randint(0, vocab_size, shape, generator=generator)

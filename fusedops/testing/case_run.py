@@ -196,17 +196,12 @@ class Difference:
 
 @dataclass
 class RankComparison:
-    """What one rank says.
+    """What one rank says."""
 
-    Attributes:
-        differences: from the reference.
-        compared: kinds, steps and names that it compared.
-        log: what it communicated, where that was recorded.
-    """
-
-    differences: list[Difference]
+    differences: list[Difference]  # from the reference
+    # kinds, steps and names that it compared
     compared: set[tuple[str, int, str]] = field(default_factory=set)
-    log: Any = None
+    log: Any = None  # what it communicated, where that was recorded
 
 
 def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> RankComparison:
@@ -221,11 +216,7 @@ def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> RankCo
 def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> RankComparison:
     """Return where a rank's values differ from those of a single process.
 
-    Args:
-        values: of the rank.
-        known: of a single process.
-        rank: its number.
-        dtype: of the parameters: a loss in float32 is no more exact than they are.
+    ``dtype`` is that of the parameters: a loss in float32 is no more exact than they are.
     """
     differences = []
     scales: dict[tuple[str, int], float] = {}

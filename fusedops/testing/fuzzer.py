@@ -333,7 +333,6 @@ def _runner(ranks: str, most: int) -> Iterator[Runner]:
 
 
 def _outcome(subject: Subject, case: Case, run: Runner) -> _Outcome:
-    """Run a case on one process and on ranks."""
     known: Reference = case_run.reference(subject, case)
     try:
         verdicts = run(subject, case, known)
@@ -373,8 +372,6 @@ def _outcome(subject: Subject, case: Case, run: Runner) -> _Outcome:
 def _failure(
     case: Case, outcome: _Outcome, space: Space, subject: Subject, run: Runner, ranks: str
 ) -> Failure:
-    """Shrink a failing case and describe it."""
-
     def fails(other: Case) -> bool:
         return _outcome(subject, other, run).kind == outcome.kind
 

@@ -31,11 +31,7 @@ PRELOADED = ("torch.distributed.tensor.debug", "torch.distributed.fsdp", "fusedo
 
 
 class Processes:
-    """A pool of gloo processes, a context manager.
-
-    Args:
-        size: of the largest world.
-    """
+    """A pool of gloo processes for worlds of up to ``size``, a context manager."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")

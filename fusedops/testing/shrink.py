@@ -12,13 +12,9 @@ from fusedops.testing.case import Case, Space
 
 
 def shrink(case: Case, space: Space, fails: Callable[[Case], bool], most: int = 60) -> Case:
-    """Make a failing case simpler, one change at a time, for as long as it fails.
+    """Make a failing case simpler, one change at a time, for as long as it fails in the same way.
 
-    Args:
-        case: fails.
-        space: says what is simplest: the first of each of its lists.
-        fails: whether a case fails in the same way.
-        most: how many cases may be tried.
+    The first of each list of ``space`` is the simplest; at most ``most`` cases are tried.
     """
     tried = {case.code()}
     progress = True

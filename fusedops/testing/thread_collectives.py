@@ -28,23 +28,14 @@ class CollectiveMismatchError(RuntimeError):
 
 @dataclass
 class ThreadCall:
-    """One rank's part of a communication.
+    """One rank's part of a communication."""
 
-    Attributes:
-        kind: a name of ``KINDS``.
-        inputs: what it gives.
-        outputs: where its results go.
-        detail: what must be the same for all: how to reduce, whose data.
-        sizes: numbers of elements that must be the same for all.
-        where: the rank and its group, for messages.
-    """
-
-    kind: str
-    inputs: Tensors
-    outputs: Tensors
-    detail: Any = None
-    sizes: tuple[int, ...] = ()
-    where: str = ""
+    kind: str  # a name of ``KINDS``
+    inputs: Tensors  # what it gives
+    outputs: Tensors  # where its results go
+    detail: Any = None  # what must be the same for all: how to reduce, whose data
+    sizes: tuple[int, ...] = ()  # numbers of elements that must be the same for all
+    where: str = ""  # the rank and its group, for messages
 
     def __post_init__(self) -> None:
         held = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
@@ -70,15 +61,10 @@ def _spoil(given: torch.Tensor) -> None:
 
 @dataclass
 class ThreadCollective:
-    """A communication of some ranks of a group.
+    """A communication of some ranks of a group."""
 
-    Attributes:
-        expected: how many take part.
-        calls: by their rank in the group.
-    """
-
-    expected: int
-    calls: dict[int, ThreadCall] = field(default_factory=dict)
+    expected: int  # how many take part
+    calls: dict[int, ThreadCall] = field(default_factory=dict)  # by their rank in the group
     _results: dict[int, Tensors] | None = None
 
     def join(self, rank: int, call: ThreadCall) -> None:
@@ -117,12 +103,8 @@ class ThreadWork(dist.Work):
 
     def __init__(self, scheduler: ThreadScheduler, collective: ThreadCollective, rank: int) -> None:
         super().__init__()
-        self._scheduler, self._collective, self._rank, self._done = (
-            scheduler,
-            collective,
-            rank,
-            False,
-        )
+        self._scheduler, self._collective, self._rank = scheduler, collective, rank
+        self._done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let other ranks run until all have come; then take the results."""

@@ -18,21 +18,12 @@ from typing import Any
 import torch
 
 
-class DeadlockError(RuntimeError):
-    """Every rank that has not ended waits for another one."""
-
-
 class StoppedError(BaseException):
     """Another rank has failed: unwinds this one. No ``except Exception`` may catch it."""
 
 
 class ThreadScheduler:
-    """Runs the ranks of one run, one at a time.
-
-    Args:
-        size: number of ranks.
-        seed: of the order in which those run that could.
-    """
+    """Runs the ranks of one run, one at a time; ``seed`` is that of the order."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         self._wake = [threading.Event() for _ in range(size)]

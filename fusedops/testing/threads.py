@@ -51,7 +51,6 @@ class _Run:
         self.pending: dict[tuple[Any, ...], ThreadCollective] = {}
 
     def join(self, key: tuple[Any, ...], expected: int, rank: int, call: ThreadCall) -> ThreadWork:
-        """Take a rank's part in the collective of that key."""
         collective = self.pending.setdefault(key, ThreadCollective(expected))
         collective.join(rank, call)
         if collective.full():
@@ -224,13 +223,11 @@ class ThreadGroup(_ProcessGroup):
 
 
 def _how(opts: Any) -> str:
-    """Return the name of a reduction."""
     op = opts.reduceOp
     return str(getattr(op, "op", op)).rpartition(".")[2].lower()
 
 
 def _even(given: torch.Tensor, parts: int) -> Tensors:
-    """Return equal parts of a tensor's memory."""
     return list(given.detach().view(-1).split(max(1, given.numel() // parts)))[:parts] or [
         given.detach().view(-1) for _ in range(parts)
     ]

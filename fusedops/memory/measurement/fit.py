@@ -23,6 +23,7 @@ from fusedops.memory.measurement.measure import (
     Loss,
     checks_of,
     clear,
+    device_of,
     measured_peak,
     preserve_parameters,
     run_step,
@@ -37,19 +38,12 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Candidate:
-    """A treatment of the layers, measured on all of them.
+    """A treatment of the layers, measured on all of them."""
 
-    Attributes:
-        name: in words.
-        seconds: of a step.
-        peak: bytes of a step, static ones included.
-        layers: how many of them the budget needs; ``None`` where all are not enough.
-    """
-
-    name: str
-    seconds: float
-    peak: int
-    layers: int | None
+    name: str  # in words
+    seconds: float  # of a step
+    peak: int  # bytes of a step, static ones included
+    layers: int | None  # how many of them the budget needs; ``None`` where all are not enough
 
 
 @dataclass(frozen=True)
@@ -143,8 +137,7 @@ def fit(
             "fit: model has no layers to choose from, neither blocks of one class that repeat nor "
             "members of a ModuleList, ModuleDict or Sequential; apply a policy by hand"
         )
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    leaves = device.type == "cuda" if with_offload is None else with_offload
+    leaves = device_of(model).type == "cuda" if with_offload is None else with_offload
     state = policy_state_of(model)
     settings = state.settings if state is not None else None
     search = _Search(model, batch, loss, static_bytes(model) + state_bytes(optimizer), settings)
@@ -213,8 +206,6 @@ def _fewest(
 
 
 class _Search:
-    """Measures steps of a model under policies."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -237,14 +228,12 @@ class _Search:
         clear(list(self._model.parameters()))
 
     def peak(self, policy: Policy) -> int:
-        """Return the bytes of a step, static ones included."""
         self._apply(policy)
         found = measured_peak("fit", self._model, self._batch, self._loss)
         self._clear()
         return int(_largest(self._model, self.static + found))
 
     def seconds(self, policy: Policy) -> float:
-        """Return the time of the fastest of some steps."""
         self._apply(policy)
         times: list[float] = []
         for _ in range(_ROUNDS):
@@ -278,7 +267,7 @@ def _largest(model: nn.Module, number: float) -> float:
 
 
 def _synchronize(model: nn.Module) -> None:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -195,21 +195,15 @@ def report(
             with AllocationTracker(trace):
                 value = forward_loss("report", model, batch, loss)
                 trace.phase, trace.layer = BACKWARD, ""
-                with _autocast_left(_device(model).type):
+                with _autocast_left(device_of(model).type):
                     value.backward()
-            gradients = {_memory(gradient) for gradient in _dense_gradients(parameters)}
-            bytes_of_gradients = sum(
-                _local(p.grad).nbytes for p in parameters if p.grad is not None
-            )
+            grads = [p.grad for p in parameters if p.grad is not None]
+            gradients = {_memory(grad) for grad in grads if grad.layout is torch.strided}
+            bytes_of_gradients = sum(_local(grad).nbytes for grad in grads)
             events = len(trace.events)
     trace.events = trace.events[:events]
     trace.name_kinds(gradients)
     return _summary(model, trace, dynamic, bytes_of_gradients, state_bytes(optimizer))
-
-
-def _dense_gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    found = (parameter.grad for parameter in parameters)
-    return [grad for grad in found if grad is not None and grad.layout is torch.strided]
 
 
 def _summary(
@@ -239,8 +233,7 @@ def _summary(
 
 def checks_of(op: str, model: Any, loss: Any, optimizer: Any) -> None:
     """Raise where an argument has the wrong type."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{op}: model must be a torch.nn.Module, got {checks.type_name(model)}")
+    checks.module(op, model)
     if loss is not None and not callable(loss):
         raise TypeError(f"{op}: loss must be a function, got {checks.type_name(loss)}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -289,7 +282,8 @@ def _memory(tensor: torch.Tensor) -> int:
     return _local(tensor).untyped_storage()._cdata
 
 
-def _device(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model is."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
@@ -354,13 +348,13 @@ def forward_loss(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> to
 def run_step(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> None:
     """Run a model forward and backward."""
     value = forward_loss(op, model, batch, loss)
-    with _autocast_left(_device(model).type):
+    with _autocast_left(device_of(model).type):
         value.backward()
 
 
 def measured_peak(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> int:
     """Return the bytes that a step holds above what was there before it, at its peak."""
-    return peak_bytes(lambda: run_step(op, model, batch, loss), _device(model))
+    return peak_bytes(lambda: run_step(op, model, batch, loss), device_of(model))
 
 
 def _default_loss(output: Any) -> Any:

@@ -14,12 +14,7 @@ Timeline = Sequence[tuple[int, str, str]]
 
 
 def timeline(title: str, lines: Mapping[str, Timeline]) -> str:
-    """Return the SVG of one or several steps, each over its own events.
-
-    Args:
-        title: stands above.
-        lines: by label; a single line also shows its layers.
-    """
+    """Return the SVG of steps by label, each over its own events; a single one shows its layers."""
     most = max((held for line in lines.values() for held, _, _ in line), default=1) or 1
     title = escape(title, {'"': "&quot;"})
     parts = [

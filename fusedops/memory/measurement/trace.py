@@ -26,25 +26,16 @@ CAST = "cast"
 
 @dataclass
 class TracedBlock:
-    """Some memory.
+    """Some memory."""
 
-    Attributes:
-        nbytes: its size.
-        op: the operator that made it.
-        output: the result's name, if it has one.
-        layer: the layer that ran.
-        phase: ``"forward"`` or ``"backward"``.
-        key: tells it from other memory while it lives.
-        kind: ``"activation"``, ``"gradient"`` (of a weight), ``"cast"`` (a weight in autocast's
-            dtype) or ``"temporary"``.
-    """
-
-    nbytes: int
-    op: str
-    output: str | None
-    layer: str
-    phase: str
-    key: int
+    nbytes: int  # its size
+    op: str  # the operator that made it
+    output: str | None  # the result's name, if it has one
+    layer: str  # the layer that ran
+    phase: str  # ``"forward"`` or ``"backward"``
+    key: int  # tells it from other memory while it lives
+    # ``"activation"``, ``"gradient"`` (of a weight), ``"cast"`` (a weight in autocast's dtype) or
+    # ``"temporary"``
     kind: str = "temporary"
 
 
@@ -60,11 +51,7 @@ class AllocationEvent:
 
 @dataclass
 class AllocationTrace:
-    """The blocks and events of a step, in their order.
-
-    Args:
-        weights: keys of the memory that the parameters are in.
-    """
+    """The blocks and events of a step, in their order; ``weights``: memory of the parameters."""
 
     weights: frozenset[int] = frozenset()
     blocks: list[TracedBlock] = field(default_factory=list)
@@ -75,14 +62,7 @@ class AllocationTrace:
     def take(
         self, tensor: torch.Tensor, op: str, output: str | None, source: torch.Tensor | None = None
     ) -> None:
-        """Note new memory, and when it is let go.
-
-        Args:
-            tensor: in it.
-            op: made it.
-            output: the result's name.
-            source: what ``op`` has converted.
-        """
+        """Note new memory that ``op`` made, of a cast from ``source``, and when it is let go."""
         storage = tensor.untyped_storage()
         index = len(self.blocks)
         block = TracedBlock(storage.nbytes(), op, output, self.layer, self.phase, storage._cdata)
@@ -116,11 +96,7 @@ class AllocationTrace:
         return list(living.values())
 
     def name_kinds(self, gradients: set[int]) -> None:
-        """Tell what each block was, once the step is over.
-
-        Args:
-            gradients: the keys of the memory that weights' gradients are in.
-        """
+        """Set each block's kind after the step; ``gradients``: memory of the weights' gradients."""
         turn = next(
             (i for i, event in enumerate(self.events) if event.phase == BACKWARD), len(self.events)
         )

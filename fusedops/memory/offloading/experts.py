@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from fusedops._core import checks, dtypes
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.copy_engine import CopyEngine
-from fusedops.memory.offloading.offloader import OffloadSettings
+from fusedops.memory.offloading.offloader import OffloadSettings, offload_settings_of
 from fusedops.memory.offloading.pool import Pool
 from fusedops.memory.saved_tensors import check_version, mark_lasting
 from fusedops.nn import MoE
@@ -97,12 +97,8 @@ def store_experts(
         >>> [len(each.chosen) for each in traffic.values()]
         [1]
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}")
-    settings = OffloadSettings() if settings is None else settings
-    if not isinstance(settings, OffloadSettings):
-        got = checks.type_name(settings)
-        raise TypeError(f"{_OP}: settings must be OffloadSettings, got {got}")
+    checks.module(_OP, model)
+    settings = offload_settings_of(_OP, "settings", settings)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         checks.fail(_OP, "model", "one with fusedops.nn.MoE layers", "none")
@@ -143,14 +139,7 @@ def _to_host(experts: nn.Module, *, pinned: bool) -> None:
 
 
 class ExpertStore:
-    """Brings the experts of one layer to the device and their gradients back.
-
-    Args:
-        device: where they compute.
-        engine: makes the copies.
-        pool: of host memory through which gradients pass.
-        timeout: seconds after which a copy is given up.
-    """
+    """Brings the experts of one layer to the device and their gradients back."""
 
     def __init__(
         self, device: torch.device, engine: CopyEngine, pool: Pool, timeout: float
@@ -173,11 +162,8 @@ class ExpertStore:
     ) -> torch.Tensor:
         """Return ``compute(plan, weights)`` of the experts that the plan names alone.
 
-        Args:
-            plan: over all experts that are stored.
-            stored: their weights and biases on the host, ``[E, ...]``, or ``None``.
-            compute: gets a plan of the experts that came, and what of them ``stored`` has. One node
-                of the graph, its last, reads them.
+        ``stored`` are weights and biases on the host, ``[E, ...]``, or ``None``; ``compute`` gets
+        those of the experts that came. One node of the graph, its last, reads them.
         """
         counts = plan.tokens_per_expert.tolist()  # the host waits for the choices here
         # At least one: products of no experts have no shape.

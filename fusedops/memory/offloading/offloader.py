@@ -63,7 +63,6 @@ class OffloadSettings:
     engine: Callable[[torch.device], CopyEngine] = copy_engine
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
         op = "OffloadSettings"
         for name in ("prefetch_depth", "least_bytes", "in_flight_bytes"):
             checks.integer(op, name, getattr(self, name), least=0)
@@ -74,6 +73,15 @@ class OffloadSettings:
         if not callable(self.engine):
             kind = checks.type_name(self.engine)
             raise TypeError(f"{op}: engine must be a function of a device, got {kind}")
+
+
+def offload_settings_of(op: str, argument: str, given: OffloadSettings | None) -> OffloadSettings:
+    """Return the settings that were given, or the default ones."""
+    settings = OffloadSettings() if given is None else given
+    if not isinstance(settings, OffloadSettings):
+        kind = checks.type_name(settings)
+        raise TypeError(f"{op}: {argument} must be OffloadSettings, got {kind}")
+    return settings
 
 
 class Group:
@@ -124,12 +132,7 @@ class OffloadedStorage(SharedStorage):
 
 
 class Offloader:
-    """Moves memory of one device.
-
-    Args:
-        device: whose.
-        settings: how.
-    """
+    """Moves memory of one device."""
 
     def __init__(self, device: torch.device, settings: OffloadSettings) -> None:
         self._device = device
@@ -259,7 +262,6 @@ class Offloader:
         away.coming = (target, ticket)
 
     def _let_go(self) -> None:
-        """Let go of memory whose copies are done."""
         done = self._engine.done
         while self._abandoned:
             self._coming.append(self._abandoned.popleft())

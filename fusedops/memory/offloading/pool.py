@@ -24,12 +24,9 @@ class BufferReuseError(RuntimeError):
 
 
 class Pool:
-    """Buffers of an engine.
+    """Buffers of an engine, at most ``limit`` bytes in all.
 
-    Args:
-        engine: makes them, and knows whether a copy is done.
-        check: poison what is free, and look at it when it is taken.
-        limit: bytes that the pool may hold in all, or ``None``.
+    ``check`` poisons what is free, and looks at it when it is taken.
     """
 
     def __init__(

@@ -46,11 +46,9 @@ class _Slot(Rematerialized):
         self.description = description
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Take what the second run saved in this place."""
         self._value = tensor
 
     def make(self) -> torch.Tensor:
-        """Let the region run, which fills this slot."""
         self._region.recompute()
         assert self._value is not None
         return self._value
@@ -88,12 +86,7 @@ class ForwardState:
 class Region:
     """One call of a module that is recomputed.
 
-    Args:
-        call: the module's forward.
-        name: the module's, for messages.
-        pack: what becomes of the region's inputs.
-        buffers: of the module.
-        keep: decides which results of operators are kept; ``None``: none.
+    ``pack`` holds the region's inputs; ``keep`` decides which results of operators are kept.
     """
 
     def __init__(
@@ -121,7 +114,7 @@ class Region:
             for name, value in kwargs.items()
         }
         leaves = pytree.tree_leaves((args, kwargs))
-        self._forward_state = ForwardState([leaf for leaf in leaves if _is_tensor(leaf)])
+        self._forward_state = ForwardState([x for x in leaves if isinstance(x, torch.Tensor)])
         self._inputs = Arguments(args, kwargs, lambda tensor: _Input(tensor, self._pack))
         keeping = (
             ResultRecorder(self._results, self._keep) if self._keep else contextlib.nullcontext()
@@ -168,7 +161,7 @@ class Region:
 
             self._results.forget_written_outputs()
             args, kwargs = self._inputs.take()
-            hooks = torch.autograd.graph.saved_tensors_hooks(fill, _given)
+            hooks = torch.autograd.graph.saved_tensors_hooks(fill, lambda tensor: tensor)
             recall = ResultReplayer(self._results) if self._keep else contextlib.nullcontext()
             again, written = self._forward_state.restored(), self._written.rewound(self._name)
             with contextlib.suppress(_StopError), again, written, torch.enable_grad():
@@ -199,14 +192,6 @@ class _Input(SavedTensor):
         if isinstance(self._held, torch.Tensor):
             return self._held
         return self._held.take().detach().requires_grad_(self._requires_grad)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _given(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _without_cache(argument: Any) -> Any:

@@ -101,28 +101,19 @@ class RecomputedStorage(SharedStorage):
 
 
 class Producer(NamedTuple):
-    """The operator that produced some memory.
+    """The operator that produced some memory."""
 
-    Attributes:
-        op: ``namespace::name``.
-        output: the result's name, if it has one.
-        call: to make it again, where a rule may ask for that.
-        place: of the result among those of the operator.
-        dtype: of the result.
-    """
-
-    op: str
-    output: str | None
-    call: RecordedCall | None
-    place: int
-    dtype: torch.dtype
+    op: str  # ``namespace::name``
+    output: str | None  # the result's name, if it has one
+    call: RecordedCall | None  # to make it again, where a rule may ask for that
+    place: int  # of the result among those of the operator
+    dtype: torch.dtype  # of the result
 
 
 class ProducerTracker(TorchDispatchMode):
     """Records which operator produced which memory while it is entered.
 
-    Args:
-        repeats: whether results of the operator of this name may have to be made again.
+    ``repeats`` tells whether results of the operator of a name may have to be made again.
     """
 
     def __init__(self, repeats: Callable[[str], bool]) -> None:
@@ -203,13 +194,7 @@ def is_plain(value: Any) -> bool:
 def recomputed_storage(
     tensor: torch.Tensor, producer: Producer, pack: Callable[[torch.Tensor], Any]
 ) -> SharedStorage:
-    """Return the source of a tensor that is made again by its producer.
-
-    Args:
-        tensor: what is not kept.
-        producer: with a ``call``.
-        pack: keeps the arguments.
-    """
+    """Return the source of a tensor that its producer makes again; ``pack`` keeps the arguments."""
     assert producer.call is not None
     producer.call.hold(pack)
     return RecomputedStorage(tensor, producer.call, producer.place)

@@ -12,13 +12,7 @@ from fusedops.memory.saved_tensors import Rematerialized, SavedTensor
 
 
 class Slice(Rematerialized):
-    """This rank's part of a tensor; the others' are gathered when it is asked for.
-
-    Args:
-        tensor: contiguous, the same on all ranks.
-        group: the ranks.
-        pack: keeps the part.
-    """
+    """This rank's part of a contiguous tensor; the others' are gathered when it is asked for."""
 
     def __init__(
         self,
