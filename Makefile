@@ -132,7 +132,7 @@ test-torch:
 	    -m "not slow and not gpu and not interpreter"
 
 # The trainers that people have, in an environment of their own (1.5 GB), under two versions of
-# transformers. It writes tests/clients/results, from which `make docs` makes docs/trainers.md.
+# transformers. It writes docs/reports/trainers.json, from which `make docs` makes docs/trainers.md.
 CLIENTS := build/clients
 CLIENTS_TRANSFORMERS := $(CLIENTS)/transformers-5.23.0
 CLIENTS_PIP := $(CLIENTS)/venv/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -153,7 +153,7 @@ $(CLIENTS)/.packages: tests/clients/requirements.txt
 	@touch $@
 
 test-clients: $(CLIENTS)/.packages native
-	rm -f tests/clients/results/trainers.json
+	rm -f docs/reports/trainers.json
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
 
