@@ -30,7 +30,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients \
+.PHONY: setup native demo test durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients \
         first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
@@ -59,9 +59,16 @@ native: .venv/.packages
 demo: setup
 	$(BIN)/python -m fusedops.cli.main demo
 
+# JUnit files of what each test took, in out/, which `make durations` reads.
 test: setup
-	$(PYTEST) tests -m "not slow and not gpu and not interpreter"
-	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m "interpreter and not slow"
+	$(PYTEST) tests -m "not slow and not gpu and not interpreter" --junitxml=out/tests.xml
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m "interpreter and not slow" \
+	  --junitxml=out/interpreter.xml
+
+# The slowest tests and the total of each folder, of the last `make test`; written to
+# docs/dev/test_durations.md.
+durations: setup
+	PYTHONPATH=$(CURDIR) $(BIN)/python tools/durations.py out/tests.xml out/interpreter.xml --write
 
 # The kernels of the instruction sets that this machine is not used for: values, gradients, and what
 # is promised of their bits.
