@@ -30,7 +30,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients \
+.PHONY: setup native demo test durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients \
         first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
@@ -59,9 +59,16 @@ native: .venv/.packages
 demo: setup
 	$(BIN)/python -m fusedops.cli.main demo
 
+# JUnit files of what each test took, in out/, which `make durations` reads.
 test: setup
-	$(PYTEST) tests -m "not slow and not gpu and not interpreter"
-	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m "interpreter and not slow"
+	$(PYTEST) tests -m "not slow and not gpu and not interpreter" --junitxml=out/tests.xml
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m "interpreter and not slow" \
+	  --junitxml=out/interpreter.xml
+
+# The slowest tests and the total of each folder, of the last `make test`; written to
+# docs/dev/test_durations.md.
+durations: setup
+	PYTHONPATH=$(CURDIR) $(BIN)/python tools/durations.py out/tests.xml out/interpreter.xml --write
 
 # The kernels of the instruction sets that this machine is not used for: values, gradients, and what
 # is promised of their bits.
@@ -132,7 +139,7 @@ test-torch:
 	    -m "not slow and not gpu and not interpreter"
 
 # The trainers that people have, in an environment of their own (1.5 GB), under two versions of
-# transformers. It writes tests/clients/results, from which `make docs` makes docs/trainers.md.
+# transformers. It writes docs/reports/trainers.json, from which `make docs` makes docs/trainers.md.
 CLIENTS := build/clients
 CLIENTS_TRANSFORMERS := $(CLIENTS)/transformers-5.23.0
 CLIENTS_PIP := $(CLIENTS)/venv/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -153,7 +160,7 @@ $(CLIENTS)/.packages: tests/clients/requirements.txt
 	@touch $@
 
 test-clients: $(CLIENTS)/.packages native
-	rm -f tests/clients/results/trainers.json
+	rm -f docs/reports/trainers.json
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
 

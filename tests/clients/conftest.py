@@ -1,7 +1,7 @@
 """The trainers that people have: a tier of its own (`make test-clients`).
 
 The tests that want all of them (`requirements.txt` here) are collected where all of them are. Each
-writes a row into `results/trainers.json`, of which docs/gen_trainers.py makes a page.
+writes a row into `docs/reports/trainers.json`, of which docs/gen_trainers.py makes a page.
 """
 
 from __future__ import annotations
@@ -38,4 +38,4 @@ else:
     @pytest.fixture
     def table() -> outcomes.Table:
         """Where a test writes down what it found."""
-        return outcomes.Table(HERE / "results")
+        return outcomes.Table(HERE.parents[1] / "docs" / "reports")
