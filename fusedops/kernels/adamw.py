@@ -326,9 +326,10 @@ def launches(
 
 def forward(*args: Any) -> None:
     """Launch the step; arguments are those of ``fusedops::adamw``."""
-    *lists, grad_factor, found_inf, learning_rate, draws, weight_decays = args[:12]
-    lr, *numbers = args[12:]
-    for launch in launches(*lists, draws, weight_decays):
+    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, steps = args[:7]
+    grad_factor, found_inf, learning_rate, draws, weight_decays, lr, *numbers = args[7:]
+    states = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+    for launch in launches(params, grads, *states, copies, steps, draws, weight_decays):
         launch.run(grad_factor, found_inf, lr if learning_rate is None else learning_rate, *numbers)
 
 

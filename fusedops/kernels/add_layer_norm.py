@@ -17,9 +17,10 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::add_layer_norm_backward``."""
-    *tensors, normalized_shape, _, dropout_p, input_dtype, output_mask = args
-    numbers = (dropout_p, input_dtype, output_mask)
-    return _add_norm.backward(LAYER_NORM, *tensors, normalized_shape, *numbers)
+    grad_normed, grad_summed, summed, weight, mean, rstd, seed = args[:7]
+    shape, _, dropout_p, input_dtype, output_mask = args[7:]
+    tensors = (grad_normed, grad_summed, summed, weight, mean, rstd, seed)
+    return _add_norm.backward(LAYER_NORM, *tensors, shape, dropout_p, input_dtype, output_mask)
 
 
 def static_report_cases() -> list[dict[str, Any]]:

@@ -42,8 +42,9 @@ def backward(
     config: str | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::attention_backward``."""
-    inputs, (output, lse, *kept), (*numbers, _, output_mask) = args[:7], args[7:11], args[11:]
-    call = _call(*inputs, *numbers)
+    output, lse, remainder, lse_parts = args[7:11]
+    *numbers, _, output_mask = args[11:]
+    call = _call(*args[:7], *numbers)
     if (
         config is not None
         and grad_output is not None
@@ -51,13 +52,13 @@ def backward(
     ):
         return _attention_torch.backward(config, call, grad_output, output, lse, output_mask)
     return _attention_backward.backward(
-        call, grad_output, grad_lse, output, lse, *kept, output_mask
+        call, grad_output, grad_lse, output, lse, remainder, lse_parts, output_mask
     )
 
 
 def _call(*inputs: Any) -> AttentionCall:
-    tensors, numbers = inputs[:7], inputs[7:]
-    query, key, *_ = tensors
+    query, key, value, mask, slopes, sinks, seed, *numbers = inputs
+    tensors = (query, key, value, mask, slopes, sinks, seed)
     return AttentionCall(*tensors, None, query.shape[2], key.shape[2], *numbers)
 
 

@@ -75,9 +75,9 @@ def backward(
 
 
 def _call(*inputs: Any) -> AttentionCall:
-    query, key, value, cu_seqlens_q, cu_seqlens_k, *options = inputs
-    tensors = (_one_batch(query), _one_batch(key), _one_batch(value), None, *options[:3])
-    return AttentionCall(*tensors, (cu_seqlens_q, cu_seqlens_k), *options[3:])
+    query, key, value, cu_seqlens_q, cu_seqlens_k, slopes, sinks, seed = inputs[:8]
+    tensors = (_one_batch(query), _one_batch(key), _one_batch(value), None, slopes, sinks, seed)
+    return AttentionCall(*tensors, (cu_seqlens_q, cu_seqlens_k), *inputs[8:])
 
 
 def _one_batch(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::layer_norm_backward``."""
-    *tensors, normalized_shape, _, output_mask = args
-    return _norm.backward(LAYER_NORM, *tensors, normalized_shape, output_mask)
+    grad_output, input, weight, mean, rstd, shape, _, output_mask = args
+    return _norm.backward(LAYER_NORM, grad_output, input, weight, mean, rstd, shape, output_mask)
 
 
 def static_report_cases() -> list[dict[str, Any]]:

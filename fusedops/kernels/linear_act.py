@@ -218,8 +218,9 @@ def _gradient_kernel(
 
 def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::linear_act``."""
-    *operands, activation, keep_preactivation = args
-    return linear(*operands, activation, keep_preactivation and activation != "identity")
+    input, weight, bias, activation, keep_preactivation = args
+    keeps = keep_preactivation and activation != "identity"
+    return linear(input, weight, bias, activation, keeps)
 
 
 def linear(

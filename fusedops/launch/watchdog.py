@@ -77,6 +77,7 @@ class Watchdog:
         if not self._seconds:
             return
         self._ended.set()
+        self._stuck.set()  # wakes the thread of heartbeats, which then sees that all has ended
         faulthandler.cancel_dump_traceback_later()
         for thread in self._threads:
             thread.join(self._period)

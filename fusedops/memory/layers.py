@@ -7,14 +7,9 @@ members of a container.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator
 
 from torch import nn
-
-from fusedops.memory import wrap
-from fusedops.memory.measurement.trace import AllocationTrace, PlannedBlock
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Group = dict[str, nn.Module]
@@ -26,11 +21,11 @@ def lists_of(model: nn.Module) -> Group:
     found: Group = {}
     while group := _largest_class(named):
         found |= group
-        excluded = found.keys() | {outer for name in found for outer in _outer_names(name)}
+        excluded = found.keys() | {outer for name in found for outer in outer_names(name)}
         named = {
             name: module
             for name, module in named.items()
-            if name not in excluded and not any(outer in found for outer in _outer_names(name))
+            if name not in excluded and not any(outer in found for outer in outer_names(name))
         }
     found = found or _largest_container(model)
     return {name: module for name, module in model.named_modules() if name in found}
@@ -45,8 +40,8 @@ def _largest_class(named: Group) -> Group:
     by_class: dict[type[nn.Module], Group] = defaultdict(dict)
     for name, module in named.items():
         group = by_class[type(module)]
-        is_block = _runs(module) and type(module) is not nn.Sequential and any(module.children())
-        if is_block and not any(outer in group for outer in _outer_names(name)):
+        is_block = runs(module) and type(module) is not nn.Sequential and any(module.children())
+        if is_block and not any(outer in group for outer in outer_names(name)):
             group[name] = module
     groups = [group for group in by_class.values() if len(group) > 1]
     most = max(map(_size, groups), default=0)
@@ -74,7 +69,7 @@ def _is_listed(name: str, named: Group) -> bool:
     return name[-1].isdigit() or isinstance(named.get(name.rpartition(".")[0]), _CONTAINERS)
 
 
-def _outer_names(name: str) -> list[str]:
+def outer_names(name: str) -> list[str]:
     """Return the names of the modules that a module is inside of, but the model."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
@@ -86,11 +81,11 @@ def names_of(model: nn.Module) -> dict[str, str]:
     A module inside a layer belongs to it. One that holds layers is itself, and so is what stands
     beside layers; but a module that has no forward of its own stands for its children.
     """
-    holders = {outer for name in lists_of(model) for outer in _outer_names(name)}
+    holders = {outer for name in lists_of(model) for outer in outer_names(name)}
     found: dict[str, str] = {}
 
     def look(name: str, module: nn.Module, layer: str | None) -> None:
-        if layer is None and name and name not in holders and _runs(module):
+        if layer is None and name and name not in holders and runs(module):
             layer = name
         found[name] = name if layer is None else layer
         for child, submodule in module.named_children():
@@ -100,38 +95,7 @@ def names_of(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _runs(module: nn.Module | None) -> bool:
+def runs(module: nn.Module | None) -> bool:
     """Return whether a module has a forward: lists and dictionaries of modules have none."""
     forward = getattr(type(module), "forward", None)
     return forward is not nn.Module.forward
-
-
-@contextlib.contextmanager
-def placed(
-    model: nn.Module, trace: AllocationTrace, idle: Collection[str] = ()
-) -> Iterator[dict[str, PlannedBlock]]:
-    """Let the layers say where the step is, but those whose work a fused parent does.
-
-    The forward of ``idle`` layers does not run: their parts, called from outside, speak for them.
-    """
-    places: dict[str, PlannedBlock] = {}
-    named = dict(model.named_modules())
-    before = {module for module in named.values() if wrap.unsupported_reason(module) is not None}
-    try:
-        for name, layer in names_of(model).items():
-            speaks = name and (name == layer or layer in idle) and _runs(named.get(name))
-            if not speaks:
-                continue
-            places[name] = PlannedBlock(trace, layer)
-            wrap.wrap(named[name], places[name])
-            above = [named[parent_name] for parent_name in ("", *_outer_names(name), name)]
-            if any(
-                wrap.unsupported_reason(parent) is not None and parent not in before
-                for parent in above
-            ):
-                wrap.unwrap(named[name])
-                del places[name]
-        yield places
-    finally:
-        for name in places:
-            wrap.unwrap(named[name])

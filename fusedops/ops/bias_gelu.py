@@ -9,6 +9,7 @@ specification and the registration.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch

@@ -8,6 +8,7 @@ with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/elementwise/glu.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch

@@ -10,6 +10,7 @@ file has the public function, the specification and the registration.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch

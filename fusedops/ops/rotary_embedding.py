@@ -10,6 +10,7 @@ and sines is the rotation by the negative angle, and uses the same kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch

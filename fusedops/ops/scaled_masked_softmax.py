@@ -9,6 +9,7 @@ the public function, the specification and the registration.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor |
 
 
 def _backward_fake(
-    mask: torch.Tensor | None, output: torch.Tensor, output_mask: list[bool]
+    mask: torch.Tensor | None, output: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (
         output.new_empty(output.shape) if output_mask[0] else None,
@@ -172,7 +173,7 @@ def _shard(input: Any, mask: Any, scale: float, is_causal: bool) -> list[Shardin
 
 
 def _shard_backward(
-    mask: Any, output: Any, is_causal: bool, output_mask: list[bool]
+    mask: Any, output: Any, is_causal: bool, output_mask: Sequence[bool]
 ) -> list[Sharding]:
     return [
         (

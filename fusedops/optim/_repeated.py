@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,6 @@ from fusedops.optim import _shards, _step_queue
 from fusedops.optim._batches import Collected
 from fusedops.optim._state import MOMENTS
 from fusedops.optim.norms import norm_from
-
-if TYPE_CHECKING:
-    from fusedops.optim.adamw import AdamW
 
 Numbers = Callable[[dict[str, Any], torch.device], dict[str, Any]]
 
@@ -35,7 +32,7 @@ class RepeatedStep:
 
     def __init__(
         self,
-        optimizer: AdamW,
+        optimizer: torch.optim.Optimizer,
         grads: Sequence[torch.Tensor],
         batches: Sequence[tuple[int, list[int], Collected]],
         *,
@@ -64,7 +61,7 @@ class RepeatedStep:
     @classmethod
     def after(
         cls,
-        optimizer: AdamW,
+        optimizer: torch.optim.Optimizer,
         grads: Sequence[torch.Tensor],
         batches: Sequence[tuple[int, list[int], Collected]],
         *,
@@ -88,7 +85,7 @@ class RepeatedStep:
             return None
         return cls(optimizer, grads, batches, has_norm=has_norm)
 
-    def take(self, optimizer: AdamW) -> bool:
+    def take(self, optimizer: Any) -> bool:
         """Take the gradients of now; return whether nothing else has changed since the last step.
 
         Where something has, nothing was written, and this object is of no more use.
@@ -126,7 +123,7 @@ class RepeatedStep:
 
     def step(
         self,
-        optimizer: AdamW,
+        optimizer: torch.optim.Optimizer,
         numbers: Numbers,
         factor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
@@ -136,7 +133,7 @@ class RepeatedStep:
             given = numbers(optimizer.param_groups[group], batch.device)
             batch.step(**given, **scaling_on(batch.device, factor, found_inf))
 
-    def _identities(self, optimizer: AdamW, params: list[Any]) -> int:
+    def _identities(self, optimizer: Any, params: list[Any]) -> int:
         # A tensor that is gone is no longer known, so that another of its identity is seen.
         stored = [_shards.stored(param) for param in params] if self._sharded else []
         return _step_queue.identities(params + stored, optimizer.state)
@@ -152,11 +149,11 @@ def scaling_on(
     }
 
 
-def _params(optimizer: AdamW) -> list[Any]:
+def _params(optimizer: Any) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
-def _options(optimizer: AdamW) -> tuple[Any, ...]:
+def _options(optimizer: Any) -> tuple[Any, ...]:
     """Return what the launches of a step were made from, beside tensors."""
     groups = [
         (len(group["params"]), group["amsgrad"], group["weight_decay"])

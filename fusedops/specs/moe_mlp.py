@@ -180,10 +180,11 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     less = RoutingPlan(**{**values, "offsets": plan.offsets.flip(0)})
 
     wide = torch.zeros_like(w1), torch.zeros_like(w2)
-    narrow = {"grad_weights_into": (wide[0], wide[1][:2])}
-    half = {"grad_weights_into": (wide[0].half(), wide[1])}
-    spread = {"grad_weights_into": (wide[0][:, :1].expand_as(w1), wide[1])}
-    alone, lacking = {"grad_weights_into": wide[0]}, {"grad_weights_into": (wide[0], None)}
+    narrow: dict[str, Any] = {"grad_weights_into": (wide[0], wide[1][:2])}
+    half: dict[str, Any] = {"grad_weights_into": (wide[0].half(), wide[1])}
+    spread: dict[str, Any] = {"grad_weights_into": (wide[0][:, :1].expand_as(w1), wide[1])}
+    alone: dict[str, Any] = {"grad_weights_into": wide[0]}
+    lacking: dict[str, Any] = {"grad_weights_into": (wide[0], None)}
     name = "grad_weights_into"
     return [
         bad("tokens", x[:3], plan, w1, w2, mentions=("input", "4", "[3, 8]")),

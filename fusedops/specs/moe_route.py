@@ -192,7 +192,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(6, 8, device=device)
 
-    grouped = {"num_groups": 4, "topk_groups": 1}
+    grouped: dict[str, Any] = {"num_groups": 4, "topk_groups": 1}
     return [
         bad("top_k_above", x, 9, mentions=("top_k", "from 1 to 8", "9")),
         bad("top_k_zero", x, 0, mentions=("top_k", "from 1", "0")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.peak import peak_bytes
-from fusedops.memory.layers import placed
+from fusedops.memory import wrap
+from fusedops.memory.layers import names_of, outer_names, runs
 from fusedops.memory.measurement import plot
 from fusedops.memory.measurement.trace import (
     BACKWARD,
@@ -21,6 +22,7 @@ from fusedops.memory.measurement.trace import (
     FORWARD,
     AllocationTrace,
     AllocationTracker,
+    PlannedBlock,
 )
 from fusedops.optim import AdamW
 
@@ -185,13 +187,13 @@ def report(
     checks_of("report", model, loss, optimizer)
     trace = AllocationTrace(frozenset(_memory(parameter) for parameter in model.parameters()))
     with preserve_parameters(model) as parameters:
-        with placed(model, AllocationTrace()) as places:
+        with _placed(model, AllocationTrace()) as places:
             run_step("report", model, batch, loss)
         idle = {name for name, place in places.items() if not place.ran}
         clear(parameters)
         dynamic = measured_peak("report", model, batch, loss)
         clear(parameters)
-        with placed(model, trace, idle):
+        with _placed(model, trace, idle):
             with AllocationTracker(trace):
                 value = forward_loss("report", model, batch, loss)
                 trace.phase, trace.layer = BACKWARD, ""
@@ -372,3 +374,34 @@ def _default_loss(output: Any) -> Any:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / _MIB:.2f} MiB" if nbytes >= _MIB / 10 else f"{nbytes / 1024:.1f} KiB"
+
+
+@contextlib.contextmanager
+def _placed(
+    model: nn.Module, trace: AllocationTrace, idle: Collection[str] = ()
+) -> Iterator[dict[str, PlannedBlock]]:
+    """Let the layers say where the step is, but those whose work a fused parent does.
+
+    The forward of ``idle`` layers does not run: their parts, called from outside, speak for them.
+    """
+    places: dict[str, PlannedBlock] = {}
+    named = dict(model.named_modules())
+    before = {module for module in named.values() if wrap.unsupported_reason(module) is not None}
+    try:
+        for name, layer in names_of(model).items():
+            speaks = name and (name == layer or layer in idle) and runs(named.get(name))
+            if not speaks:
+                continue
+            places[name] = PlannedBlock(trace, layer)
+            wrap.wrap(named[name], places[name])
+            above = [named[parent_name] for parent_name in ("", *outer_names(name), name)]
+            if any(
+                wrap.unsupported_reason(parent) is not None and parent not in before
+                for parent in above
+            ):
+                wrap.unwrap(named[name])
+                del places[name]
+        yield places
+    finally:
+        for name in places:
+            wrap.unwrap(named[name])
