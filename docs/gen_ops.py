@@ -104,7 +104,7 @@ def _files(name: str) -> list[str]:
         *(f"csrc/{device}/{stem}.*" for stem in shared for device in ("cpu/*", "cuda")),
         "tests/ops/test_{}.py",
     )
-    found = (path for each in patterns for path in sorted(ROOT.glob(each.format(name))))
+    found = (path for pattern in patterns for path in sorted(ROOT.glob(pattern.format(name))))
     return [str(path.relative_to(ROOT)) for path in found]
 
 
@@ -147,7 +147,7 @@ def _ops_table(specs: Iterable[Spec]) -> str:
             (ROOT / "fusedops" / "kernels" / f"{spec.name}.py").exists(),
             f'"{spec.name}(' in cuda_schemas,
         )
-        marks = " | ".join("yes" if each else "" for each in backends)
+        marks = " | ".join("yes" if backend else "" for backend in backends)
         lines.append(f"| [`{spec.name}`](docs/ops/{spec.name}.md) | {spec.summary} | {marks} |")
     return "\n".join(lines)
 

@@ -99,7 +99,7 @@ def _table(steps: dict[str, Step]) -> str:
 
 
 def _counts(events: list[Event]) -> str:
-    found = Counter(each.kind.replace("_", "-") for each in events)
+    found = Counter(event.kind.replace("_", "-") for event in events)
     return ", ".join(f"{count} {kind}" for kind, count in found.items()) or "-"
 
 

@@ -33,7 +33,7 @@ def table(specs: Iterable[Spec]) -> str:
     first = next(iter(next(iter(headlines.values())).values()))
     measured = {key[0] for rows in headlines.values() for key in rows}
     names = [each for each in DTYPES if each in measured]
-    folders = sorted(each.name for each in RESULTS.glob("*") if each != folder and each.is_dir())
+    folders = sorted(path.name for path in RESULTS.glob("*") if path != folder and path.is_dir())
     others = ", ".join(f"`{name}`" for name in folders)
     lines = [
         f"{first['device_name']} ({folder.name}), {first['threads']} threads, torch "
@@ -72,7 +72,7 @@ def models_table() -> str:
     """Return the whole models' rows of each machine: times of the fastest other by ours."""
     blocks = []
     for record in _model_records():
-        names = [each for each in DTYPES if any(row.dtype == each for row in record.rows)]
+        names = [dtype for dtype in DTYPES if any(row.dtype == dtype for row in record.rows)]
         threads = f", {record.machine['threads']} threads" if record.machine["threads"] else ""
         lines = [
             f"{record.machine['name']} ({record.machine['slug']}){threads}, torch "

@@ -123,7 +123,7 @@ def order(arrange: Callable[[list[int]], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def reachable(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Let kernels use these tensors too, whose addresses they find in a table."""
-    _listed.extend(_region("a listed tensor", each) for each in tensors)
+    _listed.extend(_region("a listed tensor", tensor) for tensor in tensors)
     try:
         yield
     finally:

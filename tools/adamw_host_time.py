@@ -96,7 +96,7 @@ def measure(
         options["state_dtype"] = getattr(torch, options["state_dtype"])
     params = [torch.nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(num_tensors)]
     places = torch.zeros(2, num_tensors, 64, dtype=dtype)
-    optimizer = AdamW([(f"layer.{i}", each) for i, each in enumerate(params)], **options)
+    optimizer = AdamW([(f"layer.{i}", parameter) for i, parameter in enumerate(params)], **options)
     seconds = []
     for number in range(rounds + 10):
         for param, grad in zip(params, places[number % 2 if moving else 0], strict=True):

@@ -511,7 +511,7 @@ def execute(folder: Path, name: str, edges: list[Edge], *, verbose: bool) -> Non
             lines += ["  depfile = $out.d", "  deps = gcc"]
     for edge in edges:
         inputs = " ".join(map(_escaped, edge.sources))
-        inputs += "".join(f" | {_escaped(each)}" for each in edge.needs)
+        inputs += "".join(f" | {_escaped(need)}" for need in edge.needs)
         lines.append(f"build {_escaped(edge.output)}: {edge.rule} {inputs}")
         lines.append(f"  flags = {shlex.join(edge.flags).replace('$', '$$')}")
     file = folder / f"{name}.ninja"

@@ -53,9 +53,9 @@ NVCC_FLAGS = (
 def gencode(known: Collection[str]) -> list[str]:
     """Return what tells nvcc which GPUs to compile for, of those that it knows (``"sm_90"``...)."""
     flags = []
-    for each in ARCHITECTURES:
-        if each in known:
-            virtual = each.replace("sm", "compute")
-            code = f"[{each},{virtual}]" if each == "sm_90" else each
+    for architecture in ARCHITECTURES:
+        if architecture in known:
+            virtual = architecture.replace("sm", "compute")
+            code = f"[{architecture},{virtual}]" if architecture == "sm_90" else architecture
             flags.append(f"-gencode=arch={virtual},code={code}")
     return flags

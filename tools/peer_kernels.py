@@ -159,7 +159,7 @@ def launches() -> dict[tuple[str, str], dict[str, Any]]:
         def both(peer: Any = peer, args: tuple[Any, ...] = args) -> None:
             outputs = peer(*args)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
         found |= {(op, name): each for name, each in noted(both).items()}
     return found
@@ -202,7 +202,7 @@ def main() -> int:
         return 0
     sys.path.insert(0, str(kernel_report.ROOT))
     ours = report_table.rows(report_table.REPORTS / "triton_kernels.csv")
-    ours = [each for each in ours if each["arch"] == f"sm_{CAPABILITY}"]
+    ours = [our for our in ours if our["arch"] == f"sm_{CAPABILITY}"]
     by_name = {(each["op"], each["kernel"], each["case"]): each for each in ours}
     found = launches()
     table = report_table.Table(

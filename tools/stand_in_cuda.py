@@ -59,7 +59,7 @@ class Gpu:
         """Let the compiled router make plans of calls on CPU tensors."""
         names = ("stream", "plan_launch", "encode", "error")
         functions = [getattr(self._library, f"stand_in_{name}") for name in names]
-        addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in functions]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
         set_driver = torch.ops.fusedops_native.set_launch_driver
         torch.ops.fusedops_native.forget_plans()
         set_driver(addresses, torch.device("cpu"))

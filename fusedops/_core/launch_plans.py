@@ -151,7 +151,7 @@ class _Recorder(TorchDispatchMode):
             for number in self._encoded(given.get(argument.name, argument.default_value))
         ]
         # An operator in place returns a tensor that has its slot.
-        slots = [-1 if id(each) in self._places else self._add(each) for each in results]
+        slots = [-1 if id(result) in self._places else self._add(result) for result in results]
         name = ".".join(filter(None, (func._schema.name, func._schema.overload_name)))
         self._steps.append([_CALL, self._text(name), len(arguments), *values, len(slots), *slots])
 

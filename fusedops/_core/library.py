@@ -306,7 +306,7 @@ def _programs(
     ]
     needs += [(gradient.inputs.index(why), each) for each, why in gradient.saved_for.items()]
     step = Gradients(
-        incoming=tuple(places[f"grad_{each}"] for each in gradient.outputs),
+        incoming=tuple(places[f"grad_{output}"] for output in gradient.outputs),
         mask=places["output_mask"],
         count=len(gradient.inputs),
         needs=tuple((i, places[each]) for i, each in needs),
@@ -346,8 +346,8 @@ def _differentiate_native(name: str, schema: _Schema, gradient: Gradient) -> Non
         [arguments.index(each) for each in gradient.inputs],
         [returns.index(each) for each in gradient.outputs],
         [
-            arguments.index(each) if each in arguments else -1 - returns.index(each)
-            for each in gradient.saves
+            arguments.index(name) if name in arguments else -1 - returns.index(name)
+            for name in gradient.saves
         ],
         [arguments.index(each) for _, each in schema.others],
         gradient.stand_ins(),

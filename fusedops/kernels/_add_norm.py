@@ -306,8 +306,8 @@ def backward(
             **options,
         )
         dweight, dbias = (
-            None if each is None else _launch.sum_rows(each, dtype).reshape(normalized_shape)
-            for each in parts
+            None if part is None else _launch.sum_rows(part, dtype).reshape(normalized_shape)
+            for part in parts
         )
     return dx, dresidual, dweight, dbias
 

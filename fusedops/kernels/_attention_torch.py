@@ -32,7 +32,7 @@ def serves(config: str | None, call: AttentionCall) -> bool:
     query, key, value = call.query, call.key, call.value
     options = (call.mask, call.slopes, call.sinks, call.seed)
     bounded = call.left >= 0 or call.right > 0 or call.softcap != 0.0
-    if any(each is not None for each in options) or bounded or call.scale <= 0.0:
+    if any(option is not None for option in options) or bounded or call.scale <= 0.0:
         return False
     size = query.shape[3]
     if query.dtype == torch.float32 or value.shape[3] != size or size % 8 != 0:
@@ -114,7 +114,7 @@ def backward(
     lse = lse.contiguous()
     grads: Sequence[torch.Tensor]
     if call.ends is not None:
-        packed = (_packed(each) for each in (grad_output, *tensors))
+        packed = (_packed(tensor) for tensor in (grad_output, *tensors))
         lse = torch.where(lse[0] == -torch.inf, torch.inf, lse[0])
         grads = torch.ops.aten._flash_attention_backward(
             *packed, lse, *_tables(call), 0.0, causal, seed, offset, scale=call.scale
@@ -145,5 +145,5 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 def _tables(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Return where packed sequences end, in int32, and the longest lengths."""
     assert call.ends is not None
-    ends_q, ends_k = (each.to(torch.int32) for each in call.ends)
+    ends_q, ends_k = (end.to(torch.int32) for end in call.ends)
     return ends_q, ends_k, call.max_rows, call.max_keys

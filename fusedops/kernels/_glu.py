@@ -149,4 +149,4 @@ def _as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
     if all(tensor.is_contiguous() for tensor in tensors) or first.dim() == 0:
         return [tensor.reshape(1, -1) for tensor in tensors]
     rows = [tensor.reshape(-1, first.shape[-1]) for tensor in tensors]
-    return [each if each.stride(1) == 1 else each.contiguous() for each in rows]
+    return [row if row.stride(1) == 1 else row.contiguous() for row in rows]

@@ -356,7 +356,7 @@ def backward(
     ]
     w = _launch.dense(weight, x)
     statistics = (mean.contiguous(), rstd.contiguous())
-    targets = [x if each is None else each for each in (dx, *parts)]
+    targets = [x if part is None else part for part in (dx, *parts)]
     flags = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
     wants = dict(zip(("WANTS_INPUT", "WANTS_WEIGHT", "WANTS_BIAS"), wanted, strict=True))
     with _launch.device_of(x):

@@ -122,13 +122,13 @@ class PointerTable:
 def addresses(*lists: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return int64 ``[tensors, lists]`` on the host; 0 where a list is empty."""
     count = len(lists[0])
-    columns = [[each.data_ptr() for each in tensors] or [0] * count for tensors in lists]
+    columns = [[tensor.data_ptr() for tensor in tensors] or [0] * count for tensors in lists]
     return torch.tensor(columns, dtype=torch.int64).t().contiguous()
 
 
 def vectorizes(*tensors: torch.Tensor) -> bool:
     """Whether a tensor, and others of its size, may be read by vectors of 16 bytes to the end."""
-    return all(each.data_ptr() % 16 == 0 and each.numel() % 16 == 0 for each in tensors)
+    return all(tensor.data_ptr() % 16 == 0 and tensor.numel() % 16 == 0 for tensor in tensors)
 
 
 def blocks(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:

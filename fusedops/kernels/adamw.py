@@ -235,7 +235,7 @@ class StepLaunch:
         with _launch.guard(device):
             table, blocks = self.table.on_device()
             counts = torch.empty(num_tensors, dtype=torch.float64, device=device)
-            types = [_pointer_table.of_dtype(each, device) for each in self.dtypes]
+            types = [_pointer_table.of_dtype(dtype, device) for dtype in self.dtypes]
             _count_kernel[(triton.cdiv(num_tensors, _COUNTED),)](
                 table,
                 counts if found_inf is None else found_inf,

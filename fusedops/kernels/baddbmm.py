@@ -119,7 +119,7 @@ def forward(*args: Any) -> torch.Tensor:
         batch2.expand(*leading, *batch2.shape[-2:]),
         input.expand(output.shape) if beta != 0 else output,
     ]
-    sizes, strides = merged(leading, [each.stride()[:-2] for each in operands])
+    sizes, strides = merged(leading, [operand.stride()[:-2] for operand in operands])
     if len(sizes) > _BATCH_DIMS:
         operands = [each.contiguous() for each in operands]
         sizes, strides = merged(leading, [each.stride()[:-2] for each in operands])

@@ -119,8 +119,8 @@ def forward(inputs: list[torch.Tensor]) -> torch.Tensor:
     """Launch it; argument and result are those of ``fusedops::square_sums``."""
     dense = [each.contiguous() for each in inputs]
     sums = torch.empty(len(inputs), dtype=torch.float64, device=inputs[0].device)
-    for each in launches(dense):
-        each.run(sums)
+    for launch in launches(dense):
+        launch.run(sums)
     return sums
 
 

@@ -117,15 +117,21 @@ def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> Shared
         return None
     into: list[GradientSum | None] = []
     anchors = []
-    for each in parameters:
-        if each is None or not each.requires_grad:
+    for parameter in parameters:
+        if parameter is None or not parameter.requires_grad:
             into.append(None)
             continue
-        owner = _owner(each)
-        key = id(owner), each._version, each.storage_offset(), each.shape, each.stride()
+        owner = _owner(parameter)
+        key = (
+            id(owner),
+            parameter._version,
+            parameter.storage_offset(),
+            parameter.shape,
+            parameter.stride(),
+        )
         if key not in known:
             total = GradientSum()
-            known[key] = _Read(each, owner, total, _Anchor.apply(each, total))
+            known[key] = _Read(parameter, owner, total, _Anchor.apply(parameter, total))
         into.append(known[key].into)
         anchors.append(known[key].anchor)
     return Shared([None if each is None else _cut_off(each) for each in parameters], into, anchors)

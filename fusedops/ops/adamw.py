@@ -117,7 +117,7 @@ def adamw(
     """
     if not batch.params:
         return
-    draws = [number for each in batch.draws for number in _numbers(each)]
+    draws = [number for draw in batch.draws for number in _numbers(draw)]
     _OP(
         batch.params,
         batch.grads,
@@ -153,7 +153,7 @@ class RepeatedBatch:
     def __init__(self, batch: TensorLists) -> None:
         from fusedops.kernels import adamw as kernels
 
-        draws = [number for each in batch.draws for number in _numbers(each)]
+        draws = [number for draw in batch.draws for number in _numbers(draw)]
         lists = (batch.exp_avgs, batch.exp_avg_sqs, batch.max_exp_avg_sqs, batch.copies)
         self._launches = kernels.launches(
             batch.params, batch.grads, *lists, batch.steps, draws, batch.weight_decays
@@ -170,8 +170,8 @@ class RepeatedBatch:
 
     def move_gradients(self, addresses: torch.Tensor) -> None:
         """Take the addresses of the next step's gradients, int64 ``[len(batch.grads)]``."""
-        for each in self._launches:
-            each.move_gradients(addresses)
+        for launch in self._launches:
+            launch.move_gradients(addresses)
 
     def step(
         self,

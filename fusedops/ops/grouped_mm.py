@@ -111,7 +111,7 @@ def lowered(input: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
     For functions of which autocast must cast some arguments only.
     """
     lower = computed_in(input)
-    return [None if each is None else each.to(lower) for each in (input, *others)]
+    return [None if other is None else other.to(lower) for other in (input, *others)]
 
 
 def computed_in(input: torch.Tensor) -> torch.dtype:

@@ -117,7 +117,7 @@ def _reference(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts:
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     counts = counts.scatter_add(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))[:-1]
     results = (permutation, positions.view(expert_ids.shape), counts, counts.cumsum(0))
-    permutation, positions, counts, offsets = (each.to(torch.int32) for each in results)
+    permutation, positions, counts, offsets = (result.to(torch.int32) for result in results)
     return permutation, positions, counts.contiguous(), offsets
 
 

@@ -63,8 +63,8 @@ class RepeatedSums:
 
     def move(self, addresses: torch.Tensor) -> None:
         """Take the addresses of the next call's tensors, int64 ``[len(inputs)]``."""
-        for each in self._launches:
-            each.move(addresses)
+        for launch in self._launches:
+            launch.move(addresses)
 
     def __call__(self) -> torch.Tensor:
         """Return the sums of the tensors, as ``square_sums`` does."""

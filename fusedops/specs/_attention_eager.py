@@ -105,7 +105,7 @@ NOT_FINITE: tuple[Attend, ...] = tuple(
 
 def _per_query_head(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
     groups = query.shape[1] // tensors[0].shape[1]
-    return [each.repeat_interleave(groups, 1) if groups > 1 else each for each in tensors]
+    return [tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in tensors]
 
 
 def _distances(

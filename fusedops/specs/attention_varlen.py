@@ -151,7 +151,7 @@ def _case(lengths: tuple[int, ...], heads: int, size: int, headline: bool = Fals
             "bench", (q, k, v, ends, ends, max(lengths), max(lengths)), {"is_causal": True}
         )
 
-    pairs = sum(each * each for each in lengths) * heads * size // 2
+    pairs = sum(length * length for length in lengths) * heads * size // 2
     return BenchCase(
         label=f"{len(lengths)} sequences, {total} tokens, {heads}x{size} causal",
         make=make,

@@ -128,8 +128,11 @@ def difference_of_mixture(spec: Spec, sample: Sample, *, loose: bool = False) ->
     except TypeError:  # some tensor must have the dtype that it has
         least = reference
     base = ComparisonResult(
-        [each.to(like.dtype) for each, like in zip(least.outputs, reference.outputs, strict=True)],
-        [each.to(like.dtype) for each, like in zip(least.grads, reference.grads, strict=True)],
+        [
+            output.to(like.dtype)
+            for output, like in zip(least.outputs, reference.outputs, strict=True)
+        ],
+        [grad.to(like.dtype) for grad, like in zip(least.grads, reference.grads, strict=True)],
     )
     exact = truth(spec, sample)
     inside = sample.least_dtype
@@ -198,10 +201,13 @@ def differences_where_not_finite(
     if sample.random:
         functions = (functools.partial(_on_reference, spec.op),)
     pairs = [
-        (run(each, fresh(sample, torch.float64), incoming), run(each, fresh(sample), incoming))
-        for each in functions
+        (
+            run(function, fresh(sample, torch.float64), incoming),
+            run(function, fresh(sample), incoming),
+        )
+        for function in functions
     ]
-    return {name: _unlike_eager(each, pairs, spec, sample) for name, each in results.items()}
+    return {name: _unlike_eager(result, pairs, spec, sample) for name, result in results.items()}
 
 
 def _unlike_eager(

@@ -40,12 +40,12 @@ class Sample:
     @property
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that require a gradient, in the order of the call."""
-        return [each for each in self.tensors if each.requires_grad]
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
 
     @property
     def least_dtype(self) -> torch.dtype | None:
         """The floating dtype of the least precision among the tensors, if there is one."""
-        found = {each.dtype for each in self.tensors if each.is_floating_point()}
+        found = {tensor.dtype for tensor in self.tensors if tensor.is_floating_point()}
         return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
@@ -56,7 +56,7 @@ class Sample:
 
 def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
     """Return the tensors of a pytree (a tensor, tuple, plan ...), in order."""
-    return tuple(each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor))
+    return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True)

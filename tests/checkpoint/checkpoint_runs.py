@@ -105,9 +105,9 @@ class Run:
         now = generators.capture()
         drawn = [torch.rand(4), torch.tensor([random.random(), float(numpy.random.rand())])]
         generators.restore(now)
-        for each in [*tensors, *drawn]:
-            each = each.full_tensor() if hasattr(each, "full_tensor") else each
-            found.update(each.detach().contiguous().numpy().tobytes())
+        for tensor in [*tensors, *drawn]:
+            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found.update(tensor.detach().contiguous().numpy().tobytes())
         return found.hexdigest()
 
 

@@ -71,7 +71,11 @@ def test_a_damaged_file_is_told_and_the_one_before_is_loaded(
     assert f"{newest} is passed over: {reason}" in caplog.text
     # It goes on from there to the same end, and the damaged one is neither counted nor kept.
     assert run.train(4) == Run(tmp_path / "other").train(4)
-    assert [folders.step_of(each) for each in folders.checkpoints(tmp_path)] == [4, 3, 2]
+    assert [folders.step_of(checkpoint) for checkpoint in folders.checkpoints(tmp_path)] == [
+        4,
+        3,
+        2,
+    ]
 
 
 def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
@@ -93,8 +97,8 @@ def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
 
 def test_where_all_are_damaged_it_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
-    for each in folders.checkpoints(tmp_path):
-        truncated(each / "__0_0.distcp")
+    for checkpoint in folders.checkpoints(tmp_path):
+        truncated(checkpoint / "__0_0.distcp")
     run = Run(tmp_path)
     before = run.digest()
     run = Run(tmp_path)
@@ -158,7 +162,7 @@ class FullDisk:
 
 
 def size_of(folder: Path) -> int:
-    return sum(each.stat().st_size for each in folder.iterdir())
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("block", [True, False])
@@ -177,7 +181,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     says = str(error.value)
     assert says.startswith("the checkpoint of step 3 was not written: No space left on device")
     assert says.endswith(f"the last good one is {newest}")
-    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".partial")] == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".partial")] == []
     meanwhile = generators.capture()
     restored = Run(tmp_path).checkpointer.load()
     assert restored is not None and restored.step == 2 and restored.passed_over == ()
@@ -243,7 +247,7 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
     restored = run.checkpointer.load()
     assert restored is not None and restored.step == 2 and restored.passed_over == ()
     run.checkpointer.save(3)
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock",
         *(f"step-{step:010d}.0" for step in (1, 2, 3)),
     ]

@@ -61,7 +61,7 @@ def test_noise_widens_what_is_usual() -> None:
     guard = Guard()
     norms = torch.randn(300, generator=draw).exp().clamp(max=6.0).tolist()
     verdicts = [guard.check(step, 1.0, norm) for step, norm in enumerate(norms)]
-    assert sum(not each.ok for each in verdicts) <= 3
+    assert sum(not verdict.ok for verdict in verdicts) <= 3
 
 
 def test_a_few_values_are_no_history() -> None:
@@ -108,7 +108,7 @@ def test_a_rollback_restores_and_skips_what_was_bad(tmp_path: Path) -> None:
                 continue
         step += 1
     assert seen == [(5, "rollback"), (5, "skip")]
-    assert [each.action for each in run.guard.events] == ["rollback", "skip"]
+    assert [event.action for event in run.guard.events] == ["rollback", "skip"]
     assert "step 5: rollback to step 3: the loss is nan" in run.guard.report()
 
 
@@ -146,7 +146,7 @@ def _spoil(run: Run) -> None:
 
 
 def _steps(folder: Path) -> list[int]:
-    return [folders.step_of(each) for each in folders.checkpoints(folder)]
+    return [folders.step_of(checkpoint) for checkpoint in folders.checkpoints(folder)]
 
 
 @pytest.mark.parametrize("block", [True, False])

@@ -40,7 +40,7 @@ def test_a_sharded_run_that_is_resumed_gives_the_same_bits(tmp_path: Path, block
     parts = on_ranks(2, _train, str(tmp_path / "parts"), STEPS, block)
     assert whole == parts and all(len(each) == 64 for each in whole)
     newest = folders.checkpoints(tmp_path / "parts")[0]
-    names = {each.name for each in newest.iterdir()}
+    names = {path.name for path in newest.iterdir()}
     assert {"__0_0.distcp", "__1_0.distcp", "rank-00000.pt", "rank-00001.pt"} < names
 
 
@@ -109,7 +109,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
     on_ranks(2, _train, str(tmp_path), 2, True)
     for says in on_ranks(2, _save_with_a_full_disk, str(tmp_path)):
         assert "step 9 was not written: rank 1: No space left on device; the last good" in says
-    assert [folders.step_of(each) for each in folders.checkpoints(tmp_path)] == [2, 1]
+    assert [folders.step_of(checkpoint) for checkpoint in folders.checkpoints(tmp_path)] == [2, 1]
 
 
 def _die_while_saving(rank: int, root: str) -> str:
@@ -145,7 +145,7 @@ class _Stage(nn.Module):
 
     def __init__(self, layers: list[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(each): nn.Linear(4, 4) for each in layers})
+        self.layers = nn.ModuleDict({str(layer): nn.Linear(4, 4) for layer in layers})
 
 
 def _stages(rank: int, root: str, save: bool) -> dict[str, list[float]]:
@@ -160,8 +160,8 @@ def _stages(rank: int, root: str, save: bool) -> dict[str, list[float]]:
     else:
         assert checkpointer.load() is not None and optimizer.param_groups[0]["lr"] == 0.1 + rank
     found = {name: each.flatten().tolist() for name, each in model.state_dict().items()}
-    for name, each in model.named_parameters():
-        found[f"{name}.exp_avg"] = optimizer.state[each]["exp_avg"].flatten().tolist()
+    for name, parameter in model.named_parameters():
+        found[f"{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].flatten().tolist()
     return found
 
 
@@ -172,10 +172,10 @@ def test_stages_of_a_pipeline_have_other_parameters(tmp_path: Path) -> None:
     model = _Stage([0, 1, 2])
     optimizer = torch.optim.AdamW(model.parameters())
     Checkpointer(tmp_path, model, optimizer).load()
-    for name, each in model.named_parameters():
+    for name, parameter in model.named_parameters():
         owner = saved[1] if name.startswith("layers.2") else saved[0]
-        assert each.flatten().tolist() == owner[name]
-        assert optimizer.state[each]["exp_avg"].flatten().tolist() == owner[f"{name}.exp_avg"]
+        assert parameter.flatten().tolist() == owner[name]
+        assert optimizer.state[parameter]["exp_avg"].flatten().tolist() == owner[f"{name}.exp_avg"]
 
 
 def _refused_on_one_rank(rank: int, root: str) -> list[str]:
@@ -224,8 +224,8 @@ def _wrapped(rank: int, root: str, kind: str, save: bool) -> list[float]:
     else:
         assert checkpointer.load() is not None and len(optimizer.state) == 4
     found = []
-    for each in model.parameters():
-        for value in (each, optimizer.state[each]["exp_avg"]):
+    for parameter in model.parameters():
+        for value in (parameter, optimizer.state[parameter]["exp_avg"]):
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
             found += value.flatten().tolist()
     return found

@@ -92,7 +92,7 @@ def test_the_last_good_ones_stay(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=2)
     for number in range(4):
         run.checkpointer.save(number)
-    assert [each.name for each in sorted(tmp_path.iterdir()) if each.name[0] != "."] == [
+    assert [path.name for path in sorted(tmp_path.iterdir()) if path.name[0] != "."] == [
         "step-0000000002.0",
         "step-0000000003.0",
     ]

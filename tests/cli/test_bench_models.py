@@ -223,7 +223,7 @@ def _timing(eager: float, ours: float, *, contended: bool = False) -> Any:
     seconds = {"eager": eager, "compile": 1.1 * eager, "fusedops": ours}
 
     def measure(variants: Sequence[Variant], *_: Any, **__: Any) -> Timing:
-        names = [each.name for each in variants]
+        names = [variant.name for variant in variants]
         return Timing(
             {name: [seconds[name]] * 4 for name in names},
             {name: [contended] * 4 for name in names},

@@ -96,7 +96,7 @@ def test_a_disturbed_row_has_no_times_in_a_table() -> None:
         table.show(_record(_row("eager"), _row("fusedops", trusted=trusted)), out)
         ours = next(line for line in printed(out).splitlines() if "fusedops (cpp)" in line)
         times = ("6458.70", "1.25", "77.5", "33%")
-        assert [each in ours for each in times] == [trusted] * 4
+        assert [time in ours for time in times] == [trusted] * 4
         assert ("disturbed" in ours) == (not trusted)
         assert "2.5" in ours and "0.25" in ours  # what depends on no clock
 

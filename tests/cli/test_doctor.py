@@ -49,7 +49,7 @@ def test_wrong_values_are_found() -> None:
         return spec.op(*args, **kwargs) * 1.001
 
     failures = check_op(replace(spec, op=wrong), CPU).failures
-    assert any("output 0" in each and "over the error budget" in each for each in failures)
+    assert any("output 0" in failure and "over the error budget" in failure for failure in failures)
 
 
 def test_wrong_gradient_is_found() -> None:
@@ -68,7 +68,9 @@ def test_wrong_gradient_is_found() -> None:
         return spec.op(Doubled.apply(x), *args, **kwargs)
 
     failures = check_op(replace(spec, op=wrong), CPU).failures
-    assert any("gradient 0" in each and "over the error budget" in each for each in failures)
+    assert any(
+        "gradient 0" in failure and "over the error budget" in failure for failure in failures
+    )
 
 
 def test_nan_is_wrong() -> None:
@@ -213,7 +215,9 @@ def test_it_tells_which_tuning_table_is_in_force(
 def test_calibrate_shows_rates_ratios_and_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "PRODUCTS", ((64, 32, 48), (4, 32, 48)))
     monkeypatch.setattr(calibrate, "OPS", ("gelu",))
-    case = next(each for each in all_specs()["gelu"].bench_cases if not each.headline)
+    case = next(
+        bench_case for bench_case in all_specs()["gelu"].bench_cases if not bench_case.headline
+    )
     small = replace(case, label="4x8", make=lambda device, dtype: _tiny(device, dtype))
     specs = {"gelu": replace(all_specs()["gelu"], bench_cases=(replace(small, headline=True),))}
     monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)

@@ -52,7 +52,7 @@ def test_only_what_is_asked_for_is_tried() -> None:
         *("--schedule", "zbv"),
     )
     rows = json.loads(done.output)["layouts"]
-    found = {(each["layout"]["pp"], each["layout"]["ep"]) for each in rows}
+    found = {(row["layout"]["pp"], row["layout"]["ep"]) for row in rows}
     assert found == {(1, 4), (1, 8), (2, 4)} and len(rows) == 3
     assert {each["layout"]["recompute"] for each in rows} == {"full"}
     bubbles = {each["layout"]["pp"]: each["bubble"] for each in rows}

@@ -92,7 +92,7 @@ BAD = {
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_what_is_wrong_is_one_line(file: str, case: str) -> None:
     overrides, message = BAD[case]
-    done = invoke(file, *[part for each in overrides for part in ("--set", each)])
+    done = invoke(file, *[part for override in overrides for part in ("--set", override)])
     assert done.exit_code == 2, done.output
     (line,) = done.output.splitlines()
     assert line.startswith("fusedops: error: ") and message in line

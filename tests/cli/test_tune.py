@@ -51,9 +51,9 @@ def test_a_quick_run_writes_a_table_that_loads(
     keys = [(each.op, each.size_class) for each in table.entries]
     assert keys == sorted(keys) and len(keys) == 4
     assert {("layer_norm", 22), ("layer_norm_backward", 22)} < set(keys)
-    for each in table.entries:
-        assert set(each.median_us) == {"cpp", "torch"} and each.dtype == "float32"
-        assert all(us > 0 for us in each.median_us.values())
+    for entry in table.entries:
+        assert set(entry.median_us) == {"cpp", "torch"} and entry.dtype == "float32"
+        assert all(us > 0 for us in entry.median_us.values())
     assert path.read_text() == tuning.dump(table)
 
 

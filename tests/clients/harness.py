@@ -41,11 +41,14 @@ class Trained:
 
     def __reduce__(self) -> Any:
         """Travel by value: a tensor would be shared with a process that has ended."""
-        return _trained, (self.losses, {name: each.numpy() for name, each in self.weights.items()})
+        return _trained, (
+            self.losses,
+            {name: weight.numpy() for name, weight in self.weights.items()},
+        )
 
 
 def _trained(losses: list[float], weights: dict[str, Any]) -> Trained:
-    return Trained(losses, {name: torch.from_numpy(each) for name, each in weights.items()})
+    return Trained(losses, {name: torch.from_numpy(weight) for name, weight in weights.items()})
 
 
 @dataclass
@@ -163,7 +166,7 @@ def batches(rank: int = 0, processes: int = 1) -> list[torch.Tensor]:
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the parameters, gathered where they are sharded."""
-    return {name: whole(each).clone() for name, each in model.named_parameters()}
+    return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,10 +199,10 @@ def steps_aside(at_first: fusedops.PatchReport, at_last: fusedops.PatchReport) -
     """
     refused = {each.name: each.reason for each in at_first.kept}
     lines = []
-    for each in at_last.modules:
-        stepped = each.replaced and each.reason.startswith("steps aside now: ")
-        if stepped or (not each.replaced and each.reason != "there is no rule for this class"):
-            reason = each.reason if stepped else refused.get(each.name, each.reason)
+    for module in at_last.modules:
+        stepped = module.replaced and module.reason.startswith("steps aside now: ")
+        if stepped or (not module.replaced and module.reason != "there is no rule for this class"):
+            reason = module.reason if stepped else refused.get(module.name, module.reason)
             reason = re.sub(r"[.][0-9]+[.]", ".*.", reason.removeprefix("steps aside now: "))
-            lines.append(f"{each.cls}: {reason}")
+            lines.append(f"{module.cls}: {reason}")
     return list(dict.fromkeys(lines))

@@ -121,7 +121,7 @@ class Recorder:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         reports = self.reports.pop(nodeid)
-        failures = [each for each in reports if each.failed]
+        failures = [report for report in reports if report.failed]
         skipped = any(each.skipped for each in reports if type(each) is pytest.TestReport)
         ops: dict[str, int] = {}
         for (op, _), count in fusedops.counters().items():

@@ -174,7 +174,7 @@ def run(
     paths = [HERE, HERE.parent / "integrations", ROOT, os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTEST_ADDOPTS": options,
-        "PYTHONPATH": os.pathsep.join(str(each) for each in paths if str(each)),
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -204,9 +204,9 @@ def table(results: dict[str, Comparison]) -> str:
     """Return the counts per family, as Markdown."""
     head = "| family | pass stock | of these pass patched | of these run fused ops | known | new |"
     lines = [head, "|---|---|---|---|---|---|"]
-    for family, each in results.items():
-        counts = (each.passed_stock, each.passed_patched, each.fused, len(each.known))
-        lines.append(f"| {family} | {' | '.join(map(str, counts))} | {len(each.new)} |")
+    for family, result in results.items():
+        counts = (result.passed_stock, result.passed_patched, result.fused, len(result.known))
+        lines.append(f"| {family} | {' | '.join(map(str, counts))} | {len(result.new)} |")
     return "\n".join(lines)
 
 
@@ -218,14 +218,14 @@ def report(results: dict[str, Comparison], tree: Path, *, own_testers: bool) -> 
         "tests": "shared tests, tests/clients/hf_model_testers.py" if own_testers else tree.name,
         "families": {
             family: {
-                "passed_stock": each.passed_stock,
-                "passed_patched": each.passed_patched,
-                "with_fused_ops": each.fused,
-                "known": each.known,
-                "new": each.new,
-                "ops": dict(sorted(each.ops.items())),
+                "passed_stock": result.passed_stock,
+                "passed_patched": result.passed_patched,
+                "with_fused_ops": result.fused,
+                "known": result.known,
+                "new": result.new,
+                "ops": dict(sorted(result.ops.items())),
             }
-            for family, each in results.items()
+            for family, result in results.items()
         },
     }
 
@@ -281,7 +281,7 @@ def main() -> int:
             found = report(results, tree, own_testers=chosen.tests is None)
             chosen.report.write_text(json.dumps(found, indent=1) + "\n")
     print(table(results))
-    return int(any(each.new for each in results.values()))
+    return int(any(result.new for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def generated(model: Any) -> list[list[int]]:
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64),
     )
     assert all(each.error is None and each.status.name == "FINISHED" for each in outputs.values())
-    by_prompt = {tuple(each.prompt_ids): each.generated_tokens for each in outputs.values()}
+    by_prompt = {tuple(output.prompt_ids): output.generated_tokens for output in outputs.values()}
     return [by_prompt[tuple(prompt)] for prompt in PROMPTS]
 
 

@@ -74,7 +74,7 @@ class Call(torch.nn.Module):
 
 def run(path: Path, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    names = {each.name for each in session.get_inputs()}
+    names = {entry.name for entry in session.get_inputs()}
     feeds = dict(zip(_names(len(inputs)), (each.numpy() for each in inputs), strict=True))
     found = session.run(None, {name: value for name, value in feeds.items() if name in names})
     return [torch.from_numpy(each) for each in found]

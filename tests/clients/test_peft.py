@@ -16,7 +16,7 @@ from torch import nn
 def train(model: nn.Module) -> Trained:
     """Train what is not frozen."""
     optimizer = torch.optim.SGD(
-        [each for each in model.parameters() if each.requires_grad], lr=LEARNING_RATE
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=LEARNING_RATE
     )
     losses = []
     for ids in batches():

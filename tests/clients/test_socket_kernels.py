@@ -43,7 +43,7 @@ def bert() -> nn.Module:
 
 
 def loss(model: nn.Module) -> torch.Tensor:
-    ids = torch.stack([each["input_ids"] for each in rows(4)])
+    ids = torch.stack([row["input_ids"] for row in rows(4)])
     return model(input_ids=ids, labels=ids).loss
 
 
@@ -102,7 +102,7 @@ def test_hidden_states_are_recorded_before_during_and_after() -> None:
         if change is not None:
             change()
         output = llama()(input_ids=ids, output_hidden_states=True)
-        shapes.append([list(each.shape) for each in output.hidden_states])
+        shapes.append([list(hidden_state.shape) for hidden_state in output.hidden_states])
     assert shapes[0] == shapes[1] == shapes[2] == [[1, 16, 32]] * 3
 
 

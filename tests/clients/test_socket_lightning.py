@@ -118,7 +118,7 @@ def test_the_report_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         callback = FusedOps()
         fit(Module(), tmp_path, callback)
-    printed = [each for each in caplog.messages if each == str(callback.report)]
+    printed = [message for message in caplog.messages if message == str(callback.report)]
     assert len(printed) == 1 and "linear_glu" in printed[0]
 
 

@@ -208,7 +208,7 @@ def test_core_attention_is_that_of_the_local_spec(tokens: int, keys: int, kind: 
 
 @pytest.mark.parametrize("window", [None, (3, 0)])
 def test_a_chunk_after_a_cache_is_the_end_of_the_whole(window: tuple[int, int] | None) -> None:
-    query, key, value = (each.detach() for each in heads(9, 9))
+    query, key, value = (head.detach() for head in heads(9, 9))
     module = core(True, AttnMaskType.causal, window_size=window)
     whole = module(query, key, value, None)
     chunk = module(query[5:], key, value, None)
@@ -218,7 +218,7 @@ def test_a_chunk_after_a_cache_is_the_end_of_the_whole(window: tuple[int, int] |
 @pytest.mark.parametrize("window", [None, (3, 0)])
 def test_packed_sequences_are_each_alone(window: tuple[int, int] | None) -> None:
     module = core(True, AttnMaskType.padding_causal, window_size=window, softmax_type="off-by-one")
-    query, key, value = (each.detach()[:, 0].contiguous() for each in heads(11, 11))
+    query, key, value = (head.detach()[:, 0].contiguous() for head in heads(11, 11))
     ends = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
     packing = PackedSeqParams("thd", ends, ends, max_seqlen_q=6, max_seqlen_kv=6)
     with counted() as calls:
@@ -231,7 +231,7 @@ def test_packed_sequences_are_each_alone(window: tuple[int, int] | None) -> None
 
 
 def test_padding_between_packed_sequences_needs_causality() -> None:
-    query, key, value = (each[:, 0] for each in heads(8, 8))
+    query, key, value = (head[:, 0] for head in heads(8, 8))
     ends, padded = (torch.tensor(each, dtype=torch.int32) for each in ([0, 3, 6], [0, 4, 8]))
     packing = PackedSeqParams("thd", ends, ends, padded, padded)
     causal = core(True, AttnMaskType.padding_causal)

@@ -123,7 +123,7 @@ def sft(folder: Path, **options: Any) -> Any:
 
 def tokenizer() -> Any:
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    words = {str(each): each for each in range(97)}
+    words = {str(index): index for index in range(97)}
     model = tokenizers.models.WordLevel(words, unk_token="0")
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(model), eos_token="1", pad_token="2", unk_token="0"

@@ -145,8 +145,8 @@ def resumed(model: nn.Module, first: str) -> Trained:
     fusedops.unpatch(stock)
     saver, loader = (model, stock) if first == "patched" else (stock, model)
     with torch.no_grad():
-        for each in loader.parameters():
-            each.zero_()
+        for parameter in loader.parameters():
+            parameter.zero_()
     shard(saver)
     shard(loader)
     ids = batches(rank, processes)

@@ -42,7 +42,7 @@ LEN = "len(list) >= 1"
 def case(words: str | None, *args: Any, others: str = "", **rules: Any) -> Any:
     """A call with arguments x, w (tensors) and others, its rules, and what refuses it."""
     tensors = [("Tensor", name) for name in rules if name in ("x", "w")]
-    kinds = [tuple(each.split()) for each in others.split(",") if each]
+    kinds = [tuple(part.split()) for part in others.split(",") if part]
     return pytest.param(rules, [*tensors, *kinds], args, words)
 
 

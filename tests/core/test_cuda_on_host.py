@@ -99,7 +99,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def samples(op: str, dtype: torch.dtype) -> dict[str, Sample]:
-    return {each.name: each for each in all_specs()[op].samples(CPU, dtype)}
+    return {sample.name: sample for sample in all_specs()[op].samples(CPU, dtype)}
 
 
 def check(host: Host, spec: Spec, sample: Sample, *orders: int, processors: int = 2) -> None:

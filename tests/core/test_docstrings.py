@@ -12,7 +12,9 @@ import fusedops
 
 def _public() -> list[str]:
     modules = ("memory", "nn", "parallel")
-    inside = [f"{each}.{name}" for each in modules for name in getattr(fusedops, each).__all__]
+    inside = [
+        f"{module}.{name}" for module in modules for name in getattr(fusedops, module).__all__
+    ]
     return sorted(set(fusedops.__all__) - {"memory", "nn", "parallel"}) + inside
 
 

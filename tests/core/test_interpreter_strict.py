@@ -64,8 +64,8 @@ def append(y_ptr, count_ptr, BLOCK: tl.constexpr):
 def refused(launch: Callable[[], Any], *words: str) -> None:
     with pytest.raises((strict.Hazard, triton.runtime.errors.InterpreterError)) as caught:
         launch()
-    for each in (*words, "test_interpreter_strict.py:"):
-        assert each in str(caught.value)
+    for word in (*words, "test_interpreter_strict.py:"):
+        assert word in str(caught.value)
 
 
 def test_addresses_outside_a_tensor_are_refused() -> None:

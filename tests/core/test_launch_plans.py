@@ -124,7 +124,7 @@ def launches(gpu: stand_in_cuda.Gpu, args: tuple[Any, ...], call: Callable[[], A
     gpu.clear()
     result = call()
     results = result if isinstance(result, tuple) else (result,)
-    known = {each.data_ptr() for each in args if isinstance(each, torch.Tensor)}
+    known = {arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
     numbers: dict[int, int] = {}
 
     def named(address: int) -> Any:
@@ -246,10 +246,10 @@ def test_torch_operators_of_a_plan_compute_what_they_did(name: str, dtype: torch
         for _ in range(2):
             operator(op)(*args)
         other = tuple(
-            torch.randn_like(each)
-            if isinstance(each, torch.Tensor) and each.is_floating_point()
-            else each
-            for each in args
+            torch.randn_like(arg)
+            if isinstance(arg, torch.Tensor) and arg.is_floating_point()
+            else arg
+            for arg in args
         )
         found = operator(op)(*other)
         with fusedops.use_backend("torch"):
@@ -331,4 +331,4 @@ def test_each_call_goes_through_python_where_plans_are_disabled(
     monkeypatch.setenv("FUSEDOPS_LAUNCH_PLANS", "0")
     assert env.launch_plans_disabled()
     monkeypatch.setenv("FUSEDOPS_LAUNCH_PLANS", "no")
-    assert any("FUSEDOPS_LAUNCH_PLANS" in each for each in env.mistakes(backends.BACKENDS))
+    assert any("FUSEDOPS_LAUNCH_PLANS" in mistake for mistake in env.mistakes(backends.BACKENDS))

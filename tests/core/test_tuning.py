@@ -416,7 +416,7 @@ def test_a_shipped_table_may_name_torchs_product(op: str, tables: SimpleNamespac
     ]
     write(tables.shipped, table(*entries))
     assert not tables.load().ignored
-    given = next(each for each in spec.samples(CPU, torch.float32) if each.leaves)
+    given = next(sample for sample in spec.samples(CPU, torch.float32) if sample.leaves)
     fusedops.reset_counters()
     found = run(spec.op, fresh(given))
     ran = {key for key in fusedops.counters() if key[0].removesuffix("_backward") == op}

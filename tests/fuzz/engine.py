@@ -104,7 +104,7 @@ class Report:
             f"{self.fuzzer}: seed {self.seed}, {self.calls} calls in {self.seconds:.0f} s "
             f"({rate:.0f} a second): {counts or 'nothing'}; {len(self.findings)} findings"
         ]
-        by_kind = collections.Counter((each.op, each.outcome) for each in self.findings)
+        by_kind = collections.Counter((finding.op, finding.outcome) for finding in self.findings)
         for (op, outcome), count in by_kind.most_common():
             first = next(f for f in self.findings if (f.op, f.outcome) == (op, outcome))
             lines.append(f"  {count} x {op}: {outcome}, first at call {first.index}")

@@ -14,8 +14,8 @@ MOST_VALUES = 400
 
 def call(function: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> str:
     """Return code that calls ``function`` with these arguments."""
-    parts = [value(each) for each in args]
-    parts += [f"{name}={value(each)}" for name, each in (kwargs or {}).items()]
+    parts = [value(arg) for arg in args]
+    parts += [f"{name}={value(kwarg)}" for name, kwarg in (kwargs or {}).items()]
     return "import torch, fusedops\n" + f"{function}(\n    " + ",\n    ".join(parts) + ",\n)"
 
 

@@ -37,7 +37,7 @@ def test_no_call_kills_the_process_or_is_wrong(fuzzer: type[engine.Fuzzer], tmp_
         fuzzer(), seed=1, calls=10**9, folder=tmp_path, seconds=SECONDS, most_findings=5
     )
     print(report)
-    first = "\n".join(f"{each.snippet}\n{each.log}" for each in report.findings[:1])
+    first = "\n".join(f"{finding.snippet}\n{finding.log}" for finding in report.findings[:1])
     assert not report.findings, f"{report}\n{first}"
     assert report.counts["returned"] > 0
 
@@ -69,7 +69,7 @@ class _Deadly:
 
 def test_a_death_costs_one_call_and_is_known_by_its_number(tmp_path: Path) -> None:
     report = engine.run(_Deadly(), seed=7, calls=25, folder=tmp_path, patience=1.0, processes=2)
-    found = {each.index: each for each in report.findings}
+    found = {finding.index: finding for finding in report.findings}
     assert {index: each.outcome for index, each in found.items()} == {
         3: "dies of SIGSEGV",
         8: "hangs for 1 s",

@@ -63,7 +63,7 @@ def test_tokens_without_a_cache_are_the_same(dtype: torch.dtype) -> None:
 def _logits(model: Transformer, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
     """Return the logits after prompts and after each of some tokens, ``[R, 1 + tokens, V]``."""
     decoder = Decoder(model, 64)
-    found = [decoder.prefill([torch.tensor(each) for each in prompts])]
+    found = [decoder.prefill([torch.tensor(prompt) for prompt in prompts])]
     found += [decoder.step(step) for step in torch.tensor(tokens).unbind(1)]
     return torch.stack(found, 1)
 
@@ -103,13 +103,13 @@ class _Counted(TorchDispatchMode):
 def test_the_work_of_a_token_does_not_depend_on_those_before_it() -> None:
     model = made(TINY["tiny-llama"], seq_len=128)
     decoder = Decoder(model, 128, capacity=128)
-    logits = decoder.prefill([torch.tensor(each) for each in PROMPTS])
+    logits = decoder.prefill([torch.tensor(prompt) for prompt in PROMPTS])
     counts = []
     for _ in range(100):
         with _Counted() as counted:
             logits = decoder.step(logits.argmax(-1))
         counts.append((counted.calls, counted.numbers))
-    assert all(each == counts[0] for each in counts)
+    assert all(count == counts[0] for count in counts)
     assert counts[0][0]["fusedops.attention_decode.default"] == model.config.num_layers
 
 
@@ -147,8 +147,8 @@ def test_what_ends_a_sequence() -> None:
 def test_a_stream_gives_rounds_of_tokens_and_leaves_the_model_as_it_was() -> None:
     model = made(TINY["tiny-mixtral"], dropout=0.1, capacity_factor=1.0).train()
     model.layers["0"].eval()
-    before = [dict(each.__dict__) for each in model.modules()]
-    options = [dict(each.feed_forward.gate.options) for each in model.layers.values()]
+    before = [dict(module.__dict__) for module in model.modules()]
+    options = [dict(layer.feed_forward.gate.options) for layer in model.layers.values()]
     told = []
     for token in stream(model, PROMPTS[:2], tokens=3):
         assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
@@ -178,7 +178,7 @@ def test_two_threads_generate_from_one_model() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(generated, prompts)) == expected
-    assert all(each.training for each in model.modules())
+    assert all(module.training for module in model.modules())
 
 
 DOMAINS: dict[str, Any] = {
@@ -283,7 +283,7 @@ def test_stops_that_can_be_gone_through_once_end_every_sequence() -> None:
 
 
 def test_a_decoder_that_is_given_other_prompts_forgets_those_before() -> None:
-    model, rows = made(TINY["tiny-llama"]), [torch.tensor(each) for each in PROMPTS]
+    model, rows = made(TINY["tiny-llama"]), [torch.tensor(prompt) for prompt in PROMPTS]
     decoder = Decoder(model, 64)
     decoder.prefill(rows[:2])
     for prompts in (rows[2:], rows, rows[:1]):

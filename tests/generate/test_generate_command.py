@@ -72,7 +72,7 @@ def test_strings_end_texts_and_samples_are_numbered(folders: tuple[str, str]) ->
     drawn = invoke(run, *several, "--temperature", "0.3")
     heads = [f"[{prompt}.{sample}] " for prompt in (1, 2) for sample in (1, 2)]
     lines = drawn.stdout.splitlines()
-    assert [each[:6] for each in lines] == heads
+    assert [line[:6] for line in lines] == heads
     assert lines[0][6:].startswith(PROMPT) and lines[2][6:].startswith("the lazy")
     beams = invoke(run, "--prompt", PROMPT, "--beams", "3", "--tokens", "6")
     assert beams.stdout.startswith(PROMPT) and len(beams.stdout) == len(PROMPT) + 6 + 1
@@ -121,7 +121,7 @@ for option, values, words in (
     ("--repetition-penalty", ("0", "nan", "1e-300"), "repetition_penalty must be "),
     ("--length-penalty", ("nan", "1e9"), "length_penalty must be "),
 ):
-    BAD |= {f"{option} {each}": (["{run}", option, each], words) for each in values}
+    BAD |= {f"{option} {value}": (["{run}", option, value], words) for value in values}
 
 
 def broken(folder: Path, source: str, damage: str) -> str:
@@ -154,7 +154,7 @@ def test_mistakes_are_a_line_and_exit_code_2(
 ) -> None:
     run, export = folders
     args, words = BAD[what]
-    args = [each.format(folder=tmp_path, run=run, export=export) for each in args]
+    args = [arg.format(folder=tmp_path, run=run, export=export) for arg in args]
     if "--no-prompt" in args:
         args.remove("--no-prompt")
     elif "--prompt" not in args:
@@ -170,7 +170,7 @@ def test_a_vocabulary_of_pieces_is_read_with_the_checkpoint(tmp_path: Path) -> N
     tokenizers = pytest.importorskip("tokenizers")
     pieces = ["<|endoftext|>", "hello", " world", "\u0120", "a"]
     made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({each: n for n, each in enumerate(pieces)}, "a")
+        tokenizers.models.WordLevel({piece: n for n, piece in enumerate(pieces)}, "a")
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" world", "isolated")
     made.decoder = tokenizers.decoders.Fuse()
@@ -184,7 +184,7 @@ def test_a_space_between_prompt_and_text_stays(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     pieces = ["<unk>", *(f"\u2581{each}" for each in ("once", "upon", "a", "time"))]
     made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({each: n for n, each in enumerate(pieces)}, "<unk>")
+        tokenizers.models.WordLevel({piece: n for n, piece in enumerate(pieces)}, "<unk>")
     )
     # As Llama's: a space is part of the piece after it, and a text's first one is dropped.
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
@@ -193,7 +193,7 @@ def test_a_space_between_prompt_and_text_stays(tmp_path: Path) -> None:
     text = Text.of(str(tmp_path / "tokenizer.json"))
     tokens = text.encode("once upon a time")
     words = TextStream(text, [" ti"], tokens[:2])
-    assert [words.feed(each) for each in tokens[2:]] == [False, True]
+    assert [words.feed(token) for token in tokens[2:]] == [False, True]
     assert words.take() == " a"
 
 

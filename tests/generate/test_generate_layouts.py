@@ -82,7 +82,7 @@ def _command(world: Any, *args: str) -> tuple[int, str, str]:
 
 
 def _commands(world: Any, commands: list[list[str]]) -> list[tuple[int, str, str]]:
-    return [_command(world, *each) for each in commands]
+    return [_command(world, *command) for command in commands]
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_what_any_layout_trained_any_other_generates(
         assert torch.equal(one, other), name
     run, prompts = str(folder / "run"), ["--prompt", PROMPT, "--prompt", "12"]
     options = [[], ["--temperature", "0.8", "--top-k", "5"], ["--beams", "2"]]
-    calls = [[run, *prompts, "--tokens", "12", *each] for each in options]
+    calls = [[run, *prompts, "--tokens", "12", *option] for option in options]
     wanted = _commands(None, calls)
     assert [code for code, *_ in wanted] == [0, 0, 0], wanted
     assert f"{run}, step 3, 1 processes on cpu" in wanted[0][2]
@@ -183,7 +183,7 @@ def _bad(folder: Path) -> list[list[str]]:
         given = [str(folder), "--tokenizer", "bytes"]
         if "--no-prompt" not in args and "--prompt" not in args:
             given += ["--prompt", PROMPT]
-        found.append([*given, *(each for each in args if each != "--no-prompt")])
+        found.append([*given, *(arg for arg in args if arg != "--no-prompt")])
     return found
 
 
@@ -224,6 +224,6 @@ def test_the_command_starts_its_processes_and_ends_with_their_code(tmp_path: Pat
     assert done.returncode == 0 and "2 processes on cpu" in done.stderr, done.stderr
     assert (0, done.stdout) == _command(None, str(tmp_path), *start[5:7], "--prompt", PROMPT)[:2]
     bad = subprocess.run([*start, "--prompt", "a" * 64], capture_output=True, text=True)
-    told = [each for each in bad.stderr.splitlines() if "error" in each]
+    told = [line for line in bad.stderr.splitlines() if "error" in line]
     assert bad.returncode == 2 and not bad.stdout and len(told) == 1, bad.stderr
     assert told[0].startswith("fusedops: error: ") and "prompt alone is too long" in told[0]

@@ -80,7 +80,7 @@ def test_a_trace_serves_other_sizes_and_gradients(name: str) -> None:
     for function in (traced, patched):
         patched.zero_grad()
         function(*inputs).square().mean().backward()
-        gradients.append({key: each.grad for key, each in patched.named_parameters()})
+        gradients.append({key: parameter.grad for key, parameter in patched.named_parameters()})
     for key, expected in gradients[1].items():
         assert (expected is None) == (gradients[0][key] is None), key
         if expected is not None:

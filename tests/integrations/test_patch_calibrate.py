@@ -249,7 +249,7 @@ def test_what_cannot_be_run_is_listed_and_stays_patched(monkeypatch: pytest.Monk
     add_rules(monkeypatch, (Strange, FusedStrange), (Picky, FusedPicky))
     model = nn.Sequential(Strange(), Picky(), nn.GELU(), nn.RMSNorm(8, elementwise_affine=False))
     report = fusedops.patch(model, calibrate=True)
-    assert [each.reason for each in report.modules] == [
+    assert [module.reason for module in report.modules] == [
         "not measured: what its argument 'wind' is, is not known",
         "not measured: RuntimeError: not now",
         "not measured: no weight tells the size of its input",
@@ -374,7 +374,7 @@ def test_weights_gradients_random_numbers_and_mode_stay() -> None:
     model = DENSE["Llama"].model()
     model(IDS, labels=IDS).loss.backward()
     before = {name: each.detach().clone() for name, each in model.state_dict().items()}
-    grads = {name: each.grad.clone() for name, each in model.named_parameters()}
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     modes = [each.training for each in model.modules()]
     plain = copy.deepcopy(model)
     fusedops.patch(plain)
@@ -386,8 +386,8 @@ def test_weights_gradients_random_numbers_and_mode_stay() -> None:
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert all(torch.equal(each.grad, grads[name]) for name, each in model.named_parameters())
     assert [each.training for each in model.modules()] == modes
-    for each, other in zip(model.modules(), plain.modules(), strict=True):
-        assert vars(each).keys() == vars(other).keys()
+    for module, other in zip(model.modules(), plain.modules(), strict=True):
+        assert vars(module).keys() == vars(other).keys()
 
 
 FAMILIES = {
@@ -457,7 +457,7 @@ def test_a_file_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     report = fusedops.patch(model, calibrate=path)
     assert report["0"].reason == first["0"].reason
     entries = json.loads(path.read_text())["entries"]
-    assert [each["key"].split("; ")[1] for each in entries] == ["weight[32]", "weight[64]"]
+    assert [entry["key"].split("; ")[1] for entry in entries] == ["weight[32]", "weight[64]"]
     assert all(architecture(torch.device("cpu")) in each["key"] for each in entries)
 
 

@@ -72,7 +72,9 @@ def test_state_dict_and_unpatch(family: Family) -> None:
     assert list(patched.state_dict()) == list(stock.state_dict())
     stock.load_state_dict(patched.state_dict())
     fusedops.unpatch(patched)
-    assert [type(each) for each in patched.modules()] == [type(each) for each in stock.modules()]
+    assert [type(module) for module in patched.modules()] == [
+        type(each) for each in stock.modules()
+    ]
     before, after = gradients(stock, loss), gradients(patched, loss)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -123,7 +125,7 @@ def test_bfloat16_parameters(family: Family) -> None:
 def test_pickles(family: Family) -> None:
     patched, _ = family.pair()
     twin = pickle.loads(pickle.dumps(patched))
-    assert [type(each) for each in twin.modules()] == [type(each) for each in patched.modules()]
+    assert [type(module) for module in twin.modules()] == [type(each) for each in patched.modules()]
     assert torch.equal(loss(twin), loss(patched))
 
 

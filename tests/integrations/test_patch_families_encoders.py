@@ -56,7 +56,9 @@ def test_state_dict_and_unpatch(family: Family) -> None:
     assert all(torch.equal(values[name], before[name]) for name in before)
     stock.load_state_dict(values)
     fusedops.unpatch(patched)
-    assert [type(each) for each in patched.modules()] == [type(each) for each in stock.modules()]
+    assert [type(module) for module in patched.modules()] == [
+        type(each) for each in stock.modules()
+    ]
     first, again = gradients(stock, family.loss), gradients(patched, family.loss)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
@@ -131,7 +133,7 @@ def test_attentions_and_hidden_states_are_recorded(family: Family) -> None:
 def test_pickles(family: Family) -> None:
     patched, _ = family.pair()
     twin = pickle.loads(pickle.dumps(patched))
-    assert [type(each) for each in twin.modules()] == [type(each) for each in patched.modules()]
+    assert [type(module) for module in twin.modules()] == [type(each) for each in patched.modules()]
     assert torch.equal(family.logits(twin), family.logits(patched))
 
 

@@ -59,8 +59,8 @@ def test_router_logits_are_recorded(family: Family) -> None:
     note = describe(patched)["model.layers.0.mlp"].reason
     assert note.startswith("router and experts apart: ") and note.endswith("has hooks")
     assert len(found.router_logits) == len(expected.router_logits) == family.ops["moe_route"]
-    for actual, wanted in zip(found.router_logits, expected.router_logits, strict=True):
-        assert_close(actual, wanted)
+    for actual, router_logit in zip(found.router_logits, expected.router_logits, strict=True):
+        assert_close(actual, router_logit)
     assert_close(found.aux_loss, expected.aux_loss)
     assert_close(found.loss, expected.loss)
 
@@ -89,7 +89,7 @@ def test_hooks_see_the_stock_values(family: Family) -> None:
 
 
 def _experts(model: nn.Module) -> list[nn.Module]:
-    return [each for each in model.modules() if type(each).__name__.endswith("Experts")]
+    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
 
 
 def _choices(experts: Any, tokens: int = 9, k: int = 2) -> tuple[torch.Tensor, ...]:

@@ -80,7 +80,7 @@ def test_torch_modules_step_aside(
             found = call(rows)
         assert torch.equal(found, stock(rows)) and not calls.keys() - {"linear_act"}
         reasons = [entry.reason for entry in describe(model).modules]
-        assert any(f"{name} was replaced by test_patch_originals." in each for each in reasons)
+        assert any(f"{name} was replaced by test_patch_originals." in reason for reason in reasons)
     with counted() as calls:
         assert_close(call(rows), expected)
     assert calls
@@ -127,8 +127,10 @@ def test_a_replaced_attention_is_called(monkeypatch: pytest.MonkeyPatch, name: s
     with counted() as calls:
         total(family, model)
     assert len(seen) == family.ops["attention"] and "attention" not in calls
-    notes = [each.reason for each in describe(model).modules if each.op.startswith("attention")]
-    assert notes and all("F.scaled_dot_product_attention was replaced by" in each for each in notes)
+    notes = [
+        module.reason for module in describe(model).modules if module.op.startswith("attention")
+    ]
+    assert notes and all("F.scaled_dot_product_attention was replaced by" in note for note in notes)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

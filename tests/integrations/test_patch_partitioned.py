@@ -58,18 +58,18 @@ class Engine:
         self.model = model
         self.running: list[nn.Module] = []
         self.borrowed: dict[nn.Module, set[Any]] = defaultdict(set)
-        self.weights = {each: each.data for each in model.parameters()}
-        for each in self.weights:
-            each.ds_shape = each.shape
+        self.weights = {parameter: parameter.data for parameter in model.parameters()}
+        for weight in self.weights:
+            weight.ds_shape = weight.shape
         self.release(*self.weights)
 
     def gather(self, *parameters: Any) -> None:
-        for each in parameters:
-            each.data = self.weights[each]
+        for parameter in parameters:
+            parameter.data = self.weights[parameter]
 
     def release(self, *parameters: Any) -> None:
-        for each in parameters:
-            each.data = each.data.new_empty(0)
+        for parameter in parameters:
+            parameter.data = parameter.data.new_empty(0)
 
     def _needed(self, module: nn.Module) -> list[Any]:
         own = dict.values(module._parameters)

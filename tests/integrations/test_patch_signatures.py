@@ -41,9 +41,9 @@ def test_every_keyword_is_known_or_runs_the_original(
     theirs = inspect.signature(getattr(rule.original, name)).parameters
     ours = inspect.signature(getattr(rule.patched, name)).parameters
     instance, called = _instance_of(monkeypatch, rule, name)
-    named = [each for each in theirs if theirs[each].kind in signatures._NAMED][1:]
+    named = [other for other in theirs if theirs[other].kind in signatures._NAMED][1:]
     foreign = [each for each in named if each not in ours]
-    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in ours.values()):
+    if not any(row.kind is inspect.Parameter.VAR_KEYWORD for row in ours.values()):
         foreign.append("of_a_later_version")
     for keyword in foreign:
         getattr(instance, name)(**{keyword: torch.zeros(2, 4)})

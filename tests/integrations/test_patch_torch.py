@@ -97,7 +97,7 @@ def test_the_report_knows_what_runs_inside_a_sequence() -> None:
     model = nn.Sequential(nn.LayerNorm(48), *feed_forward(nn.GELU()), nn.GELU())
     report = fusedops.patch(model)
     inside = "inside the model's own forward"
-    assert [report[str(each)].reason for each in range(5)] == ["", inside, inside, inside, ""]
+    assert [report[str(index)].reason for index in range(5)] == ["", inside, inside, inside, ""]
     model[2].register_forward_hook(lambda *_: None)  # leaves the second layer and what follows
     assert [describe(model)[str(each)].reason for each in range(5)] == ["", "", "", inside, inside]
 

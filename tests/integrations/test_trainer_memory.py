@@ -71,8 +71,8 @@ def test_the_trainer_with_a_policy_and_an_offloaded_optimizer_keeps_every_bit(
     assert losses == expected and len(losses) == STEPS
     assert losses[-1] < losses[0]
     assert all(
-        torch.equal(mine, wanted)
-        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True)
+        torch.equal(mine, parameter)
+        for mine, parameter in zip(model.parameters(), plain.parameters(), strict=True)
     )
     (offloader,) = policy_state_of(model).offloaders.values()
     assert offloader.moved_bytes > 0

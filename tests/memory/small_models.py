@@ -72,8 +72,8 @@ def results(
 ) -> dict[str, torch.Tensor | None]:
     """Return the loss and every gradient of a step."""
     found: dict[str, torch.Tensor | None] = {"loss": step(model, loss)}
-    for name, each in model.named_parameters():
-        found[name] = None if each.grad is None else each.grad.detach().clone()
+    for name, parameter in model.named_parameters():
+        found[name] = None if parameter.grad is None else parameter.grad.detach().clone()
     return found
 
 

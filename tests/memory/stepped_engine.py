@@ -75,7 +75,7 @@ class SteppedEngine:
         return None
 
     def _ready(self) -> list[_Copy]:
-        self._copies = [each for each in self._copies if not each.done]
+        self._copies = [copy for copy in self._copies if not copy.done]
         return [
             each
             for each in self._copies

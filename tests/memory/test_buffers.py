@@ -66,8 +66,8 @@ def _model(name: str) -> nn.Module:
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    gradients = {f"grad {name}": each.grad for name, each in model.named_parameters()}
-    return {**{name: each.clone() for name, each in model.named_buffers()}, **gradients}
+    gradients = {f"grad {name}": parameter.grad for name, parameter in model.named_parameters()}
+    return {**{name: buffer.clone() for name, buffer in model.named_buffers()}, **gradients}
 
 
 def _trained(model: nn.Module, backward: Callable[..., None]) -> dict[str, Any]:

@@ -112,8 +112,8 @@ def _saved_bytes(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) ->
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         value = loss(model)
     memory_of = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in saved}
-    for each in model.parameters():
-        memory_of.pop(each.untyped_storage()._cdata, None)
+    for parameter in model.parameters():
+        memory_of.pop(parameter.untyped_storage()._cdata, None)
     del value
     return sum(memory_of.values())
 

@@ -48,10 +48,10 @@ class Count(TorchDispatchMode):
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
     found = []
-    for each in model.parameters():
-        assert each.grad is not None
-        full = getattr(each.grad, "full_tensor", None)
-        found.append(full() if full is not None else each.grad.clone())
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        full = getattr(parameter.grad, "full_tensor", None)
+        found.append(full() if full is not None else parameter.grad.clone())
     return found
 
 
@@ -194,7 +194,7 @@ def sharded_report(world: Any, layout: str) -> dict[str, Any]:
     return {
         "weights": usual.weights,
         "states": usual.states,
-        "here": sum(each.to_local().nbytes for each in model.parameters()),
+        "here": sum(parameter.to_local().nbytes for parameter in model.parameters()),
         "gradients": usual.gradients,
         "named": usual.named / usual.dynamic,
         "policy": str(chosen.policy),
@@ -249,8 +249,10 @@ class RowParallel(nn.Module):
 def _bytes_of_activations() -> int:
     """Return the bytes of all large tensors that Python knows."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-    memory = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    tensors = [item for item in gc.get_objects() if type(item) is torch.Tensor]
+    memory = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(nbytes for nbytes in memory.values() if nbytes >= ROWS // 2)
 
 

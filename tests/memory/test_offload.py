@@ -291,7 +291,11 @@ def test_an_empty_tensor_leaves_and_comes_back(check: bool) -> None:
     model = encoder()
     memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
     model(torch.empty(0, 16, 32)).sum().backward()
-    assert all(not bool(each.grad.any()) for each in model.parameters() if each.grad is not None)
+    assert all(
+        not bool(parameter.grad.any())
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    )
 
 
 def test_the_former_name_of_the_prefetch_depth_is_accepted_with_a_warning() -> None:

@@ -49,8 +49,8 @@ def _left(rank: int, name: str, dtype: torch.dtype, values: dict[str, Any]) -> t
     shard = run.shard_batch(tokens, tokens)
     run.step([shard], run.count(shard.labels))
     weights = {
-        getattr(each, "_local_tensor", each).untyped_storage()._cdata: name
-        for name, each in model.named_parameters()
+        getattr(parameter, "_local_tensor", parameter).untyped_storage()._cdata: name
+        for name, parameter in model.named_parameters()
     }
     return len(engine.left), {weights[each] for each in engine.left & weights.keys()}
 

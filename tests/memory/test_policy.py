@@ -210,7 +210,7 @@ def test_a_module_whose_parent_does_its_work_is_refused_and_nothing_changes() ->
     expected = results(model, language_loss)
     with pytest.raises(UnsupportedError, match="name the parent instead"):
         memory.apply(model, memory.Policy(memory.recompute("transformer.h.*.ln_2")))
-    assert all("forward" not in each.__dict__ for each in model.modules())
+    assert all("forward" not in module.__dict__ for module in model.modules())
     assert_same_bits(results(model, language_loss), expected)
 
 

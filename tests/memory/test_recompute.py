@@ -25,7 +25,7 @@ def test_recomputed_gpt2_gives_the_same_bits_in_less_memory(patched: bool) -> No
     memory.remove(model)
     assert_same_bits(results(model, language_loss), expected)
     assert peak(model, language_loss) > 0.9 * before
-    assert all("forward" not in each.__dict__ for each in model.modules())
+    assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 def test_our_layers_are_recomputed_with_the_same_dropout() -> None:
@@ -48,8 +48,8 @@ def test_a_copy_of_a_model_recomputes_its_own_layers() -> None:
     memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
     twin = copy.deepcopy(model)
     with torch.no_grad():
-        for each in model.parameters():
-            each.zero_()
+        for parameter in model.parameters():
+            parameter.zero_()
     expected = results(gpt2(), language_loss)
     assert_same_bits(results(twin, language_loss), expected)
 

@@ -35,20 +35,20 @@ def test_a_report_counts_what_is_there() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     found = memory.report(model, _batch(), optimizer=optimizer)
     assert torch.equal(torch.get_rng_state(), state)
-    weights = sum(each.nbytes for each in model.parameters())
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     assert found.gradients == weights
     assert found.states == 2 * weights
-    buffers = sum(each.nbytes for each in model.buffers())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     assert found.weights == weights + buffers
     assert abs(found.dynamic - peak(model, language_loss)) <= 0.05 * found.dynamic
     assert 0.85 * found.dynamic <= found.named <= found.dynamic
-    assert found.named == sum(each.nbytes for each in found.tensors)
+    assert found.named == sum(tensor.nbytes for tensor in found.tensors)
 
 
 def test_a_report_knows_our_ops_saved_tensors_by_layer() -> None:
     model = gpt2()
     found = memory.report(model, _batch())
-    kept = {(each.layer, each.op, each.output): each for each in found.tensors}
+    kept = {(tensor.layer, tensor.op, tensor.output): tensor for tensor in found.tensors}
     for layer in range(4):
         each = kept[f"transformer.h.{layer}", "fusedops::mlp", "preactivation"]
         assert each.kind == "activation" and each.nbytes == 4 * 64 * 256 * 4 and each.count == 1
@@ -72,8 +72,8 @@ def test_gradients_of_before_a_report_stay() -> None:
     model = gpt2(layers=2)
     expected = results(model, language_loss)
     memory.report(model, _batch())
-    for name, each in model.named_parameters():
-        assert each.grad is not None and torch.equal(each.grad, expected[name])
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.equal(parameter.grad, expected[name])
 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
@@ -96,8 +96,12 @@ def test_a_report_under_autocast_is_of_a_step_of_training(patched: bool, recompu
         linear = model.transformer.h[0].attn.c_proj
         assert linear(torch.ones(2, 128)).dtype == torch.bfloat16
     assert found.dynamic == pytest.approx(trained, rel=0.01)
-    casts = sum(each.nbytes for each in found.tensors if each.kind == "cast")
-    matrices = sum(each.numel() * 2 for each in model.transformer.h.parameters() if each.dim() > 1)
+    casts = sum(tensor.nbytes for tensor in found.tensors if tensor.kind == "cast")
+    matrices = sum(
+        parameter.numel() * 2
+        for parameter in model.transformer.h.parameters()
+        if parameter.dim() > 1
+    )
     if recomputed:  # of the layer that runs at the peak, if one does
         assert casts <= matrices / 2
     else:
@@ -107,7 +111,7 @@ def test_a_report_under_autocast_is_of_a_step_of_training(patched: bool, recompu
 
 def test_states_are_counted_where_the_model_is() -> None:
     model = gpt2(layers=2).bfloat16()
-    numbers = sum(each.numel() for each in model.parameters())
+    numbers = sum(parameter.numel() for parameter in model.parameters())
     masters = AdamW(model.parameters(), master_weights=True)
     assert memory.report(model, _batch(), optimizer=masters).states == 12 * numbers
     small = AdamW(model.parameters(), state_dtype=torch.bfloat16)
@@ -146,7 +150,9 @@ def test_fewer_layers_are_recomputed_for_a_larger_budget() -> None:
     for share in (0.95, 0.65):
         budget = usual.weights + int(share * usual.dynamic)
         found = memory.fit(model, _batch(), budget)
-        needed = [each.layers for each in found.candidates if each.name == "recompute"]
+        needed = [
+            candidate.layers for candidate in found.candidates if candidate.name == "recompute"
+        ]
         chosen.append(needed[0])
     assert chosen[0] is not None and chosen[1] is not None
     assert chosen[0] < chosen[1]
@@ -182,8 +188,8 @@ class Stack(nn.Module):
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        for index, each in enumerate(blocks):
-            self.add_module(f"block_{index}", each)
+        for index, block in enumerate(blocks):
+            self.add_module(f"block_{index}", block)
 
 
 class Tower(nn.Module):
@@ -192,15 +198,15 @@ class Tower(nn.Module):
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
         self.entry = nn.Linear(64, 64)
-        for name, each in parts.items():
-            self.add_module(name, each)
+        for name, part in parts.items():
+            self.add_module(name, part)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.entry(x)
-        blocks = [each for each in self.modules() if isinstance(each, Block)]
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
         inside = {inner for each in blocks for inner in each.inside}
-        for each in blocks:
-            x = each(x) if each not in inside else x
+        for block in blocks:
+            x = block(x) if block not in inside else x
         return x
 
 

@@ -42,8 +42,8 @@ def _train(rank: int, values: dict[str, Any]) -> Any:
         run.clip(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: _whole(each.detach()) for name, each in model.named_parameters()}
-    return losses, weights, chosen, [each and copy.copy(each.traffic) for each in stores]
+    weights = {name: _whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    return losses, weights, chosen, [store and copy.copy(store.traffic) for store in stores]
 
 
 def _whole(tensor: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_training_is_that_of_experts_that_stay(case: str) -> None:
     wanted, weights, *_ = _kept(ranks, config.ep)
     for losses, found, chosen, traffic in threads.run(_train, ranks, values):
         assert losses == wanted
-        assert all(torch.equal(found[name], each) for name, each in weights.items())
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
         here = 8 // config.ep
         one = sum(
             each[0].nbytes for name, each in weights.items() if ".0.feed" in name and "exp" in name
@@ -112,8 +112,8 @@ def test_resting_experts_have_no_gradient_in_memory() -> None:
     before = _resident()
     layer(torch.ones(3, 256), plan=plan).sum().backward()
     assert _resident() - before < whole / 2
-    for each in layer.parameters():
-        assert each.grad is not None and each.grad.shape == each.shape
+    for parameter in layer.parameters():
+        assert parameter.grad is not None and parameter.grad.shape == parameter.shape
 
 
 def _resident() -> int:
@@ -257,8 +257,8 @@ def test_weights_lie_in_pinned_memory_beside_a_gpu(monkeypatch: pytest.MonkeyPat
     settings = memory.OffloadSettings(engine=lambda device: HostCopyEngine())
     memory.store_experts(layer, "cuda", settings=settings)
     assert [each.data_ptr() for each in layer.experts.parameters()] == pinned
-    for name, each in layer.named_parameters():
-        assert each is before[name][0] and torch.equal(each, before[name][1])
+    for name, parameter in layer.named_parameters():
+        assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
 
 
 def test_weights_that_lie_transposed_are_stored() -> None:
@@ -315,9 +315,9 @@ def _stages(rank: int) -> int:
     run = parallelize(model, ParallelConfig(**values), seed=0)
     shard = run.shard_batch(torch.arange(8)[None], torch.arange(8)[None])
     run.step([shard, shard], run.count(torch.cat([shard.labels, shard.labels])))
-    assert all(each.grad is not None for each in model.parameters())
-    parts = [each.feed_forward for each in model.layers.values()]
-    return sum(isinstance(each, fusedops.nn.MoE) for each in parts)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    parts = [layer.feed_forward for layer in model.layers.values()]
+    return sum(isinstance(part, fusedops.nn.MoE) for part in parts)
 
 
 def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:

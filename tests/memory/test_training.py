@@ -36,7 +36,7 @@ def test_300_steps_with_recompute_offload_and_resumption_keep_every_bit(tmp_path
     model = gpt2(layers=2, hidden=32)
     torch.manual_seed(3)  # of the dropouts
     expected = _steps(model, AdamW(model.named_parameters(), **OPTIONS), 0, STEPS)
-    weights = [each.detach() for each in model.parameters()]
+    weights = [parameter.detach() for parameter in model.parameters()]
 
     found: list[float] = []
     torch.manual_seed(3)

@@ -38,7 +38,7 @@ def _trained(engine: TrainEngine) -> list[torch.Tensor]:
         losses.append(engine.mean_loss(engine.step(shards, count), count))
         optimizer.step()
         optimizer.zero_grad()
-    return [*losses, *(each.detach() for each in engine.model.parameters())]
+    return [*losses, *(parameter.detach() for parameter in engine.model.parameters())]
 
 
 @pytest.mark.parametrize("values", [{}, {"microbatches": 2, "recompute": "full"}])

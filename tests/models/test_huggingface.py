@@ -106,7 +106,9 @@ def _assert_same_logits(ours: Any, theirs: Any) -> None:
 def test_logits_are_theirs_both_ways(name: str, tmp_path: Path) -> None:
     theirs = _theirs(name)
     ours = load_huggingface(theirs).eval()
-    assert ours.config.parameters().total == sum(each.numel() for each in theirs.parameters())
+    assert ours.config.parameters().total == sum(
+        parameter.numel() for parameter in theirs.parameters()
+    )
     _assert_same_logits(ours, theirs)
     # Written by them, in several files, and read by us.
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
@@ -135,7 +137,7 @@ def test_gradients_are_theirs_with_padding(name: str, tied: bool, tmp_path: Path
     ours = load_huggingface(tmp_path).eval()
     _assert_same_logits(ours, theirs)
     ours(_padded(pad)).backward(_slope())
-    actual = {key: each.grad for key, each in ours.named_parameters()}
+    actual = {key: parameter.grad for key, parameter in ours.named_parameters()}
     expected, truth = _theirs_gradients(theirs, pad), _theirs_gradients(theirs.double(), pad)
     for row in FAMILY_ROWS[name].rows(ours.config):
         held = row.twin or row.held
@@ -164,11 +166,11 @@ def _theirs_gradients(model: Any, pad: int) -> dict[str, Any]:
     model.zero_grad()
     logits = model(_padded(pad)).logits
     logits.backward(_slope().to(logits.dtype))
-    return {key: each.grad for key, each in model.named_parameters()}
+    return {key: parameter.grad for key, parameter in model.named_parameters()}
 
 
 def _reader(row: Row) -> Callable[[dict[str, Any]], list[torch.Tensor]]:
-    return lambda grads: row.read([grads[each] for each in row.theirs])
+    return lambda grads: row.read([grads[their] for their in row.theirs])
 
 
 def test_untied_bert_reads_the_bias_of_either_name(tmp_path: Path) -> None:
@@ -214,7 +216,7 @@ def test_a_sharded_model_is_gathered(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("saved",)))
-        assert all(isinstance(each, DTensor) for each in model.parameters())
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         save_huggingface(model, tmp_path)
     finally:
         dist.destroy_process_group()

@@ -33,7 +33,10 @@ def _batch(sequences: int = 4, length: int = 24) -> torch.Tensor:
 def test_every_kind_of_experts_has_its_parameters_and_trains(kind: str) -> None:
     torch.manual_seed(0)
     model = Transformer(KINDS[kind])
-    assert sum(each.numel() for each in model.parameters()) == model.config.parameters().total
+    assert (
+        sum(parameter.numel() for parameter in model.parameters())
+        == model.config.parameters().total
+    )
     run = parallelize(model, ParallelConfig())
     optimizer = run.optimizer(lr=3e-3)
     tokens = _batch()

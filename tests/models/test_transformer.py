@@ -45,7 +45,9 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(name: str) -> None:
     sparse = bool(model.config.num_experts)
     assert (loss.auxiliary.item() > 0) is sparse
     (loss.total + loss.auxiliary).backward()
-    assert all(each.grad is not None and each.grad.any() for each in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.any() for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -64,7 +66,7 @@ def test_the_gradient_is_that_of_the_loss(name: str) -> None:
 
     grads = torch.autograd.grad(loss(), parameters)
     directions = [torch.randn_like(each) for each in parameters]
-    slope = sum((grad * each).sum() for grad, each in zip(grads, directions, strict=True))
+    slope = sum((grad * direction).sum() for grad, direction in zip(grads, directions, strict=True))
     eps = torch.finfo(torch.float64).eps ** (1 / 3)  # where truncation and rounding are alike
     with torch.no_grad():
         values = []
@@ -158,7 +160,7 @@ def test_positions_that_are_given_are_used() -> None:
 
 
 def test_slopes_are_the_published_ones() -> None:
-    halves = [2.0**-each for each in range(1, 9)]
+    halves = [2.0**-index for index in range(1, 9)]
     assert alibi_slopes(8, torch.device("cpu")).tolist() == halves
     between = torch.exp2(-torch.arange(0.5, 4.0))
     twelve = torch.cat((torch.tensor(halves), between))
@@ -193,8 +195,8 @@ def test_the_query_layer_asks_with_positions() -> None:
     torch.manual_seed(0)
     config = replace(TINY["tiny-pangu"], num_layers=1)
     model = Transformer(config, dtype=torch.float64).eval()
-    for each in model.parameters():
-        torch.nn.init.normal_(each, std=0.3)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     tokens = _tokens(config, 2, 9)
     table, layer = model.embedding, model.layers["0"]
 
@@ -242,7 +244,7 @@ def test_creation_on_meta_is_creation_with_the_same_seed() -> None:
     later = Transformer(TINY["tiny-mixtral"], device="meta")
     with torch.device("meta"):
         assert all(each.is_meta for each in Transformer(TINY["tiny-bert"]).parameters())
-    assert all(each.is_meta for each in later.parameters())
+    assert all(parameter.is_meta for parameter in later.parameters())
     later.to_empty(device="cpu")
     torch.manual_seed(3)
     initialize(later)
@@ -259,7 +261,7 @@ def test_a_preset_builds_with_as_many_parameters_as_it_says(name: str) -> None:
         return
     config = replace(PRESETS[name], num_layers=2)
     model = Transformer(config, device="meta")
-    assert sum(each.numel() for each in model.parameters()) == config.parameters().total
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters().total
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def test_a_preset_builds_with_as_many_parameters_as_it_says(name: str) -> None:
 )
 def test_whole_models_have_the_published_numbers_of_parameters(name: str, count: float) -> None:
     model = Transformer(preset(name), device="meta")
-    billions = sum(each.numel() for each in model.parameters()) / 1e9
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     assert round(billions, 3 if name != "pangu-13b" else 2) == count
 
 

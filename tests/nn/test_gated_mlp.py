@@ -83,7 +83,9 @@ def test_initialises_as_llama_does_before_its_model_does() -> None:
 
 def test_device_and_dtype_reach_the_parameters() -> None:
     module = fusedops.nn.GatedMLP(*SIZES, bias=True, device="meta", dtype=torch.bfloat16)
-    assert all(each.is_meta and each.dtype == torch.bfloat16 for each in module.parameters())
+    assert all(
+        parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in module.parameters()
+    )
     assert "intermediate_size=88" in repr(module)
 
 

@@ -159,7 +159,7 @@ def test_parameters_get_gradients() -> None:
     ]
     for module in modules:
         module(INPUT).square().sum().backward()
-        assert all(torch.count_nonzero(each.grad) for each in module.parameters())
+        assert all(torch.count_nonzero(parameter.grad) for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(

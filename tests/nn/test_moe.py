@@ -76,8 +76,8 @@ def _stock(family: str) -> nn.Module:
     torch.manual_seed(3)
     block = getattr(modeling, f"{family}{suffix}")(config)
     with torch.no_grad():
-        for each in [*block.parameters(), *block.buffers()]:
-            each.copy_(torch.randn_like(each) * 0.2)
+        for parameter in [*block.parameters(), *block.buffers()]:
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
     return block
 
 
@@ -219,7 +219,7 @@ def test_no_token_and_one_token() -> None:
     module = _ours("Qwen2Moe")
     assert module(torch.ones(0, HIDDEN)).shape == (0, HIDDEN)
     module(torch.ones(0, HIDDEN)).sum().backward()
-    assert all((each.grad == 0).all() for each in module.experts.parameters())
+    assert all((parameter.grad == 0).all() for parameter in module.experts.parameters())
     rows = torch.randn(3, HIDDEN)
     plan, alone = module.route(rows), module.route(rows[1])
     experts = module.experts
@@ -230,7 +230,9 @@ def test_no_token_and_one_token() -> None:
 
 def test_device_and_dtype_reach_the_parameters() -> None:
     module = fusedops.nn.MoE(*SIZES, **DEEPSEEK, device="meta", dtype=torch.bfloat16)
-    assert all(each.is_meta and each.dtype == torch.bfloat16 for each in module.parameters())
+    assert all(
+        parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in module.parameters()
+    )
     assert module.gate.e_score_correction_bias.dtype == torch.float32
     assert f"intermediate_size={SIZE}" in repr(module)
     assert f"num_experts={EXPERTS}" in repr(module)

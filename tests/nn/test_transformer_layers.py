@@ -37,9 +37,9 @@ def convert(value: Any, dtype: torch.dtype) -> Any:
 
 def run(module: nn.Module, call: Any, dtype: torch.dtype, **more: Any) -> list[torch.Tensor]:
     """Return outputs and the parameters' gradients."""
-    args = [convert(each, dtype) for each in call.args]
-    kwargs = {name: convert(each, dtype) for name, each in (call.kwargs | more).items()}
-    outputs = [each for each in leaves(module(*args, **kwargs)) if each is not None]
+    args = [convert(arg, dtype) for arg in call.args]
+    kwargs = {name: convert(kwarg, dtype) for name, kwarg in (call.kwargs | more).items()}
+    outputs = [leaf for leaf in leaves(module(*args, **kwargs)) if leaf is not None]
     total = sum(
         (each.double() * torch.linspace(-1, 1, each.numel()).view_as(each)).sum()
         for each in outputs
@@ -47,7 +47,7 @@ def run(module: nn.Module, call: Any, dtype: torch.dtype, **more: Any) -> list[t
     )
     parameters = list(module.parameters())
     grads = torch.autograd.grad(total, parameters, allow_unused=True)
-    return [each.detach() for each in (*outputs, *grads) if each is not None]
+    return [output.detach() for output in (*outputs, *grads) if output is not None]
 
 
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.name)

@@ -18,7 +18,7 @@ from fusedops.specs import Sample
 
 def covering(samples: Sequence[Sample]) -> list[str]:
     """Return the names of few samples, the first among them, that meet what all of them meet."""
-    kinds = [_kinds(each) for each in samples]
+    kinds = [_kinds(sample) for sample in samples]
     chosen = [0]
     left = set[Any]().union(*kinds) - kinds[0]
     while left:

@@ -127,7 +127,7 @@ def _checked(original: Callable[..., Any], observe: Observe | None, ones: bool) 
         original(self, *args, grid=grid, warmup=True, **kwargs)
         if not ones:
             return
-        numbers = {each.name for each in self.params if not each.is_constexpr}
+        numbers = {parameter.name for parameter in self.params if not parameter.is_constexpr}
         by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
         of_one = {
             name: 1 if name in numbers and type(value) is int else value
@@ -195,7 +195,7 @@ def present(
 
 def _clears(module: Any) -> list[Callable[[], None]]:
     """Return what empties everything that a module keeps: there are fakes in it afterwards."""
-    own = [each for name, each in vars(module).items() if not name.startswith("__")]
+    own = [var for name, var in vars(module).items() if not name.startswith("__")]
     dicts = [each.clear for each in own if isinstance(each, dict)]
     return dicts + [each.cache_clear for each in own if hasattr(each, "cache_clear")]
 
@@ -205,8 +205,8 @@ class _NoCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = [each for each in args if isinstance(each, torch.Tensor)]
-        host = [each for each in tensors if each.device.type == "cpu" and each.dim() > 0]
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        host = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim() > 0]
         if isinstance(result, torch.Tensor) and result.device.type == "cuda":
             assert not host, f"{func} brings a tensor from the host"
         return result
@@ -281,7 +281,7 @@ class _HostIsReal(TorchFunctionMode):
         kwargs = {**(kwargs or {})}
         kwargs.pop("pin_memory", None)
         leaves = pytree.tree_leaves((args, kwargs))
-        faked = any(isinstance(each, FakeTensor) or each == GPU for each in leaves)
+        faked = any(isinstance(leaf, FakeTensor) or leaf == GPU for leaf in leaves)
         with self.fakes if faked else contextlib.nullcontext():
             return func(*args, **kwargs)
 

@@ -48,12 +48,14 @@ def samples(name: str, dtype: torch.dtype, device: str = "cpu") -> list[Sample]:
 
 
 def sample_named(spec: Spec, sample_name: str, dtype: torch.dtype, device: str = "cpu") -> Sample:
-    (found,) = [each for each in samples(spec.name, dtype, device) if each.name == sample_name]
+    (found,) = [
+        sample for sample in samples(spec.name, dtype, device) if sample.name == sample_name
+    ]
     return fresh(found)
 
 
 def each_sample() -> Any:
-    pairs = [(spec, each.name) for spec in SPECS for each in samples(spec.name, torch.float32)]
+    pairs = [(spec, sample.name) for spec in SPECS for sample in samples(spec.name, torch.float32)]
     ids = [f"{spec.name}-{name}" for spec, name in pairs]
     return pytest.mark.parametrize(("spec", "sample_name"), pairs, ids=ids)
 
@@ -67,13 +69,13 @@ def each_run() -> Any:
     chosen = []
     for run_id, backend, device, dtype, marks in RUNS:
         for spec in SPECS:
-            for number, each in enumerate(samples(spec.name, torch.float32)):
+            for number, sample in enumerate(samples(spec.name, torch.float32)):
                 other_half = HALF[2 - number % 2]
                 second = (backend, device, dtype) == ("triton", "cpu", other_half)
                 more = (*marks, pytest.mark.slow) if second else marks
-                values = (spec, each.name, backend, device, dtype)
+                values = (spec, sample.name, backend, device, dtype)
                 chosen.append(
-                    pytest.param(*values, id=f"{run_id}-{spec.name}-{each.name}", marks=more)
+                    pytest.param(*values, id=f"{run_id}-{spec.name}-{sample.name}", marks=more)
                 )
     return pytest.mark.parametrize(("spec", "sample_name", "backend", "device", "dtype"), chosen)
 

@@ -38,7 +38,7 @@ def tensors(key_heads: int = 4, rows: int = 33, **options: Any) -> list[torch.Te
 
 def packed(key_heads: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Return the tensors of packed sequences, the third without keys, and where they end."""
-    query, key, value, do = (each[0].transpose(0, 1) for each in tensors(key_heads))
+    query, key, value, do = (tensor[0].transpose(0, 1) for tensor in tensors(key_heads))
     ends_q, ends_k = torch.tensor([0, 9, 20, 26]), torch.tensor([0, 9, 26, 26])
     return [query[:26], key[:26], value[:26], do[:26]], ends_q, ends_k
 
@@ -178,7 +178,7 @@ def test_dense_values_are_those_of_the_reference(
         with fusedops.use_backend("torch"):
             wanted = torch.ops.fusedops.attention_backward(*call, mask)
         assert_close(found, wanted)
-    assert len(stand_ins) == 4 and all(config in each for each in stand_ins)
+    assert len(stand_ins) == 4 and all(config in stand_in for stand_in in stand_ins)
 
 
 @CAUSAL
@@ -211,7 +211,7 @@ def test_calls_fit_the_schemas_of_torch(monkeypatch: pytest.MonkeyPatch, config:
     assert [(a.shape, a.dtype) for a in got] == [(b.shape, b.dtype) for b in fake]
     call = (do, None, query, key, value, *numbers[:4], *got, *numbers[4:])
     grads = attention.backward(*call, [True, True, True, False, False], config=config)
-    assert [each.shape for each in grads[:3]] == [each.shape for each in (query, key, value)]
+    assert [grad.shape for grad in grads[:3]] == [each.shape for each in (query, key, value)]
 
 
 def test_packed_calls_fit_the_schemas_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_packed_calls_fit_the_schemas_of_torch(monkeypatch: pytest.MonkeyPatch) 
     assert [each.shape for each in got] == [(26, 4, 16), (4, 26), (26, 4, 16)]
     call = (do, None, query, key, value, *numbers[:5], *got, *numbers[5:])
     grads = attention_varlen.backward(*call, [True, True, True, False], config="flash")
-    assert [each.shape for each in grads[:3]] == [each.shape for each in (query, key, value)]
+    assert [grad.shape for grad in grads[:3]] == [each.shape for each in (query, key, value)]
 
 
 # Arguments of the op that are not plain, by their place behind query, key and value.
@@ -304,7 +304,7 @@ def test_the_tuner_is_offered_them(monkeypatch: pytest.MonkeyPatch) -> None:
 @CAUSAL
 @HEADS
 def test_values_on_a_gpu(config: str, right: int, key_heads: int) -> None:
-    query, key, value, do = (each.cuda() for each in tensors(key_heads, rows=333))
+    query, key, value, do = (tensor.cuda() for tensor in tensors(key_heads, rows=333))
     numbers = (None, None, None, None, 0.0, SCALE, -1, right, 0.0, True)
     call = attention._call(query, key, value, *numbers[:-1])
     if not _attention_torch.serves(config, call):
@@ -324,6 +324,6 @@ def test_values_on_a_gpu(config: str, right: int, key_heads: int) -> None:
     eager.backward(do)
     doubled = [each.double() for each in (do, query, key, value)]
     truths = (wide, *gradients(*doubled, right == 0, SCALE))
-    eagers = (eager.detach(), *(each.grad for each in leaves))
+    eagers = (eager.detach(), *(leaf.grad for leaf in leaves))
     for mine, theirs, truth in zip((got[0], *found[:3]), eagers, truths, strict=True):
         assert dtypes.rms(mine.double() - truth) <= dtypes.rms_budget(theirs, truth, mine.dtype)

@@ -113,7 +113,7 @@ def test_decoding_merges_many_parts() -> None:
     q, lengths = torch.randn(3, 4, 2, 24), torch.tensor([300, 77, 1])
     keys, values = torch.randn(3, 2, 300, 24), torch.randn(3, 2, 300, 40)
     for options in ({}, OPTIONS | {"window": (45, 0), "alibi_slopes": torch.rand(3, 4)}):
-        options = {name: each for name, each in options.items() if name != "dropout_p"}
+        options = {name: option for name, option in options.items() if name != "dropout_p"}
         sinks = torch.randn(4)
         found = []
         for backend in ("triton", "torch"):

@@ -72,7 +72,7 @@ def complaints_about(
         pair for pair in arguments_of(op, args, kwargs) if pair[0].name == argument
     )
     annotation = str(parameter.annotation)
-    like = next((each for each in bound.args if isinstance(each, torch.Tensor)), None)
+    like = next((arg for arg in bound.args if isinstance(arg, torch.Tensor)), None)
     found = []
     with fusedops.use_backend(backend):
         for value in values_for(annotation, bound.arguments[argument], like) + numbers(

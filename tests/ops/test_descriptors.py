@@ -111,7 +111,7 @@ def test_strides_that_16_bytes_do_not_divide_are_read_by_pointers(
 
 def test_nan_in_the_weights_of_one_group_stays_there() -> None:
     # 72 is no multiple of a block along the sum: what lies behind it is another group's.
-    x, weight, offsets, bias = (each.detach() for each in grouped_mm(72, False).args)
+    x, weight, offsets, bias = (arg.detach() for arg in grouped_mm(72, False).args)
     weight[1] = torch.nan
     with fusedops.use_backend("triton"):
         y = fusedops.grouped_mm(x, weight, offsets, bias)

@@ -24,7 +24,7 @@ def counted(call: Callable[..., Any], leaves: list[torch.Tensor]) -> tuple[int, 
     with FlopCounterMode(display=False) as forward:
         output = call(*leaves)
     with FlopCounterMode(display=False) as backward:
-        wanted = [each for each in leaves if each.requires_grad]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         torch.autograd.grad(output.sum(), wanted, allow_unused=True)
     return forward.get_total_flops(), backward.get_total_flops()
 
@@ -84,7 +84,7 @@ def test_every_op_with_products_is_counted() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_an_op_counts_as_its_products(name: str, frozen: int | None) -> None:
     ours, eager, leaves = CASES[name]
-    given = [each.detach().requires_grad_(i != frozen) for i, each in enumerate(leaves)]
+    given = [leaf.detach().requires_grad_(i != frozen) for i, leaf in enumerate(leaves)]
     assert counted(ours, given) == counted(eager, given)
 
 

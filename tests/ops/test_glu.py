@@ -25,7 +25,10 @@ def _geglu(approximate: str) -> Op:
 # The op -> its activation in eager torch.
 OPS: dict[str, tuple[Op, Callable[[torch.Tensor], torch.Tensor]]] = {
     "swiglu": (fusedops.swiglu, F.silu),
-    **{f"geglu_{each}": (_geglu(each), ACTIVATIONS[GELU_VARIANTS[each]]) for each in GELU_VARIANTS},
+    **{
+        f"geglu_{gelu_variant}": (_geglu(gelu_variant), ACTIVATIONS[GELU_VARIANTS[gelu_variant]])
+        for gelu_variant in GELU_VARIANTS
+    },
 }
 by_op = pytest.mark.parametrize("name", OPS)
 

@@ -67,7 +67,7 @@ def step(op: str, sample: Sample, given: Tensors) -> Tensors:
     outputs = tensors_in(all_specs()[op].op(*sample.args, **sample.kwargs))
     pairs = [pair for pair in zip(floating(outputs), given, strict=True) if pair[0].requires_grad]
     if not pairs:
-        return [each.detach() for each in outputs]
+        return [output.detach() for output in outputs]
     grads = torch.autograd.grad([each for each, _ in pairs], sample.leaves, [g for _, g in pairs])
     return [*(each.detach() for each in outputs), *grads]
 
@@ -80,21 +80,21 @@ def incoming_of(op: str, sample: Sample) -> Tensors:
 def data_of(op: str, sample: Sample) -> Tensors:
     """Return the tensors whose values may change while the call stays right."""
     return [
-        each
-        for each in sample.tensors
-        if each.dim() > 0 and (each.is_floating_point() or op in _INTEGERS_ARE_DATA)
+        tensor
+        for tensor in sample.tensors
+        if tensor.dim() > 0 and (tensor.is_floating_point() or op in _INTEGERS_ARE_DATA)
     ]
 
 
 def turn_around(tensors: Tensors) -> None:
     """Change the values: rows in the opposite order."""
     with torch.no_grad():
-        for each in tensors:
-            each.copy_(each.flip(0))
+        for tensor in tensors:
+            tensor.copy_(tensor.flip(0))
 
 
 def copies(tensors: Tensors) -> Tensors:
-    return [each.detach().clone() for each in tensors]
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def assert_same_bits(got: Tensors, want: Tensors) -> None:
@@ -155,8 +155,8 @@ def test_two_streams_at_once_give_what_one_gives(op: str) -> None:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(20_000_000)  # about 10 ms
                 with torch.no_grad():
-                    for each, value in zip(tensors, right, strict=True):
-                        each.copy_(value)
+                    for tensor, value in zip(tensors, right, strict=True):
+                        tensor.copy_(value)
                 got.append(step(op, sample, given))
         torch.cuda.synchronize()
         for mine, right in zip(got, want, strict=True):
@@ -244,9 +244,9 @@ def test_more_than_2_to_the_31_elements(op: str) -> None:
         pytest.skip(f"{free >> 30} GiB of GPU memory are free, {_MEMORY >> 30} are wanted")
     (shared, tensors), call = large_tensors(op), LARGE[op]
     assert tensors[0].numel() > 2**31
-    leaves = [each.requires_grad_() for each in tensors if each.is_floating_point()]
+    leaves = [tensor.requires_grad_() for tensor in tensors if tensor.is_floating_point()]
     outputs = floating(call(shared, *tensors))
-    given = [torch.randn_like(each) for each in outputs]
+    given = [torch.randn_like(output) for output in outputs]
     grads = torch.autograd.grad(outputs, leaves, given)
     for rows in _pieces(len(tensors[0]), tensors[0].numel()):
         few = [each.detach()[rows].clone() for each in tensors]

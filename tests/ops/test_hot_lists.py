@@ -182,7 +182,7 @@ def test_a_step_with_found_inf_writes_nothing(backend: str, device: torch.device
         params,
         grads,
         firsts,
-        [each.abs() for each in squares],
+        [square.abs() for square in squares],
         steps=steps,
         weight_decays=[0.1] * len(sizes),
     )
@@ -223,7 +223,7 @@ def test_stochastic_rounding_is_unbiased_and_of_independent_numbers(
             grad_factor=torch.ones((), device=device, dtype=torch.float64),
             found_inf=torch.zeros(1, device=device),
         )
-    up = torch.stack([each == low + spacing for each in params])
+    up = torch.stack([parameter == low + spacing for parameter in params])
     assert bool((up | torch.stack([each == low for each in params])).all()), "no neighbour"
     # Five standard deviations: a correct kernel fails once in two million numbers of keys.
     for each in up:
@@ -243,7 +243,7 @@ def test_sums_of_squares_of_many_tensors_match_float64(
     _, tensors = cut(sizes, dtype, device, 6)
     with fusedops.use_backend(backend):
         got, again = square_sums(tensors), square_sums(tensors)
-    want = torch.stack([each.double().square().sum() for each in tensors])
+    want = torch.stack([tensor.double().square().sum() for tensor in tensors])
     assert torch.equal(got, again)
     budget = dtypes.error_budget(want, want, torch.float64, depth=max(sizes))
     assert bool(((got - want).abs() <= budget).all())

@@ -55,8 +55,8 @@ def test_every_launch_is_one_that_a_gpu_takes(
 def test_gradients_that_are_added_to_buffers_are_launched(name: str, dtype: torch.dtype) -> None:
     """No sample has buffers: generic tests compare gradients, and there the weights get none."""
     sample = fresh(samples(name, dtype)[0])
-    weights = [each for each in sample.args if isinstance(each, torch.Tensor) and each.dim() == 3]
-    into = [torch.zeros_like(each, dtype=torch.float32) for each in weights]
+    weights = [arg for arg in sample.args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
+    into = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     given = {"grad_weights_into": into} if name == "moe_mlp" else {"grad_weight_into": into[0]}
     before = fake_gpu.launches()
     with fake_gpu.Record() as recorded, fusedops.use_backend("torch"):

@@ -37,7 +37,7 @@ def test_the_loss_does_not_depend_on_the_chunks(reduction: str) -> None:
         fusedops.linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=size)
         for size in (None, 2048, 6144, 10000)
     ]
-    assert all(torch.equal(each, losses[0]) for each in losses)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 
 def test_a_rows_gradient_does_not_depend_on_its_batch() -> None:

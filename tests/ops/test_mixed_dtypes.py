@@ -31,17 +31,17 @@ MOST_TENSORS = 4
 def _kind(sample: Sample) -> tuple[object, ...]:
     """What tells samples of one op apart here: which arguments are tensors, and their options."""
     places = tuple(type(arg).__name__ for arg in (*sample.args, *sample.kwargs.values()))
-    return places, tuple(sample.kwargs), tuple(each.dtype for each in sample.tensors)
+    return places, tuple(sample.kwargs), tuple(tensor.dtype for tensor in sample.tensors)
 
 
 @functools.cache
 def _samples(spec: Spec) -> list[Sample]:
     """One sample of each kind, small ones with elements before others."""
     found: dict[tuple[object, ...], Sample] = {}
-    for each in spec.samples(torch.device("cpu"), torch.float32):
-        size = sum(tensor.numel() for tensor in each.tensors)
-        if size < 3000 and all(tensor.numel() for tensor in each.tensors):
-            found.setdefault(_kind(each), each)
+    for sample in spec.samples(torch.device("cpu"), torch.float32):
+        size = sum(tensor.numel() for tensor in sample.tensors)
+        if size < 3000 and all(tensor.numel() for tensor in sample.tensors):
+            found.setdefault(_kind(sample), sample)
     return list(found.values())
 
 
@@ -104,6 +104,6 @@ def test_mixed_dtypes_match_float64_for_each_subset_of_gradients(
         none = (False,) * len(sample.leaves)
         if not _is_accepted(spec, _with(sample, dtypes, none)):
             continue
-        for wanted in _subsets(len(sample.leaves)):
-            found = difference_of_mixture(spec, _with(sample, dtypes, wanted))
-            assert found is None, f"dtypes {dtypes}, gradients {wanted}: {found}"
+        for subset in _subsets(len(sample.leaves)):
+            found = difference_of_mixture(spec, _with(sample, dtypes, subset))
+            assert found is None, f"dtypes {dtypes}, gradients {subset}: {found}"

@@ -43,7 +43,7 @@ def _call(
         for shape, scale in zip(shapes, scales, strict=True)
     ]
     leaves = [each.mT if each.dim() == 3 else each for each in drawn]
-    return plan, [each.requires_grad_() for each in leaves]
+    return plan, [leaf.requires_grad_() for leaf in leaves]
 
 
 def _run(plan: Any, leaves: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
@@ -218,7 +218,7 @@ def test_weight_gradients_add_to_buffers(
         plain = _run(plan, leaves, **options)
         *added, probs = _run(plan, leaves, grad_weights_into=tuple(into), **options)
     with fusedops.use_backend("torch"):
-        doubles = [each.detach().double().requires_grad_() for each in leaves]
+        doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
         probabilities = plan.probs.detach().double().requires_grad_()
         exact = _run(plan.with_probs(probabilities), doubles)
     assert added[2] is None and added[3] is None, "a weight whose gradient is added gets none"
@@ -234,7 +234,7 @@ def test_weight_gradients_add_to_buffers(
 def test_buffers_work_in_compiled_code_and_under_autocast() -> None:
     plan, leaves = _call(torch.float32)
     x, *parameters = leaves
-    pairs = [[torch.zeros(each.shape) for each in parameters[:2]] for _ in range(4)]
+    pairs = [[torch.zeros(parameter.shape) for parameter in parameters[:2]] for _ in range(4)]
 
     def loss(into: list[torch.Tensor], x: torch.Tensor = x, parameters: Any = parameters) -> Any:
         output = fusedops.moe_mlp(x, plan, *parameters, grad_weights_into=(into[0], into[1]))
@@ -247,7 +247,7 @@ def test_buffers_work_in_compiled_code_and_under_autocast() -> None:
     assert all(torch.equal(a, b) and a.any() for a, b in zip(*pairs[:2], strict=True))
     with torch.autocast("cpu", torch.bfloat16):
         loss(pairs[2]).backward()
-    halves = [each.detach().bfloat16().requires_grad_() for each in leaves]
+    halves = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
     loss(pairs[3], halves[0], halves[1:]).backward()
     assert all(torch.equal(a, b) for a, b in zip(*pairs[2:], strict=True))
 

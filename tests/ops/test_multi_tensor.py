@@ -31,7 +31,7 @@ def operator(name: str) -> Any:
 def arguments(name: str, sample_name: str, dtype: torch.dtype = torch.float32) -> Arguments:
     """Return the arguments of a call by name, with tensors that nobody else has."""
     calls = multi_tensor_specs()[name].calls(CPU, dtype)
-    (sample,) = [each for each in calls if each.name == sample_name]
+    (sample,) = [call for call in calls if call.name == sample_name]
     names = [argument.name for argument in operator(name)._schema.arguments]
     return dict(zip(names, sample.args, strict=True))
 
@@ -78,7 +78,7 @@ def test_values_match_float64(name: str, dtype: torch.dtype, backend: str) -> No
             continue  # random roundings: tests/optim/test_rounding.py
         if backend == "triton" and sample.name == "strides":
             continue  # the interpreter is not told of the copies that the launcher makes
-        if backend == "triton" and torch.float64 in {each.dtype for each in sample.tensors}:
+        if backend == "triton" and torch.float64 in {tensor.dtype for tensor in sample.tensors}:
             continue  # no Triton kernel takes float64
         with fusedops.use_backend("torch"):
             truth = _outcome(name, sample, wide=True)

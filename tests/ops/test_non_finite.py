@@ -87,7 +87,7 @@ def _calls(sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Sample, 
 
 
 def _named(spec: Spec, name: str, dtype: torch.dtype) -> Sample:
-    (found,) = [each for each in spec.samples(CPU, dtype) if each.name == name]
+    (found,) = [sample for sample in spec.samples(CPU, dtype) if sample.name == name]
     return found
 
 
@@ -118,10 +118,10 @@ def each_sample(first: dict[str, int], otherwise: int) -> Any:
     chosen = []
     for spec in SPECS:
         fitting = [
-            each.name
-            for each in spec.samples(CPU, torch.float32)
-            if sum(tensor.numel() for tensor in each.tensors) <= MOST_ELEMENTS
-            and any(tensor.is_floating_point() for tensor in each.tensors)
+            sample.name
+            for sample in spec.samples(CPU, torch.float32)
+            if sum(tensor.numel() for tensor in sample.tensors) <= MOST_ELEMENTS
+            and any(tensor.is_floating_point() for tensor in sample.tensors)
         ]
         for number, name in enumerate(fitting):
             marks = [pytest.mark.slow] * (number >= first.get(spec.name, otherwise))

@@ -87,7 +87,7 @@ def recorded(operator: str, sample_name: str) -> tuple[Any, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("operator", "sample_name", "changes", "words"),
     CASES,
-    ids=[f"{each[0]}-{'-'.join(each[2])}-{place}" for place, each in enumerate(CASES)],
+    ids=[f"{case[0]}-{'-'.join(case[2])}-{place}" for place, case in enumerate(CASES)],
 )
 def test_wrong_data_is_refused(
     operator: str, sample_name: str, changes: dict[str, Change], words: str

@@ -46,7 +46,7 @@ def test_an_adapter_has_the_arguments_of_the_op(spec: Spec, label: str) -> None:
     ours = inspect.signature(spec.op).parameters
     _, *theirs = inspect.signature(spec.peers()[label]._adapt).parameters.values()
     rest = any(each.kind is each.VAR_KEYWORD for each in theirs)
-    named = [each.name for each in theirs if each.kind is not each.VAR_KEYWORD]
+    named = [other.name for other in theirs if other.kind is not other.VAR_KEYWORD]
     placed = [each.name for each in theirs if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert placed == list(ours)[: len(placed)]
     assert set(named) <= set(ours) if rest else set(named) == set(ours)
@@ -67,7 +67,7 @@ def values(spec: Spec, label: str, sample: Sample) -> None:
     exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
     for _ in range(2):
         call = fresh(sample)
-        before = [each.detach().clone() for each in call.tensors]
+        before = [tensor.detach().clone() for tensor in call.tensors]
         outputs = tensors_in(peer(*call.args, **call.kwargs))
         wide = floating(outputs)
         grads_out = incoming(wide)
@@ -88,7 +88,7 @@ def samples_for(spec: Spec, label: str, device: str, dtype: torch.dtype) -> list
     """Return the samples that the peer takes, small ones with elements."""
     found = []
     for sample in spec.samples(torch.device(device), dtype):
-        sizes = [each.numel() for each in sample.tensors]
+        sizes = [tensor.numel() for tensor in sample.tensors]
         flat = sample.args[0].dim() < 2
         if sample.random or flat or 0 in sizes or max(sizes) > 4096:
             continue

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def tensors(result: ComparisonResult) -> list[torch.Tensor]:
-    return [each for each in (*result.outputs, *result.grads) if each is not None]
+    return [output for output in (*result.outputs, *result.grads) if output is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
@@ -24,8 +24,8 @@ def test_plans_give_the_bits_of_python(name: str, dtype: torch.dtype) -> None:
     for sample in spec.samples(torch.device("cuda"), dtype)[:3]:
         results = [run(spec.op, fresh(sample)) for _ in range(4)]
         for other in results[1:]:
-            for found, first in zip(tensors(other), tensors(results[0]), strict=True):
-                torch.testing.assert_close(found, first, rtol=0, atol=0, equal_nan=True)
+            for tensor, first in zip(tensors(other), tensors(results[0]), strict=True):
+                torch.testing.assert_close(tensor, first, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_plan_runs_on_the_current_stream_and_device() -> None:

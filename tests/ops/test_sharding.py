@@ -67,7 +67,7 @@ def _rows_worker(rank: int, names: list[str]) -> None:
             shape = tuple(sample.args[0].shape)
             if sample.random or len(shape) < 2 or shape[0] < WORLD or shape[-1] < 2:
                 continue
-            if all(each.shape[:1] == shape[:1] for each in run(spec.op, fresh(sample)).outputs):
+            if all(output.shape[:1] == shape[:1] for output in run(spec.op, fresh(sample)).outputs):
                 _check(spec, sample, mesh, {shape: Shard(0)}, Shard(0))
             _check(spec, sample, mesh, {}, Replicate())
 

@@ -122,7 +122,7 @@ def test_under_autocast_the_sum_is_handed_on_as_it_is() -> None:
         output = layer.output(3)
     grads = torch.autograd.grad(output, layer.parameters, layer.grad.bfloat16())
     assert_same(grads[:2], halves.sums(3))
-    assert all(each.dtype == torch.float32 for each in grads)
+    assert all(grad.dtype == torch.float32 for grad in grads)
 
 
 def test_a_graph_can_be_differentiated_again() -> None:
@@ -134,7 +134,7 @@ def test_a_graph_can_be_differentiated_again() -> None:
     (alone,) = torch.autograd.grad(output, layer.w2, layer.grad, retain_graph=True)
     assert torch.equal(alone, first[1])
     output.backward(layer.grad)
-    assert_same([each.grad for each in layer.parameters], first)
+    assert_same([parameter.grad for parameter in layer.parameters], first)
 
 
 def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
@@ -167,7 +167,7 @@ def test_checkpointing_around_the_calls(reentrant: bool) -> None:
     # The reentrant form needs an argument with a gradient.
     output = checkpoint(lambda _: layer.output(3), layer.x, use_reentrant=reentrant)
     output.backward(layer.grad)
-    assert_same([each.grad for each in layer.parameters], expected)
+    assert_same([parameter.grad for parameter in layer.parameters], expected)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -57,8 +57,8 @@ def train(
     scaling = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=scaler)
     for step in range(steps):
         optimizer.zero_grad()
-        for each in range(passes):
-            scaling.scale(model.loss(10 * step + each)).backward()
+        for index in range(passes):
+            scaling.scale(model.loss(10 * step + index)).backward()
         if scaler and step == steps - 2:
             first = next(model.parameters())
             assert first.grad is not None

@@ -85,7 +85,7 @@ def tensor_parallel(world: World, kind: str, options: dict[str, Any]) -> Any:
         return None
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
-    whole = [nn.Parameter(each.detach().clone()) for each in model.parameters()]
+    whole = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     names = [name for name, _ in model.named_parameters()]
     for block in model:
         plan = {

@@ -80,8 +80,10 @@ def sharded_steps(world: World, kind: str, layout: str, options: dict[str, Any])
     cut = []
     for param in plain:
         chosen = [
-            each if isinstance(each, Replicate) or each.dim < param.dim() else Replicate()
-            for each in placements
+            placement
+            if isinstance(placement, Replicate) or placement.dim < param.dim()
+            else Replicate()
+            for placement in placements
         ]
         cut.append(nn.Parameter(distribute_tensor(param.detach(), mesh, chosen)))
     optimizer = make(kind, [(f"p{i}", param) for i, param in enumerate(cut)], **options)
@@ -243,10 +245,10 @@ def followed(world: World, name: str) -> Any:
             ddp.register_comm_hook(state, use.hook)
         for step in range(4):
             optimizer.zero_grad()
-            for each in range(use.passes):
-                made = torch.Generator().manual_seed(100 * step + 10 * each + world.rank)
+            for index in range(use.passes):
+                made = torch.Generator().manual_seed(100 * step + 10 * index + world.rank)
                 batch = torch.randn(4, 13, generator=made).to(use.dtype)
-                silent = use.skips and each < use.passes - 1
+                silent = use.skips and index < use.passes - 1
                 with ddp.no_sync() if silent else contextlib.nullcontext():
                     left = {"left": world.rank == 0} if use.branches else {}
                     ddp(batch, **left).float().square().mean().backward()

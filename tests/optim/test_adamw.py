@@ -176,8 +176,8 @@ def test_any_strides_of_parameters_and_gradients() -> None:
     param = nn.Parameter(base.clone())
     param.grad = torch.ones(1, 1).expand(6, 10)
     AdamW([param]).step()
-    for each in results[1:]:
-        assert_same(each, results[0])
+    for result in results[1:]:
+        assert_same(result, results[0])
     other = nn.Parameter(base.clone())
     other.grad = torch.ones(6, 10)
     AdamW([other]).step()
@@ -246,7 +246,7 @@ def test_copies_of_an_optimizer_go_on_as_it_does() -> None:
         theirs = other.param_groups[0]["params"]
         set_gradients(theirs, 1)
         other.step()
-        fresh = [each.detach().clone() for each in theirs]
+        fresh = [their.detach().clone() for their in theirs]
         mine = copy.deepcopy(optimizer)
         set_gradients(mine.param_groups[0]["params"], 1)
         mine.step()
@@ -310,7 +310,7 @@ def test_a_step_that_is_not_finite_is_skipped_whole(value: float) -> None:
     optimizer = AdamW(params, master_weights=True, skip_non_finite=True)
     set_gradients(params, 0)
     optimizer.step()
-    before = copy.deepcopy([optimizer.state_dict(), [each.detach() for each in params]])
+    before = copy.deepcopy([optimizer.state_dict(), [parameter.detach() for parameter in params]])
     set_gradients(params, 1)
     assert params[3].grad is not None
     params[3].grad[39999] = value

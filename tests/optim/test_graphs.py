@@ -40,7 +40,7 @@ class Training:
         made = torch.Generator("cuda").manual_seed(1)
         drawn = [torch.randn(shape, generator=made, device="cuda") for shape in shapes]
         self.params = [nn.Parameter(each.to(dtype)) for each in drawn]
-        self.sources = [torch.zeros_like(each) for each in self.params]
+        self.sources = [torch.zeros_like(parameter) for parameter in self.params]
         self.lr = torch.tensor(0.01, device="cuda")
         named = [(f"w{i}", each) for i, each in enumerate(self.params)]
         size = -(-len(named) // num_groups)
@@ -67,7 +67,7 @@ class Training:
         self.optimizer.step()
 
     def state(self) -> list[Any]:
-        found = [each.detach().clone() for each in self.params]
+        found = [parameter.detach().clone() for parameter in self.params]
         states = self.optimizer.state_dict()["state"]
         return [found, {key: dict(sorted(value.items())) for key, value in states.items()}]
 
@@ -170,7 +170,9 @@ def test_seven_hundred_tensors() -> None:
             training.feed(number)
             with contextlib.nullcontext() if number == 0 else nothing_waits():
                 training.step(anew=True)
-    results = [[each.detach() for each in training.params] for training in (whole, halves)]
+    results = [
+        [parameter.detach() for parameter in training.params] for training in (whole, halves)
+    ]
     assert_same(results[0], results[1])
 
 

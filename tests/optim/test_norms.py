@@ -57,8 +57,8 @@ def test_threads_and_order_do_not_show() -> None:
         torch.set_num_threads(threads)
         results += [global_norm(given), global_norm(given[::-1])]
     torch.set_num_threads(before)
-    for each in results[1:]:
-        assert_same(each, results[0])
+    for result in results[1:]:
+        assert_same(result, results[0])
 
 
 @every_dtype

@@ -253,8 +253,8 @@ def spoil() -> dict[str, tuple[Callable[[OffloadedAdamW], None], type[Exception]
     def other_model(optimizer: OffloadedAdamW) -> None:
         others = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5, 2))]
         foreign = AdamW(others)
-        for each in others:
-            each.grad = torch.ones_like(each)
+        for other in others:
+            other.grad = torch.ones_like(other)
         foreign.step()
         optimizer.load_state_dict(foreign.state_dict())
 

@@ -25,10 +25,10 @@ ROUNDED: dict[str, Any] = {"state_dtype": torch.bfloat16, "max_norm": 0.5, "skip
 def test_shards_do_not_show(on_ranks: OnRanks, kind: str, layout: str) -> None:
     expected = optim_ranks.whole_steps(kind, ROUNDED)
     results = on_ranks(optim_ranks.sharded_steps, kind, layout, ROUNDED)
-    members = [each for each in results if each is not None]
+    members = [result for result in results if result is not None]
     assert len(members) in (2, 4)
-    for each in members:
-        assert_same(each, expected)
+    for member in members:
+        assert_same(member, expected)
 
 
 @each_kind
@@ -37,16 +37,16 @@ def test_fsdp2_gives_the_bits_of_one_process(
     on_ranks: OnRanks, kind: str, options: dict[str, Any]
 ) -> None:
     expected = on_ranks(optim_ranks.alone, kind, options)[0]
-    for each in on_ranks(optim_ranks.fsdp_steps, kind, options)[:4]:
-        assert_same(each, expected)
+    for answer in on_ranks(optim_ranks.fsdp_steps, kind, options)[:4]:
+        assert_same(answer, expected)
 
 
 def test_ddp_steps_with_the_reduced_gradients(on_ranks: OnRanks) -> None:
     options = {"max_norm": 0.5}
     expected = on_ranks(optim_ranks.ddp_steps, "adamw", options)[0]
     for kind in ("late", "overlapped"):
-        for each in on_ranks(optim_ranks.ddp_steps, kind, options)[:2]:
-            assert_same(each, expected)
+        for answer in on_ranks(optim_ranks.ddp_steps, kind, options)[:2]:
+            assert_same(answer, expected)
 
 
 @pytest.mark.parametrize("name", optim_ranks.FOLLOWED)
@@ -64,8 +64,8 @@ def test_a_patched_model_under_fsdp2_gives_the_bits_of_one_process(
     options = {"master_weights": True, "max_norm": 0.5, "lr": 1e-2, "no_decay": ("*norm*",)}
     expected = on_ranks(optim_models.language, kind, False, options)[0]
     assert expected[0][-1] < expected[0][0]
-    for each in on_ranks(optim_models.language, kind, True, options)[:2]:
-        assert_same(each, expected)
+    for answer in on_ranks(optim_models.language, kind, True, options)[:2]:
+        assert_same(answer, expected)
 
 
 @each_kind

@@ -249,7 +249,7 @@ def test_whatever_else_changes_is_seen(
     optimizer.step()
     del still_there
     members = [each for group in optimizer.param_groups for each in group["params"]]
-    members = [each for each in members if each.grad is not None]
+    members = [member for member in members if member.grad is not None]
     rows = torch.cat(gpu.rows)
     rows = rows[rows[:, 0].argsort()]
     want = [
@@ -374,7 +374,7 @@ def test_local_parts_of_dtensors_are_stepped(gpu: Gpu, mesh: Any) -> None:
             param.grad = distributed(4 + 4 * size)
         rows = stepped(gpu, optimizer)
         grads: Any = [param.grad for param in params]
-        assert rows[:, 1].tolist() == [each._local_tensor.data_ptr() for each in grads]
+        assert rows[:, 1].tolist() == [grad._local_tensor.data_ptr() for grad in grads]
         norms.append(optimizer.grad_norm)
     assert optimizer._repeated is not None and norms[0] is not norms[2]
     # A sum that is pending has to be made.
@@ -511,7 +511,9 @@ def test_repeated_steps_have_the_bits_of_others(
     for repeats in (True, False):
         params = parameters(dtype, shapes)
         lr = torch.tensor(0.01, dtype=torch.float64) if "capturable" in options else 0.01
-        optimizer = AdamW([(f"w{i}", each) for i, each in enumerate(params)], lr=lr, **options)
+        optimizer = AdamW(
+            [(f"w{i}", parameter) for i, parameter in enumerate(params)], lr=lr, **options
+        )
         for step in range(4):
             set_gradients(params, step)
             if not repeats:

@@ -54,7 +54,7 @@ def batch(
 
 def results(given: TensorLists) -> list[torch.Tensor]:
     lists = (given.params, given.exp_avgs, given.exp_avg_sqs, given.max_exp_avg_sqs, given.copies)
-    return [each for tensors in lists for each in tensors]
+    return [tensor for tensors in lists for tensor in tensors]
 
 
 def step(given: TensorLists, backend: str, **options: object) -> list[torch.Tensor]:

@@ -107,7 +107,7 @@ def test_several_threads_wait_for_one_job_and_close_the_queue() -> None:
     for thread in threads:
         thread.join(SECONDS)
     assert not any(thread.is_alive() for thread in threads)
-    sums = [each for each in answers if isinstance(each, list)]
+    sums = [answer for answer in answers if isinstance(answer, list)]
     assert sums and all(each == [4.0 * 50_000] for each in sums)
     assert all("no job 0" in each for each in answers if isinstance(each, str))
     assert bool((tensors["master"] == -0.1).all())

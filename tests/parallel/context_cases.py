@@ -109,7 +109,7 @@ def on_one_process(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
 def shard(tensor: torch.Tensor, case: Case, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tokens (dim 2) of this rank."""
     cuts = ranges(case.layout(group.size()), group.rank())
-    found = torch.cat([torch.arange(*each) for each in cuts])
+    found = torch.cat([torch.arange(*cut) for cut in cuts])
     places = found.view(case.batch, -1) % case.length
     return torch.stack([row[:, at] for row, at in zip(tensor, places, strict=True)])
 
@@ -119,7 +119,7 @@ def in_shards(
 ) -> list[torch.Tensor]:
     """Return what this rank's tokens give, and its part of the sinks' gradient."""
     *tensors, slopes, sinks = problem(case, dtype)
-    mine = [shard(each, case, group) for each in tensors]
+    mine = [shard(tensor, case, group) for tensor in tensors]
     ends = None if case.ends is None else torch.tensor(case.ends)
 
     def attend(*inputs: torch.Tensor, **options: Any) -> Any:

@@ -36,7 +36,7 @@ def run(
     input = input.detach().clone().requires_grad_()
     output = module(input, *more)
     output.backward(grad)
-    grads = {name: whole(each.grad) for name, each in module.named_parameters()}
+    grads = {name: whole(parameter.grad) for name, parameter in module.named_parameters()}
     return {"output": output.detach(), "input": input.grad, **grads}
 
 

@@ -403,7 +403,9 @@ def _operators(world: World) -> None:
             level=level,
         )
         torch.library.opcheck(ops.moe_dispatch_rows.default, tuple(send))
-        came = DispatchResults(*(each.detach() for each in ops.moe_dispatch_rows(*send)))
+        came = DispatchResults(
+            *(moe_dispatch_row.detach() for moe_dispatch_row in ops.moe_dispatch_rows(*send))
+        )
         to_nodes = groups is nodes and level == 0
         back = CombineArguments(
             # To a node goes a row per token; a result for each of its slots comes back.

@@ -142,7 +142,7 @@ def _logged(world: World) -> tuple[Any, ...]:
     with collectives.recorded() as log:
         in_shards(ring_attention, world.group(4), case, torch.float32)
     ring = {
-        word: sum(each.bytes for each in log.calls if each.label.startswith(word))
+        word: sum(call.bytes for call in log.calls if call.label.startswith(word))
         for word in ("keys", "gradients")
     }
     with collectives.recorded() as other:
@@ -239,9 +239,9 @@ def _recomputed(rank: int) -> tuple[dict[str, int], list[torch.Tensor]]:
         "recomputed": [memory.recompute("0")],
         "but attention": [memory.recompute("0"), memory.save(ops="ring_attention")],
     }
-    for name, each in rules.items():
+    for name, rule in rules.items():
         model = nn.Sequential(_Layer(dist.group.WORLD))
-        memory.apply(model, memory.Policy(*each))
+        memory.apply(model, memory.Policy(*rule))
         x = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(rank))
         with collectives.recorded() as log:
             model(x.requires_grad_()).square().sum().backward()

@@ -58,7 +58,7 @@ def _covered(layout: SequenceLayout, pattern: ContextPattern) -> torch.Tensor:
     for rank in range(layout.ranks):
         for source in range(layout.ranks):
             step = plan.step(layout, pattern, rank, source)
-            keys = [places[source][slice(*each)] for each in step.columns]
+            keys = [places[source][slice(*column)] for column in step.columns]
             sent = torch.cat([places[0][:0], *keys])
             for block in (block for call in step.calls for block in call.blocks):
                 rows, columns = places[rank][slice(*block.rows)], sent[slice(*block.columns)]
@@ -99,7 +99,7 @@ def test_each_token_is_on_one_rank(name: str) -> None:
             for row in range(case.batch):
                 here = [at for at in mine if at // case.length == row]
                 assert len(here) == layout.share
-            cut = [at for each in pieces(layout, rank) for at in range(each.start, each.stop)]
+            cut = [at for piece in pieces(layout, rank) for at in range(piece.start, piece.stop)]
             assert cut == mine
 
 

@@ -88,7 +88,9 @@ def test_replicas_sum_once_a_step_in_so_many_buckets(
     on_ranks: OnRanks, limit: int, buckets: int
 ) -> None:
     """Gradients are those of one process, and each number of them travels once."""
-    numbers = sum(each.numel() for each in _model().parameters() if each.requires_grad)
+    numbers = sum(
+        parameter.numel() for parameter in _model().parameters() if parameter.requires_grad
+    )
     parameters = sum(each.requires_grad for each in _model().parameters())
     sent = 2 * 8 * (numbers + parameters) * (RANKS - 1) // RANKS
     for counts in on_ranks(_replicas, limit, True):
@@ -109,7 +111,7 @@ def _order(world: World, overlap: bool) -> bool:
     hidden.register_hook(mark)
     with collectives.recorded() as log:
         model[1:](hidden).sum().backward()
-    labels = [each.label for each in log.events if each.phase == "start"]
+    labels = [event.label for event in log.events if event.phase == "start"]
     return "gradients 1" in labels[: labels.index("first layer")]
 
 
@@ -133,7 +135,7 @@ def _uneven(world: World) -> list[bool]:
 
 
 def test_a_gradient_that_one_rank_has_all_have(on_ranks: OnRanks) -> None:
-    assert all(each == [True, True, False] for each in on_ranks(_uneven))
+    assert all(answer == [True, True, False] for answer in on_ranks(_uneven))
 
 
 def _half(world: World) -> bool:
@@ -198,7 +200,7 @@ def _offloaded(world: World, stage: int) -> None:
             clip_grad_norm_(model.parameters(), 1.0)  # after steps have begun
             optimizer.step()
             optimizer.zero_grad()
-        weights.append([_whole(each.detach()).clone() for each in model.parameters()])
+        weights.append([_whole(parameter.detach()).clone() for parameter in model.parameters()])
         if isinstance(optimizer, OffloadedAdamW):
             optimizer.close()
     for mine, theirs in zip(*weights, strict=True):

@@ -46,7 +46,7 @@ def _gradient(call: Callable[..., Any], x: torch.Tensor, *more: Any) -> tuple[An
 
 def _tokens(place: Place) -> torch.Tensor:
     count = S // (place.sequence_parts * place.context_parts)
-    return torch.cat([torch.arange(*each) for each in place.pieces(count)])
+    return torch.cat([torch.arange(*piece) for piece in place.pieces(count)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -201,7 +201,7 @@ def test_micro_batches_draw_what_the_whole_step_does() -> None:
         shards = [run.shard_batch(each, each) for each in tokens.chunk(parts)]
         torch.manual_seed(5)
         run.step(shards, torch.tensor(40))
-        found.append({name: each.grad for name, each in model.named_parameters()})
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert_same(found[1], found[0], found[0], depth=model.config.hidden_size)
 
 

@@ -110,7 +110,7 @@ def _two_counted(world: World) -> Any:
 
 def test_at_most_two_collectives_per_direction(on_ranks: OnRanks) -> None:
     for counts in on_ranks(_two_counted)[:2]:
-        totals = {name: sum(each.values()) for name, each in counts.items()}
+        totals = {name: sum(count.values()) for name, count in counts.items()}
         # Forwards counts and payload, rows and verdict; backwards only what carries gradients.
         assert totals == {"dispatch": 2, "combine": 2, "backward": 2}, counts
 
@@ -528,7 +528,7 @@ def _summed_gradients(world: World, shape: tuple[int, ...], dtype: torch.dtype) 
         each[shard] for each in run(exact, doubles, lambda here: here(exact.input, exact.plan()))
     ]
     mine = whole.part(world.rank, size)
-    weights = [each[shard].detach().clone().requires_grad_() for each in leaves(whole)]
+    weights = [leaf[shard].detach().clone().requires_grad_() for leaf in leaves(whole)]
 
     def in_chunks(chunks: int) -> list[torch.Tensor]:
         return run(
@@ -540,7 +540,7 @@ def _summed_gradients(world: World, shape: tuple[int, ...], dtype: torch.dtype) 
     alone = in_chunks(1)
     for chunks in (2, 3, 8):
         for i, grads in enumerate(zip(in_chunks(chunks), alone, truth, strict=True)):
-            got, want, right = (each.double() for each in grads)
+            got, want, right = (grad.double() for grad in grads)
             label = f"{chunks} chunks over {shape}, {dtype}, gradient {i}"
             # Another order of a float32 sum, rounded to one or the other side.
             close = dtypes.error_budget(alone[i], want, dtype, depth=len(whole.input))
@@ -578,7 +578,7 @@ def _checkpointed_chunks(world: World) -> None:
     around = checkpoint(layer, mine.input, use_reentrant=False)
     outside = torch.autograd.grad(around, weights, mine.grad)
     checkpoint(layer, mine.input, use_reentrant=True).backward(mine.grad)
-    for got in (inside, outside, [each.grad for each in weights]):
+    for got in (inside, outside, [weight.grad for weight in weights]):
         assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
 
 

@@ -52,8 +52,8 @@ def train(
         shape = 2, SEQUENCES, TOKENS
         batch = torch.randint(model.config.vocab_size, shape, generator=generator)
         parts = [run.rows(each) for each in batch.transpose(0, 1).chunk(run.config.microbatches)]
-        shards = [run.shard_batch(*each.unbind(1), **_domains(run, each)) for each in parts]
-        count = run.count(torch.stack([each.labels for each in shards]))
+        shards = [run.shard_batch(*part.unbind(1), **_domains(run, part)) for part in parts]
+        count = run.count(torch.stack([shard.labels for shard in shards]))
         losses.append(run.mean_loss(run.step(shards, count, computing=computing), count))
         run.clip(0.1)
         optimizer.step()
@@ -88,8 +88,8 @@ def _assert_one_process(name: str, values: dict[str, Any]) -> None:
     seen = set()
     for found, parts in threads.run(_trained, ranks, values, torch.float64, name):
         torch.testing.assert_close(found, losses)
-        for key, each in parts.items():
-            torch.testing.assert_close(each, weights[key], msg=lambda text, k=key: f"{k}: {text}")
+        for key, part in parts.items():
+            torch.testing.assert_close(part, weights[key], msg=lambda text, k=key: f"{k}: {text}")
         seen |= parts.keys()
     assert seen == weights.keys()
 
@@ -142,7 +142,7 @@ def test_several_steps_are_those_of_one_process(case: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 6, 7, 20, 24])
 def test_sums_of_neighbours_are_parts_of_the_ordered_sum(ranks: int, dtype: torch.dtype) -> None:
     parts = [torch.randn(64, generator=torch.Generator().manual_seed(i)) for i in range(ranks)]
-    parts = [each.to(dtype) for each in parts]
+    parts = [part.to(dtype) for part in parts]
     given = [each.clone() for each in parts]
     whole = ordered_sum(parts)
     assert all(map(torch.equal, parts, given)) and whole.dtype == dtype
@@ -161,7 +161,7 @@ def _exchanges(rank: int, values: dict[str, Any]) -> list[tuple[str, int]]:
     model = parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED).model
     with collectives.recorded() as log:
         model(torch.arange(TOKENS)[None])
-    return [(each.label, each.ranks) for each in log.calls]
+    return [(call.label, call.ranks) for call in log.calls]
 
 
 def test_nodes_and_chunks_are_those_of_the_exchange() -> None:
@@ -198,8 +198,8 @@ def test_training_gives_the_same_bits_for_any_number_of_expert_ranks(case: str) 
 def _assert_same_bits(found: list[Any]) -> None:
     for losses, weights in found[1:]:
         assert losses == found[0][0]
-        for name, each in weights.items():
-            assert torch.equal(each, found[0][1][name]), name
+        for name, weight in weights.items():
+            assert torch.equal(weight, found[0][1][name]), name
 
 
 def _mixed(rank: int, values: dict[str, Any]) -> Any:
@@ -210,7 +210,7 @@ def _mixed(rank: int, values: dict[str, Any]) -> Any:
 def test_in_mixed_precision_rows_travel_in_the_dtype_of_the_products() -> None:
     """The loss before the first step is that of ranks that have all experts, to the bit."""
     exchanges = ({}, {"ep": 2}, {"ep": 2, "ep_chunks": 2})
-    found = [threads.run(_mixed, 2, {"dp": 2, **each})[0] for each in exchanges]
+    found = [threads.run(_mixed, 2, {"dp": 2, **exchange})[0] for exchange in exchanges]
     assert found[0][0][0] == found[1][0][0] == found[2][0][0]
     same = [{"dp": 2, "ep": ep, "ep_deterministic": True} for ep in (1, 2)]
     _assert_same_bits([threads.run(_mixed, 2, each)[0] for each in same])

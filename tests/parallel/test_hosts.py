@@ -106,7 +106,7 @@ def _votes(world: World, shape: Shape) -> list[tuple[str, bool]]:
         def recorded(op: str, groups: Any, *args: Any) -> ErrorVote:
             vote = ErrorVote(op, groups, *args)
             theirs = groups_of("test", mesh)
-            seen.append((vote._sent.device.type, any(each in theirs for each in groups)))
+            seen.append((vote._sent.device.type, any(group in theirs for group in groups)))
             return vote
 
         for _ in range(2):

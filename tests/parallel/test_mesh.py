@@ -39,8 +39,8 @@ def test_experts_cut_the_ranks_of_dp_and_cp_again() -> None:
     assert groups["ep"][:2] == [[0, 2], [1, 3]]
     assert groups["edp"][:2] == [[0, 4], [1, 5]]
     assert groups["expert_data"][:2] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    for name, found in groups.items():
-        assert sorted(sum(found, [])) == list(range(16)), name
+    for name, group in groups.items():
+        assert sorted(sum(group, [])) == list(range(16)), name
 
 
 def test_groups_of_4096_ranks_take_less_than_two_seconds() -> None:
@@ -48,7 +48,7 @@ def test_groups_of_4096_ranks_take_less_than_two_seconds() -> None:
     begin = time.process_time()
     groups = rank_groups(sizes)
     assert time.process_time() - begin < 2
-    assert {name: (len(each), len(each[0])) for name, each in groups.items()} == {
+    assert {name: (len(group), len(group[0])) for name, group in groups.items()} == {
         "pp": (512, 8),
         "dp": (256, 16),
         "cp": (1024, 4),
@@ -104,8 +104,8 @@ def _members(world: World, sizes: Sizes) -> dict[str, list[int]]:
 )
 def test_a_mesh_has_the_groups_of_the_pure_function(on_ranks: OnRanks, sizes: Sizes) -> None:
     expected = rank_groups(sizes)
-    for rank, found in enumerate(on_ranks(_members, sizes)):
-        for name, ranks in found.items():
+    for rank, answer in enumerate(on_ranks(_members, sizes)):
+        for name, ranks in answer.items():
             assert ranks == next(each for each in expected[name] if rank in each), (rank, name)
 
 
@@ -120,4 +120,4 @@ def _refused(world: World) -> str:
 @pytest.mark.distributed
 def test_a_mesh_of_another_world_size_is_refused_on_every_rank(on_ranks: OnRanks) -> None:
     words = "pp x dp x cp x tp = 1 x 2 x 1 x 3 = 6 must be the 8 processes"
-    assert all(words in each for each in on_ranks(_refused))
+    assert all(words in answer for answer in on_ranks(_refused))

@@ -126,7 +126,7 @@ def test_communication_of_one_half_runs_beside_products_of_the_other(case: str) 
     ranks = ParallelConfig(**values).sizes.ranks
     for logs in threads.run(_recorded, ranks, name, values | {"overlap_microbatches": True}):
         for log in logs:
-            windows = [each for each in _windows(log) if _is_of(kinds)(each)]
+            windows = [window for window in _windows(log) if _is_of(kinds)(window)]
             assert len(windows) == count
             assert [each.is_hidden for each in windows].count(False) == bare, windows
 
@@ -169,8 +169,8 @@ def _rounded(rank: int) -> dict[str, float]:
         _engine("tiny-mixtral", layers=1, **given, overlap_microbatches=overlaps)
         for overlaps in (False, True)
     ]
-    for each in models:
-        _step(each)
+    for model in models:
+        _step(model)
     one, two = ({n: whole(p.grad) for n, p in each.model.named_parameters()} for each in models)
     return {name: float((one[name] != two[name]).double().mean()) for name in one}
 
@@ -187,7 +187,7 @@ def _gathered(rank: int, values: dict[str, Any]) -> list[tuple[dict[str, int], i
     for overlaps in (False, True):
         logs = _step(_engine("tiny-mixtral", layers=1, **values, overlap_microbatches=overlaps))[1:]
         weights = [e for log in logs for e in log.calls if e.label in ("weights", "gradients")]
-        found.append((len(weights), sum(each.bytes for each in weights)))
+        found.append((len(weights), sum(weight.bytes for weight in weights)))
     return found
 
 
@@ -209,7 +209,7 @@ def _under_autocast(rank: int) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             losses.append(_step(engine)[0])
         assert engine.model.embedding.tokens.weight.grad is not None
-    assert all(torch.equal(each, losses[0]) for each in losses)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
 
 
 def test_autocast_lowers_what_travels_to_experts() -> None:
@@ -225,10 +225,10 @@ def _in_stages(rank: int, name: str, values: dict[str, Any]) -> tuple[float, dic
     shape = 2, 3 * run.data_ranks, TOKENS + 1  # halves of two and of one
     text = torch.randint(model.config.vocab_size, shape, generator=generator)
     shards = [run.shard_batch(run.rows(each[:, :-1]), run.rows(each[:, 1:])) for each in text]
-    count = run.count(torch.stack([each.labels for each in shards]))
+    count = run.count(torch.stack([shard.labels for shard in shards]))
     for seed in (1, 2):
         losses = run.step(shards, count, seed=torch.tensor([seed, 2]))
-    grads = {key: whole(each.grad) for key, each in model.named_parameters()}
+    grads = {key: whole(parameter.grad) for key, parameter in model.named_parameters()}
     return float(run.mean_loss(losses, count)), grads
 
 

@@ -43,8 +43,8 @@ class _TwoProducts(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        for name, each in layer.named_parameters():
-            self.register_parameter(name, each)
+        for name, parameter in layer.named_parameters():
+            self.register_parameter(name, parameter)
         self.layer = [layer]  # not a child
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -94,16 +94,16 @@ def test_blocks_give_the_same_bits_beside_communication(
     on_ranks: OnRanks, ranks: int, dtype: torch.dtype
 ) -> None:
     """The input is gathered once more in the backward, where a whole product keeps it."""
-    for rank, found in enumerate(on_ranks(_results, ranks, dtype)[:ranks]):
+    for rank, answer in enumerate(on_ranks(_results, ranks, dtype)[:ranks]):
         ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
         for name in ("column", "column_linear", "mlp", "gated"):
-            assert (f"block {behind} comes", f"block {rank}") in found[name]
+            assert (f"block {behind} comes", f"block {rank}") in answer[name]
             after = f"gradient of block {(ahead + 1) % ranks}"
-            assert (f"block {ahead} leaves", after) in found[name]
-            assert ("input comes again", f"gradient of block {ahead}") in found[name]
+            assert (f"block {ahead} leaves", after) in answer[name]
+            assert ("input comes again", f"gradient of block {ahead}") in answer[name]
         for name in ("row", "mlp", "gated"):
-            assert (f"block {ahead} leaves", f"block {(ahead + 1) % ranks}") in found[name]
-            assert (f"block {behind} comes", f"gradient of block {rank}") in found[name]
+            assert (f"block {ahead} leaves", f"block {(ahead + 1) % ranks}") in answer[name]
+            assert (f"block {behind} comes", f"gradient of block {rank}") in answer[name]
 
 
 def _bad_input(world: World) -> None:

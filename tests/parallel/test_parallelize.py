@@ -52,7 +52,7 @@ def _step(run: TrainEngine, documents: bool) -> tuple[Any, Any, dict[str, Any], 
         for i in range(microbatches)
     ]
     optimizer = run.optimizer(lr=0.01, eps=1e-3)
-    shards = [run.shard_batch(*each) for each in parts]
+    shards = [run.shard_batch(*part) for part in parts]
     count = run.count(torch.stack([each.labels for each in shards]))
     outputs = []
     for i, shard in enumerate(shards):
@@ -60,7 +60,7 @@ def _step(run: TrainEngine, documents: bool) -> tuple[Any, Any, dict[str, Any], 
         output = model(*shard[:2], positions=shard.positions, document_ids=shard.document_ids)
         run.loss(output, count).backward()
         outputs.append(output)
-    grads = {name: _whole(each.grad) for name, each in model.named_parameters()}
+    grads = {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}
     norm = run.clip(0.1)
     optimizer.step()
     weights = {name: _whole(each.detach()) for name, each in model.named_parameters()}
@@ -302,7 +302,7 @@ def _compiled(world: World, name: str, values: dict[str, Any]) -> float:
         output = call(*shard[:2], positions=shard.positions)
         loss = run.loss(output, run.count(shard.labels))
         loss.backward()
-        found.append([loss.detach(), *(_whole(each.grad) for each in model.parameters())])
+        found.append([loss.detach(), *(_whole(parameter.grad) for parameter in model.parameters())])
         model.zero_grad()
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 

@@ -35,9 +35,9 @@ def _results(
     outputs = norm(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.autograd.backward(outputs, [grad] * len(outputs))
-    found = {f"output {i}": each.detach() for i, each in enumerate(outputs)}
+    found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     found |= {f"input {i}": each.grad for i, each in enumerate(inputs)}
-    return found | {name: whole(each.grad) for name, each in norm.named_parameters()}
+    return found | {name: whole(parameter.grad) for name, parameter in norm.named_parameters()}
 
 
 def _norms(world: World, ranks: int, dtype: torch.dtype) -> Any:
@@ -48,8 +48,8 @@ def _norms(world: World, ranks: int, dtype: torch.dtype) -> Any:
     for name, make in NORMS.items():
         plain = make().to(dtype)
         inputs = (x, residual) if name.startswith("add") else (x,)
-        for each in plain.parameters():
-            nn.init.normal_(each)
+        for parameter in plain.parameters():
+            nn.init.normal_(parameter)
         wide = torch.float64
         split = SequenceNorm.of(plain, mesh)  # type: ignore[arg-type]
         assert list(split.state_dict()) == list(plain.state_dict())
@@ -62,8 +62,8 @@ def _norms(world: World, ranks: int, dtype: torch.dtype) -> Any:
         counts[name] = log.counts()
         parts = [
             {
-                key: part_of(each, world, ranks, 1) if key[-1].isdigit() else each
-                for key, each in results.items()
+                key: part_of(result, world, ranks, 1) if key[-1].isdigit() else result
+                for key, result in results.items()
             }
             for results in (eager, truth)
         ]
@@ -75,8 +75,8 @@ def _norms(world: World, ranks: int, dtype: torch.dtype) -> Any:
 def test_norms_of_parts_equal_those_of_the_whole(on_ranks: OnRanks, dtype: torch.dtype) -> None:
     """One all-reduce adds up the gradients of weight and bias."""
     counts = on_ranks(_norms, 2, dtype)[0]
-    for name, found in counts.items():
-        assert found == ({} if name == "plain" else {"all_reduce": 1}), name
+    for name, count in counts.items():
+        assert count == ({} if name == "plain" else {"all_reduce": 1}), name
 
 
 def _wrong_module(world: World) -> None:

@@ -43,7 +43,7 @@ def _collectives(world: World, ranks: int, dtype: torch.dtype, rows: int) -> lis
     if not world.member(ranks):
         return []
     group = world.group(ranks)
-    all_given = [_given(each, (rows, 3), dtype) for each in range(ranks)]
+    all_given = [_given(index, (rows, 3), dtype) for index in range(ranks)]
     mine = all_given[world.rank]
     summed = collectives.ordered_sum(all_given)
     parts = torch.stack([each.unflatten(0, (ranks, -1)) for each in all_given])
@@ -90,7 +90,7 @@ def _odd_sizes(world: World) -> list[int]:
         for ranks in (2, 8):
             if not world.member(ranks):
                 continue
-            given = [_given(each, (size,), torch.float32) for each in range(ranks)]
+            given = [_given(index, (size,), torch.float32) for index in range(ranks)]
             mine = given[world.rank].clone()
             result = collectives.all_reduce(mine, world.group(ranks)).wait()
             if not torch.equal(result, collectives.ordered_sum(given)) or result is not mine:
@@ -106,8 +106,8 @@ def _many_at_once(world: World) -> bool:
     if not world.member(2):
         return True
     group = world.group(2)
-    tensors = [torch.full((300_000,), float(each + world.rank)) for each in range(24)]
-    pending = [collectives.all_reduce(each, group) for each in tensors]
+    tensors = [torch.full((300_000,), float(index + world.rank)) for index in range(24)]
+    pending = [collectives.all_reduce(tensor, group) for tensor in tensors]
     small = collectives.all_gather(torch.tensor([world.rank]), group).wait()
     values = [float(each.wait()[-1]) for each in pending]
     return values == [2.0 * each + 1 for each in range(24)] and small.tolist() == [0, 1]
@@ -216,8 +216,8 @@ def test_a_rank_that_is_gone_is_named(tmp_path: Path, how: str) -> None:
         CONTEXT.Process(target=_alone, args=(rank, str(tmp_path / "store"), how, ends))
         for rank in range(2)
     ]
-    for each in processes:
-        each.start()
+    for process in processes:
+        process.start()
     for each in processes:
         each.join(60)
     assert processes[0].exitcode == 0
@@ -230,8 +230,8 @@ def _connected() -> Any:
     """Return a channel whose other rank is the same process, with a ring of its own."""
     kind = torch.classes.fusedops_native.SharedChannel
     channels = [kind(rank, 2) for rank in range(2)]
-    for rank, each in enumerate(channels):
-        each.write_secret(rank)
+    for rank, channel in enumerate(channels):
+        channel.write_secret(rank)
     descriptors = [each.descriptor() for each in channels]
     for each in channels:
         assert each.connect([os.getpid()] * 2, descriptors, [0, 1])
@@ -322,4 +322,4 @@ def _waits_twice(world: World) -> str:
 def test_the_variable_is_known(monkeypatch: Any) -> None:
     monkeypatch.setenv("FUSEDOPS_SHARED_MEMORY", "yes")
     assert env.shared_memory_disabled()
-    assert any("FUSEDOPS_SHARED_MEMORY" in each for each in env.mistakes(["cpp"]))
+    assert any("FUSEDOPS_SHARED_MEMORY" in mistake for mistake in env.mistakes(["cpp"]))

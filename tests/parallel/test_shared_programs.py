@@ -117,11 +117,11 @@ def _run(
 
 def _made_groups(ranks: int) -> list[dist.ProcessGroup]:
     members = [list(range(ranks)), list(range(ranks)), list(range(ranks - 2, ranks))]
-    return [dist.new_group(each, timeout=TIMEOUT) for each in members]
+    return [dist.new_group(member, timeout=TIMEOUT) for member in members]
 
 
 def _members_of(groups: list[Any]) -> list[Any]:
-    return [None if each is dist.GroupMember.NON_GROUP_MEMBER else each for each in groups]
+    return [None if group is dist.GroupMember.NON_GROUP_MEMBER else group for group in groups]
 
 
 def _compared(world: World, ranks: int, seed: int) -> list[int]:
@@ -138,7 +138,9 @@ def _compared(world: World, ranks: int, seed: int) -> list[int]:
         with mock.patch.dict("os.environ", {"FUSEDOPS_SHARED_MEMORY": "0"}):
             wanted = _run(steps, sockets, barriers, order)
         assert all(each is None or shared_memory._channels.get(each) for each in shared)
-        assert not any(shared_memory._channels.get(each) for each in sockets if each is not None)
+        assert not any(
+            shared_memory._channels.get(socket) for socket in sockets if socket is not None
+        )
         pairs = zip(found, wanted, strict=True)
         wrong = [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
         dist.barrier(barriers)
@@ -147,9 +149,9 @@ def _compared(world: World, ranks: int, seed: int) -> list[int]:
 
 
 def _destroy(groups: list[Any]) -> None:
-    for each in groups:
-        if isinstance(each, dist.ProcessGroup):
-            dist.destroy_process_group(each)
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (2, 1), (3, 2), (4, 3), (5, 4), (6, 5)])
@@ -212,7 +214,7 @@ def _check_errors(results: list[tuple[float, list[str]]], ranks: int) -> None:
         for error in errors:
             assert "disagree about its collective" in error
             assert f"rank {ranks - 1} called" in error
-            assert any(f"rank {each} called" in error for each in range(ranks - 1))
+            assert any(f"rank {index} called" in error for index in range(ranks - 1))
 
 
 @pytest.mark.parametrize("what", list(DISAGREEMENTS))
@@ -231,7 +233,7 @@ def _waits_in_other_orders(world: World) -> list[float]:
     """Two sums, and a sum and a gather, that every other rank waits for backwards."""
     group = world.group(8)
     tensors = [torch.full((64,), float(each)) for each in (1, 2, 3)]
-    pending = [collectives.all_reduce(each, group) for each in tensors]
+    pending = [collectives.all_reduce(tensor, group) for tensor in tensors]
     pending.append(collectives.all_gather(torch.full((1,), float(world.rank)), group))
     for each in reversed(pending) if world.rank % 2 else pending:
         each.wait()
@@ -252,7 +254,7 @@ def _blocks_elsewhere(world: World, ranks: int, how: str) -> float:
     store = dist.distributed_c10d._get_default_store()
     key = f"{how} {ranks} {groups[0].group_name}"
     tensors = [torch.full((LARGE,), float(world.rank)) for _ in range(4)]
-    pending = [collectives.all_reduce(each, groups[0]) for each in tensors]
+    pending = [collectives.all_reduce(tensor, groups[0]) for tensor in tensors]
     others = [collectives.all_reduce(torch.ones(LARGE), groups[1]) for _ in range(4)]
 
     def wait() -> None:
@@ -280,8 +282,8 @@ def _blocks_elsewhere(world: World, ranks: int, how: str) -> float:
     for each in (wait, meet) if world.rank == 0 else (meet, wait):
         each()
     if how != "other group":
-        for each in others:
-            each.wait()
+        for other in others:
+            other.wait()
     total = float(sum(each[-1] for each in tensors))
     dist.barrier(groups[0])
     _destroy(groups)

@@ -79,8 +79,8 @@ def _layers(world: World, ranks: int, dtype: torch.dtype) -> None:
 def _parts(results: dict[str, torch.Tensor], world: World, ranks: int) -> dict[str, torch.Tensor]:
     """Return them with this rank's part of the sequence, of what has one."""
     return {
-        name: part_of(each, world, ranks, 1) if name in ("output", "input") else each
-        for name, each in results.items()
+        name: part_of(result, world, ranks, 1) if name in ("output", "input") else result
+        for name, result in results.items()
     }
 
 

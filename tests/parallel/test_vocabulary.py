@@ -35,7 +35,7 @@ def _results(
     hidden = hidden.detach().clone().requires_grad_()
     loss = loss_of(hidden, target)
     loss.backward(torch.ones_like(loss) / 3)
-    grads = {name: whole(each.grad) for name, each in loss_of.named_parameters()}
+    grads = {name: whole(parameter.grad) for name, parameter in loss_of.named_parameters()}
     return {"loss": loss.detach(), "hidden": hidden.grad, **grads}
 
 

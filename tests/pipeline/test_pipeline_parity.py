@@ -45,12 +45,12 @@ def step(run: TrainEngine) -> tuple[Any, ...]:
     batch = [each.chunk(parts) for each in _batch(model.config.vocab_size)]
     optimizer = run.optimizer(lr=0.01, eps=1e-3)
     shards = [run.shard_batch(*map(run.rows, each)) for each in zip(*batch, strict=True)]
-    count = run.count(torch.stack([each.labels for each in shards]))
+    count = run.count(torch.stack([shard.labels for shard in shards]))
     with torch.no_grad():
         before = run.mean_loss(run.forward(shards), count)
     loss = run.mean_loss(run.step(shards, count), count)
     torch.testing.assert_close(before, loss)
-    grads = {name: _whole(each.grad) for name, each in model.named_parameters()}
+    grads = {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}
     norm = run.clip(0.1)
     optimizer.step()
     weights = {name: _whole(each.detach()) for name, each in model.named_parameters()}

@@ -36,9 +36,9 @@ def _spread(name: str, **values: Any) -> TrainEngine:
 
 def _step(run: TrainEngine) -> None:
     tokens = torch.arange(run.config.microbatches * 17).reshape(-1, 17) % WORDS
-    parts = [each[None] for each in tokens]
-    shards = [run.shard_batch(each[:, :-1], each[:, 1:]) for each in parts]
-    run.step(shards, run.count(torch.stack([each.labels for each in shards])))
+    parts = [token[None] for token in tokens]
+    shards = [run.shard_batch(part[:, :-1], part[:, 1:]) for part in parts]
+    run.step(shards, run.count(torch.stack([shard.labels for shard in shards])))
 
 
 class _Products(TorchDispatchMode):
@@ -78,7 +78,7 @@ def test_what_ran_is_the_schedule_and_each_product_once(schedule: str) -> None:
     order = found[0][3]
     line = timeline([log for _, log, _, _ in found])
     ran = [[each.action for each in rank] for rank in line.spans]
-    assert ran == [list(each) for each in order.actions]
+    assert ran == [list(action) for action in order.actions]
     expected = timeline(order).alive()
     assert line.alive() == expected
     for rank, (alive, *_) in enumerate(found):
@@ -140,7 +140,7 @@ def _goes_on(run: TrainEngine, folder: str) -> dict[str, torch.Tensor]:
         run.clip(1.0)
         optimizer.step()
         keeper.save(1 if restored is None else restored.step + 1)
-    return {name: each.detach().clone() for name, each in run.model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
 
 
 def _in_stages(rank: int, folder: str, schedule: str) -> dict[str, torch.Tensor]:

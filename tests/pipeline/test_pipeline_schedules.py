@@ -47,7 +47,7 @@ def test_each_stage_does_each_microbatch_once(order: ScheduleTable) -> None:
         found = sorted((each.stage, each.microbatch) for each in every if each.kind in kinds)
         assert found == places
     for rank, actions in enumerate(order.actions):
-        assert {each.stage for each in actions} == set(order.stages_of(rank))
+        assert {action.stage for action in actions} == set(order.stages_of(rank))
     lists = order.with_transfers()
     for one in range(order.ranks):
         for other in range(order.ranks):
@@ -138,7 +138,7 @@ def test_no_split_has_a_cheaper_dearest_stage(stages: int) -> None:
     found = balanced(costs, stages, first=first, last=last)
     assert [each for run in found for each in run] == list(range(7))
     others = [at(cuts, 7, stages) for cuts in itertools.combinations(range(1, 7), stages - 1)]
-    best = min(_dearest(costs, each, first, last) for each in others)
+    best = min(_dearest(costs, other, first, last) for other in others)
     assert _dearest(costs, found, first, last) == best
 
 
@@ -148,7 +148,7 @@ def test_no_split_of_few_layers_has_a_shorter_step(name: str) -> None:
     order, costs, last = table(name, 2, 8), [1.0] * 6, 0.67
 
     def end(runs: list[range]) -> float:
-        sizes = [float(len(each)) for each in runs]
+        sizes = [float(len(run)) for run in runs]
         return timeline(order, stages=[*sizes[:-1], sizes[-1] + last]).end
 
     every = itertools.combinations(range(1, 6), order.stages - 1)

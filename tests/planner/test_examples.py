@@ -35,7 +35,7 @@ def test_examples_run(module: ModuleType) -> None:
     found = [module, *(getattr(module, name) for name in getattr(module, "__all__", ()))]
     tests = [test for each in found for test in doctest.DocTestFinder().find(each, "example")]
     examples = [each for each in tests if each.examples]
-    for each in examples:
-        each.globs.update({name: getattr(module, name) for name in dir(module)})
-        runner.run(each)
+    for example in examples:
+        example.globs.update({name: getattr(module, name) for name in dir(module)})
+        runner.run(example)
     assert examples and runner.summarize(verbose=False).failed == 0

@@ -91,8 +91,8 @@ def check(found: MeasuredStep) -> None:
 def test_the_static_bytes_are_those_of_the_tensors(family: str) -> None:
     model = build(family, 64, 2, 32, 512)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for each in model.parameters():
-        each.grad = torch.zeros_like(each)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     found = estimate(from_config(model.config), Layout.of(precision="float32"))
     states = [state for each in optimizer.state.values() for state in each.values()]
@@ -105,7 +105,7 @@ def test_configurations_are_read_from_files(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     model.config.to_json_file(path, use_diff=False)
     assert from_config(path) == from_config(model.config) == from_config(model.config.to_dict())
-    count = sum(each.numel() for each in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     assert from_config(path).parameters().total == count
 
 

@@ -69,7 +69,7 @@ def test_a_rank_with_both_ends_has_the_words_once() -> None:
     line = Layout.of(pp=2, precision="float32", microbatches=8)
     straight = estimate(GPT2, line)
     turned = estimate(GPT2, line.replace(pipeline_schedule="zbv"))
-    layers = sum(GPT2.layer(each).total for each in range(6))
+    layers = sum(GPT2.layer(index).total for index in range(6))
     assert (straight.stage, turned.stage) == (1, 0)
     assert straight.weights == 4 * (layers + GPT2.output(own_weight=True).total)
     assert turned.weights == 4 * (layers + GPT2.embedding().total + GPT2.output().total)

@@ -127,7 +127,7 @@ def test_the_scaling_table_with_one_dense_layer(name: str, billions: float) -> N
     model = replace(preset(name), moe_layers=31)
     # With the vocabulary, unlike the table's other counts.
     assert model.parameters().total / 1e9 == pytest.approx(billions, abs=0.006)
-    assert [model.is_sparse(each) for each in range(32)].count(True) == 31
+    assert [model.is_sparse(index) for index in range(32)].count(True) == 31
 
 
 def test_bytes_of_two_hundred_billion_parameters() -> None:

@@ -45,11 +45,11 @@ def build(
     if compiler is None:
         pytest.skip("no C++ compiler")
     names = {"thread": "libtsan.so", "address": "libasan.so", "undefined": "libubsan.so"}
-    for each in sanitize.split(","):
-        command = [compiler, f"-print-file-name={names[each]}"]
+    for part in sanitize.split(","):
+        command = [compiler, f"-print-file-name={names[part]}"]
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         if not Path(found).exists():
-            pytest.skip(f"the compiler has no {names[each]}")
+            pytest.skip(f"the compiler has no {names[part]}")
     program = folder / f"{sources[0].stem}_{sanitize.replace(',', '_')}"
     include = Path(torch.__file__).parent / "include"  # c10's half precision types, headers only
     flags = [*FLAGS, f"-fsanitize={sanitize}", f"-I{ROOT / 'csrc'}", f"-isystem{include}"]

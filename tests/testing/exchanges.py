@@ -54,7 +54,7 @@ def everything(rank: int) -> dict[str, Any]:
     got = torch.zeros(2, 3, dtype=torch.float64)
     dist.reduce_scatter_tensor(got, mine(rank, size * 2, 3))
     found["reduce_scatter_tensor"] = got
-    sent = [mine(rank + each, 2) for each in range(size)]  # of one size: gloo takes no others
+    sent = [mine(rank + index, 2) for index in range(size)]  # of one size: gloo takes no others
     parts = [torch.zeros(2, dtype=torch.float64) for _ in range(size)]
     dist.all_to_all(parts, sent)
     found["all_to_all"] = parts
@@ -92,7 +92,7 @@ def models(rank: int) -> dict[str, Any]:
     found["replicated"] = spread.redistribute(mesh, [Replicate(), Shard(0)]).to_local()
     found["product"] = (spread @ spread.t()).full_tensor()
     found["partial"] = spread.sum().redistribute(mesh, [Replicate(), Replicate()]).to_local()
-    assert Partial in {type(each) for each in spread.sum().placements}
+    assert Partial in {type(placement) for placement in spread.sum().placements}
     tp = mesh["tp"].get_group()
     with collectives.recorded() as log:
         found["ours"] = [
@@ -115,8 +115,8 @@ def models(rank: int) -> dict[str, Any]:
         else:
             model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
         model(mine(rank, 2, 4)).sum().backward()
-        grads = [each.grad for each in model.parameters()]
-        found[name] = [each.full_tensor() if name == "FSDP2" else each for each in grads]
+        grads = [parameter.grad for parameter in model.parameters()]
+        found[name] = [grad.full_tensor() if name == "FSDP2" else grad for grad in grads]
     torch.manual_seed(1)
     found["random"] = torch.rand(2)
     return found

@@ -50,7 +50,7 @@ def logs(
 
 
 def size_of(module: nn.Module) -> int:
-    return BYTES * sum(each.numel() for each in module.parameters())
+    return BYTES * sum(parameter.numel() for parameter in module.parameters())
 
 
 def said(ranks: int) -> Budget:
@@ -146,7 +146,7 @@ def test_expert_parallel(ranks: int, halves: int) -> None:
         exchange = budgets.expert_layer(ranks, leaving, arriving, **travels)
         words = budgets.expert_layer(ranks, 0, 0, row=0, result=0, halves=halves)
         tokens = budgets.all_reduces(ranks, [8] * layers)  # how many there are: the router's loss
-        assert [each.label for each in log.calls].count("router loss") == layers
+        assert [call.label for call in log.calls].count("router loss") == layers
         check([log], exchange + words * (layers - 1) + tokens + sums + said(ranks))
 
 

@@ -275,7 +275,7 @@ def with_fault(
 
 def records(folder: Path) -> dict[int, dict[str, Any]]:
     """Return what ranks left of where they stood."""
-    found = [json.loads(each.read_text()) for each in (folder / "run" / "faults").glob("*.json")]
+    found = [json.loads(path.read_text()) for path in (folder / "run" / "faults").glob("*.json")]
     return {each["rank"]: each for each in found}
 
 
@@ -373,11 +373,11 @@ def two_machines() -> Iterator[list[list[str]]]:
                 subprocess.run([*enter, "ip", *given], check=True)
         yield enters
     finally:
-        for each in names:
-            for child in psutil.Process(each.pid).children(recursive=True):
+        for name in names:
+            for child in psutil.Process(name.pid).children(recursive=True):
                 child.kill()
-            each.kill()
-            each.wait()
+            name.kill()
+            name.wait()
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def _train(rank: int, folder: str, changes: dict[str, Any], stop: int = 0) -> An
 
     watching = Watching(stop - 1, terminate)
     result = train(config(Path(folder), **changes), callback=watching)
-    return result.step, result.loss, [dict(each) for each in watching.records]
+    return result.step, result.loss, [dict(record) for record in watching.records]
 
 
 def test_a_run_goes_on_in_other_layouts_with_the_losses_of_one_process(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def _assert_same_losses(
     for ranks, stop, parallel in layouts:
         changes = given | {"parallel": parallel}
         results = on_ranks(ranks, _train, str(folder), changes, stop)
-        assert all(isinstance(each, tuple) for each in results), results
+        assert all(isinstance(result, tuple) for result in results), results
         assert [each[:2] for each in results] == [(stop, results[0][1])] * ranks
         assert all(not records for *_, records in results[1:])
         found += results[0][2]
@@ -156,7 +156,7 @@ def test_offload_is_switched_on_and_off_with_the_same_bits(
 def test_dp_follows_from_the_processes_with_experts_too(tmp_path: Path) -> None:
     given = {"model": {"preset": "tiny-mixtral"}, "steps": 2, "parallel": {"ep": 2}}
     results = on_ranks(2, _train, str(tmp_path), PLAIN | given)
-    assert [each[0] for each in results] == [2, 2], results
+    assert [result[0] for result in results] == [2, 2], results
     for parallel, ranks, wanted in (
         ({"ep": 2, "ep_nodes": 2}, 4, {"dp": 4, "ep": 2}),
         ({"ep": 4, "cp": 2}, 4, {"dp": 2, "cp": 2, "ep": 4}),
@@ -189,7 +189,7 @@ def _overflowing(rank: int, folder: str) -> Any:
     train(config(Path(folder), **changes), callback=watching)
     run = runs[0]
     steps = {int(each["step"]) for each in run.optimizer.state.values()}
-    return steps, run.scale.value, [each["action"] for each in watching.records]
+    return steps, run.scale.value, [record["action"] for record in watching.records]
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:

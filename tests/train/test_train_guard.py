@@ -37,13 +37,13 @@ def test_spoilt_weights_do_not_replace_the_last_good_checkpoint(tmp_path: Path) 
     for change in ("optimizer.lr=1e99", "optimizer.lr=1e-3"):  # again: there is nothing to do
         with pytest.raises(GuardError, match=f"after step 7 .*; the last good .*/{good}"):
             train(given, ["steps=7", change])
-    names = [each.name for each in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))]
+    names = [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))]
     assert names == [good, *(f"step-{step:010d}.0" for step in (5, 6, 7))]
     # Going on finds nothing but NaN, until the guard goes back.
     watching = Watching()
     result = train(given, ["steps=9"], callback=watching)
     assert watching.first == 7 and result.finished and result.loss is not None
-    assert [each["step"] for each in watching.records] == [8, 5, 6, 7, 8, 9]
+    assert [record["step"] for record in watching.records] == [8, 5, 6, 7, 8, 9]
     assert math.isfinite(result.loss)
 
 
@@ -77,7 +77,7 @@ def _spoiling(rank: int, folder: str, changes: dict[str, Any], rank_of_nan: int)
     finally:
         loop.backward = plain
     run = runs[0]
-    events = [(each.step, each.action) for each in run.guard.events]
+    events = [(event.step, event.action) for event in run.guard.events]
     return events, run.scale.value, _weights(run.parallel), [dict(e) for e in watching.records]
 
 
@@ -85,8 +85,8 @@ def _weights(parallel: TrainEngine) -> dict[str, Any]:
     model: Any = parallel.model
     assert isinstance(model, Transformer) or parallel.config.pp > 1
     found = {}
-    for name, each in model.named_parameters():
-        whole = each.full_tensor() if hasattr(each, "full_tensor") else each
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         found[name] = whole.detach().numpy()
     return found
 
@@ -100,7 +100,7 @@ def test_a_nan_gradient_of_one_rank_skips_the_step_on_all(layout: str, tmp_path:
     half = "precision" in changes
     assert events == ([] if half else [(SPOILT_STEP, "skip")])
     results = on_ranks(2, _spoiling, str(tmp_path), changes, 1)
-    assert all(isinstance(each, tuple) for each in results), results
+    assert all(isinstance(result, tuple) for result in results), results
     difference = dtypes.training_difference(STEPS)
     seen = set()
     for found, found_scale, weights, _ in results:

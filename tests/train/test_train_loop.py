@@ -27,7 +27,7 @@ from fusedops.train.schedule import learning_rate
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     text = (folder / "run" / "metrics.jsonl").read_text()
-    return [json.loads(each) for each in text.splitlines()]
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     train(config(tmp_path), callback=resumed)
     assert resumed.first == 5 and resumed.run.notes == ("resumes from step 5",)
     assert same_bits(wanted, resumed)
-    told = [each["loss"] for each in lines(tmp_path)]
-    assert told == [each["loss"] for each in wanted.records]
+    told = [line["loss"] for line in lines(tmp_path)]
+    assert told == [record["loss"] for record in wanted.records]
 
 
 def test_sigterm_saves_and_ends_after_the_step(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_sigterm_during_the_preparation_ends_after_the_first_step(
     monkeypatch.setattr(builder.corpora, "prepare", prepare)
     stopped = train(config(tmp_path))
     assert not stopped.finished and stopped.step == 1
-    assert [each["step"] for each in lines(tmp_path)] == [1]
+    assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
 def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
         for value in event.summary.value:
             found.setdefault(value.tag, {})[event.step] = value.tensor.float_val[0]
     for name in ("loss", "lr", "grad_norm", "tokens_per_second", "validation_loss"):
-        wanted = {each["step"]: each[name] for each in lines(tmp_path) if name in each}
+        wanted = {line["step"]: line[name] for line in lines(tmp_path) if name in line}
         assert found[name] == pytest.approx(wanted, rel=torch.finfo(torch.float32).eps)
 
 
@@ -138,7 +138,7 @@ def test_less_memory_gives_the_same_weights(tmp_path: Path) -> None:
     train(config(tmp_path, parallel=kept), ["steps=6", "checkpoint.every=2"], callback=less)
     one, other = (each.run.parallel.model.state_dict() for each in (plain, less))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert [each["grad_norm"] > 1.0 for each in less.records][0]  # it is clipped
+    assert [record["grad_norm"] > 1.0 for record in less.records][0]  # it is clipped
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_bfloat16_weights_have_a_float32_copy(tmp_path: Path) -> None:
 def test_a_loss_scale_that_overflows_skips_steps_and_falls(tmp_path: Path) -> None:
     half = {"compute": "float16", "loss_scale": 2.0**20}
     watching = whole(tmp_path, precision=half, model={"preset": "tiny-gpt2"})
-    actions = [each["action"] for each in watching.records]
+    actions = [record["action"] for record in watching.records]
     skipped = actions.count("overflow")
     assert 0 < skipped < 6 and actions == ["overflow"] * skipped + ["go"] * (STEPS - skipped)
     assert watching.run.scale.value == 2.0 ** (20 - skipped)
@@ -251,7 +251,7 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     assert told == [
         f"another run writes into {tmp_path}/run ({host}): wait for it, or choose another out"
     ]
-    assert [each["step"] for each in lines(tmp_path)] == [1, 2, 3]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["run", "run/faults"])
@@ -297,7 +297,7 @@ def test_a_file_that_counts_from_zero_goes_on_from_one(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, step=4)
     metrics.write({"step": 5})
     metrics.close()
-    found = [json.loads(each) for each in path.read_text().splitlines()]
+    found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [each["step"] for each in found] == [1, 2, 3, 4, 5] and "loss" in found[3]
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
@@ -313,8 +313,8 @@ def test_metrics_without_room_wait_for_it(tmp_path: Path, caplog: pytest.LogCapt
     metrics.write({"step": 5})
     metrics.close()
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert [json.loads(each)["step"] for each in text.splitlines()] == [*range(1, 6)]
-    (told,) = [each.getMessage() for each in caplog.records]
+    assert [json.loads(line)["step"] for line in text.splitlines()] == [*range(1, 6)]
+    (told,) = [record.getMessage() for record in caplog.records]
     assert "metrics.jsonl: File too large; training continues" in told
 
 

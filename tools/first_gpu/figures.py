@@ -112,18 +112,18 @@ def measure_op(
     sample = _with_slopes(case.make(device, DTYPE)) if figure.alibi else case.make(device, DTYPE)
     call = ContenderCall.of(replace(spec, eager=spec.op), sample)
     able, notes = [], []
-    for each in [Contender(OURS, spec.op, backend), *_rivals(figure, spec)]:
-        reason = reason_against(each, call, backward=False)
+    for rival in [Contender(OURS, spec.op, backend), *_rivals(figure, spec)]:
+        reason = reason_against(rival, call, backward=False)
         if reason is None and call.leaves and set(figure.directions) != {FORWARD}:
-            without = reason_against(each, call, backward=True)
-            each = replace(each, trains=without is None)
-            notes += [f"{each.name} is forward only: {without}"] if without else []
+            without = reason_against(rival, call, backward=True)
+            rival = replace(rival, trains=without is None)
+            notes += [f"{rival.name} is forward only: {without}"] if without else []
         if reason is None:
-            able.append(each)
-        elif each.name == OURS:
+            able.append(rival)
+        elif rival.name == OURS:
             raise RuntimeError(f"ours does not run: {reason}")
         else:
-            notes.append(f"no {each.name}: {reason}")
+            notes.append(f"no {rival.name}: {reason}")
     ran = backend_of(able[0], call)
     rows = []
     for direction in figure.directions:

@@ -33,7 +33,7 @@ def record(path: Path) -> None:
 def describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> Any:
     """Return a launch as JSON has it: kernel, grid, compile-time constants and arguments."""
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    constants = {each.name for each in kernel.params if each.is_constexpr}
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     options = set(values) - set(kernel.arg_names)
     return {
         "kernel": kernel.__name__,

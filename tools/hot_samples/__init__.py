@@ -109,7 +109,7 @@ def cases(op: str, capability: int | None = None) -> list[ReportCase]:
         capability: only those of a GPU (80, 90, 100 or 120).
     """
     module = importlib.import_module(f"fusedops.kernels.{op}")
-    found = (ReportCase(each) for each in module.static_report_cases())
+    found = (ReportCase(static_report_case) for static_report_case in module.static_report_cases())
     return [case for case in found if capability is None or case.runs_on(capability)]
 
 

@@ -121,8 +121,8 @@ def _differences(axes: Axes, comparisons: list[Comparison]) -> None:
     floor = 1e-9  # a difference of 0 has no place on this axis: it is drawn here
     axes.axhline(LOSS_DIFFERENCE_MARK, color=STOCK, linewidth=1, linestyle="--")
     axes.text(1, LOSS_DIFFERENCE_MARK * 1.2, "mark for float32, 20 steps", fontsize=8, color=STOCK)
-    for each, colour in zip(comparisons, ("#1864ab", "#74c0fc"), strict=False):
-        values = [max(floor, value) for value in each.loss_differences("stock", "fusedops")]
-        axes.semilogy(range(1, len(values) + 1), values, ".-", color=colour, label=each.dtype)
+    for comparison, colour in zip(comparisons, ("#1864ab", "#74c0fc"), strict=False):
+        values = [max(floor, value) for value in comparison.loss_differences("stock", "fusedops")]
+        axes.semilogy(range(1, len(values) + 1), values, ".-", color=colour, label=comparison.dtype)
     _plain(axes, "relative difference of the losses", "step", "|fusedops - stock| / stock")
     axes.legend(frameon=False)

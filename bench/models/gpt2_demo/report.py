@@ -174,8 +174,8 @@ def as_json(results: Results) -> dict[str, Any]:
     """Return everything that was found, ready for ``json.dumps``."""
     rows = []
     for allocator, comparisons in (("system", results.untuned), (results.allocator, results.tuned)):
-        for each in comparisons:
-            rows += [_row(each, name, allocator) for name in each.losses]
+        for comparison in comparisons:
+            rows += [_row(comparison, name, allocator) for name in comparison.losses]
     return {
         "corpus": results.corpus,
         "parameters": results.parameters,

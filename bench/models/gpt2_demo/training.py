@@ -251,7 +251,9 @@ def compare(
         FloatingPointError: a loss is not finite.
     """
     model = build_model(settings)
-    trainers = {each.name: Trainer(each, model, settings, dtype) for each in contenders}
+    trainers = {
+        contender.name: Trainer(contender, model, settings, dtype) for contender in contenders
+    }
     del model
     names = list(trainers)
     timing = timer.Timing({name: [] for name in names}, {name: [] for name in names})

@@ -83,4 +83,8 @@ def read_keywords(function: Callable[..., Any]) -> dict[str, None]:
     code: Any = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return {}
-    return {each: None for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
+    return {
+        constant: None
+        for constant in code.co_consts
+        if isinstance(constant, str) and constant.isidentifier()
+    }

@@ -294,8 +294,8 @@ class _Writer:
             os.replace(self._part(index), self.folder / name)
         if count > 1:
             places: dict[str, str] = {}
-            for name, held in zip(names, self.files, strict=True):
-                places |= dict.fromkeys(held, name)
+            for name, file in zip(names, self.files, strict=True):
+                places |= dict.fromkeys(file, name)
             sizes = {"total_size": self.total}
             self._write(_INDEX, {"metadata": sizes, "weight_map": places})
         # An older checkpoint here may have had the other form.
