@@ -336,6 +336,7 @@ def counters() -> dict[tuple[str, str], int]:
 
 
 def reset_counters() -> None:
+    """Set all counters of ``counters()`` to zero."""
     _COUNTS.clear()
     if extension.cpu_library() is None:
         torch.ops.fusedops_native.reset_counts()

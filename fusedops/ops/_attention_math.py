@@ -363,8 +363,8 @@ def check_options(
         pair = isinstance(window, (tuple, list)) and len(window) == 2
         if not pair:
             checks.fail(op, "window", "(left, right), of two ints", checks.shown(window))
-        for size in window:
-            checks.integer(op, "each of window", size, least=-1)
+        for bound in window:
+            checks.integer(op, "each of window", bound, least=-1)
         left, right = window
     if softcap is not None:
         checks.positive(op, "softcap", softcap)
