@@ -1,9 +1,12 @@
-"""Gloo processes that stay for the whole test session, and run what the tests send them.
+"""Gloo processes that run functions of tests: a pool for the test session, or fresh ones.
 
 Starting a process means importing torch, which takes longer than most tests: a fork server imports
-it once. Tests on fewer ranks use the first ones. What a test sends must be a function of a module;
-it is called with the rank's ``World`` and returns something that pickles. Unlike
-``fusedops.testing.processes`` the ranks keep their world, and its groups, from test to test.
+it once, and a process then starts in a tenth of a second. A function that a test sends must belong
+to a module and return something that pickles.
+
+``Pool`` keeps its ranks, their world and its groups from test to test, unlike
+``fusedops.testing.processes``; tests on fewer ranks use the first ones. ``on_fresh_ranks`` starts
+ranks for one call, for tests that kill them or change modules in them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -29,7 +33,19 @@ TIMEOUT = 120.0
 MOST_GROUPS = 40
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([*PRELOADED, "pytest"])
+# One server serves all tests. Modules of tests are not among these: until Python 3.13 the server
+# does not know their folder, and does not report it.
+CONTEXT.set_forkserver_preload(
+    [
+        *PRELOADED,
+        "fusedops.cli.train",
+        "fusedops.generation",
+        "fusedops.train.loop",
+        "psutil",
+        "pytest",
+        "torch._dynamo",
+    ]
+)
 
 
 class World:
@@ -78,14 +94,9 @@ class Pool:
     def _start(self) -> None:
         store = next(self._stores)
         for rank in range(self._ranks):
-            mine, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(
-                target=_serve, args=(rank, self._ranks, store, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
+            process, connection = start_process(_serve, rank, self._ranks, store)
             self._processes.append(process)
-            self._connections.append(mine)
+            self._connections.append(connection)
         self._collect()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -127,7 +138,7 @@ class Pool:
         self._processes, self._connections = [], []
 
 
-def _serve(rank: int, ranks: int, store: str, connection: Connection) -> None:
+def _serve(connection: Connection, rank: int, ranks: int, store: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     from torch import distributed as dist
@@ -158,3 +169,77 @@ def _groups() -> int:
     from torch.distributed import distributed_c10d
 
     return len(distributed_c10d._world.pg_map)
+
+
+def on_fresh_ranks(
+    ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    patience: float = 300.0,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on new gloo ranks, which it may kill.
+
+    Args:
+        ranks: number of ranks.
+        function: belongs to a module.
+        *args: of the function, after the rank.
+        patience: seconds until a rank counts as hanging.
+        timeout: of the process group in seconds; ``patience`` by default.
+
+    Returns:
+        What each rank returned; its traceback, ``"died"`` or ``"no answer"`` instead.
+    """
+    with tempfile.TemporaryDirectory(prefix="fusedops-") as folder:
+        started = [
+            start_process(
+                _on_fresh_rank, rank, ranks, f"{folder}/store", timeout or patience, function, args
+            )
+            for rank in range(ranks)
+        ]
+        results = []
+        for _, connection in started:
+            try:
+                results.append(connection.recv() if connection.poll(patience) else "no answer")
+            except EOFError:
+                results.append("died")
+        for process, _ in started:
+            process.kill()
+            process.join()
+    return results
+
+
+def start_process(target: Callable[..., Any], *args: Any) -> tuple[Any, Connection]:
+    """Start ``target(connection, *args)``; return the process and the other end."""
+    mine, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, mine
+
+
+def _on_fresh_rank(
+    connection: Any,
+    rank: int,
+    ranks: int,
+    store: str,
+    timeout: float,
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
+    import torch
+    from torch import distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        connection.send(function(rank, *args))
+    except Exception:
+        connection.send(traceback.format_exc())
+    dist.destroy_process_group()

@@ -1,32 +1,23 @@
-"""A small training run that draws from every generator, alone and on several ranks.
-
-What tests start in other processes must be functions of a module. Processes come from a fork server
-that has imported torch: starting one takes a tenth of a second instead of three.
-"""
+"""A small training run that draws from every generator, alone and on several ranks."""
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
 import random
-import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import torch.nn.functional as F
+from process_pool import on_fresh_ranks
 from torch import nn
 
 import fusedops
 from fusedops.checkpoint import Checkpointer, Guard, generators
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "numpy", "fusedops.checkpoint", "torch.distributed.fsdp", "torch._dynamo"]
-)
 WIDTH = 64
 
 
@@ -119,49 +110,4 @@ def train(connection: Any, root: str, steps: int, block: bool) -> None:
     connection.send(run.train(steps, block=block))
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(rank, *args)`` on so many gloo ranks; return what each gave, or its error."""
-    import tempfile
-
-    store = tempfile.mktemp(prefix="fusedops-store-")
-    started = []
-    for rank in range(ranks):
-        mine, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(
-            target=_on_rank, args=(theirs, rank, ranks, store, function, args), daemon=True
-        )
-        process.start()
-        theirs.close()
-        started.append((process, mine))
-    results = []
-    for process, mine in started:
-        try:
-            results.append(mine.recv() if mine.poll(60) else "no answer")
-        except EOFError:
-            results.append("died")
-        process.kill()
-        process.join()
-    if os.path.exists(store):
-        os.unlink(store)
-    return results
-
-
-def _on_rank(
-    connection: Any, rank: int, ranks: int, store: str, function: Callable[..., Any], args: Any
-) -> None:
-    from datetime import timedelta
-
-    from torch import distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=30),
-    )
-    try:
-        connection.send(function(rank, *args))
-    except Exception:
-        connection.send(traceback.format_exc())
+on_ranks = partial(on_fresh_ranks, patience=60.0, timeout=30.0)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_runs import CONTEXT, Run
+from checkpoint_runs import Run
+from process_pool import start_process
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fusedops.checkpoint import CheckpointError, generators
@@ -206,12 +207,7 @@ def _train_with_small_files(connection: Any, root: str, size: int) -> None:
 def test_a_limit_of_the_system_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     two_checkpoints(tmp_path).checkpointer.close()
     for size in (0, 5000, 100_000):
-        mine, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(
-            target=_train_with_small_files, args=(theirs, str(tmp_path), size)
-        )
-        process.start()
-        theirs.close()
+        process, mine = start_process(_train_with_small_files, str(tmp_path), size)
         says = mine.recv()
         process.join()
         assert "the checkpoint of step 3 was not written: File too large" in says

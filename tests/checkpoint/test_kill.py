@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import CONTEXT, Run, train
+from checkpoint_runs import Run, train
+from process_pool import start_process
 
 STEPS = 10
 
@@ -17,10 +18,7 @@ def run_and_kill(root: Path, after: float | None, *, block: bool) -> tuple[float
 
     Returns how long it ran, and its digest if it came to the end.
     """
-    mine, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=train, args=(theirs, str(root), STEPS, block))
-    process.start()
-    theirs.close()
+    process, mine = start_process(train, str(root), STEPS, block)
     assert mine.recv() == "begins"
     began = time.monotonic()
     ended = mine.poll(60 if after is None else after)

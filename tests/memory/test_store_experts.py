@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import full_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
@@ -42,12 +43,8 @@ def _train(rank: int, values: dict[str, Any]) -> Any:
         run.clip(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: _whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    weights = {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
     return losses, weights, chosen, [store and copy.copy(store.traffic) for store in stores]
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import full_tensor
 from process_pool import World
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,17 +54,13 @@ def _alone(dtype: torch.dtype = torch.float64) -> nn.Module:
     return model
 
 
-def _whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def _assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
     others = dict(expected.named_parameters())
     for name, parameter in model.named_parameters():
         grad, wanted = parameter.grad, others[name].grad
         assert (grad is None) == (wanted is None), name
         if grad is not None:
-            torch.testing.assert_close(_whole(grad), wanted, msg=name)
+            torch.testing.assert_close(full_tensor(grad), wanted, msg=name)
 
 
 def _train(model: nn.Module, data: GradientSync, rank: int) -> collectives.Log:
@@ -200,7 +197,7 @@ def _offloaded(world: World, stage: int) -> None:
             clip_grad_norm_(model.parameters(), 1.0)  # after steps have begun
             optimizer.step()
             optimizer.zero_grad()
-        weights.append([_whole(parameter.detach()).clone() for parameter in model.parameters()])
+        weights.append([full_tensor(parameter) for parameter in model.parameters()])
         if isinstance(optimizer, OffloadedAdamW):
             optimizer.close()
     for mine, theirs in zip(*weights, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import full_tensor
 from process_pool import World
 
 from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
@@ -60,17 +61,11 @@ def train(
         run.balance()
         optimizer.zero_grad()
     named = (*model.named_parameters(), *model.named_buffers())
-    return losses, {name: whole(each) for name, each in named}
+    return losses, {name: full_tensor(each) for name, each in named}
 
 
 def _domains(run: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"domains": batch[:, 0] % 2} if run.model.config.domain_experts else {}
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    """Return all of a parameter or buffer, a copy."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def _trained(rank: int, values: dict[str, Any], dtype: torch.dtype, name: str = "losses") -> Any:

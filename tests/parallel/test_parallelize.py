@@ -6,104 +6,34 @@ In float64, so that what is left are differences of order, and any of meaning is
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from one_process import SEED, TOKENS, assert_one_process, full_tensor, tiny, token_batch
 from process_pool import World
 from torch import nn
 
-from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
-from fusedops.models.parallelization.engine import TrainEngine
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
 from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
 
 OnRanks = Callable[..., list[Any]]
-SEQUENCES, TOKENS = 8, 24
-SEED = 5
 
 
-def _batch(words: int, documents: bool) -> tuple[Any, ...]:
-    """Return tokens, labels of which one sequence has none, and documents of uneven lengths."""
-    generator = torch.Generator().manual_seed(3)
-    shape = SEQUENCES, TOKENS
-    tokens = torch.randint(words, shape, generator=generator)
-    labels = torch.randint(words, shape, generator=generator)
-    labels[torch.rand(shape, generator=generator) < 0.1] = -100
-    labels[2] = -100
-    if not documents:
-        return tokens, labels, None, None
-    begins = torch.rand(shape, generator=generator) < 0.15
-    return tokens, labels, None, begins.cumsum(1)
-
-
-def _step(run: TrainEngine, documents: bool) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """Return the mean loss, the norm of the gradients, the gradients and the weights of a step."""
-    model: Any = run.model
-    microbatches = run.config.microbatches
-    batch = _batch(model.config.vocab_size, documents)
-    # What a micro-batch is does not depend on the layout; each rank takes its rows of it.
-    parts = [
-        [None if each is None else run.rows(each.chunk(microbatches)[i]) for each in batch]
-        for i in range(microbatches)
-    ]
-    optimizer = run.optimizer(lr=0.01, eps=1e-3)
-    shards = [run.shard_batch(*part) for part in parts]
-    count = run.count(torch.stack([each.labels for each in shards]))
-    outputs = []
-    for i, shard in enumerate(shards):
-        run.begin(last=i == microbatches - 1)
-        output = model(*shard[:2], positions=shard.positions, document_ids=shard.document_ids)
-        run.loss(output, count).backward()
-        outputs.append(output)
-    grads = {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}
-    norm = run.clip(0.1)
-    optimizer.step()
-    weights = {name: _whole(each.detach()) for name, each in model.named_parameters()}
-    return run.mean_loss(outputs, count), norm, grads, weights
-
-
-def _whole(tensor: Any) -> Any:
-    if tensor is None:
-        return None
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
-
-
-def _config(name: str, **others: Any) -> Any:
-    balanced = {"balance_loss": 0.01, "z_loss": 0.001} if preset(name).num_experts else {}
+def _config(name: str, **changes: Any) -> Any:
     # The padding's row is on the last rank.
-    sizes = {"num_layers": 2, "vocab_size": 131, "seq_len": 32, "pad_token_id": 130}
-    return replace(preset(name), **(sizes | balanced | others))
+    return tiny(preset(name), **({"num_layers": 2, "pad_token_id": 130} | changes))
 
 
-@functools.cache
-def _expected(name: str, microbatches: int, documents: bool) -> Any:
-    """Return what one process does."""
-    model = Transformer(_config(name), dtype=torch.float64, device="meta").to_empty(device="cpu")
-    initialize(model, SEED)
-    config = ParallelConfig(microbatches=microbatches)
-    return _step(TrainEngine(model, config), documents)
-
-
-def _parity(rank: int, name: str, values: dict[str, Any], on_meta: bool, documents: bool) -> None:
-    expected = _expected(name, values.get("microbatches", 1), documents)
-    model = Transformer(_config(name), dtype=torch.float64, device="meta")
-    if not on_meta:
-        model.to_empty(device="cpu")
-        # The values of process 0 count.
-        initialize(model, SEED if rank == 0 else SEED + 1)
-    found = _step(parallelize(model, ParallelConfig(**values), seed=SEED), documents)
-    torch.testing.assert_close(found[0], expected[0], msg=lambda text: f"loss: {text}")
-    for kind, mine, theirs in zip(("gradient", "weight"), found[2:], expected[2:], strict=True):
-        assert mine.keys() == theirs.keys()
-        for name_, value in theirs.items():
-            said = f"{kind} of {name_}"
-            torch.testing.assert_close(mine[name_], value, msg=lambda text, s=said: f"{s}: {text}")
-    torch.testing.assert_close(found[1], expected[1], msg=lambda text: f"norm: {text}")
+def _assert_parity(
+    rank: int, name: str, values: dict[str, Any], on_meta: bool = True, documents: bool = False
+) -> None:
+    options = {"on_meta": on_meta, "documents": documents, "own_loop": True}
+    names = assert_one_process(rank, _config(name), values, **options)
+    assert set(names) == {name for name, _ in Transformer(_config(name)).named_parameters()}
 
 
 # Name of the model, sizes and options, ranks. Where one process has values of a model already, not
@@ -154,7 +84,9 @@ def _ranks(values: dict[str, Any]) -> int:
 def test_a_step_is_that_of_one_process(case: str) -> None:
     name, values = CASES[case]
     given, documents = case in GIVEN, case in DOCUMENTS
-    threads.run(lambda rank: _parity(rank, name, values, not given, documents), _ranks(values))
+    threads.run(
+        lambda rank: _assert_parity(rank, name, values, not given, documents), _ranks(values)
+    )
 
 
 # What is promised: all of these that fit 8 processes.
@@ -170,7 +102,7 @@ PROMISED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("values", PROMISED, ids=lambda v: "-".join(map(str, v.values())))
 def test_all_that_is_promised(values: dict[str, Any]) -> None:
-    threads.run(lambda rank: _parity(rank, "tiny-llama", values, True, False), _ranks(values))
+    threads.run(lambda rank: _assert_parity(rank, "tiny-llama", values), _ranks(values))
 
 
 EXPERTS = {
@@ -182,7 +114,7 @@ EXPERTS = {
 
 
 def _on_processes(world: World, name: str, values: dict[str, Any]) -> None:
-    _parity(world.rank, name, values, True, False)
+    _assert_parity(world.rank, name, values)
 
 
 @pytest.mark.distributed
@@ -241,7 +173,7 @@ def _manual(rank: int, zero: int) -> None:
     whole(x).square().sum().backward()
     mine(run.rows(x)).square().sum().backward()
     for a, b in zip(mine.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(_whole(a.grad), b.grad)
+        torch.testing.assert_close(full_tensor(a.grad), b.grad)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -296,13 +228,15 @@ def _compiled(world: World, name: str, values: dict[str, Any]) -> float:
     """Return the largest difference of loss and gradients between a compiled model and itself."""
     model = Transformer(_config(name, num_layers=1), dtype=torch.float64, device="meta")
     run, found = parallelize(model, ParallelConfig(**values), seed=SEED), []
-    tokens, labels, *_ = _batch(model.config.vocab_size, False)
+    tokens, labels, *_ = token_batch(model.config.vocab_size, False)
     shard = run.shard_batch(run.rows(tokens), run.rows(labels))
     for call in (model, torch.compile(model, backend="aot_eager")):
         output = call(*shard[:2], positions=shard.positions)
         loss = run.loss(output, run.count(shard.labels))
         loss.backward()
-        found.append([loss.detach(), *(_whole(parameter.grad) for parameter in model.parameters())])
+        found.append(
+            [loss.detach(), *(full_tensor(parameter.grad) for parameter in model.parameters())]
+        )
         model.zero_grad()
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 

@@ -24,8 +24,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from process_pool import CONTEXT, start_process
 from torch import distributed as dist
-from train_runs import CONTEXT, Died, Watching, config, die, same_bits, whole
+from train_runs import Died, Watching, config, die, same_bits, whole
 from typer.testing import CliRunner
 
 from fusedops.checkpoint import CheckpointError
@@ -159,10 +160,7 @@ def _suspended(connection: Any, folder: str) -> None:
 
 
 def test_time_in_which_a_process_was_suspended_does_not_count(tmp_path: Path) -> None:
-    mine, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_suspended, args=(theirs, str(tmp_path)), daemon=True)
-    process.start()
-    theirs.close()
+    process, mine = start_process(_suspended, str(tmp_path))
     assert [mine.recv() for _ in range(3)] == [0, 1, 2]
     watched = psutil.Process(process.pid)
     watched.suspend()

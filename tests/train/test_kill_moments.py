@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_pool import start_process
 from torch import distributed as dist
-from train_runs import CONTEXT, STEPS, config, digest
+from train_runs import STEPS, config, digest
 
 from fusedops.train import loop, train
 from fusedops.train.builder import Run
@@ -51,12 +52,8 @@ def run(folder: Path, kill: tuple[int, float] | None = None) -> tuple[float, lis
     (folder / "store").unlink(missing_ok=True)
     started = []
     for rank in range(2):
-        mine, theirs = CONTEXT.Pipe()
-        given = (theirs, rank, str(folder / "store"), str(folder))
-        process = CONTEXT.Process(target=_on_rank, args=given, daemon=True)
-        process.start()
-        theirs.close()
-        started.append((process, mine))
+        given = (rank, str(folder / "store"), str(folder))
+        started.append(start_process(_on_rank, *given))
     for _, mine in started:
         assert mine.recv() == "begins"
     began, patience = time.monotonic(), PATIENCE_SECONDS

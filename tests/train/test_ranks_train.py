@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from train_runs import STEPS, Watching, config, digest, on_ranks, whole
+from process_pool import on_fresh_ranks
+from train_runs import STEPS, Watching, config, digest, whole
 
 from fusedops._core import dtypes, env
 from fusedops.launch import processes
@@ -82,7 +83,7 @@ def _assert_same_losses(
     found: list[dict[str, Any]] = []
     for ranks, stop, parallel in layouts:
         changes = given | {"parallel": parallel}
-        results = on_ranks(ranks, _train, str(folder), changes, stop)
+        results = on_fresh_ranks(ranks, _train, str(folder), changes, stop)
         assert all(isinstance(result, tuple) for result in results), results
         assert [each[:2] for each in results] == [(stop, results[0][1])] * ranks
         assert all(not records for *_, records in results[1:])
@@ -109,10 +110,10 @@ def _dying(rank: int, folder: str, out: str, die: int) -> tuple[int, str]:
 
 
 def test_a_run_whose_rank_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
-    whole_run = on_ranks(2, _dying, str(tmp_path), "whole", -1)
-    killed = on_ranks(2, _dying, str(tmp_path), "killed", 8)
+    whole_run = on_fresh_ranks(2, _dying, str(tmp_path), "whole", -1)
+    killed = on_fresh_ranks(2, _dying, str(tmp_path), "killed", 8)
     assert killed[1] == "died" and "rank 1 of its group of 2 has ended" in killed[0]
-    resumed = on_ranks(2, _dying, str(tmp_path), "killed", -1)
+    resumed = on_fresh_ranks(2, _dying, str(tmp_path), "killed", -1)
     assert whole_run == [(STEPS, digest) for _, digest in whole_run]
     assert resumed == [(STEPS - 5, digest) for _, digest in whole_run]
 
@@ -148,14 +149,14 @@ def _switching(rank: int, folder: str, parallel: dict[str, Any]) -> tuple[list[s
 def test_offload_is_switched_on_and_off_with_the_same_bits(
     parallel: dict[str, Any], tmp_path: Path
 ) -> None:
-    results = on_ranks(2, _switching, str(tmp_path), parallel)
+    results = on_fresh_ranks(2, _switching, str(tmp_path), parallel)
     for one, other in results:
         assert one == other
 
 
 def test_dp_follows_from_the_processes_with_experts_too(tmp_path: Path) -> None:
     given = {"model": {"preset": "tiny-mixtral"}, "steps": 2, "parallel": {"ep": 2}}
-    results = on_ranks(2, _train, str(tmp_path), PLAIN | given)
+    results = on_fresh_ranks(2, _train, str(tmp_path), PLAIN | given)
     assert [result[0] for result in results] == [2, 2], results
     for parallel, ranks, wanted in (
         ({"ep": 2, "ep_nodes": 2}, 4, {"dp": 4, "ep": 2}),
@@ -193,7 +194,7 @@ def _overflowing(rank: int, folder: str) -> Any:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
-    first, second = on_ranks(2, _overflowing, str(tmp_path))
+    first, second = on_fresh_ranks(2, _overflowing, str(tmp_path))
     assert first[:2] == second[:2] == ({4}, 32768.0)
     assert first[2] == ["go", "go", "overflow", "go", "go"]
 
@@ -228,7 +229,7 @@ def test_a_mistake_is_told_by_all_ranks_and_none_waits(tmp_path: Path) -> None:
     (tmp_path / "bad" / "empty.txt").write_text("\n")
     (tmp_path / "bad" / "text.txt").write_bytes(b"tea\xff" * 400)
     config(tmp_path)
-    first, second = on_ranks(2, _refused, str(tmp_path))
+    first, second = on_fresh_ranks(2, _refused, str(tmp_path))
     assert isinstance(first, list) and first == second, first
     for told, (case, (_, wanted)) in zip(first, BAD.items(), strict=True):
         assert wanted in told, case
@@ -246,5 +247,5 @@ def _without_gpus(rank: int) -> str:
 
 
 def test_a_machine_without_a_gpu_for_each_process_ends_all() -> None:
-    first, second = on_ranks(2, _without_gpus)
+    first, second = on_fresh_ranks(2, _without_gpus)
     assert first == second and "2 processes on a machine need as many GPUs" in first

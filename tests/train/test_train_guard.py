@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from train_runs import Watching, config, on_ranks
+from process_pool import on_fresh_ranks
+from train_runs import Watching, config
 
 from fusedops._core import dtypes
 from fusedops.checkpoint import GuardError
@@ -99,7 +100,7 @@ def test_a_nan_gradient_of_one_rank_skips_the_step_on_all(layout: str, tmp_path:
     events, scale, wanted, records = _spoiling(0, str(tmp_path), alone, 0)
     half = "precision" in changes
     assert events == ([] if half else [(SPOILT_STEP, "skip")])
-    results = on_ranks(2, _spoiling, str(tmp_path), changes, 1)
+    results = on_fresh_ranks(2, _spoiling, str(tmp_path), changes, 1)
     assert all(isinstance(result, tuple) for result in results), results
     difference = dtypes.training_difference(STEPS)
     seen = set()

@@ -1,34 +1,18 @@
-"""A small training run, and several processes that do it together.
-
-What is started in other processes must be functions of a module. Processes come from a fork server
-that has imported everything: starting one takes a tenth of a second instead of three.
-"""
+"""A small training run, which tests also start on several ranks (``process_pool.py``)."""
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import tempfile
-import traceback
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fusedops.testing.processes import PRELOADED
 from fusedops.train import train
 from fusedops.train.builder import Run
 
 STEPS = 12
-PATIENCE_SECONDS = 300.0
-
-CONTEXT = multiprocessing.get_context("forkserver")
-# There is one server for all tests, of whoever starts the first process. Not this file itself:
-# until Python 3.13 the server does not know where tests lie, and says nothing of it.
-_OURS = ("fusedops.cli.train", "fusedops.generation", "fusedops.train.loop")
-CONTEXT.set_forkserver_preload([*PRELOADED, *_OURS, "psutil", "pytest", "torch._dynamo"])
 
 
 def config(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -106,46 +90,3 @@ def digest(run: Run) -> str:
             local: Any = each.to_local() if hasattr(each, "to_local") else each
             found.update(local.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
-
-
-def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(rank, *args)`` on so many gloo ranks; return what each gave, or its error."""
-    started = []
-    with tempfile.TemporaryDirectory(prefix="fusedops-") as folder:
-        for rank in range(ranks):
-            mine, theirs = CONTEXT.Pipe()
-            given = (theirs, rank, ranks, f"{folder}/store", function, args)
-            process = CONTEXT.Process(target=_on_rank, args=given, daemon=True)
-            process.start()
-            theirs.close()
-            started.append((process, mine))
-        results = []
-        for _, mine in started:
-            try:
-                results.append(mine.recv() if mine.poll(PATIENCE_SECONDS) else "no answer")
-            except EOFError:
-                results.append("died")
-        for process, _ in started:
-            process.kill()
-            process.join()
-    return results
-
-
-def _on_rank(
-    connection: Any, rank: int, ranks: int, store: str, function: Callable[..., Any], args: Any
-) -> None:
-    from torch import distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=PATIENCE_SECONDS),
-    )
-    try:
-        connection.send(function(rank, *args))
-    except Exception:
-        connection.send(traceback.format_exc())
-    dist.destroy_process_group()

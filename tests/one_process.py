@@ -1,0 +1,133 @@
+"""A training step on many ranks compared with one process, in float64.
+
+In float64 only the order of sums differs, and an error in meaning is plain. ``fusedops.verify`` is
+the same for random layouts; these are the named cases that the tests of ``parallelize`` and of
+pipelines keep as tables.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedops._core.labels import IGNORE_INDEX
+from fusedops.models import ParallelConfig, Transformer, TransformerConfig, initialize, parallelize
+from fusedops.models.parallelization.engine import TrainEngine
+
+SEED = 5
+SEQUENCES, TOKENS = 8, 24
+
+
+class Step(NamedTuple):
+    """What a step computes: ``grads`` and ``weights`` by name, unsharded."""
+
+    loss: torch.Tensor
+    norm: torch.Tensor
+    grads: dict[str, Any]
+    weights: dict[str, Any]
+
+
+def full_tensor(tensor: Any) -> Any:
+    """Return an unsharded copy of a parameter, gradient or buffer; ``None`` of ``None``."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def token_batch(vocab_size: int, documents: bool) -> tuple[Any, ...]:
+    """Return tokens, labels, no positions, and documents of uneven lengths or ``None``.
+
+    A tenth of the positions have no label, and one sequence has none at all.
+    """
+    generator = torch.Generator().manual_seed(3)
+    shape = SEQUENCES, TOKENS
+    tokens, labels = torch.randint(vocab_size, (2, *shape), generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.1] = IGNORE_INDEX
+    labels[2] = IGNORE_INDEX
+    begins = torch.rand(shape, generator=generator) < 0.15
+    return tokens, labels, None, begins.cumsum(1) if documents else None
+
+
+def run_step(engine: TrainEngine, *, documents: bool = False, own_loop: bool = False) -> Step:
+    """Make one step; in an ``own_loop`` the caller runs forward and backward itself.
+
+    Without it, the loss is also compared with that of ``engine.forward``.
+    """
+    model: Any = engine.model
+    microbatches = engine.config.microbatches
+    batch = token_batch(model.config.vocab_size, documents)
+    # The content of a micro-batch does not depend on the layout; each rank takes its rows of it.
+    parts = [
+        [None if tensor is None else engine.rows(tensor.chunk(microbatches)[i]) for tensor in batch]
+        for i in range(microbatches)
+    ]
+    optimizer = engine.optimizer(lr=0.01, eps=1e-3)
+    shards = [engine.shard_batch(*part) for part in parts]
+    count = engine.count(torch.stack([shard.labels for shard in shards]))
+    if own_loop:
+        outputs = []
+        for i, shard in enumerate(shards):
+            engine.begin(last=i == microbatches - 1)
+            inputs = {"positions": shard.positions, "document_ids": shard.document_ids}
+            outputs.append(model(*shard[:2], **inputs))
+            engine.loss(outputs[-1], count).backward()
+        loss = engine.mean_loss(outputs, count)
+    else:
+        with torch.no_grad():
+            before = engine.mean_loss(engine.forward(shards), count)
+        loss = engine.mean_loss(engine.step(shards, count), count)
+        torch.testing.assert_close(before, loss)
+    grads = {name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()}
+    norm = engine.clip(0.1)
+    optimizer.step()
+    weights = {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
+    return Step(loss, norm, grads, weights)
+
+
+@functools.cache
+def one_process_step(config: TransformerConfig, microbatches: int, **options: bool) -> Step:
+    """Return the step of one process; ``options`` are those of ``run_step``."""
+    model = Transformer(config, dtype=torch.float64, device="meta").to_empty(device="cpu")
+    initialize(model, SEED)
+    return run_step(TrainEngine(model, ParallelConfig(microbatches=microbatches)), **options)
+
+
+def assert_one_process(
+    rank: int,
+    config: TransformerConfig,
+    values: dict[str, Any],
+    *,
+    on_meta: bool = True,
+    **options: bool,
+) -> list[str]:
+    """Compare a step of this rank with one process; return the names of its parameters.
+
+    A stage of a pipeline has some of them. A model that has values before ``parallelize`` (not
+    ``on_meta``) has other ones on each rank, of which those of rank 0 count.
+    """
+    expected = one_process_step(config, values.get("microbatches", 1), **options)
+    model = Transformer(config, dtype=torch.float64, device="meta")
+    if not on_meta:
+        model.to_empty(device="cpu")
+        initialize(model, SEED if rank == 0 else SEED + 1)
+    step = run_step(parallelize(model, ParallelConfig(**values), seed=SEED), **options)
+    torch.testing.assert_close(step.loss, expected.loss, msg=lambda text: f"loss: {text}")
+    torch.testing.assert_close(step.norm, expected.norm, msg=lambda text: f"norm: {text}")
+    for kind in ("grads", "weights"):
+        for name, value in getattr(step, kind).items():
+            torch.testing.assert_close(
+                value,
+                getattr(expected, kind)[name],
+                msg=lambda text, prefix=f"{kind} of {name}": f"{prefix}: {text}",
+            )
+    return list(step.grads)
+
+
+def tiny(preset: TransformerConfig, **changes: Any) -> TransformerConfig:
+    """Return a preset in a size for tests; with losses of the router if it has experts."""
+    losses = {"balance_loss": 0.01, "z_loss": 0.001} if preset.num_experts else {}
+    return replace(preset, **({"vocab_size": 131, "seq_len": 32} | losses | changes))
