@@ -80,7 +80,7 @@ class _Encoder:
 
     def _step(self, step: contract.Step) -> list[int]:
         if isinstance(step, contract.Elements):
-            lists = [int(each) for place, _, empty in step.lists for each in (place, empty)]
+            lists = [int(value) for place, _, empty in step.lists for value in (place, empty)]
             number = self._number("size", "number")
             return [len(step.lists), *lists, number, *self._steps(step.steps)]
         if isinstance(step, contract.TensorRule):

@@ -284,16 +284,16 @@ def repeat(name: str, launch: Callable[[], Any]) -> Any:
 
 def tuning_in_force(device: torch.device) -> tuning.LoadedTable:
     """Return the tuning tables that ops on ``device`` obey; read when the device is first used."""
-    found = _tuned.get(device)
-    if found is None:
+    table = _tuned.get(device)
+    if table is None:
         ops = [name + suffix for name in _KERNELS for suffix in ("", "_backward")]
-        found = tuning.load(device, ops, _ORDER)
-        _put_in_force(device, found)
-        for message, own in found.ignored:
+        table = tuning.load(device, ops, _ORDER)
+        _put_in_force(device, table)
+        for message, own in table.ignored:
             if message not in _WARNED:
                 _WARNED.add(message)
                 _LOG.log(logging.WARNING if own else logging.INFO, message)
-    return found
+    return table
 
 
 @contextlib.contextmanager

@@ -206,14 +206,14 @@ def _tune_allocator() -> SettingChange:
 
 def _tune_threads(threads: int | None) -> SettingChange:
     before = torch.get_num_threads()
-    wanted = threads if threads is not None else physical_cores()
+    count = threads if threads is not None else physical_cores()
     if threads is None and env.threads_are_set():
-        wanted = before
-    if before != wanted:
-        torch.set_num_threads(wanted)
-    was = "" if before == wanted else f" (was {before})"
+        count = before
+    if before != count:
+        torch.set_num_threads(count)
+    was = "" if before == count else f" (was {before})"
     return SettingChange(
-        "threads", True, f"{wanted}{was} for {physical_cores()} usable physical cores"
+        "threads", True, f"{count}{was} for {physical_cores()} usable physical cores"
     )
 
 

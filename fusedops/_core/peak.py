@@ -29,10 +29,10 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     assert kineto is not None and kineto.kineto_results is not None
     blocks = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
     blocks.sort(key=lambda event: event.start_ns())
-    held = peak = 0
+    live = peak = 0
     for block in blocks:
-        held += block.nbytes()
-        peak = max(peak, held)
+        live += block.nbytes()
+        peak = max(peak, live)
     return peak
 
 

@@ -99,8 +99,8 @@ def check_seed(op: str, seed: Any, device: torch.device, *, scores: Sequence[int
     fits = seed.dim() == 1 and (seed.numel() in sizes or (not scores and seed.numel() > 6))
     if not fits:
         more = " or ".join(f"[{size}]" for size in sizes[1:])
-        wanted = f"of shape [2], or {more}{'' if scores else ' and more'} with a place"
-        checks.fail(op, "seed", wanted, list(seed.shape))
+        expected = f"of shape [2], or {more}{'' if scores else ' and more'} with a place"
+        checks.fail(op, "seed", expected, list(seed.shape))
     if seed.device != device:
         checks.fail(op, "seed", f"on {device}, the device of the input", seed.device)
 

@@ -265,19 +265,19 @@ def measure(
     order = list(variants)
     shuffle = random.Random(seed).shuffle
     start = time.perf_counter()
-    taken = 0
+    rounds = 0
     while True:
         shuffle(order)
         for variant in order:
             seconds, contended = clock.sample(variant, repeats[variant.name])
             timing.rounds[variant.name].append(seconds)
             timing.contended[variant.name].append(contended)
-        taken += 1
+        rounds += 1
         on_round()
-        clean = min((bad.count(False) for bad in timing.contended.values()), default=taken)
+        clean = min((bad.count(False) for bad in timing.contended.values()), default=rounds)
         elapsed = time.perf_counter() - start
         enough = plan.seconds if clean >= plan.least else 3 * plan.seconds
-        if clean >= plan.most or (taken >= plan.least and elapsed > enough):
+        if clean >= plan.most or (rounds >= plan.least and elapsed > enough):
             return timing
 
 

@@ -287,7 +287,7 @@ def _by_key(entries: Iterable[Entry]) -> dict[Key, Entry]:
     Classes between two neighbouring measured ones that have the same winner get it too: sizes of a
     benchmark are seldom those of a user.
     """
-    found: dict[Key, Entry] = {}
+    by_key: dict[Key, Entry] = {}
     ordered = sorted(entries, key=lambda entry: entry.sort_key)
     for (op, dtype), group in groupby(ordered, key=lambda entry: (entry.op, entry.dtype)):
         line = list(group)
@@ -295,6 +295,6 @@ def _by_key(entries: Iterable[Entry]) -> dict[Key, Entry]:
             if (low.backend, low.config) == (high.backend, high.config):
                 middle = (low.size_class + high.size_class) // 2
                 for size in range(low.size_class + 1, high.size_class):
-                    found[op, DTYPES[dtype], size] = low if size <= middle else high
-        found |= {(op, DTYPES[dtype], entry.size_class): entry for entry in line}
-    return found
+                    by_key[op, DTYPES[dtype], size] = low if size <= middle else high
+        by_key |= {(op, DTYPES[dtype], entry.size_class): entry for entry in line}
+    return by_key

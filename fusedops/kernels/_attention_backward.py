@@ -101,8 +101,8 @@ def backward(
     do, lse = readable(grad_output), lse.contiguous()
     delta = torch.empty_like(lse)
     dq, dk, dv = (
-        new_heads_inside(tensor) if wanted else None
-        for tensor, wanted in ((query, wants_query), (key, wants_key), (value, wants_value))
+        new_heads_inside(tensor) if needed else None
+        for tensor, needed in ((query, wants_query), (key, wants_key), (value, wants_value))
     )
     ds = _new_scores(call) if wants_mask else None
     kind = "given"

@@ -81,9 +81,9 @@ def report_cases(
         kinds = dict(types)
         if not gathers:
             kinds["x_ptr"] = type_of(name, [constexprs["BLOCK_M"], depth])
-        for each, columns in weights.items():
+        for argument, columns in weights.items():
             block = [depth, columns] if described == "across" else [columns, depth]
-            kinds[each] = type_of(name, [1] * leading + block)
+            kinds[argument] = type_of(name, [1] * leading + block)
         dense, other = "stride_wk", "stride_wn"
         if described == "across":
             dense, other = other, dense

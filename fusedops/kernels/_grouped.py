@@ -422,7 +422,7 @@ def add_weight_gradient(
     if out.numel() == 0:
         return
     num_groups, in_size, out_size = out.shape
-    lists = [each for each in (x_rows, dy_rows) if each is not None]
+    lists = [rows for rows in (x_rows, dy_rows) if rows is not None]
     num_rows = lists[0].shape[0] if lists else x.shape[0]
     blocks, options = _gradient_blocks(x.dtype, gathers=bool(lists), older=older(x.device))
     tiles = triton.cdiv(in_size, blocks["BLOCK_M"]) * triton.cdiv(out_size, blocks["BLOCK_N"])

@@ -35,15 +35,15 @@ def drop(
         ranks = _ranks(rounds.reshape(-1), num_experts).view(rounds.shape)
         return expert_ids, (ranks < capacity).t().contiguous()
     # Nobody's expert stands behind the others: that of tokens whose choice was dropped before.
-    taken = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_ids.device)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_ids.device)
     ids = [rounds[0]]
     kept: list[torch.Tensor] = []
     stuck = torch.zeros_like(rounds[0], dtype=torch.bool)
     for choice in rounds:
         now = torch.where(stuck, ids[-1], choice)
         counted = torch.where(stuck, num_experts, now).long()
-        fits = (_ranks(counted, num_experts + 1) + taken[counted] < capacity) & ~stuck
-        taken = taken.scatter_add(0, counted, fits.long())
+        fits = (_ranks(counted, num_experts + 1) + counts[counted] < capacity) & ~stuck
+        counts = counts.scatter_add(0, counted, fits.long())
         stuck = ~fits
         ids.append(now)
         kept.append(fits)

@@ -46,25 +46,25 @@ class Captures:
     def __init__(self) -> None:
         self.tables: list[torch.Tensor] = []
         self._reserved: torch.Tensor | None = None
-        self._wanted = 0  # bytes of the tables of one step
+        self._step_bytes = 0  # bytes of the tables of one step
 
     @contextlib.contextmanager
     def active(self, device: torch.device) -> Iterator[None]:
         """Keep here what is captured in this context; reserve memory for a capture otherwise."""
         token = _ACTIVE.set(self)
-        self._wanted = 0
+        self._step_bytes = 0
         try:
             yield
         finally:
             _ACTIVE.reset(token)
-        wanted = _CAPTURES_AHEAD * self._wanted
+        needed = _CAPTURES_AHEAD * self._step_bytes
         reserved = 0 if self._reserved is None else self._reserved.nbytes
-        if reserved < wanted and not capturing(device):
-            self._reserved = _staging(wanted, device)
+        if reserved < needed and not capturing(device):
+            self._reserved = _staging(needed, device)
 
     def count(self, table: torch.Tensor) -> None:
         """Note that a step reads a table: a capture of the same step may have to copy it."""
-        self._wanted += _aligned(table.nbytes)
+        self._step_bytes += _aligned(table.nbytes)
 
     def copy(self, table: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Capture a copy of a host table; each replay makes it again."""

@@ -70,7 +70,7 @@ def backward(
             lse.new_empty(0),
             (*output_mask[:3], False, output_mask[3]),
         )
-    packed = (None if each is None else each[0].transpose(0, 1) for each in (dq, dk, dv))
+    packed = (None if grad is None else grad[0].transpose(0, 1) for grad in (dq, dk, dv))
     return (*packed, dsinks)
 
 

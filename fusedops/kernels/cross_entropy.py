@@ -423,12 +423,12 @@ def static_report_cases() -> list[dict[str, Any]]:
     types |= dict.fromkeys(("dloss_ptr", "total_ptr", "count_ptr"), "*fp32")
     types["target_ptr"] = "*i64"
     types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
-    whole = {"FIRST": True, "LAST": True}
+    only = {"FIRST": True, "LAST": True}
     middle = {"FIRST": False, "LAST": False}
     options = _options(_BLOCK)
     cases = []
     for capped in (False, True):
-        for more in (whole | {"SMOOTH": False}, middle | {"SMOOTH": True}):
+        for more in (only | {"SMOOTH": False}, middle | {"SMOOTH": True}):
             launch = _sums_launch(_BLOCK, smooth=more["SMOOTH"], capped=capped)
             flags = more | {"CAPPED": capped, "BLOCK": launch["BLOCK"]}
             of_kind = types if more["FIRST"] else types | {"x_ptr": "*fp32"}

@@ -294,9 +294,9 @@ def described(
     leading = [1] * (weights[0].dim() - 2)
     left = x if gathers else describe(x, [blocks["BLOCK_M"], depth])
     if along:
-        return "along", (left, *(describe(each, [*leading, columns, depth]) for each in weights))
+        return "along", (left, *(describe(w, [*leading, columns, depth]) for w in weights))
     block = [*leading, depth, columns]
-    return "across", (left, *(describe(each.mT, block) for each in weights))
+    return "across", (left, *(describe(w.mT, block) for w in weights))
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
@@ -448,7 +448,7 @@ def report_tiles(
     matrix = dtype != torch.float32
     for num_rows in (16, 64, 4096) if matrix else (4096,):
         case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
-        new, old = (blocks(dtype, num_rows, older=each) for each in (False, True))
+        new, old = (blocks(dtype, num_rows, older=older) for older in (False, True))
         if new == old:
             yield num_rows, *new, case
         else:

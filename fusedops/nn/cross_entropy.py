@@ -87,9 +87,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                 reduction=self.reduction,
             )
         if self.z_loss or self.softcap is not None:
-            wanted = "logits [N, C] or [C] with class indices, for z_loss or softcap"
+            expected = "logits [N, C] or [C] with class indices, for z_loss or softcap"
             got = f"{list(input.shape)} with {target.dtype} targets"
-            checks.fail("CrossEntropyLoss", "input", wanted, got)
+            checks.fail("CrossEntropyLoss", "input", expected, got)
         return super().forward(input, target)
 
     def extra_repr(self) -> str:

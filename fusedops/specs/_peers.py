@@ -246,7 +246,7 @@ def _flash(
         raise UnsupportedError("the peer takes 4 dims")
     if (is_causal or window) and query.shape[2] != key.shape[2]:
         raise UnsupportedError("the peer aligns a causal mask to the lower right")
-    heads_inside = (each.transpose(1, 2) for each in (query, key, value))
+    heads_inside = (tensor.transpose(1, 2) for tensor in (query, key, value))
     output = function(*heads_inside, dropout_p=dropout_p, alibi_slopes=alibi_slopes, **words)
     return output.transpose(1, 2)
 
@@ -276,7 +276,7 @@ def _decode(
     words = _in_flash_words(is_causal=True, **others)
     one = query.dim() == 3
     rows = query.unsqueeze(2) if one else query
-    heads_inside = (each.transpose(1, 2) for each in (rows, key_cache, value_cache))
+    heads_inside = (tensor.transpose(1, 2) for tensor in (rows, key_cache, value_cache))
     output = function(*heads_inside, cache_seqlens=cache_seqlens, **words)
     return output.squeeze(1) if one else output.transpose(1, 2)
 

@@ -149,7 +149,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         )
         return Sample(name, given, {"activation": activation, **options})
 
-    patterns = [each for each in _routing.PATTERNS if each != "random"]
+    patterns = [pattern for pattern in _routing.PATTERNS if pattern != "random"]
     return [
         call("default", (9, 2, 3)),
         call("biases", bias=True, transposed=True),
@@ -267,8 +267,8 @@ def _peers() -> dict[str, Callable[..., Any]]:
 
         return peer
 
-    found = {name: of(experts) for name, experts in _hf_experts.installed().items()}
-    return {"dense_einsum": _dense_einsum, **found}
+    peers = {name: of(experts) for name, experts in _hf_experts.installed().items()}
+    return {"dense_einsum": _dense_einsum, **peers}
 
 
 def _dense_einsum(
@@ -284,8 +284,8 @@ def _dense_einsum(
     weights = input.new_zeros(input.shape[0], plan.num_experts)
     weights = weights.scatter(1, plan.expert_ids.long(), plan.probs.to(input.dtype))
     gate, up = torch.einsum("th,ehi->eti", input, w1).chunk(2, dim=2)
-    each = torch.einsum("eti,eih->eth", F.silu(gate) * up, w2)
-    return torch.einsum("eth,te->th", each, weights)
+    outputs = torch.einsum("eti,eih->eth", F.silu(gate) * up, w2)
+    return torch.einsum("eth,te->th", outputs, weights)
 
 
 SPEC = Spec(

@@ -45,8 +45,8 @@ class Sample:
     @property
     def least_dtype(self) -> torch.dtype | None:
         """The floating dtype of the least precision among the tensors, if there is one."""
-        found = {tensor.dtype for tensor in self.tensors if tensor.is_floating_point()}
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        dtypes = {tensor.dtype for tensor in self.tensors if tensor.is_floating_point()}
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
         """Return the call with every tensor replaced by ``change(tensor)``."""
