@@ -79,7 +79,7 @@ _KERNELS: dict[str, Kernels] = {}
 _COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
 _LOGGED: set[tuple[str, str, str]] = set()
 _WARNED: set[str] = set()
-_changes = 0  # of what `resolve` depends on beside the arguments
+_changes = 0  # of the state, other than the arguments, that `resolve` depends on
 _requested: str | None = None
 _mistake: str | None = None  # of the environment: until something else is asked for, no op runs
 _tuned: dict[torch.device, tuning.LoadedTable] = {}
@@ -264,7 +264,7 @@ def _step_down(
 
 
 def changes() -> int:
-    """Return a number that another request or tuning table raises: `resolve` may answer anew."""
+    """Return a counter of requests and tuning tables: when it changes, call `resolve` again."""
     return _changes
 
 
@@ -378,9 +378,9 @@ _ALLOWED, _REFUSED = 1, 2
 
 
 def _verdict() -> tuple[int, int]:
-    """Return whether the compiled router has held this call to its contract; 0: it has not.
+    """Return the compiled router's verdict on this call: ``_ALLOWED``, ``_REFUSED``, 0 if unchecked.
 
-    Then the number of the plan that it asks for; 0: it asks for none.
+    The second number is the launch plan that it requests; 0: none.
     """
     if extension.cpu_library() is not None:
         return 0, 0

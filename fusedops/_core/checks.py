@@ -1,6 +1,6 @@
 """The wording and the type of every input error.
 
-Each message names the op, the argument, what was wanted and what came. Checks run in the public
+Each message names the op, the argument, what was expected and what came. Checks run in the public
 function, before anything is computed or written.
 """
 
@@ -96,9 +96,9 @@ def alike(value: Any, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def parameter(op: str, argument: str, value: Any, owner: str, reference: torch.Tensor) -> None:
-    """Raise unless ``value`` may stand as a weight or bias beside ``reference``.
+    """Raise unless ``value`` can be a weight or bias of an op on ``reference``.
 
-    Its dtype is that of ``reference``, or float32 beside a half-precision ``reference``.
+    Its dtype is that of ``reference``; float32 is allowed too if ``reference`` has half precision.
     """
     like(op, argument, value, owner, reference)
     half = reference.dtype in (torch.bfloat16, torch.float16)
@@ -122,7 +122,7 @@ def readable(value: torch.Tensor) -> bool:
 
 
 def shape(op: str, argument: str, value: torch.Tensor, expected: Sequence[Any], why: str) -> None:
-    """Raise unless ``value`` has exactly the shape ``expected``; ``why`` says where it comes from."""
+    """Raise unless ``value`` has the shape ``expected``; ``why`` says where that comes from."""
     if value.shape != expected and tuple(value.shape) != tuple(expected):
         fail(op, argument, f"of shape {_shape(expected)} ({why})", _shape(value.shape))
 

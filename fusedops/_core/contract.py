@@ -1,11 +1,11 @@
-"""Contracts: what an operator's arguments must be to each other, said once per op.
+"""Contracts: which dtypes and shapes an operator's arguments must have, stated once per op.
 
 A registered operator is called by more than its public function: by compiled code, by exporters, by
 other libraries. Its contract says which shapes and dtypes fit together, so that a kernel never
-reads what is not there. One description serves forward and backward, and is obeyed three times:
+reads out of bounds. One description serves forward and backward, and is checked in three places:
 by the compiled router before a kernel runs (``csrc/contract.h``, a tenth of a microsecond), by
-the fake kernels, and here, where a refusal gets its words. ``_contract_grammar.py`` reads the
-rules, ``_contract_code.py`` writes them down for C++.
+the fake kernels, and here, which writes the error message. ``_contract_grammar.py`` parses the
+rules, ``_contract_code.py`` encodes them for C++.
 
     contract={
         "input, output": "T [*rows, *normalized_shape]",
@@ -21,9 +21,9 @@ the backward receives them. Rules are read in order. Of a tensor: dtype, then sh
 |---|---|
 | ``int32 | int64`` | one of these; ``float`` is float16, bfloat16, float32 or float64 |
 | ``T`` | a floating dtype, the same wherever the letter stands; also a ``ScalarType`` argument |
-| ``param(T)`` | T, or float32 beside half precision |
-| ``stat(T)`` | float32, or float64 beside float64 |
-| ``mixed(T)`` | float64 beside float64, else float32, bfloat16 or float16 |
+| ``param(T)`` | T, or float32 where T is a half-precision dtype |
+| ``stat(T)`` | float64 where T is float64, else float32 |
+| ``mixed(T)`` | float64 where T is float64, else float32, bfloat16 or float16 |
 | ``param(T) as P`` | and the letter P names it |
 
 | size | means |
@@ -169,7 +169,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of a backward: the incoming gradients, and what the mask of wanted ones needs."""
+    """Of a backward: the incoming gradients, and what the requested ones need."""
 
     incoming: tuple[int, ...]
     mask: int
@@ -192,7 +192,7 @@ Step = TensorRule | Definition | Requirement | Range | Choice | Gradients | Elem
 
 @dataclass
 class _Known:
-    """What the arguments looked at so far have told."""
+    """Sizes, lists and dtypes that the arguments checked so far have bound."""
 
     args: Sequence[Any]
     sizes: dict[str, Any] = field(default_factory=dict)

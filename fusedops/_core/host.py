@@ -93,8 +93,8 @@ def tune_host(*, threads: int | None = None) -> HostTuning:
       at its first allocation: call this before the first CPU tensor is made. On pages of 4 KiB
       ``add_layer_norm`` of 8 MiB takes 0.80 ms instead of 0.70 (two Zen 4 cores).
     * Threads: one per physical core that this process may use. Where ``OMP_NUM_THREADS`` is set,
-      torch's number stays as it is: torchrun, or whoever starts several processes on one machine,
-      has divided the cores.
+      torch's number is unchanged: torchrun, or another launcher of several processes on one
+      machine, has divided the cores.
 
     Args:
         threads: number of threads for torch instead of that.

@@ -16,7 +16,7 @@ def available_bytes() -> int | None:
         return None
     try:
         used = int((_GROUP / "memory.current").read_text())
-        used -= _number(_GROUP / "memory.stat", "inactive_file")  # given back when it is wanted
+        used -= _number(_GROUP / "memory.stat", "inactive_file")  # reclaimable
         limits.append(int((_GROUP / "memory.max").read_text()) - used)
     except (OSError, ValueError):  # no container, or one without a limit
         pass

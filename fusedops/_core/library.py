@@ -119,8 +119,8 @@ def define_op(
         schema: arguments and named returns, ``"(Tensor input, float eps) -> (Tensor output)"``.
             Sizes are ``SymInt``. Outputs never alias inputs. An op without a gradient may write
             to an argument, ``"(Tensor(a!) into, ...) -> ()"``.
-        contract: what arguments and results are to each other, in the words of ``contract.py``.
-            Every call of the operator is held to it: kernels and fakes see nothing else.
+        contract: dtypes and shapes of arguments and results, in the grammar of ``contract.py``.
+            Every call is checked against it, before kernels and fakes run.
         reference: eager torch, the specification; also the backend ``"torch"``.
         fake: returns empty tensors of the right shapes, dtypes and strides. It receives the
             arguments that it names, and so do ``gradient.fake`` and the DTensor rules.

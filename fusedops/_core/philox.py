@@ -171,7 +171,7 @@ def keep_mask(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tenso
 def dropout(
     x: torch.Tensor, seed: torch.Tensor | None, p: float, index: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Drop elements of ``x``, which has the accumulation dtype; ``p`` 0 returns it as it is.
+    """Drop elements of ``x``, which has the accumulation dtype; ``p`` 0 returns it unchanged.
 
     ``index`` has the elements' places, of the shape of ``x``; by default the seed has them.
 

@@ -6,8 +6,8 @@ FlashAttention-2's formulae without its atomics, the same bits in every run:
 * ``keys_kernel``: gradients of keys and values;
 * ``queries_kernel``: gradients of queries, and of an additive mask.
 
-The probabilities are made again from the scores and the log-sum-exp of the forward. Both walks make
-them: seven products where atomics would do with five.
+Both kernels recompute the probabilities from the scores and the log-sum-exp of the forward: seven
+products, where a single kernel with atomics would need five.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def new_heads_inside(like: torch.Tensor) -> torch.Tensor:
 def _new_scores(call: AttentionCall) -> torch.Tensor:
     """Return where the gradient of the scores is written; zero where no program writes.
 
-    Float32, for the sum over the dims that the mask does not have; a whole mask takes it as it is.
+    Float32, to sum over the broadcast dims of the mask; without such dims, the dtype of the mask.
     """
     assert call.mask is not None
     shape = (*call.query.shape[:3], call.key.shape[2])

@@ -439,9 +439,9 @@ def _splits(kernel: str, generation: int, width: int, options: str, described: b
 
 
 def _hoists(generation: int, width: int, options: str, described: bool) -> bool:
-    """Return whether Triton may move what a step of ``keys_kernel`` makes anew out of its loop.
+    """Return whether Triton may hoist loop invariants of ``keys_kernel`` (LICM).
 
-    Mostly places in shared memory, for which some tiles have no registers.
+    They are mostly addresses in shared memory, for which some tiles have no registers.
     """
     if described:
         return width < 128

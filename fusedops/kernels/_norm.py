@@ -1,6 +1,6 @@
 """layer_norm and rms_norm in Triton: kernels and launchers for both.
 
-A row of up to ``MAX_FUSED`` columns is held in registers: the forward reads the input once and
+A row of up to ``MAX_FUSED`` columns stays in registers: the forward reads the input once and
 writes the output once. Longer rows are walked in blocks (statistics by a second pass over data that
 the L2 cache still holds) instead of spilling registers.
 
@@ -33,7 +33,7 @@ from fusedops.kernels._norm_rows import (
     statistics,
 )
 
-# Columns that the backward holds in registers beside its two float32 accumulators.
+# Columns of a row that fit in registers with the two float32 accumulators of the backward.
 MAX_FUSED = 8192
 _LONG_BLOCK = 4096
 

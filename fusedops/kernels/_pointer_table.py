@@ -6,8 +6,8 @@ host. ``on_device`` keeps their copies on the device, where nobody writes to the
 tensors are where they were copies nothing. What must be copied goes through pinned memory and
 waits for nothing.
 
-In a CUDA graph a copy is made anew at each replay, from the pinned memory of the capture:
-``Captures`` keeps it.
+Each replay of a CUDA graph repeats the copy from the pinned memory of the capture: ``Captures``
+keeps that memory alive.
 """
 
 from __future__ import annotations

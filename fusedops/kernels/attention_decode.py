@@ -5,8 +5,8 @@ query heads that share a key head are rows of one tile, so that each key and val
 cache is cut into parts whose number depends on its capacity alone, neither on lengths (the host
 does not know them) nor on the batch (a sequence's result is the same bits in any batch). A program
 per part writes output and log-sum-exp of its keys; a second kernel merges the parts that a sequence
-has, in order. Parts past a sequence's end, or before its window, return at once. A cache of one
-part is written as it is.
+has, in order. Parts past a sequence's end, or before its window, return at once. With a single
+part, the first kernel writes the result.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
 def _operand_gradient(
     a: torch.Tensor, b: torch.Tensor, operand: torch.Tensor, alpha: float
 ) -> torch.Tensor:
-    """Return ``alpha a b`` summed to the shape of ``operand``, laid out as it is."""
+    """Return ``alpha a b`` summed to the shape of ``operand``, with its memory layout."""
     if not operand.is_contiguous() and operand.mT.is_contiguous():
         return _operand_gradient(b.mT, a.mT, operand.mT, alpha).mT
     leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])

@@ -3,7 +3,7 @@
 Forward: a program per row reads it once. Exponentials are summed relative to a guess of the row's
 maximum, that of its first block, so that the loop has one exponential an element and no reduction
 across threads; a row whose maximum lies far above the guess (2^90 in the sum) is read again. The
-term of the maximum stands beside the sum, so that a loss near zero keeps its digits.
+term of the maximum is kept separate from the sum, so that a loss near zero keeps its digits.
 
 A row may come in pieces of the classes (``linear_cross_entropy``): its sums are then carried in
 three numbers per row.

@@ -298,7 +298,7 @@ def backward(
     if wants_mask:
         assert mask is not None
         if num_cols > _MAX_BLOCK:
-            # Such rows do not fit in registers beside their sum: it is torch that adds them.
+            # Such rows and their sum do not fit in registers: torch sums the gradient of the mask.
             grad = y.new_empty(y.shape, dtype=torch.float32)
             _launch_long(dy, y, grad, 1.0)
             dx = (grad * scale).to(y.dtype) if wants_input else None

@@ -18,7 +18,7 @@ import torch
 
 from fusedops._core.checks import UnsupportedError
 
-# label of a row -> name of the package, as it is installed
+# label of a row -> name of the installed package
 PACKAGES = {"liger": "liger-kernel", "flash_attn": "flash-attn", "flex": "torch"}
 
 
@@ -311,7 +311,7 @@ def _flex(
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     pattern = (left, 0 if is_causal else right)
     if boolean:
-        # The mask's numbers decide which blocks there are: made anew, as for every batch.
+        # The blocks depend on the values of the mask: they are computed for every call.
         blocks = _blocks(sizes, *pattern, query.device, attn_mask)
     elif pattern != (-1, -1):
         blocks = _blocks_of_pattern(sizes, *pattern, query.device)

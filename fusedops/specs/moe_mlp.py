@@ -311,7 +311,7 @@ SPEC = Spec(
     peers=_peers,
     rows_are_independent=False,
     # The gradient of a probability is float32: sum_c d[c] * h(z[c]) of unrounded d, but of z as it
-    # is kept (or made again, with the same bits). Each term is off by up to eps / 2 * |z h'(z)|
+    # is saved (or recomputed, with the same bits). Each term is off by up to eps / 2 * |z h'(z)|
     # of each of gate and up, so that terms of one sign give the sum an error of eps of the low
     # dtype. Eager torch rounds z too, and more after it: over 200 draws its error was 1.5 to 1.9
     # times ours (median of root mean squares), but the largest of as few as 10 numbers may by
