@@ -378,9 +378,9 @@ _ALLOWED, _REFUSED = 1, 2
 
 
 def _verdict() -> tuple[int, int]:
-    """Return the compiled router's verdict on this call: ``_ALLOWED``, ``_REFUSED``, 0 if unchecked.
+    """Return the compiled router's verdict on this call (0: unchecked) and a plan number.
 
-    The second number is the launch plan that it requests; 0: none.
+    The number is that of the launch plan that it requests; 0: none.
     """
     if extension.cpu_library() is not None:
         return 0, 0
