@@ -1,7 +1,7 @@
-"""Contracts as lists of integers, which ``csrc/contract.cpp`` reads.
+"""Encodes contracts as lists of integers, which ``csrc/contract.cpp`` decodes.
 
-A code is one list of integers, with the words and the bounds that it points to in two more. Names
-of sizes, lists and letters become numbers. The format lives here and there, and nowhere else.
+A code is a list of integers, with indices into two more lists: strings and bounds. Names of sizes,
+lists and letters become numbers. Only this file and ``csrc/contract.cpp`` know the format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads contracts: from rules in the words of ``contract.py`` to the steps of a ``Program``."""
+"""Parses the rules of a contract (grammar: ``contract.py``) into the steps of a ``Program``."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Builder:
         self.forward = {name for _, name in forward} | set(returns)
 
     def steps(self, arguments: Sequence[tuple[str, str]], *, backward: bool) -> tuple[Step, ...]:
-        """Return what is looked at of these arguments, in the order of the rules."""
+        """Return the checks of these arguments, in the order of the rules."""
         self.places = {name: index for index, (_, name) in enumerate(arguments)}
         self.kinds = {name: kind for kind, name in arguments}
         steps: list[Step | None] = []

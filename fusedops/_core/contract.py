@@ -30,7 +30,7 @@ the backward receives them. Rules are read in order. Of a tensor: dtype, then sh
 |---|---|
 | ``n`` | a size, the same wherever the name stands; or an integer argument |
 | ``*rows`` | any number of sizes; or a list argument |
-| ``2 * n + 1`` | an expression, of which below |
+| ``2 * n + 1`` | an expression, see below |
 | ``~n``, ``~*rows`` | a size, or as many sizes, that broadcast to these; ``~...rows``: or fewer |
 | ``[a, b] | [0]`` | one of these shapes |
 
@@ -44,10 +44,10 @@ An expression has ``+ - * // %``, comparisons, ``and``, ``or``, ``a if c else b`
 ``list[i]`` with an expression for ``i``, ``given(argument)``, ``itemsize(tensor)`` and
 ``name == "word"``.
 
-Of anything else: an expression that must hold, ``lo <= x < hi`` for a float, a collection of words
-for a string. A key that is no argument is a name: what it must be if the expression compares,
-else what it is; ``broadcast(first, second)`` makes a list of two. What depends on a tensor that is
-not given is not asked.
+For other arguments: an expression that must be true, ``lo <= x < hi`` for a float, a collection of
+words for a string. A key that is not an argument is a name: a comparison is a requirement, any
+other expression defines the name; ``broadcast(first, second)`` makes one list of two. Rules that
+depend on a tensor that is not given are skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What this machine's settings cost, and the cure of those that can be cured from inside.
+"""Host settings that slow training down, and those that a running process can change itself.
 
-``inspect_host`` looks and changes nothing. ``tune_host`` applies what a running process can
-still apply to itself, and only when called: importing fusedops changes no setting.
+``inspect_host`` reports and changes nothing. ``tune_host`` changes the settings of this process,
+and only when called: importing fusedops changes no setting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much host memory there is, asked before it is taken."""
+"""How much host memory is available, to check before large allocations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _GROUP = Path("/sys/fs/cgroup")  # of a container, where it is the second versio
 
 
 def available_bytes() -> int | None:
-    """Return how many bytes can be allocated without swapping; ``None`` where nothing tells."""
+    """Return how many bytes can be allocated without swapping; ``None`` if unknown."""
     try:
         limits = [_number(_MEMORY, "MemAvailable:") * 1024]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The backward of attention: the kernels' launch, and what is not worth a walk over the scores.
+"""The backward of attention: launches of its kernels, and the parts that need no scores.
 
 FlashAttention-2's formulae without its atomics, the same bits in every run:
 

@@ -1,10 +1,10 @@
 """Plain attention by torch's own kernels: configurations "cudnn" and "flash" of the Triton modules.
 
 A tuning table names one where it was measured to be faster (``fusedops bench tune``). Calls that
-are not plain, or that the kernel cannot take, run on our kernels under every configuration. Each
-direction stands alone: outputs and log-sum-exp (natural, float32) are the same, so that either
-backward follows either forward, up to what the output's rounding took, which torch's kernels do not
-tell: it is then 0.
+are not plain, or that the kernel does not support, run on our kernels under every configuration.
+Forward and backward are chosen independently: both forwards return the same output and log-sum-exp
+(natural, float32), so that either backward follows either forward. Only the remainder of rounding
+the output is missing in torch's kernels: it is then 0.
 """
 
 from __future__ import annotations

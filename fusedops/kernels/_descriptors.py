@@ -2,8 +2,8 @@
 
 On sm_90 and sm_100 an operand of a matrix product can be fetched by its descriptor, base and sizes
 and strides, instead of by a pointer a thread: no addresses, no masks (what lies outside reads as
-zero), no registers for either. It wants a base and strides that 16 bytes divide and elements that
-are neighbours; where a tensor is laid out otherwise the kernels load by pointers.
+zero), no registers for either. It requires base and strides that are multiples of 16 bytes, and
+contiguous elements; for tensors of another layout the kernels load by pointers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a capacity drops, by sorts on the device: the specification, and what a GPU runs.
+"""The slots that a capacity drops, by sorts on the device: the specification, and the GPU path.
 
-No kernel of ours: stable sorts and gathers of torch, which wait for nothing on the host. The C++
-kernel (``csrc/cpu/moe/moe_route.cpp``) counts instead.
+It has no kernel of its own: torch's stable sorts and gathers, without a host sync. The C++ kernel
+(``csrc/cpu/moe/moe_route.cpp``) counts instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def drop(
         # All first choices stand before all second ones.
         ranks = _ranks(rounds.reshape(-1), num_experts).view(rounds.shape)
         return expert_ids, (ranks < capacity).t().contiguous()
-    # Nobody's expert stands behind the others: that of tokens whose choice was dropped before.
+    # Index num_experts is a dummy expert: that of tokens whose choice was dropped before.
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_ids.device)
     ids = [rounds[0]]
     kept: list[torch.Tensor] = []

@@ -2,9 +2,9 @@
 
 A row of the table is a tensor: its address in int64, and numbers. Programs are dealt out by a
 second table of (tensor, block of it) pairs, which depends on sizes alone. Both are made on the
-host. ``on_device`` keeps their copies on the device, where nobody writes to them: a step whose
-tensors are where they were copies nothing. What must be copied goes through pinned memory and
-waits for nothing.
+host. ``on_device`` caches their copies on the device, where nothing writes to them: a step whose
+tensors have the same addresses copies nothing. Other copies go through pinned memory, without a
+host sync.
 
 Each replay of a CUDA graph repeats the copy from the pinned memory of the capture: ``Captures``
 keeps that memory alive.
@@ -67,7 +67,7 @@ class Captures:
         self._step_bytes += _aligned(table.nbytes)
 
     def copy(self, table: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Capture a copy of a host table; each replay makes it again."""
+        """Capture a copy of a host table; each replay repeats it."""
         size = _aligned(table.nbytes)
         if self._reserved is None or self._reserved.nbytes < size:
             self._reserved = _staging(size, device)

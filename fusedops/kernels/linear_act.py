@@ -1,8 +1,8 @@
 """linear_act in Triton: a matrix product whose tiles get bias and activation before the store.
 
 Forward: one kernel. Tiles of the output are walked in groups of rows, so that the tiles that run
-together share operands in the L2 cache; sums are float32; the only other result
-written is the pre-activation, if the backward needs it.
+together share operands in the L2 cache; sums are float32. The only other result written is the
+pre-activation, if it is saved.
 
 Backward: one pass makes the gradient of the pre-activation and the bias gradient (float32 parts
 per program, added in order by a second kernel: the same bits in every run). Both products are then

@@ -1,7 +1,7 @@
 """The sums of squares of many tensors in Triton: one launch, then one that adds up each tensor's.
 
 A program squares and sums one block in float64, in which no square of a float32 overflows; a second
-kernel adds each tensor's parts in an order of their own.
+kernel adds each tensor's parts in an order that does not depend on other tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What constructors of modules ask of their arguments, in the words of the ops' errors."""
+"""Checks of the arguments of module constructors, with the error messages of the ops."""
 
 from __future__ import annotations
 
