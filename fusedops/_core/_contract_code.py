@@ -1,7 +1,7 @@
-"""Contracts as lists of integers, which ``csrc/contract.cpp`` reads.
+"""Encodes contracts as lists of integers, which ``csrc/contract.cpp`` decodes.
 
-A code is one list of integers, with the words and the bounds that it points to in two more. Names
-of sizes, lists and letters become numbers. The format lives here and there, and nowhere else.
+A code is a list of integers, with indices into two more lists: strings and bounds. Names of sizes,
+lists and letters become numbers. Only this file and ``csrc/contract.cpp`` know the format.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Encoder:
 
     def _step(self, step: contract.Step) -> list[int]:
         if isinstance(step, contract.Elements):
-            lists = [int(each) for place, _, empty in step.lists for each in (place, empty)]
+            lists = [int(value) for place, _, empty in step.lists for value in (place, empty)]
             number = self._number("size", "number")
             return [len(step.lists), *lists, number, *self._steps(step.steps)]
         if isinstance(step, contract.TensorRule):

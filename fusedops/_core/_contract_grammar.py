@@ -1,4 +1,4 @@
-"""Reads contracts: from rules in the words of ``contract.py`` to the steps of a ``Program``."""
+"""Parses the rules of a contract (grammar: ``contract.py``) into the steps of a ``Program``."""
 
 from __future__ import annotations
 
@@ -99,27 +99,27 @@ class _Builder:
         self.forward = {name for _, name in forward} | set(returns)
 
     def steps(self, arguments: Sequence[tuple[str, str]], *, backward: bool) -> tuple[Step, ...]:
-        """Return what is looked at of these arguments, in the order of the rules."""
+        """Return the checks of these arguments, in the order of the rules."""
         self.places = {name: index for index, (_, name) in enumerate(arguments)}
         self.kinds = {name: kind for kind, name in arguments}
-        found: list[Step | None] = []
+        steps: list[Step | None] = []
         of_elements: list[tuple[int, Step | None]] = []
         for name, rule in self.rules:
             of_lists, rule = _of_lists(rule)
             here: list[Step | None] = []
-            for each in (f"grad_{name}", name) if backward else (name,):
-                if each in self.places:
-                    here.append(self._step(each, self.kinds[each], rule))
+            for argument in (f"grad_{name}", name) if backward else (name,):
+                if argument in self.places:
+                    here.append(self._step(argument, self.kinds[argument], rule))
             if name not in self.forward:
                 here.append(self._name(name, str(rule)))
             if of_lists:
-                of_elements += ((len(found), each) for each in here)
+                of_elements += ((len(steps), step) for step in here)
             else:
-                found += here
+                steps += here
         if of_elements:
             elements = _elements([step for _, step in of_elements], self.kinds)
-            found.insert(of_elements[0][0], elements)
-        return tuple(each for each in found if each is not None)
+            steps.insert(of_elements[0][0], elements)
+        return tuple(step for step in steps if step is not None)
 
     def _name(self, name: str, rule: str) -> Step | None:
         expression = self._expression(rule)

@@ -1,7 +1,7 @@
 """Devices by the name of their architecture: ``"cpu-zen5"``, ``"sm_90"``.
 
-A tuning table holds for one of these (``tuning.py``), and the CPU's is also the folder of its
-figures under ``bench/results``.
+A tuning table is valid for one architecture (``tuning.py``). The name of the CPU's is also that of
+the folder with its measurements in ``bench/results``.
 """
 
 from __future__ import annotations

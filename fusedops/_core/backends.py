@@ -79,7 +79,7 @@ _KERNELS: dict[str, Kernels] = {}
 _COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
 _LOGGED: set[tuple[str, str, str]] = set()
 _WARNED: set[str] = set()
-_changes = 0  # of what `resolve` depends on beside the arguments
+_changes = 0  # of the state, other than the arguments, that `resolve` depends on
 _requested: str | None = None
 _mistake: str | None = None  # of the environment: until something else is asked for, no op runs
 _tuned: dict[torch.device, tuning.LoadedTable] = {}
@@ -264,7 +264,7 @@ def _step_down(
 
 
 def changes() -> int:
-    """Return a number that another request or tuning table raises: `resolve` may answer anew."""
+    """Return a counter of requests and tuning tables: when it changes, call `resolve` again."""
     return _changes
 
 
@@ -284,16 +284,16 @@ def repeat(name: str, launch: Callable[[], Any]) -> Any:
 
 def tuning_in_force(device: torch.device) -> tuning.LoadedTable:
     """Return the tuning tables that ops on ``device`` obey; read when the device is first used."""
-    found = _tuned.get(device)
-    if found is None:
+    table = _tuned.get(device)
+    if table is None:
         ops = [name + suffix for name in _KERNELS for suffix in ("", "_backward")]
-        found = tuning.load(device, ops, _ORDER)
-        _put_in_force(device, found)
-        for message, own in found.ignored:
+        table = tuning.load(device, ops, _ORDER)
+        _put_in_force(device, table)
+        for message, own in table.ignored:
             if message not in _WARNED:
                 _WARNED.add(message)
                 _LOG.log(logging.WARNING if own else logging.INFO, message)
-    return found
+    return table
 
 
 @contextlib.contextmanager
@@ -379,9 +379,9 @@ _ALLOWED, _REFUSED = 1, 2
 
 
 def _verdict() -> tuple[int, int]:
-    """Return whether the compiled router has held this call to its contract; 0: it has not.
+    """Return the compiled router's verdict on this call (0: unchecked) and a plan number.
 
-    Then the number of the plan that it asks for; 0: it asks for none.
+    The number is that of the launch plan that it requests; 0: none.
     """
     if extension.cpu_library() is not None:
         return 0, 0

@@ -1,6 +1,6 @@
 """The wording and the type of every input error.
 
-Each message names the op, the argument, what was wanted and what came. Checks run in the public
+Each message names the op, the argument, what was expected and what came. Checks run in the public
 function, before anything is computed or written.
 """
 
@@ -26,14 +26,14 @@ class UnsupportedError(RuntimeError):
     """What was asked explicitly cannot be done here; the message says why and what can."""
 
 
-def fail(op: str, argument: str, wanted: str, got: object) -> NoReturn:
+def fail(op: str, argument: str, expected: str, got: object) -> NoReturn:
     """Raise the ``ValueError`` that every wrong value gets."""
-    raise ValueError(f"{op}: {argument} must be {wanted}, got {got}")
+    raise ValueError(f"{op}: {argument} must be {expected}, got {got}")
 
 
-def fail_type(op: str, argument: str, wanted: str, value: object) -> NoReturn:
+def fail_type(op: str, argument: str, expected: str, value: object) -> NoReturn:
     """Raise the ``TypeError`` for a value of another type."""
-    raise TypeError(f"{op}: {argument} must be {wanted}, got {type_name(value)}")
+    raise TypeError(f"{op}: {argument} must be {expected}, got {type_name(value)}")
 
 
 def tensor(op: str, argument: str, value: Any, *, floating: bool = True) -> None:
@@ -58,12 +58,12 @@ def index_tensor(
         raise TypeError(f"{op}: {argument} must be {_names(dtypes)}, got {_short(value.dtype)}")
 
 
-def indices(op: str, argument: str, value: torch.Tensor, size: int, wanted: str) -> None:
+def indices(op: str, argument: str, value: torch.Tensor, size: int, expected: str) -> None:
     """Raise unless all values that can be read are in ``[0, size)``."""
     if readable(value) and value.numel():
         low, high = (int(bound) for bound in value.aminmax())
         if low < 0 or high >= size:
-            fail(op, argument, wanted, low if low < 0 else high)
+            fail(op, argument, expected, low if low < 0 else high)
 
 
 def like(
@@ -96,9 +96,9 @@ def alike(value: Any, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def parameter(op: str, argument: str, value: Any, owner: str, reference: torch.Tensor) -> None:
-    """Raise unless ``value`` may stand as a weight or bias beside ``reference``.
+    """Raise unless ``value`` can be a weight or bias of an op on ``reference``.
 
-    Its dtype is that of ``reference``, or float32 beside a half-precision ``reference``.
+    Its dtype is that of ``reference``; float32 is allowed too if ``reference`` has half precision.
     """
     like(op, argument, value, owner, reference)
     half = reference.dtype in (torch.bfloat16, torch.float16)
@@ -121,17 +121,17 @@ def readable(value: torch.Tensor) -> bool:
     return type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def shape(op: str, argument: str, value: torch.Tensor, wanted: Sequence[Any], why: str) -> None:
-    """Raise unless ``value`` has exactly the shape ``wanted``; ``why`` says where it comes from."""
-    if value.shape != wanted and tuple(value.shape) != tuple(wanted):
-        fail(op, argument, f"of shape {_shape(wanted)} ({why})", _shape(value.shape))
+def shape(op: str, argument: str, value: torch.Tensor, expected: Sequence[Any], why: str) -> None:
+    """Raise unless ``value`` has the shape ``expected``; ``why`` says where that comes from."""
+    if value.shape != expected and tuple(value.shape) != tuple(expected):
+        fail(op, argument, f"of shape {_shape(expected)} ({why})", _shape(value.shape))
 
 
 def sizes(op: str, argument: str, value: Any) -> tuple[Any, ...]:
     """Return ``value`` as a tuple; raise unless it is a tuple or list of integers."""
     if not isinstance(value, (tuple, list)):
-        wanted = f"{argument} must be a tuple of ints, such as (64,)"
-        raise TypeError(f"{op}: {wanted}, got {shown(value)}")
+        expected = f"{argument} must be a tuple of ints, such as (64,)"
+        raise TypeError(f"{op}: {expected}, got {shown(value)}")
     for size in value:
         if type(size) is not int:
             _size(op, argument, size)

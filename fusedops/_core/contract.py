@@ -1,11 +1,11 @@
-"""Contracts: what an operator's arguments must be to each other, said once per op.
+"""Contracts: which dtypes and shapes an operator's arguments must have, stated once per op.
 
 A registered operator is called by more than its public function: by compiled code, by exporters, by
 other libraries. Its contract says which shapes and dtypes fit together, so that a kernel never
-reads what is not there. One description serves forward and backward, and is obeyed three times:
+reads out of bounds. One description serves forward and backward, and is checked in three places:
 by the compiled router before a kernel runs (``csrc/contract.h``, a tenth of a microsecond), by
-the fake kernels, and here, where a refusal gets its words. ``_contract_grammar.py`` reads the
-rules, ``_contract_code.py`` writes them down for C++.
+the fake kernels, and here, which writes the error message. ``_contract_grammar.py`` parses the
+rules, ``_contract_code.py`` encodes them for C++.
 
     contract={
         "input, output": "T [*rows, *normalized_shape]",
@@ -21,16 +21,16 @@ the backward receives them. Rules are read in order. Of a tensor: dtype, then sh
 |---|---|
 | ``int32 | int64`` | one of these; ``float`` is float16, bfloat16, float32 or float64 |
 | ``T`` | a floating dtype, the same wherever the letter stands; also a ``ScalarType`` argument |
-| ``param(T)`` | T, or float32 beside half precision |
-| ``stat(T)`` | float32, or float64 beside float64 |
-| ``mixed(T)`` | float64 beside float64, else float32, bfloat16 or float16 |
+| ``param(T)`` | T, or float32 where T is a half-precision dtype |
+| ``stat(T)`` | float64 where T is float64, else float32 |
+| ``mixed(T)`` | float64 where T is float64, else float32, bfloat16 or float16 |
 | ``param(T) as P`` | and the letter P names it |
 
 | size | means |
 |---|---|
 | ``n`` | a size, the same wherever the name stands; or an integer argument |
 | ``*rows`` | any number of sizes; or a list argument |
-| ``2 * n + 1`` | an expression, of which below |
+| ``2 * n + 1`` | an expression, see below |
 | ``~n``, ``~*rows`` | a size, or as many sizes, that broadcast to these; ``~...rows``: or fewer |
 | ``[a, b] | [0]`` | one of these shapes |
 
@@ -44,10 +44,10 @@ An expression has ``+ - * // %``, comparisons, ``and``, ``or``, ``a if c else b`
 ``list[i]`` with an expression for ``i``, ``given(argument)``, ``itemsize(tensor)`` and
 ``name == "word"``.
 
-Of anything else: an expression that must hold, ``lo <= x < hi`` for a float, a collection of words
-for a string. A key that is no argument is a name: what it must be if the expression compares,
-else what it is; ``broadcast(first, second)`` makes a list of two. What depends on a tensor that is
-not given is not asked.
+For other arguments: an expression that must be true, ``lo <= x < hi`` for a float, a collection of
+words for a string. A key that is not an argument is a name: a comparison is a requirement, any
+other expression defines the name; ``broadcast(first, second)`` makes one list of two. Rules that
+depend on a tensor that is not given are skipped.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of a backward: the incoming gradients, and what the mask of wanted ones needs."""
+    """Of a backward: the incoming gradients, and what the requested ones need."""
 
     incoming: tuple[int, ...]
     mask: int
@@ -192,7 +192,7 @@ Step = TensorRule | Definition | Requirement | Range | Choice | Gradients | Elem
 
 @dataclass
 class _Known:
-    """What the arguments looked at so far have told."""
+    """Sizes, lists and dtypes that the arguments checked so far have bound."""
 
     args: Sequence[Any]
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -232,8 +232,8 @@ class Program:
             if device is None:
                 owner, device = name, value.device
             elif value.device != device:
-                wanted = f"on {device}, the device of {owner}"
-                checks.fail(self.op, name, wanted, value.device)
+                expected = f"on {device}, the device of {owner}"
+                checks.fail(self.op, name, expected, value.device)
 
     def _tensors(self, args: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors among the arguments with their names, those of lists too."""
@@ -259,15 +259,15 @@ class Program:
             return
         allowed = self._allowed(rule, known)
         if value.dtype not in allowed:
-            wanted = " or ".join(str(dtype)[6:] for dtype in dict.fromkeys(allowed))
+            expected = " or ".join(str(dtype)[6:] for dtype in dict.fromkeys(allowed))
             raise TypeError(
-                f"{self.op}: {name} must have dtype {wanted}, got {str(value.dtype)[6:]}"
+                f"{self.op}: {name} must have dtype {expected}, got {str(value.dtype)[6:]}"
             )
         if rule.binds is not None:
             known.letters[rule.binds] = value.dtype
         if not any(_match(sizes, value.shape, known) for sizes in rule.shapes):
-            wanted = " or ".join(_rendered(sizes, known) for sizes in rule.shapes)
-            checks.fail(self.op, name, f"of shape {wanted}", list(value.shape))
+            expected = " or ".join(_rendered(sizes, known) for sizes in rule.shapes)
+            checks.fail(self.op, name, f"of shape {expected}", list(value.shape))
         if rule.dense:
             self._check_layout(name, value, known)
 
@@ -276,16 +276,17 @@ class Program:
         if value.is_contiguous() and first.is_contiguous():
             return
         if value.stride() != first.stride() or not _has_no_gaps(value):
-            wanted = f"without gaps and of strides {list(first.stride())}"
-            checks.fail(self.op, name, wanted, f"strides {list(value.stride())}")
+            expected = f"without gaps and of strides {list(first.stride())}"
+            checks.fail(self.op, name, expected, f"strides {list(value.stride())}")
 
     def _check_elements(self, step: Elements, known: _Known) -> None:
         counts = [len(known.args[argument]) for argument, _, _ in step.lists]
         first = step.lists[0][1]
         for (_, name, may_be_empty), count in zip(step.lists, counts, strict=True):
             if count != counts[0] and not (may_be_empty and count == 0):
-                wanted = f"a list of {counts[0]} tensors, as many as {first} has"
-                checks.fail(self.op, name, wanted + " or empty" * may_be_empty, f"{count} tensors")
+                expected = f"a list of {counts[0]} tensors, as many as {first} has"
+                expected += " or empty" * may_be_empty
+                checks.fail(self.op, name, expected, f"{count} tensors")
         row = list(known.args)
         for number in range(counts[0]):
             for argument, *_ in step.lists:
@@ -348,15 +349,15 @@ class Program:
     def _check_gradients(self, step: Gradients, known: _Known) -> None:
         names = [name for _, name in self.arguments]
         if all(known.args[index] is None for index in step.incoming):
-            wanted = " or ".join(names[index] for index in step.incoming)
-            raise TypeError(f"{self.op}: {wanted} must be a torch.Tensor, got None")
+            expected = " or ".join(names[index] for index in step.incoming)
+            raise TypeError(f"{self.op}: {expected} must be a torch.Tensor, got None")
         mask = known.args[step.mask]
         if len(mask) != step.count:
             checks.fail(self.op, names[step.mask], f"{step.count} flags", len(mask))
         for place, argument in step.needs:
             if mask[place] and known.args[argument] is None:
-                wanted = f"given: output_mask[{place}] asks for a gradient that needs it"
-                checks.fail(self.op, names[argument], wanted, None)
+                expected = f"given: output_mask[{place}] asks for a gradient that needs it"
+                checks.fail(self.op, names[argument], expected, None)
 
 
 _CHECKS: dict[type, Any] = {
@@ -397,17 +398,17 @@ def _holds(condition: Any) -> bool:
     return bool(condition)
 
 
-def _fits(sizes: Sequence[Any], wanted: Sequence[Any], broadcast: bool = True) -> bool:
-    """Return whether sizes are others, of which there are as many, or broadcast to them."""
-    return len(sizes) == len(wanted) and all(
+def _fits(sizes: Sequence[Any], others: Sequence[Any], broadcast: bool = True) -> bool:
+    """Return whether ``sizes`` equal ``others`` or broadcast to them; the counts must be equal."""
+    return len(sizes) == len(others) and all(
         size is other or _holds(size == other) or (broadcast and _holds(size == 1))
-        for size, other in zip(sizes, wanted, strict=True)
+        for size, other in zip(sizes, others, strict=True)
     )
 
 
 def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: _Known) -> bool:
-    """Return whether a shape is as described, and learn the names that it tells if so."""
-    found, lists = dict(known.sizes), dict(known.lists)
+    """Return whether a shape matches ``sizes``; if so, bind the names that it defines."""
+    bound, lists = dict(known.sizes), dict(known.lists)
     open_ended = [rule.is_list and (rule.shorter or rule.expression not in lists) for rule in sizes]
     counts = [
         0 if free else len(lists[rule.expression]) if rule.is_list else 1
@@ -419,32 +420,32 @@ def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: _Known) -> 
     at = 0
     for rule, free, fixed in zip(sizes, open_ended, counts, strict=True):
         if rule.is_list:
-            wanted = lists.get(rule.expression)
+            expected = lists.get(rule.expression)
             count = rest if free else fixed
             part = tuple(shape[at : at + count])
             at += count
-            if rule.shorter and wanted is not None:
-                wanted = wanted[max(0, len(wanted) - count) :]
-            if wanted is None:
+            if rule.shorter and expected is not None:
+                expected = expected[max(0, len(expected) - count) :]
+            if expected is None:
                 lists[rule.expression] = part
-            elif not _fits(part, wanted, rule.broadcast):
+            elif not _fits(part, expected, rule.broadcast):
                 return False
             continue
         size = shape[at]
         at += 1
         kind = rule.expression[0] if isinstance(rule.expression, tuple) else ""
-        if kind == "size" and rule.expression[1] not in found and not rule.broadcast:
-            found[rule.expression[1]] = size
+        if kind == "size" and rule.expression[1] not in bound and not rule.broadcast:
+            bound[rule.expression[1]] = size
             continue
         try:
-            wanted = _value(rule.expression, _Known(known.args, found, lists))
+            value = _value(rule.expression, _Known(known.args, bound, lists))
         except _UnknownError:
             continue
         except IndexError:
             return False
-        if not (size is wanted or _holds(size == wanted) or (rule.broadcast and _holds(size == 1))):
+        if not (size is value or _holds(size == value) or (rule.broadcast and _holds(size == 1))):
             return False
-    known.sizes, known.lists = found, lists
+    known.sizes, known.lists = bound, lists
     return True
 
 
@@ -500,8 +501,8 @@ def _rendered(sizes: tuple[SizeRule, ...], known: _Known) -> str:
     parts = []
     for rule in sizes:
         if rule.is_list:
-            wanted = known.lists.get(rule.expression)
-            parts += [rule.text] if wanted is None else [str(size) for size in wanted]
+            bound = known.lists.get(rule.expression)
+            parts += [rule.text] if bound is None else [str(size) for size in bound]
             continue
         try:
             value = _value(rule.expression, known)

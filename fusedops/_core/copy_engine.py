@@ -1,9 +1,9 @@
 """Background copies between a device and host memory: the one file that knows streams and threads.
 
-``CopyEngine`` is all that offloading and the offloaded optimizer ask for. ``CudaCopyEngine`` has
-two streams and pinned memory. ``HostCopyEngine`` follows the same protocol where the "device" is
-host memory; its copies can be told to come late, in any order, or never, so that what is built on
-the protocol is tested without a GPU: order, reuse of buffers, and what happens when a copy is lost.
+``CopyEngine`` is the protocol that offloading and the offloaded optimizer use. ``CudaCopyEngine``
+has two streams and pinned memory. In ``HostCopyEngine`` the "device" is host memory; tests can
+delay, reorder or drop its copies. Users of the protocol are thus tested without a GPU: order of
+copies, reuse of buffers, and what happens when a copy is lost.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 | ``FUSEDOPS_SHARED_MEMORY`` | ``0``: processes of one machine communicate through sockets | ``1`` |
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` | torchrun's: which process of a run this is | alone |
-| ``TORCHELASTIC_RESTART_COUNT`` | torchrun's: how often it started the run anew | 0 |
+| ``TORCHELASTIC_RESTART_COUNT`` | torchrun's: how often it restarted the run | 0 |
 | ``TORCH_FR_BUFFER_SIZE`` | torch's: collectives it remembers (``fusedops train`` sets it) | 0 |
 | ``OMP_NUM_THREADS`` | torch's: threads (``fusedops train --processes`` sets it) | all cores |
 | ``THP_MEM_ALLOC_ENABLE`` | torch's: ``1`` asks for huge pages (``tune_host`` sets it) | ``0`` |
@@ -68,9 +68,9 @@ def unknown() -> list[str]:
 
 
 def mistakes(backends: Collection[str]) -> list[str]:
-    """Return a sentence for each variable that is set to a value that means nothing.
+    """Return a sentence for each variable that is set to an invalid value.
 
-    They are told where something would obey them, not at import: ``fusedops doctor`` must run.
+    Code that reads a variable reports it, not the import: ``fusedops doctor`` must run.
 
     Args:
         backends: what ``FUSEDOPS_BACKEND`` may name.
@@ -152,7 +152,7 @@ def set_launched(rank: int, ranks: int) -> None:
 
 
 def restarts() -> int:
-    """Return how often torchrun has started the processes of this run anew."""
+    """Return how often torchrun has restarted the processes of this run."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

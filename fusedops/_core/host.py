@@ -1,7 +1,7 @@
-"""What this machine's settings cost, and the cure of those that can be cured from inside.
+"""Host settings that slow training down, and those that a running process can change itself.
 
-``inspect_host`` looks and changes nothing. ``tune_host`` applies what a running process can
-still apply to itself, and only when called: importing fusedops changes no setting.
+``inspect_host`` reports and changes nothing. ``tune_host`` changes the settings of this process,
+and only when called: importing fusedops changes no setting.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def tune_host(*, threads: int | None = None) -> HostTuning:
       at its first allocation: call this before the first CPU tensor is made. On pages of 4 KiB
       ``add_layer_norm`` of 8 MiB takes 0.80 ms instead of 0.70 (two Zen 4 cores).
     * Threads: one per physical core that this process may use. Where ``OMP_NUM_THREADS`` is set,
-      torch's number stays as it is: torchrun, or whoever starts several processes on one machine,
-      has divided the cores.
+      torch's number is unchanged: torchrun, or another launcher of several processes on one
+      machine, has divided the cores.
 
     Args:
         threads: number of threads for torch instead of that.
@@ -206,14 +206,14 @@ def _tune_allocator() -> SettingChange:
 
 def _tune_threads(threads: int | None) -> SettingChange:
     before = torch.get_num_threads()
-    wanted = threads if threads is not None else physical_cores()
+    count = threads if threads is not None else physical_cores()
     if threads is None and env.threads_are_set():
-        wanted = before
-    if before != wanted:
-        torch.set_num_threads(wanted)
-    was = "" if before == wanted else f" (was {before})"
+        count = before
+    if before != count:
+        torch.set_num_threads(count)
+    was = "" if before == count else f" (was {before})"
     return SettingChange(
-        "threads", True, f"{wanted}{was} for {physical_cores()} usable physical cores"
+        "threads", True, f"{count}{was} for {physical_cores()} usable physical cores"
     )
 
 

@@ -1,4 +1,4 @@
-"""How much host memory there is, asked before it is taken."""
+"""How much host memory is available, to check before large allocations."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _GROUP = Path("/sys/fs/cgroup")  # of a container, where it is the second versio
 
 
 def available_bytes() -> int | None:
-    """Return how many bytes can be allocated without swapping; ``None`` where nothing tells."""
+    """Return how many bytes can be allocated without swapping; ``None`` if unknown."""
     try:
-        found = [_number(_MEMORY, "MemAvailable:") * 1024]
+        limits = [_number(_MEMORY, "MemAvailable:") * 1024]
     except (OSError, ValueError):
         return None
     try:
         used = int((_GROUP / "memory.current").read_text())
-        used -= _number(_GROUP / "memory.stat", "inactive_file")  # given back when it is wanted
-        found.append(int((_GROUP / "memory.max").read_text()) - used)
+        used -= _number(_GROUP / "memory.stat", "inactive_file")  # reclaimable
+        limits.append(int((_GROUP / "memory.max").read_text()) - used)
     except (OSError, ValueError):  # no container, or one without a limit
         pass
-    return max(0, min(found))
+    return max(0, min(limits))
 
 
 def _number(file: Path, word: str) -> int:

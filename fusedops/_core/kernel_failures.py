@@ -1,4 +1,4 @@
-"""Triton kernels that do not compile, or that need more than a GPU has, and which calls want them.
+"""Triton kernels that do not compile or exceed a GPU's resources, and the calls that need them.
 
 What a kernel needs in registers and shared memory is known when it is compiled for the GPU at hand,
 at its first launch. The failure is recorded by what a compilation depends on, so that the next

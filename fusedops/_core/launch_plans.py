@@ -141,10 +141,10 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]
     ) -> None:
         """Note a call of a torch operator, with every argument of its schema."""
-        if any(each.device != self._device() for each in results):
+        if any(result.device != self._device() for result in results):
             raise NotRepeatable(f"{func} copies to another device")
         arguments = func._schema.arguments
-        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         values = [
             number
             for argument in arguments

@@ -119,8 +119,8 @@ def define_op(
         schema: arguments and named returns, ``"(Tensor input, float eps) -> (Tensor output)"``.
             Sizes are ``SymInt``. Outputs never alias inputs. An op without a gradient may write
             to an argument, ``"(Tensor(a!) into, ...) -> ()"``.
-        contract: what arguments and results are to each other, in the words of ``contract.py``.
-            Every call of the operator is held to it: kernels and fakes see nothing else.
+        contract: dtypes and shapes of arguments and results, in the grammar of ``contract.py``.
+            Every call is checked against it, before kernels and fakes run.
         reference: eager torch, the specification; also the backend ``"torch"``.
         fake: returns empty tensors of the right shapes, dtypes and strides. It receives the
             arguments that it names, and so do ``gradient.fake`` and the DTensor rules.
@@ -146,7 +146,7 @@ def define_op(
         _check_names(name, parsed, gradient)
     programs = _programs(name, parsed, gradient, contract)
     arguments = [argument for _, argument in parsed.arguments]
-    fake = _after(programs[0].check, _selecting(name, fake, arguments), whole=True)
+    fake = _after(programs[0].check, _selecting(name, fake, arguments), packed=True)
     op = _define(name, schema, fake if check is None else _after(check, fake))
     native = extension.cpu_library() is None
     derivative = gradient.reference if gradient else None
@@ -160,7 +160,7 @@ def define_op(
         backward_arguments = [argument for _, argument in _backward_arguments(parsed, gradient)]
         backward_fake = _selecting(backward_name, gradient.fake, backward_arguments)
         _define(
-            backward_name, backward_schema, _after(programs[1].check, backward_fake, whole=True)
+            backward_name, backward_schema, _after(programs[1].check, backward_fake, packed=True)
         )
         _route(name, programs[1], native=native, schema=backward_schema)
         _LIBRARY.define(f"{backward_name}_composite{backward_schema}")
@@ -242,12 +242,12 @@ def _selecting(op: str, function: Callable[..., Any], arguments: list[str]) -> C
 
 
 def _after(
-    check: Callable[..., None], function: Callable[..., Any], *, whole: bool = False
+    check: Callable[..., None], function: Callable[..., Any], *, packed: bool = False
 ) -> Callable[..., Any]:
-    """Return ``function`` behind ``check``, which takes the arguments as they are or as a whole."""
+    """Return ``function`` that calls ``check`` first, ``packed``: with one tuple of arguments."""
 
     def checked(*args: Any) -> Any:
-        check(args) if whole else check(*args)
+        check(args) if packed else check(*args)
         return function(*args)
 
     return checked
@@ -294,22 +294,22 @@ def _programs(
     name: str, schema: _Schema, gradient: Gradient | None, rules: Rules
 ) -> tuple[Program, Program | None]:
     """Return the contracts of the op and of its backward, ready to be checked."""
-    returns = [each for _, each in schema.returns]
+    returns = [result for _, result in schema.returns]
     if gradient is None:
         return _contract_grammar.programs(name, schema.arguments, rules, returns=returns)
     backward = _backward_arguments(schema, gradient)
-    places = {each: index for index, (_, each) in enumerate(backward)}
+    places = {argument: index for index, (_, argument) in enumerate(backward)}
     needs = [
-        (i, each)
-        for i, each in enumerate(gradient.inputs)
-        if each in gradient.saves and each not in gradient.saved_for
+        (i, argument)
+        for i, argument in enumerate(gradient.inputs)
+        if argument in gradient.saves and argument not in gradient.saved_for
     ]
-    needs += [(gradient.inputs.index(why), each) for each, why in gradient.saved_for.items()]
+    needs += [(gradient.inputs.index(why), saved) for saved, why in gradient.saved_for.items()]
     step = Gradients(
         incoming=tuple(places[f"grad_{output}"] for output in gradient.outputs),
         mask=places["output_mask"],
         count=len(gradient.inputs),
-        needs=tuple((i, places[each]) for i, each in needs),
+        needs=tuple((i, places[argument]) for i, argument in needs),
     )
     return _contract_grammar.programs(
         name, schema.arguments, rules, returns=returns, backward=backward, gradients=step
@@ -343,17 +343,17 @@ def _differentiate_native(name: str, schema: _Schema, gradient: Gradient) -> Non
     returns = [output for _, output in schema.returns]
     torch.ops.fusedops_native.differentiate(
         name,
-        [arguments.index(each) for each in gradient.inputs],
-        [returns.index(each) for each in gradient.outputs],
+        [arguments.index(argument) for argument in gradient.inputs],
+        [returns.index(output) for output in gradient.outputs],
         [
             arguments.index(name) if name in arguments else -1 - returns.index(name)
             for name in gradient.saves
         ],
-        [arguments.index(each) for _, each in schema.others],
+        [arguments.index(argument) for _, argument in schema.others],
         gradient.stand_ins(),
         [
-            arguments.index(gradient.saved_for[each]) if each in gradient.saved_for else -1
-            for each in gradient.saves
+            arguments.index(gradient.saved_for[tensor]) if tensor in gradient.saved_for else -1
+            for tensor in gradient.saves
         ],
     )
 
@@ -361,8 +361,8 @@ def _differentiate_native(name: str, schema: _Schema, gradient: Gradient) -> Non
 def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> None:
     arguments = [argument for _, argument in schema.arguments]
     returns = [output for _, output in schema.returns]
-    differentiable = [returns.index(each) for each in gradient.outputs]
-    others = [arguments.index(each) for _, each in schema.others]
+    differentiable = [returns.index(output) for output in gradient.outputs]
+    others = [arguments.index(argument) for _, argument in schema.others]
     backward_op = getattr(torch.ops.fusedops, f"{name}_backward").default
     composite = getattr(torch.ops.fusedops, f"{name}_backward_composite").default
 
@@ -372,9 +372,9 @@ def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> Non
             zip(returns, outputs, strict=True)
         )
         needed = dict.fromkeys(gradient.saves, True)
-        for each, reason in gradient.saved_for.items():
-            needed[each] = ctx.needs_input_grad[arguments.index(reason)]
-        ctx.save_for_backward(*(by_name[each] if needed[each] else None for each in needed))
+        for tensor, reason in gradient.saved_for.items():
+            needed[tensor] = ctx.needs_input_grad[arguments.index(reason)]
+        ctx.save_for_backward(*(by_name[tensor] if needed[tensor] else None for tensor in needed))
         ctx.others = [inputs[index] for index in others]
         ctx.mark_non_differentiable(
             *(out for index, out in enumerate(outputs) if index not in differentiable)
@@ -384,7 +384,7 @@ def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> Non
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         if all(grads[index] is None for index in differentiable):
             return (None,) * len(arguments)
-        mask = _wanted(ctx, schema, gradient)
+        mask = _requested_gradients(ctx, schema, gradient)
         results = backward_op(
             *(grads[index] for index in differentiable), *ctx.saved_tensors, *ctx.others, mask
         )
@@ -393,12 +393,12 @@ def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> Non
         incoming = [grads[index] for index in differentiable]
         results = [
             (results[other] if other >= 0 else incoming[-2 - other])
-            if result is None and wanted and other != -1
+            if result is None and requested and other != -1
             else result
-            for result, wanted, other in zip(results, mask, gradient.stand_ins(), strict=True)
+            for result, requested, other in zip(results, mask, gradient.stand_ins(), strict=True)
         ]
         by_name = dict(zip(gradient.inputs, results, strict=True))
-        return tuple(by_name.get(each) for each in arguments)
+        return tuple(by_name.get(argument) for argument in arguments)
 
     def differentiable_backward(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(
@@ -414,21 +414,21 @@ def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> Non
     _LIBRARY.impl(f"{name}_backward", differentiable_backward, "Autograd")
 
 
-def _wanted(ctx: Any, schema: _Schema, gradient: Gradient) -> list[bool]:
+def _requested_gradients(ctx: Any, schema: _Schema, gradient: Gradient) -> list[bool]:
     """Return which gradients the running backward pass asks for."""
     arguments = [argument for _, argument in schema.arguments]
-    positions = {each: i for i, each in enumerate(arguments)}
-    wanted = []
-    for each in gradient.inputs:
-        index = positions[each]
+    positions = {argument: i for i, argument in enumerate(arguments)}
+    requested = []
+    for argument in gradient.inputs:
+        index = positions[argument]
         needed = bool(ctx.needs_input_grad[index])
         edges = getattr(ctx, "next_functions", ())
         if needed and index < len(edges) and edges[index][0] is not None:
             # Of a leaf under autograd.grad() the engine does not tell: then it is computed.
             with contextlib.suppress(RuntimeError):
                 needed = torch._C._will_engine_execute_node(edges[index][0])
-        wanted.append(needed)
-    return wanted
+        requested.append(needed)
+    return requested
 
 
 def _autocast(name: str, rule: str, native: bool) -> None:
@@ -454,13 +454,13 @@ def _autocast_kernel(op: Any, rule: str, device: str, key: Any) -> Callable[...,
     def kernel(*args: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             if rule == "lower":
-                wanted = torch.get_autocast_dtype(device)
+                target = torch.get_autocast_dtype(device)
             elif rule == "norm":
-                wanted = torch.float32
+                target = torch.float32
             else:
                 dtypes_given = (arg.dtype for arg in args if eligible(arg))
-                wanted = functools.reduce(torch.promote_types, dtypes_given)
-            return op(*(arg.to(wanted) if eligible(arg) else arg for arg in args))
+                target = functools.reduce(torch.promote_types, dtypes_given)
+            return op(*(arg.to(target) if eligible(arg) else arg for arg in args))
 
     return kernel
 

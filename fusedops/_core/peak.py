@@ -1,8 +1,8 @@
 """Peak memory of one call, above what was allocated before it.
 
-On the CPU torch's allocator tells the profiler each block that it hands out and takes back, also
-inside kernels and compiled code; the peak is the largest running sum. What a library allocates
-past torch (oneDNN's scratchpad, the C library's own) is not in it. On CUDA torch keeps the count.
+On the CPU torch's allocator reports each allocation and free to the profiler, also inside kernels
+and compiled code; the peak is the largest running sum. Memory that a library allocates without
+torch (oneDNN's scratchpad, the C library's own) is not in it. On CUDA torch keeps the count.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Return how many bytes above the start ``run`` held at its peak, results included."""
-    gc.collect()  # what is garbage already would count as let go by `run`
+    """Return the peak of memory that ``run`` allocates, in bytes, results included."""
+    gc.collect()  # else garbage from before would count as freed by `run`
     if device.type == "cuda":
         return _peak_cuda(run, device)
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
@@ -29,10 +29,10 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     assert kineto is not None and kineto.kineto_results is not None
     blocks = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
     blocks.sort(key=lambda event: event.start_ns())
-    held = peak = 0
+    live = peak = 0
     for block in blocks:
-        held += block.nbytes()
-        peak = max(peak, held)
+        live += block.nbytes()
+        peak = max(peak, live)
     return peak
 
 

@@ -99,8 +99,8 @@ def check_seed(op: str, seed: Any, device: torch.device, *, scores: Sequence[int
     fits = seed.dim() == 1 and (seed.numel() in sizes or (not scores and seed.numel() > 6))
     if not fits:
         more = " or ".join(f"[{size}]" for size in sizes[1:])
-        wanted = f"of shape [2], or {more}{'' if scores else ' and more'} with a place"
-        checks.fail(op, "seed", wanted, list(seed.shape))
+        expected = f"of shape [2], or {more}{'' if scores else ' and more'} with a place"
+        checks.fail(op, "seed", expected, list(seed.shape))
     if seed.device != device:
         checks.fail(op, "seed", f"on {device}, the device of the input", seed.device)
 
@@ -171,7 +171,7 @@ def keep_mask(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tenso
 def dropout(
     x: torch.Tensor, seed: torch.Tensor | None, p: float, index: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Drop elements of ``x``, which has the accumulation dtype; ``p`` 0 returns it as it is.
+    """Drop elements of ``x``, which has the accumulation dtype; ``p`` 0 returns it unchanged.
 
     ``index`` has the elements' places, of the shape of ``x``; by default the seed has them.
 

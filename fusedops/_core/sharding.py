@@ -1,6 +1,6 @@
 """DTensor sharding rules: which placements an op can run on without communication.
 
-A rule is written per mesh dimension and says nothing of how many there are: DTensor combines.
+A rule is for one mesh dimension; DTensor combines it over all dimensions of the mesh.
 Registration waits until somebody imports ``torch.distributed.tensor`` (a DTensor cannot exist
 before), because that import costs about a second.
 """

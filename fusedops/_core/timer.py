@@ -1,12 +1,12 @@
 """The one timer: warm-up, variants interleaved round by round, medians, contended samples out.
 
 A round takes one sample of each variant, in a new random order, so that a drifting clock or a
-neighbour on the machine meets all of them alike; two variants are compared by the ratio of the
+neighbour on the machine affects all of them alike; two variants are compared by the ratio of the
 samples of one round, and the median of those ratios. A CPU sample counts as contended when the
 threads of this process waited for a core (``/proc/self/task/*/schedstat``): with two threads and
 one foreign busy process an OpenMP barrier makes 0.4 ms into 12 ms (measured on two Zen 5 cores),
-and then even the median says nothing about the kernel. Any sample above three times the median
-goes too. How many went is part of the result.
+and then even the median says nothing about the kernel. Samples above three times the median are
+dropped too. The result includes the number of dropped samples.
 """
 
 from __future__ import annotations
@@ -265,19 +265,19 @@ def measure(
     order = list(variants)
     shuffle = random.Random(seed).shuffle
     start = time.perf_counter()
-    taken = 0
+    rounds = 0
     while True:
         shuffle(order)
         for variant in order:
             seconds, contended = clock.sample(variant, repeats[variant.name])
             timing.rounds[variant.name].append(seconds)
             timing.contended[variant.name].append(contended)
-        taken += 1
+        rounds += 1
         on_round()
-        clean = min((bad.count(False) for bad in timing.contended.values()), default=taken)
+        clean = min((bad.count(False) for bad in timing.contended.values()), default=rounds)
         elapsed = time.perf_counter() - start
         enough = plan.seconds if clean >= plan.least else 3 * plan.seconds
-        if clean >= plan.most or (taken >= plan.least and elapsed > enough):
+        if clean >= plan.most or (rounds >= plan.least and elapsed > enough):
             return timing
 
 

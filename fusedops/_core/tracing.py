@@ -1,10 +1,9 @@
-"""Sizes while a graph is made: numbers, symbols, or tensors of no dimension.
+"""Sizes during tracing: integers, symbols, or zero-dim tensors.
 
-``torch.compile`` and ``torch.export`` have symbols for the sizes that may change. What a branch
-asks of a symbol becomes a condition under which alone the graph holds, and an exported program
-refuses the inputs that do not meet it: a choice that is only about speed must not ask.
-``torch.jit.trace`` has tensors for all sizes, which no op takes for numbers; what an op takes as an
-argument becomes a constant of the traced graph.
+``torch.compile`` and ``torch.export`` have symbols for dynamic sizes. A branch on a symbol adds a
+guard to the graph, and an exported program rejects inputs that violate it: a choice that only
+affects speed must not branch on a symbol. ``torch.jit.trace`` has tensors for all sizes, which no
+op accepts as integers; an integer argument of an op becomes a constant of the traced graph.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Tuning tables: which backend, and which of its configurations, won where somebody measured it.
+"""Tuning tables: the fastest backend, and its configuration, of each measured size class.
 
 ``fusedops bench tune`` writes such a table for one device architecture; ``backends.py`` asks the
-ones in force. Here are the format, its checks and what one table adds to another: no measuring, no
-state. A lookup is one dictionary access by (op, dtype, size class); a size that nobody measured
-takes the default order of backends, and never causes a measurement or a compilation.
+ones in force. This module has the format, its checks and the merge of two tables; it measures
+nothing and has no state. A lookup is one dictionary access by (op, dtype, size class); a size that
+was not measured uses the default order of backends, and never causes a measurement or compilation.
 
 In force are the table that fusedops ships for the architecture (``fusedops/tuning/<name>.json``)
-and over it, entry by entry, the user's own (``FUSEDOPS_TUNING``). A table that does not fit is left
-out as a whole, with one warning: damaged, of another schema, measured with another minor version of
+and over it, entry by entry, the user's own (``FUSEDOPS_TUNING``). An invalid table is ignored
+entirely, with one warning: damaged, of another schema, measured with another minor version of
 torch (whose own kernels are half of each comparison), of another architecture, or with an op that
 this fusedops does not have. docs/tuning.md has the format.
 """
@@ -287,7 +287,7 @@ def _by_key(entries: Iterable[Entry]) -> dict[Key, Entry]:
     Classes between two neighbouring measured ones that have the same winner get it too: sizes of a
     benchmark are seldom those of a user.
     """
-    found: dict[Key, Entry] = {}
+    by_key: dict[Key, Entry] = {}
     ordered = sorted(entries, key=lambda entry: entry.sort_key)
     for (op, dtype), group in groupby(ordered, key=lambda entry: (entry.op, entry.dtype)):
         line = list(group)
@@ -295,6 +295,6 @@ def _by_key(entries: Iterable[Entry]) -> dict[Key, Entry]:
             if (low.backend, low.config) == (high.backend, high.config):
                 middle = (low.size_class + high.size_class) // 2
                 for size in range(low.size_class + 1, high.size_class):
-                    found[op, DTYPES[dtype], size] = low if size <= middle else high
-        found |= {(op, DTYPES[dtype], entry.size_class): entry for entry in line}
-    return found
+                    by_key[op, DTYPES[dtype], size] = low if size <= middle else high
+        by_key |= {(op, DTYPES[dtype], entry.size_class): entry for entry in line}
+    return by_key

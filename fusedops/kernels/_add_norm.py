@@ -231,17 +231,17 @@ def backward(
     normalized_shape: Sequence[int],
     dropout_p: float,
     input_dtype: torch.dtype,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Launch the backward; returns the ``wanted`` gradients of input, residual, weight and bias."""
+    """Launch the backward; returns the requested gradients of input, residual, weight and bias."""
     x = summed.contiguous()
     num_rows = rstd.numel()
     num_cols = x.numel() // num_rows if x.numel() else 0
     # Otherwise the gradient of input is that of residual.
-    same = wanted[1] and philox.threshold(dropout_p) == 0 and input_dtype == x.dtype
+    same = output_mask[1] and philox.threshold(dropout_p) == 0 and input_dtype == x.dtype
     has_dy = grad_normed is not None
-    wants_input, wants_residual = wanted[0] and not same, wanted[1]
-    wants_weight, wants_bias = wanted[2] and has_dy, wanted[3] and has_dy
+    wants_input, wants_residual = output_mask[0] and not same, output_mask[1]
+    wants_weight, wants_bias = output_mask[2] and has_dy, output_mask[3] and has_dy
     dtype = x.dtype if weight is None else weight.dtype
     if x.numel() == 0:
         return (
@@ -278,8 +278,8 @@ def backward(
     options = _backward_options(block_n, newest=(compute_capability(x.device) or (0,))[0] == 12)
     programs = _launch.row_programs(x.device, num_rows, options["num_warps"])
     parts = [
-        x.new_empty((programs, num_cols), dtype=torch.float32) if wanted else None
-        for wanted in (wants_weight, wants_bias)
+        x.new_empty((programs, num_cols), dtype=torch.float32) if needed else None
+        for needed in (wants_weight, wants_bias)
     ]
     with _launch.device_of(x):
         _backward_kernel[(programs,)](
@@ -290,7 +290,7 @@ def backward(
             mean.contiguous(),
             rstd.contiguous(),
             _launch.dense(seed, x),
-            *(x if each is None else each for each in (dx, dresidual, *parts)),
+            *(x if tensor is None else tensor for tensor in (dx, dresidual, *parts)),
             num_rows,
             num_cols,
             kind.weight_offset,

@@ -1,4 +1,4 @@
-"""The backward of attention: the kernels' launch, and what is not worth a walk over the scores.
+"""The backward of attention: launches of its kernels, and the parts that need no scores.
 
 FlashAttention-2's formulae without its atomics, the same bits in every run:
 
@@ -6,8 +6,8 @@ FlashAttention-2's formulae without its atomics, the same bits in every run:
 * ``keys_kernel``: gradients of keys and values;
 * ``queries_kernel``: gradients of queries, and of an additive mask.
 
-The probabilities are made again from the scores and the log-sum-exp of the forward. Both walks make
-them: seven products where atomics would do with five.
+Both kernels recompute the probabilities from the scores and the log-sum-exp of the forward: seven
+products, where a single kernel with atomics would need five.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def backward(
     do, lse = readable(grad_output), lse.contiguous()
     delta = torch.empty_like(lse)
     dq, dk, dv = (
-        new_heads_inside(tensor) if wanted else None
-        for tensor, wanted in ((query, wants_query), (key, wants_key), (value, wants_value))
+        new_heads_inside(tensor) if needed else None
+        for tensor, needed in ((query, wants_query), (key, wants_key), (value, wants_value))
     )
     ds = _new_scores(call) if wants_mask else None
     kind = "given"
@@ -172,7 +172,7 @@ def new_heads_inside(like: torch.Tensor) -> torch.Tensor:
 def _new_scores(call: AttentionCall) -> torch.Tensor:
     """Return where the gradient of the scores is written; zero where no program writes.
 
-    Float32, for the sum over the dims that the mask does not have; a whole mask takes it as it is.
+    Float32, to sum over the broadcast dims of the mask; without such dims, the dtype of the mask.
     """
     assert call.mask is not None
     shape = (*call.query.shape[:3], call.key.shape[2])

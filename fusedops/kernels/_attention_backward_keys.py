@@ -1,8 +1,8 @@
 """The gradients of keys and values of attention: a program per block of keys and key head.
 
-It walks the queries that may attend its keys, of all the query heads that share the key head, and
-keeps both gradients in float32 registers: nothing is added to by two programs. Tiles of scores lie
-``[keys, queries]``: they are then left operands of the products as they are.
+It loops over the queries that may attend its keys, of all the query heads that share the key head,
+and keeps both gradients in float32 registers: no two programs add to one element. Tiles of scores
+are ``[keys, queries]``: left operands of the products without a transposition.
 """
 
 from __future__ import annotations

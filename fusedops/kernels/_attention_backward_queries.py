@@ -2,12 +2,12 @@
 
 It walks the keys that its queries may attend, as the forward does, and keeps the gradient of its
 queries in float32 registers. The gradient of the scores is written only where an additive mask
-wants it.
+requires it.
 
 ``delta``, the mean of a row's gradients under its weights, comes from the output, which was rounded
-to half precision. What is returned in float32 wants it exact, as ``sum(p * dp)``. ``DELTA`` says
-how: ``"given"`` takes it as it comes; ``"beside"`` sums it in the walk, for the gradient of sinks;
-``"first"`` walks the keys twice, for that of a mask.
+to half precision. Float32 gradients need it unrounded, as ``sum(p * dp)``. ``DELTA`` says how:
+``"given"`` reads the rounded one; ``"beside"`` sums it in the same loop, for the gradient of sinks;
+``"first"`` loops over the keys twice, for the gradient of a mask.
 """
 
 from __future__ import annotations

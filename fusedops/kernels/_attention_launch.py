@@ -199,11 +199,11 @@ class AttentionCall:
     @property
     def dropout(self) -> dict[str, Any]:
         """Return what dropout needs; ``"tables"``: the seed has a place for each row and column."""
-        found = _launch.dropout_arguments(self.dropout_p, self.max_keys, self.seed)
-        placed = found["DROPOUT"] in ("draw placed", "select placed")
+        arguments = _launch.dropout_arguments(self.dropout_p, self.max_keys, self.seed)
+        placed = arguments["DROPOUT"] in ("draw placed", "select placed")
         if placed and self.seed is not None and self.seed.numel() > 5:
-            found["DROPOUT"] = "tables"
-        return found
+            arguments["DROPOUT"] = "tables"
+        return arguments
 
     @property
     def options(self) -> str:
@@ -217,7 +217,7 @@ class AttentionCall:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that forward and backward kernels share."""
-        query, key, value = (readable(each) for each in (self.query, self.key, self.value))
+        query, key, value = (readable(tensor) for tensor in (self.query, self.key, self.value))
         mask = self._mask()
         dropout = self.dropout
         factor = self.scale * LOG2E.value
@@ -323,8 +323,8 @@ def blocks(
         and describes(kernel, generation, max(shape), call.options)
         and _descriptors.describable(*(arguments[name] for name in walked))
     )
-    found = block_table(kernel, generation, call.query.dtype, *shape, call.options, described)
-    sizes, options = found
+    entry = block_table(kernel, generation, call.query.dtype, *shape, call.options, described)
+    sizes, options = entry
     if described:
         for name, columns in zip(walked, ("BLOCK_D", "BLOCK_DV"), strict=True):
             block = walked_block(kernel, sizes, columns)
@@ -439,9 +439,9 @@ def _splits(kernel: str, generation: int, width: int, options: str, described: b
 
 
 def _hoists(generation: int, width: int, options: str, described: bool) -> bool:
-    """Return whether Triton may move what a step of ``keys_kernel`` makes anew out of its loop.
+    """Return whether Triton may hoist loop invariants of ``keys_kernel`` (LICM).
 
-    Mostly places in shared memory, for which some tiles have no registers.
+    They are mostly addresses in shared memory, for which some tiles have no registers.
     """
     if described:
         return width < 128

@@ -98,7 +98,7 @@ def case(
         types["mask_ptr"] = _descriptors.type_of(dtype, mask_block(sizes))
     if kernel == "keys" and size > 128:
         flags = flags | {"WANTS_VALUE": False}
-    found = _launch.report_case(
+    report = _launch.report_case(
         _KERNELS[kernel],
         types,
         flags | sizes | {"HEAD_DIM": size, "VALUE_DIM": size},
@@ -106,25 +106,25 @@ def case(
         matrix=half,
         capabilities=(capability,),
     )
-    found["label"] += f", {kind}" if half else f", {kind}, float32"
-    found["label"] += ", described" if described else ""
-    return found
+    report["label"] += f", {kind}" if half else f", {kind}, float32"
+    report["label"] += ", described" if described else ""
+    return report
 
 
 def dense_cases() -> list[dict[str, Any]]:
     """Return the cases of dense batches."""
-    found = [
+    cases = [
         case(kernel, capability, size, kind, flags, dense=True)
         for kernel in _KERNELS
         for capability in _CHIPS
         for kind, flags in (("plain", _PLAIN), *_WITH_OPTIONS.items())
         for size in (64, 128, 256)
     ]
-    found += [case(kernel, 90, 128, "plain", _PLAIN) for kernel in _KERNELS]
+    cases += [case(kernel, 90, 128, "plain", _PLAIN) for kernel in _KERNELS]
     grouped = _PLAIN | {"GROUP": 4}
-    found += [case("keys", chip, 128, "plain", grouped, dense=True) for chip in _CHIPS]
-    found.append(case("forward", 90, 128, "plain", _PLAIN, "fp32"))
-    return [*found, delta_case()]
+    cases += [case("keys", chip, 128, "plain", grouped, dense=True) for chip in _CHIPS]
+    cases.append(case("forward", 90, 128, "plain", _PLAIN, "fp32"))
+    return [*cases, delta_case()]
 
 
 def packed_cases() -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """Plain attention by torch's own kernels: configurations "cudnn" and "flash" of the Triton modules.
 
 A tuning table names one where it was measured to be faster (``fusedops bench tune``). Calls that
-are not plain, or that the kernel cannot take, run on our kernels under every configuration. Each
-direction stands alone: outputs and log-sum-exp (natural, float32) are the same, so that either
-backward follows either forward, up to what the output's rounding took, which torch's kernels do not
-tell: it is then 0.
+are not plain, or that the kernel does not support, run on our kernels under every configuration.
+Forward and backward are chosen independently: both forwards return the same output and log-sum-exp
+(natural, float32), so that either backward follows either forward. Only the remainder of rounding
+the output is missing in torch's kernels: it is then 0.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ def forward(
     """Run the forward; results are those of ``_attention_forward.forward``."""
     causal = call.right == 0
     if call.ends is not None:
-        packed = (_packed(each) for each in (call.query, call.key, call.value))
-        found = torch.ops.aten._flash_attention_forward(
+        packed = (_packed(tensor) for tensor in (call.query, call.key, call.value))
+        results = torch.ops.aten._flash_attention_forward(
             *packed, *_tables(call), 0.0, causal, False, scale=call.scale
         )
-        output = found[0].transpose(0, 1).unsqueeze(0)
+        output = results[0].transpose(0, 1).unsqueeze(0)
         # A row without keys: infinity there, minus infinity here.
-        lse = torch.where(found[1] == torch.inf, -torch.inf, found[1]).unsqueeze(0)
+        lse = torch.where(results[1] == torch.inf, -torch.inf, results[1]).unsqueeze(0)
     else:
         tensors = (call.query, call.key, call.value)
         if config == "cudnn":
-            found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            results = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 *tensors, None, True, 0.0, causal, scale=call.scale
             )
         else:
-            found = torch.ops.aten._scaled_dot_product_flash_attention(
+            results = torch.ops.aten._scaled_dot_product_flash_attention(
                 *tensors, 0.0, causal, scale=call.scale
             )
-        output, lse = found[0], found[1].reshape(call.query.shape[:3])
+        output, lse = results[0], results[1].reshape(call.query.shape[:3])
     output = heads_inside(output)
     remainder = torch.zeros_like(output) if keep_remainder else output.new_empty(0)
     return output, lse.contiguous(), remainder, lse.new_empty(0)
@@ -119,7 +119,7 @@ def backward(
         grads = torch.ops.aten._flash_attention_backward(
             *packed, lse, *_tables(call), 0.0, causal, seed, offset, scale=call.scale
         )
-        grads = [each.transpose(0, 1).unsqueeze(0) for each in grads]
+        grads = [grad.transpose(0, 1).unsqueeze(0) for grad in grads]
     else:
         sizes = (None, None, call.max_rows, call.max_keys, 0.0, causal)
         if config == "cudnn":
@@ -132,7 +132,7 @@ def backward(
                 grad_output, *tensors, lse, *sizes, seed, offset, scale=call.scale
             )
     pairs = zip(grads, output_mask, strict=False)
-    dq, dk, dv = (heads_inside(grad) if wanted else None for grad, wanted in pairs)
+    dq, dk, dv = (heads_inside(grad) if needed else None for grad, needed in pairs)
     return dq, dk, dv, None, None
 
 

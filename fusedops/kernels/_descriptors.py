@@ -2,8 +2,8 @@
 
 On sm_90 and sm_100 an operand of a matrix product can be fetched by its descriptor, base and sizes
 and strides, instead of by a pointer a thread: no addresses, no masks (what lies outside reads as
-zero), no registers for either. It wants a base and strides that 16 bytes divide and elements that
-are neighbours; where a tensor is laid out otherwise the kernels load by pointers.
+zero), no registers for either. It requires base and strides that are multiples of 16 bytes, and
+contiguous elements; for tensors of another layout the kernels load by pointers.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def report_cases(
         kinds = dict(types)
         if not gathers:
             kinds["x_ptr"] = type_of(name, [constexprs["BLOCK_M"], depth])
-        for each, columns in weights.items():
+        for argument, columns in weights.items():
             block = [depth, columns] if described == "across" else [columns, depth]
-            kinds[each] = type_of(name, [1] * leading + block)
+            kinds[argument] = type_of(name, [1] * leading + block)
         dense, other = "stride_wk", "stride_wn"
         if described == "across":
             dense, other = other, dense

@@ -2,8 +2,8 @@
 
 A program makes one tile of the rows of one group. Which one it finds itself, from the offsets on
 the device: nothing waits for the host. The grid covers the most tiles that any offsets can need,
-and programs without a tile end at once; rows of nobody form a last group, whose tiles are zeros.
-Rows may be gathered by a list, so that the experts' rows are read where the tokens lie.
+and programs without a tile end at once; rows past the last offset form a last group of zero tiles.
+Rows may be gathered by an index list: the experts then read the rows of the tokens in place.
 
 A weight gradient is a tile per group, summed over the group's rows in float32 in one program: the
 same bits in every run, and it may be added to what is already there.
@@ -326,10 +326,10 @@ def product(
         offsets: ``[groups]`` int32.
         bias: ``[groups, N]``.
         activation: its name.
-        keeps: whether the pre-activation is wanted.
+        keeps: whether to return the pre-activation.
         rows: int32, dense: row ``r`` of the product is row ``rows[r]`` of ``input``.
         scale: float32 ``[rows]``, dense: what the bias is multiplied by.
-        dtype: of the result: that of ``input``, unless the sums are wanted as they are.
+        dtype: of the result: that of ``input``, or float32 for unrounded sums.
     """
     num_rows = input.shape[0] if rows is None else rows.shape[0]
     num_groups, depth, num_cols = weight.shape
@@ -422,7 +422,7 @@ def add_weight_gradient(
     if out.numel() == 0:
         return
     num_groups, in_size, out_size = out.shape
-    lists = [each for each in (x_rows, dy_rows) if each is not None]
+    lists = [rows for rows in (x_rows, dy_rows) if rows is not None]
     num_rows = lists[0].shape[0] if lists else x.shape[0]
     blocks, options = _gradient_blocks(x.dtype, gathers=bool(lists), older=older(x.device))
     tiles = triton.cdiv(in_size, blocks["BLOCK_M"]) * triton.cdiv(out_size, blocks["BLOCK_N"])

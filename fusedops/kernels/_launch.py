@@ -49,11 +49,11 @@ def dropout_arguments(p: float, num_cols: int, seed: torch.Tensor | None) -> dic
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how operands are multiplied: exactly, unless torch is told otherwise for float32."""
+    """Return the precision of products: ``"ieee"``, unless torch is set to TF32 for float32."""
     if dtype != torch.float32:
         return "ieee"
     launch_plans.depends_on("torch.backends.cuda.matmul.fp32_precision")
-    # This answers for the older ways to tell torch too; they raise once this one has been used.
+    # This covers the older settings of torch too; they raise once this one has been used.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 

@@ -1,7 +1,7 @@
-"""What a capacity drops, by sorts on the device: the specification, and what a GPU runs.
+"""The slots that a capacity drops, by sorts on the device: the specification, and the GPU path.
 
-No kernel of ours: stable sorts and gathers of torch, which wait for nothing on the host. The C++
-kernel (``csrc/cpu/moe/moe_route.cpp``) counts instead.
+It has no kernel of its own: torch's stable sorts and gathers, without a host sync. The C++ kernel
+(``csrc/cpu/moe/moe_route.cpp``) counts instead.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def drop(
         # All first choices stand before all second ones.
         ranks = _ranks(rounds.reshape(-1), num_experts).view(rounds.shape)
         return expert_ids, (ranks < capacity).t().contiguous()
-    # Nobody's expert stands behind the others: that of tokens whose choice was dropped before.
-    taken = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_ids.device)
+    # Index num_experts is a dummy expert: that of tokens whose choice was dropped before.
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_ids.device)
     ids = [rounds[0]]
     kept: list[torch.Tensor] = []
     stuck = torch.zeros_like(rounds[0], dtype=torch.bool)
     for choice in rounds:
         now = torch.where(stuck, ids[-1], choice)
         counted = torch.where(stuck, num_experts, now).long()
-        fits = (_ranks(counted, num_experts + 1) + taken[counted] < capacity) & ~stuck
-        taken = taken.scatter_add(0, counted, fits.long())
+        fits = (_ranks(counted, num_experts + 1) + counts[counted] < capacity) & ~stuck
+        counts = counts.scatter_add(0, counted, fits.long())
         stuck = ~fits
         ids.append(now)
         kept.append(fits)

@@ -1,6 +1,6 @@
 """layer_norm and rms_norm in Triton: kernels and launchers for both.
 
-A row of up to ``MAX_FUSED`` columns is held in registers: the forward reads the input once and
+A row of up to ``MAX_FUSED`` columns stays in registers: the forward reads the input once and
 writes the output once. Longer rows are walked in blocks (statistics by a second pass over data that
 the L2 cache still holds) instead of spilling registers.
 
@@ -33,7 +33,7 @@ from fusedops.kernels._norm_rows import (
     statistics,
 )
 
-# Columns that the backward holds in registers beside its two float32 accumulators.
+# Columns of a row that fit in registers with the two float32 accumulators of the backward.
 MAX_FUSED = 8192
 _LONG_BLOCK = 4096
 
@@ -331,17 +331,17 @@ def backward(
     mean: torch.Tensor,
     rstd: torch.Tensor,
     normalized_shape: Sequence[int],
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Launch the backward; returns the ``wanted`` gradients of input, weight and bias."""
+    """Launch the backward; returns the requested gradients of input, weight and bias."""
     x = input.contiguous()
     dy = grad_output.contiguous()
     num_rows = rstd.numel()
-    dx = torch.empty_like(x) if wanted[0] else None
+    dx = torch.empty_like(x) if output_mask[0] else None
     dtype = x.dtype if weight is None else weight.dtype
     if x.numel() == 0:
         dweight, dbias = (
-            x.new_zeros(normalized_shape, dtype=dtype) if each else None for each in wanted[1:]
+            x.new_zeros(normalized_shape, dtype=dtype) if flag else None for flag in output_mask[1:]
         )
         return dx, dweight, dbias
     num_cols = x.numel() // num_rows
@@ -351,14 +351,14 @@ def backward(
     if num_cols <= MAX_FUSED:
         programs = _launch.row_programs(x.device, num_rows, options["num_warps"])
     parts = [
-        x.new_empty((programs, num_cols), dtype=torch.float32) if each else None
-        for each in wanted[1:]
+        x.new_empty((programs, num_cols), dtype=torch.float32) if needed else None
+        for needed in output_mask[1:]
     ]
     w = _launch.dense(weight, x)
     statistics = (mean.contiguous(), rstd.contiguous())
     targets = [x if part is None else part for part in (dx, *parts)]
     flags = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
-    wants = dict(zip(("WANTS_INPUT", "WANTS_WEIGHT", "WANTS_BIAS"), wanted, strict=True))
+    wants = dict(zip(("WANTS_INPUT", "WANTS_WEIGHT", "WANTS_BIAS"), output_mask, strict=True))
     with _launch.device_of(x):
         if num_cols <= MAX_FUSED:
             _backward_kernel[(programs,)](
@@ -404,8 +404,8 @@ def backward(
                     **_launch.row_options(1024),
                 )
         dweight, dbias = (
-            None if each is None else _launch.sum_rows(each, dtype).reshape(normalized_shape)
-            for each in parts
+            None if part is None else _launch.sum_rows(part, dtype).reshape(normalized_shape)
+            for part in parts
         )
     return dx, dweight, dbias
 
@@ -432,11 +432,11 @@ def static_report_cases(centred: bool) -> list[dict[str, Any]]:
         (_backward_parameters_long_kernel, wants | {"BLOCK_N": 1024}, 1024),
     ]
     label = "centred" if centred else "not centred"
-    found = []
+    reports = []
     for kernel, constants, elements in cases:
         options = _launch.row_options(elements)
         walks = kernel is _backward_kernel
         resident = _launch.resident(options["num_warps"]) if walks else None
         case = _launch.report_case(kernel, types, constants, options, resident=resident)
-        found.append(case | {"label": f"{case['label']}, {label}"})
-    return found
+        reports.append(case | {"label": f"{case['label']}, {label}"})
+    return reports

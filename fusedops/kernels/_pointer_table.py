@@ -2,12 +2,12 @@
 
 A row of the table is a tensor: its address in int64, and numbers. Programs are dealt out by a
 second table of (tensor, block of it) pairs, which depends on sizes alone. Both are made on the
-host. ``on_device`` keeps their copies on the device, where nobody writes to them: a step whose
-tensors are where they were copies nothing. What must be copied goes through pinned memory and
-waits for nothing.
+host. ``on_device`` caches their copies on the device, where nothing writes to them: a step whose
+tensors have the same addresses copies nothing. Other copies go through pinned memory, without a
+host sync.
 
-In a CUDA graph a copy is made anew at each replay, from the pinned memory of the capture:
-``Captures`` keeps it.
+Each replay of a CUDA graph repeats the copy from the pinned memory of the capture: ``Captures``
+keeps that memory alive.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ class Captures:
     def __init__(self) -> None:
         self.tables: list[torch.Tensor] = []
         self._reserved: torch.Tensor | None = None
-        self._wanted = 0  # bytes of the tables of one step
+        self._step_bytes = 0  # bytes of the tables of one step
 
     @contextlib.contextmanager
     def active(self, device: torch.device) -> Iterator[None]:
         """Keep here what is captured in this context; reserve memory for a capture otherwise."""
         token = _ACTIVE.set(self)
-        self._wanted = 0
+        self._step_bytes = 0
         try:
             yield
         finally:
             _ACTIVE.reset(token)
-        wanted = _CAPTURES_AHEAD * self._wanted
+        needed = _CAPTURES_AHEAD * self._step_bytes
         reserved = 0 if self._reserved is None else self._reserved.nbytes
-        if reserved < wanted and not capturing(device):
-            self._reserved = _staging(wanted, device)
+        if reserved < needed and not capturing(device):
+            self._reserved = _staging(needed, device)
 
     def count(self, table: torch.Tensor) -> None:
         """Note that a step reads a table: a capture of the same step may have to copy it."""
-        self._wanted += _aligned(table.nbytes)
+        self._step_bytes += _aligned(table.nbytes)
 
     def copy(self, table: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Capture a copy of a host table; each replay makes it again."""
+        """Capture a copy of a host table; each replay repeats it."""
         size = _aligned(table.nbytes)
         if self._reserved is None or self._reserved.nbytes < size:
             self._reserved = _staging(size, device)

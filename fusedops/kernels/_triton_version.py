@@ -1,6 +1,6 @@
-"""Which Triton compiles the kernels: where one tile cannot serve all versions, it decides.
+"""The version of Triton that compiles the kernels: some tile sizes depend on it.
 
-The choices stand beside the tables that they change: ``grep TRITON fusedops/kernels``. The static
+The choices are next to the tables that they change: ``grep at_least fusedops/kernels``. The static
 report (``tools/kernel_report.py``) reads the tables as another version would.
 """
 

@@ -295,12 +295,12 @@ def launches(
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, param in enumerate(params):
         copied = copies[i].dtype if copies else param.dtype
-        vectorizes = _pointer_table.vectorizes(*(each[i] for each in lists if each))
+        vectorizes = _pointer_table.vectorizes(*(tensors[i] for tensors in lists if tensors))
         dtypes = (param.dtype, grads[i].dtype, exp_avgs[i].dtype, copied, steps[i].dtype)
         kinds.setdefault((dtypes, vectorizes), []).append(i)
     made = []
     for (dtypes, vectorizes), members in kinds.items():
-        chosen = [[each[i] for i in members] if each else [] for each in lists]
+        chosen = [[tensors[i] for i in members] if tensors else [] for tensors in lists]
         sizes = tuple(params[i].numel() for i in members)
         table = torch.zeros(len(members), _COLUMNS, dtype=torch.int64)
         table[:, :6] = _pointer_table.addresses(*chosen)

@@ -22,7 +22,7 @@ from fusedops.kernels._attention_launch import supports_backward as supports_bac
 
 
 def configs() -> tuple[str, ...]:
-    """Return the configurations beside the default, for the tuner: torch's kernels."""
+    """Return the configurations other than the default, for the tuner: torch's kernels."""
     return _attention_torch.DENSE
 
 

@@ -5,8 +5,8 @@ query heads that share a key head are rows of one tile, so that each key and val
 cache is cut into parts whose number depends on its capacity alone, neither on lengths (the host
 does not know them) nor on the batch (a sequence's result is the same bits in any batch). A program
 per part writes output and log-sum-exp of its keys; a second kernel merges the parts that a sequence
-has, in order. Parts past a sequence's end, or before its window, return at once. A cache of one
-part is written as it is.
+has, in order. Parts past a sequence's end, or before its window, return at once. With a single
+part, the first kernel writes the result.
 """
 
 from __future__ import annotations
@@ -238,9 +238,9 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     generation = generation_of(query.device)
     sizes, options = _blocks(query.dtype, group * rows, size, value_size, generation)
     part_size, num_parts = _parts(capacity)
-    whole = num_parts == 1
+    one_part = num_parts == 1
     parts, parts_lse = out, lse
-    if not whole:
+    if not one_part:
         parts = query.new_empty(batch, heads, rows, num_parts, value_size, dtype=torch.float32)
         parts_lse = query.new_empty(batch, heads, rows, num_parts, dtype=torch.float32)
     lengths, bonds = cache_seqlens.contiguous(), _launch.dense(sinks, query)
@@ -276,12 +276,12 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
             ALIBI=alibi_slopes is not None,
             SINKS=sinks is not None,
             SOFTCAP=softcap > 0.0,
-            WHOLE=whole,
+            WHOLE=one_part,
             PRECISION=_launch.precision(query.dtype),
             **sizes,
             **options,
         )
-        if not whole:
+        if not one_part:
             merge_kernel[(batch * heads * rows,)](
                 parts,
                 parts_lse,

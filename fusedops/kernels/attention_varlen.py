@@ -1,4 +1,4 @@
-"""attention_varlen in Triton: the kernels of ``attention.py``, told where each sequence lies.
+"""attention_varlen in Triton: the kernels of ``attention.py``, with the bounds of each sequence.
 
 The packed tokens are one batch to the kernels; programs are laid out for the longest sequence, and
 those past the end of a shorter one return at once.
@@ -22,7 +22,7 @@ from fusedops.kernels._attention_launch import supports_backward as supports_bac
 
 
 def configs() -> tuple[str, ...]:
-    """Return the configurations beside the default, for the tuner: torch's kernel."""
+    """Return the configurations other than the default, for the tuner: torch's kernel."""
     return _attention_torch.PACKED
 
 
@@ -70,7 +70,7 @@ def backward(
             lse.new_empty(0),
             (*output_mask[:3], False, output_mask[3]),
         )
-    packed = (None if each is None else each[0].transpose(0, 1) for each in (dq, dk, dv))
+    packed = (None if grad is None else grad[0].transpose(0, 1) for grad in (dq, dk, dv))
     return (*packed, dsinks)
 
 

@@ -121,8 +121,8 @@ def forward(*args: Any) -> torch.Tensor:
     ]
     sizes, strides = merged(leading, [operand.stride()[:-2] for operand in operands])
     if len(sizes) > _BATCH_DIMS:
-        operands = [each.contiguous() for each in operands]
-        sizes, strides = merged(leading, [each.stride()[:-2] for each in operands])
+        operands = [operand.contiguous() for operand in operands]
+        sizes, strides = merged(leading, [operand.stride()[:-2] for operand in operands])
     missing = _BATCH_DIMS - len(sizes)
     sizes = [1] * missing + sizes
     a, b, addend = operands
@@ -144,7 +144,7 @@ def forward(*args: Any) -> torch.Tensor:
                 first,
                 sizes[1],
                 sizes[2],
-                *(stride for each in strides for stride in [0] * missing + each),
+                *(stride for row in strides for stride in [0] * missing + row),
                 *a.stride()[-2:],
                 *b.stride()[-2:],
                 *addend.stride()[-2:],
@@ -174,7 +174,7 @@ def merged(
     for dim, size in enumerate(sizes):
         if size == 1:
             continue
-        here = [each[dim] for each in strides]
+        here = [row[dim] for row in strides]
         if kept and all(
             step[-1] == stride * size for step, stride in zip(steps, here, strict=True)
         ):
@@ -192,7 +192,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Compute the gradients; arguments and results are those of ``fusedops::baddbmm_backward``."""
     grad_output, batch1, batch2, beta, alpha, broadcast, output_mask = args
     grad_input = None
-    dims = [dim for dim, each in enumerate(broadcast) if each]
+    dims = [dim for dim, is_broadcast in enumerate(broadcast) if is_broadcast]
     if output_mask[0] and dims:
         summed = grad_output.sum(dims, keepdim=True, dtype=torch.float32)
         grad_input = (beta * summed).to(grad_output.dtype)
@@ -208,7 +208,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
 def _operand_gradient(
     a: torch.Tensor, b: torch.Tensor, operand: torch.Tensor, alpha: float
 ) -> torch.Tensor:
-    """Return ``alpha a b`` summed to the shape of ``operand``, laid out as it is."""
+    """Return ``alpha a b`` summed to the shape of ``operand``, with its memory layout."""
     if not operand.is_contiguous() and operand.mT.is_contiguous():
         return _operand_gradient(b.mT, a.mT, operand.mT, alpha).mT
     leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])

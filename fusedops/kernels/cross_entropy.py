@@ -3,7 +3,7 @@
 Forward: a program per row reads it once. Exponentials are summed relative to a guess of the row's
 maximum, that of its first block, so that the loop has one exponential an element and no reduction
 across threads; a row whose maximum lies far above the guess (2^90 in the sum) is read again. The
-term of the maximum stands beside the sum, so that a loss near zero keeps its digits.
+term of the maximum is kept separate from the sum, so that a loss near zero keeps its digits.
 
 A row may come in pieces of the classes (``linear_cross_entropy``): its sums are then carried in
 three numbers per row.
@@ -423,12 +423,12 @@ def static_report_cases() -> list[dict[str, Any]]:
     types |= dict.fromkeys(("dloss_ptr", "total_ptr", "count_ptr"), "*fp32")
     types["target_ptr"] = "*i64"
     types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
-    whole = {"FIRST": True, "LAST": True}
+    only = {"FIRST": True, "LAST": True}
     middle = {"FIRST": False, "LAST": False}
     options = _options(_BLOCK)
     cases = []
     for capped in (False, True):
-        for more in (whole | {"SMOOTH": False}, middle | {"SMOOTH": True}):
+        for more in (only | {"SMOOTH": False}, middle | {"SMOOTH": True}):
             launch = _sums_launch(_BLOCK, smooth=more["SMOOTH"], capped=capped)
             flags = more | {"CAPPED": capped, "BLOCK": launch["BLOCK"]}
             of_kind = types if more["FIRST"] else types | {"x_ptr": "*fp32"}

@@ -20,8 +20,8 @@ def supports(*args: Any) -> str | None:
 def forward(*args: Any) -> torch.Tensor | None:
     """Launch them; arguments and results are those of ``fusedops::grouped_mm_add_gradients``."""
     into = args[:_BUFFERS]
-    grad, call, kept, wanted = of_backward(GroupedMM, args[_BUFFERS:])
-    mask = [*wanted, *(each is not None for each in into)]
+    grad, call, kept, needed = of_backward(GroupedMM, args[_BUFFERS:])
+    mask = [*needed, *(buffer is not None for buffer in into)]
     return grouped_mm.gradients(grad, call, kept, mask, into)[0]
 
 

@@ -1,8 +1,8 @@
 """linear_act in Triton: a matrix product whose tiles get bias and activation before the store.
 
 Forward: one kernel. Tiles of the output are walked in groups of rows, so that the tiles that run
-together share operands in the L2 cache; sums are float32; the pre-activation, where it is kept, is
-the only thing written beside the output.
+together share operands in the L2 cache; sums are float32. The only other result written is the
+pre-activation, if it is saved.
 
 Backward: one pass makes the gradient of the pre-activation and the bias gradient (float32 parts
 per program, added in order by a second kernel: the same bits in every run). Both products are then
@@ -294,9 +294,9 @@ def described(
     leading = [1] * (weights[0].dim() - 2)
     left = x if gathers else describe(x, [blocks["BLOCK_M"], depth])
     if along:
-        return "along", (left, *(describe(each, [*leading, columns, depth]) for each in weights))
+        return "along", (left, *(describe(w, [*leading, columns, depth]) for w in weights))
     block = [*leading, depth, columns]
-    return "across", (left, *(describe(each.mT, block) for each in weights))
+    return "across", (left, *(describe(w.mT, block) for w in weights))
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
@@ -333,8 +333,8 @@ def activation_gradient(
         kept: the pre-activation, of as many elements, dense; not read for the identity alone.
         activation: its name.
         wants_grad: for the identity the gradient is ``dy`` itself, and nothing is written.
-        wants_bias: whether the column sums are wanted.
-        wants_hidden: whether ``act(kept)`` is wanted.
+        wants_bias: whether to return the column sums.
+        wants_hidden: whether to return ``act(kept)``.
     """
     num_rows, num_cols = dy.shape
     writes_grad = wants_grad and activation != "identity"
@@ -422,7 +422,7 @@ def blocks_of(
 ) -> tuple[dict[str, int], dict[str, Any]]:
     """Return tile sizes and launch options: half precision fills the matrix units of sm_90.
 
-    Steps of 64 would leave an ``older`` GPU too few registers beside 128 x 256 sums: Triton 3.8
+    Steps of 64 would leave an ``older`` GPU too few registers for 128 x 256 sums: Triton 3.8
     spills there. Four steps of 32 fit the 99 KB of sm_86, sm_89 and sm_120.
     """
     options = {"enable_fp_fusion": True}
@@ -448,7 +448,7 @@ def report_tiles(
     matrix = dtype != torch.float32
     for num_rows in (16, 64, 4096) if matrix else (4096,):
         case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
-        new, old = (blocks(dtype, num_rows, older=each) for each in (False, True))
+        new, old = (blocks(dtype, num_rows, older=older) for older in (False, True))
         if new == old:
             yield num_rows, *new, case
         else:

@@ -1,8 +1,8 @@
 """linear_cross_entropy on a GPU: products per chunk of classes, cross_entropy's kernels between.
 
 The logits of a chunk are float32, also of half-precision factors: the products write their sums
-unrounded. Ignored rows are computed like others, with gradient 0: leaving them out would wait for
-the device to count them.
+unrounded. Ignored rows are computed like others, with gradient 0: to skip them, the host would have
+to wait for their count.
 """
 
 from __future__ import annotations

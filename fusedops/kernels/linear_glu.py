@@ -1,8 +1,8 @@
 """linear_glu in Triton: one kernel makes the tiles of both products and multiplies them.
 
 Forward: half of a program's tile is the gate and half the other product, of the same rows and
-columns, and the input is read once; sums are float32. Beside the output only the two
-pre-activations are written, when they are kept.
+columns, and the input is read once; sums are float32. The only other results written
+are the two pre-activations, if they are saved.
 
 Backward: one pass makes the gradients of both pre-activations. The products are then plain and go
 to torch's own matmul (cuBLAS); the second of the input's gradient accumulates on the first.

@@ -1,8 +1,8 @@
 """mlp on a GPU: the product with the activation is linear_act's kernel; the others are plain.
 
 Backward: the gradient of the hidden layer is a plain product; one pass then makes the gradient of
-the pre-activation, the hidden layer itself and the gradient of the first bias. Without a kept
-pre-activation one product more makes it again.
+the pre-activation, the hidden layer itself and the gradient of the first bias. If the
+pre-activation was not saved, one more product recomputes it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ before they are stored: half of a tile's columns are gates and half the factors 
 columns, or they alternate as they lie in memory. The second product is grouped_mm's kernel; the sum
 over a token's rows is moe_unpermute's.
 
-Backward: the gradient of the hidden layer is a product; one pass, a program per row, makes of it
-the gradient of the pre-activation, the hidden layer again and that of the row's probability.
+Backward: the gradient of the hidden layer is a product. From it one pass, a program per row,
+computes the gradients of the pre-activation and of the row's probability, and recomputes the hidden
+layer.
 """
 
 from __future__ import annotations

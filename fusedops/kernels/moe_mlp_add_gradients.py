@@ -20,8 +20,8 @@ def supports(*args: Any) -> str | None:
 def forward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch them; arguments and results are those of ``fusedops::moe_mlp_add_gradients``."""
     into = args[:_BUFFERS]
-    grad, call, preactivation, wanted = of_backward(MoeMLP, args[_BUFFERS:])
-    mask = [*wanted, *(each is not None for each in into)]
+    grad, call, preactivation, needed = of_backward(MoeMLP, args[_BUFFERS:])
+    mask = [*needed, *(buffer is not None for buffer in into)]
     return moe_mlp.gradients(grad, call, preactivation, mask, into)[:2]
 
 

@@ -75,8 +75,8 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; as ``fusedops::moe_unpermute_backward``."""
     if probs is None:
-        wanted = output_mask[0]
-        return _moe_rows.scatter(grad_output, positions, offsets) if wanted else None, None
+        needed = output_mask[0]
+        return _moe_rows.scatter(grad_output, positions, offsets) if needed else None, None
     dy = _moe_rows.rows_of(grad_output)
     slots, num_cols = positions.numel(), dy.shape[1]
     dx = dy.new_empty(slots, num_cols) if output_mask[0] else None

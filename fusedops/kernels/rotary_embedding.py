@@ -175,7 +175,7 @@ def forward(
 def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward, arguments and results those of ``rotary_embedding_backward``."""
     *grads, cos, sin, interleaved, output_mask = args
-    query, key = (grad if wanted else None for grad, wanted in zip(grads, output_mask, strict=True))
+    query, key = (grad if needed else None for grad, needed in zip(grads, output_mask, strict=True))
     return _launch_on(query, key, cos, sin, interleaved, inverse=True)
 
 
@@ -199,10 +199,10 @@ def _launch_on(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     inputs = [None if x is None else _with_dense_rows(x) for x in (query, key)]
     outputs = [None if x is None else torch.empty_like(x) for x in inputs]
-    wanted = [x for x in inputs if x is not None and x.numel() > 0]
-    if not wanted:
+    nonempty = [x for x in inputs if x is not None and x.numel() > 0]
+    if not nonempty:
         return outputs[0], outputs[1]
-    any_input = wanted[0]
+    any_input = nonempty[0]
     batch, _, seq_len, head_dim = any_input.shape
     cos, sin = _with_dense_rows(cos), _with_dense_rows(sin)
     rotary_dim = cos.shape[-1]

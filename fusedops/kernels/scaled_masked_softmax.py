@@ -298,7 +298,7 @@ def backward(
     if wants_mask:
         assert mask is not None
         if num_cols > _MAX_BLOCK:
-            # Such rows do not fit in registers beside their sum: it is torch that adds them.
+            # Such rows and their sum do not fit in registers: torch sums the gradient of the mask.
             grad = y.new_empty(y.shape, dtype=torch.float32)
             _launch_long(dy, y, grad, 1.0)
             dx = (grad * scale).to(y.dtype) if wants_input else None
@@ -349,8 +349,8 @@ def _backward_mask(
         sharing *= size if stride == 0 else 1
     rows_per_chunk = max(32, triton.cdiv(sharing, 32))
     chunks = triton.cdiv(sharing, rows_per_chunk)
-    whole = chunks == 1 and shape == list(mask.shape)
-    dtype = mask.dtype if whole else torch.float32
+    final = chunks == 1 and shape == list(mask.shape)
+    dtype = mask.dtype if final else torch.float32
     parts = y.new_empty((num_rows // sharing, chunks, num_cols), dtype=dtype)
     block_n = triton.next_power_of_2(num_cols)
     with _launch.device_of(y):
@@ -368,7 +368,7 @@ def _backward_mask(
             BLOCK_N=block_n,
             **_launch.row_options(2 * block_n),
         )
-    if whole:
+    if final:
         return parts.reshape(mask.shape)
     return parts.sum(1).reshape(shape).sum_to_size(mask.shape).to(mask.dtype)
 

@@ -1,7 +1,7 @@
 """The sums of squares of many tensors in Triton: one launch, then one that adds up each tensor's.
 
 A program squares and sums one block in float64, in which no square of a float32 overflows; a second
-kernel adds each tensor's parts in an order of their own.
+kernel adds each tensor's parts in an order that does not depend on other tensors.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ class SumsLaunch:
 def launches(inputs: Sequence[torch.Tensor]) -> list[SumsLaunch]:
     """Return the launches for dense tensors."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for i, each in enumerate(inputs):
-        kinds.setdefault((each.dtype, _pointer_table.vectorizes(each)), []).append(i)
+    for i, tensor in enumerate(inputs):
+        kinds.setdefault((tensor.dtype, _pointer_table.vectorizes(tensor)), []).append(i)
     made = []
     for (dtype, vectorizes), members in kinds.items():
         chosen = [inputs[i] for i in members]
-        sizes = tuple(each.numel() for each in chosen)
+        sizes = tuple(tensor.numel() for tensor in chosen)
         parts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
         columns = [torch.tensor(sizes), torch.tensor(members), parts.cumsum(0) - parts]
         rows = torch.stack([_pointer_table.addresses(chosen)[:, 0], *columns], dim=1)
@@ -117,7 +117,7 @@ def launches(inputs: Sequence[torch.Tensor]) -> list[SumsLaunch]:
 
 def forward(inputs: list[torch.Tensor]) -> torch.Tensor:
     """Launch it; argument and result are those of ``fusedops::square_sums``."""
-    dense = [each.contiguous() for each in inputs]
+    dense = [tensor.contiguous() for tensor in inputs]
     sums = torch.empty(len(inputs), dtype=torch.float64, device=inputs[0].device)
     for launch in launches(dense):
         launch.run(sums)

@@ -1,4 +1,4 @@
-"""What constructors of modules ask of their arguments, in the words of the ops' errors."""
+"""Checks of the arguments of module constructors, with the error messages of the ops."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check_place(module: str, device: Any, dtype: Any, name: str = "dtype") -> No
         return
     named = isinstance(device, (str, int)) and not isinstance(device, bool)
     if not named:
-        wanted = "None, a torch.device, or a name or number of one"
-        raise TypeError(f"{module}: device must be {wanted}, got {checks.type_name(device)}")
+        expected = "None, a torch.device, or a name or number of one"
+        raise TypeError(f"{module}: device must be {expected}, got {checks.type_name(device)}")
     if isinstance(device, str):
         try:
             torch.device(device)

@@ -65,7 +65,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         check_options(op, ignore_index, label_smoothing, z_loss, softcap, self.reduction)
         if weight is not None and (z_loss or softcap is not None):
-            checks.fail(op, "weight", "None beside z_loss or softcap", "class weights")
+            checks.fail(op, "weight", "None with z_loss or softcap", "class weights")
         self.z_loss = z_loss
         self.softcap = softcap
 
@@ -87,9 +87,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                 reduction=self.reduction,
             )
         if self.z_loss or self.softcap is not None:
-            wanted = "logits [N, C] or [C] with class indices, for z_loss or softcap"
+            expected = "logits [N, C] or [C] with class indices, for z_loss or softcap"
             got = f"{list(input.shape)} with {target.dtype} targets"
-            checks.fail("CrossEntropyLoss", "input", wanted, got)
+            checks.fail("CrossEntropyLoss", "input", expected, got)
         return super().forward(input, target)
 
     def extra_repr(self) -> str:

@@ -261,8 +261,8 @@ class MoE(nn.Module):
         checks.tensor(op, "input", input)
         if input.dim() == 0 or input.shape[-1] != self.hidden_size:
             # Rows of another width could be cut into rows of this one without a word.
-            wanted = f"of {self.hidden_size} features, [..., {self.hidden_size}]"
-            checks.fail(op, "input", wanted, list(input.shape))
+            expected = f"of {self.hidden_size} features, [..., {self.hidden_size}]"
+            checks.fail(op, "input", expected, list(input.shape))
 
     def shared(self, input: torch.Tensor) -> torch.Tensor | None:
         """Return the output of the shared expert, ``None`` if there is none."""

@@ -85,7 +85,7 @@ def attend_not_finite(
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     scores = torch.where(empty, allowed, scores) if adds else scores.masked_fill(empty, 0.0)
     top = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, True)
-    # As an online softmax has it: NaN beside an infinite score.
+    # Like an online softmax, which returns NaN for a row with an infinite score.
     lse = (top + torch.log(torch.exp(scores - top).sum(-1, keepdim=True)))[..., 0]
     lse = lse.masked_fill(empty[..., 0], -torch.inf)
     weights = torch.softmax(scores, -1)

@@ -37,8 +37,8 @@ def case(
 
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
         if chunks:
-            whole = randn(rows, 2 * columns, device=device, dtype=dtype, grad=False)
-            pair = [half.requires_grad_() for half in whole.chunk(2, -1)]
+            gate_up = randn(rows, 2 * columns, device=device, dtype=dtype, grad=False)
+            pair = [half.requires_grad_() for half in gate_up.chunk(2, -1)]
         else:
             pair = [randn(rows, columns, device=device, dtype=dtype, key=key) for key in "gu"]
         return Sample("bench", (*pair, *others))

@@ -23,12 +23,12 @@ def installed() -> dict[str, Experts]:
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts
     except ImportError:
         return {}
-    found: dict[str, Experts] = {}
+    experts: dict[str, Experts] = {}
     loop = getattr(MixtralExperts.forward, "__wrapped__", None)
     if loop is not None:
-        found["hf_loop"] = functools.partial(_run, loop)
-    found["hf_grouped_mm"] = functools.partial(_run, grouped_mm_experts_forward)
-    return found
+        experts["hf_loop"] = functools.partial(_run, loop)
+    experts["hf_grouped_mm"] = functools.partial(_run, grouped_mm_experts_forward)
+    return experts
 
 
 def _run(

@@ -18,7 +18,7 @@ import torch
 
 from fusedops._core.checks import UnsupportedError
 
-# label of a row -> name of the package, as it is installed
+# label of a row -> name of the installed package
 PACKAGES = {"liger": "liger-kernel", "flash_attn": "flash-attn", "flex": "torch"}
 
 
@@ -246,7 +246,7 @@ def _flash(
         raise UnsupportedError("the peer takes 4 dims")
     if (is_causal or window) and query.shape[2] != key.shape[2]:
         raise UnsupportedError("the peer aligns a causal mask to the lower right")
-    heads_inside = (each.transpose(1, 2) for each in (query, key, value))
+    heads_inside = (tensor.transpose(1, 2) for tensor in (query, key, value))
     output = function(*heads_inside, dropout_p=dropout_p, alibi_slopes=alibi_slopes, **words)
     return output.transpose(1, 2)
 
@@ -276,7 +276,7 @@ def _decode(
     words = _in_flash_words(is_causal=True, **others)
     one = query.dim() == 3
     rows = query.unsqueeze(2) if one else query
-    heads_inside = (each.transpose(1, 2) for each in (rows, key_cache, value_cache))
+    heads_inside = (tensor.transpose(1, 2) for tensor in (rows, key_cache, value_cache))
     output = function(*heads_inside, cache_seqlens=cache_seqlens, **words)
     return output.squeeze(1) if one else output.transpose(1, 2)
 
@@ -311,7 +311,7 @@ def _flex(
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     pattern = (left, 0 if is_causal else right)
     if boolean:
-        # The mask's numbers decide which blocks there are: made anew, as for every batch.
+        # The blocks depend on the values of the mask: they are computed for every call.
         blocks = _blocks(sizes, *pattern, query.device, attn_mask)
     elif pattern != (-1, -1):
         blocks = _blocks_of_pattern(sizes, *pattern, query.device)

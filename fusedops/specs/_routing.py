@@ -74,7 +74,7 @@ def plan(
         top_k: ``k``.
         num_experts: ``E``.
         device: of all tensors.
-        dtype: of the activations: ``probs`` are float32, or float64 beside float64.
+        dtype: of the activations: ``probs`` are float64 if it is float64, else float32.
         pattern: a name of ``PATTERNS``.
         grad: whether ``probs`` require a gradient.
         key: another seed.

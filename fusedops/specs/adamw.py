@@ -29,7 +29,7 @@ def _call(
 
     def drawn(dtype: torch.dtype) -> list[torch.Tensor]:
         made = [torch.randn(shape, device=device).abs().to(dtype) for shape in _SHAPES]
-        return [each.t() if transposed and each.dim() == 2 else each for each in made]
+        return [tensor.t() if transposed and tensor.dim() == 2 else tensor for tensor in made]
 
     grad, state = grad or dtype, state or dtype
     lists = [drawn(dtype), drawn(grad), drawn(state), drawn(state)]
@@ -40,7 +40,7 @@ def _call(
     factors: tuple[Any, ...] = (None, None, None)
     if scaled:
         made = (torch.full((), 0.5), torch.zeros(1), torch.full((), 2e-2, dtype=torch.float64))
-        factors = tuple(each.to(device) for each in made)
+        factors = tuple(factor.to(device) for factor in made)
     numbers = [n for i in range(len(_SHAPES)) for n in (-12 + i, 4 * i, 3, 5)] if draws else []
     decays = [0.1 * i for i in range(len(_SHAPES))]
     return Sample(name, (*lists, *factors, numbers, decays, *_NUMBERS, False, True))

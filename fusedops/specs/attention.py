@@ -162,25 +162,25 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     q = torch.randn(2, 4, 5, 8, device=device)
     k = torch.randn(2, 2, 7, 8, device=device)
-    whole = torch.randn(2, 4, 7, 8, device=device)
+    k_all_heads = torch.randn(2, 4, 7, 8, device=device)
     mask = torch.ones(5, 6, device=device, dtype=torch.bool)
 
     slopes = torch.ones(3, device=device)
     vectors = {"query": q[0, 0, 0], "key": k[0, 0, 0], "value": k[0, 0, 0]}
-    three_heads = {"key": whole[:, :3], "value": whole[:, :3], "enable_gqa": True}
+    three_heads = {"key": k_all_heads[:, :3], "value": k_all_heads[:, :3], "enable_gqa": True}
     integers = mask[:, :1].int()
-    bad = bad_changes(query=q, key=whole, value=whole)
+    bad = bad_changes(query=q, key=k_all_heads, value=k_all_heads)
     return [
         bad("heads_without_gqa", "key", "enable_gqa", "2", key=k, value=k),
         bad("heads_do_not_divide", "heads", "3", **three_heads),
-        bad("head_size", "key", "8", "6", key=whole[..., :6]),
-        bad("value_tokens", "value", "[2, 4, 7,", value=whole[:, :, :5]),
-        bad("batch", "key", "[2]", "[3]", key=whole[:1].repeat(3, 1, 1, 1)),
+        bad("head_size", "key", "8", "6", key=k_all_heads[..., :6]),
+        bad("value_tokens", "value", "[2, 4, 7,", value=k_all_heads[:, :, :5]),
+        bad("batch", "key", "[2]", "[3]", key=k_all_heads[:1].repeat(3, 1, 1, 1)),
         bad("vector", "query", "2 dims", "[8]", **vectors),
-        bad("dtype", "key", "float64", error=TypeError, key=whole.double()),
+        bad("dtype", "key", "float64", error=TypeError, key=k_all_heads.double()),
         bad("integers", "query", "int64", error=TypeError, query=q.long()),
         bad("no_tensor", "key", "NoneType", error=TypeError, key=None),
-        bad("device", "value", "meta", value=whole.to("meta")),
+        bad("device", "value", "meta", value=k_all_heads.to("meta")),
         bad("mask_shape", "attn_mask", "[2, 4, 5, 7]", "[5, 6]", attn_mask=mask),
         bad("mask_dtype", "attn_mask", "int32", error=TypeError, attn_mask=integers),
         bad("mask_type", "attn_mask", "list", error=TypeError, attn_mask=[[True]]),
@@ -255,7 +255,7 @@ SPEC = Spec(
     name="attention",
     op=attention,
     eager=_eager,
-    non_finite=tuple(functools.partial(_written_out, attend=each) for each in NOT_FINITE),
+    non_finite=tuple(functools.partial(_written_out, attend=attend) for attend in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_case=_case,

@@ -56,7 +56,7 @@ def _with_empty_end(
     """Do the same with a cache that holds zeros behind its length, whatever it holds."""
     behind = torch.arange(key_cache.shape[2], device=query.device) >= cache_seqlens[:, None]
     key_cache, value_cache = (
-        each.masked_fill(behind[:, None, :, None], 0.0) for each in (key_cache, value_cache)
+        cache.masked_fill(behind[:, None, :, None], 0.0) for cache in (key_cache, value_cache)
     )
     return _eager(query, key_cache, value_cache, cache_seqlens, **options)
 
@@ -151,7 +151,7 @@ SPEC = Spec(
     name="attention_decode",
     op=attention_decode,
     eager=_eager,
-    non_finite=tuple(functools.partial(_with_empty_end, attend=each) for each in NOT_FINITE),
+    non_finite=tuple(functools.partial(_with_empty_end, attend=attend) for attend in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_case=_case,

@@ -167,7 +167,7 @@ SPEC = Spec(
     name="attention_varlen",
     op=attention_varlen,
     eager=_eager,
-    non_finite=tuple(functools.partial(_eager, attend=each) for each in NOT_FINITE),
+    non_finite=tuple(functools.partial(_eager, attend=attend) for attend in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_case=_case,

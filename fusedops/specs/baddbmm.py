@@ -27,8 +27,8 @@ def _eager(
     leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
     shape = (*leading, batch1.shape[-2], batch2.shape[-1])
     addend, first, second = (
-        each.expand(size).reshape(math.prod(leading), *size[-2:])
-        for each, size in (
+        tensor.expand(size).reshape(math.prod(leading), *size[-2:])
+        for tensor, size in (
             (input, shape),
             (batch1, (*leading, *batch1.shape[-2:])),
             (batch2, (*leading, *batch2.shape[-2:])),

@@ -30,7 +30,7 @@ class ComparisonResult:
 
 def floating(value: Any) -> tuple[torch.Tensor, ...]:
     """Return the outputs that must have a gradient: indices and counts have none."""
-    return tuple(each for each in tensors_in(value) if each.is_floating_point())
+    return tuple(tensor for tensor in tensors_in(value) if tensor.is_floating_point())
 
 
 def fresh(sample: Sample, dtype: torch.dtype | None = None) -> Sample:
@@ -171,10 +171,10 @@ def difference_from_exact(
     ):
         if not len(got) == len(want) == len(terms):
             return f"{len(got)} {kind}s, wanted {len(want)} (the spec has depths for {len(terms)})"
-        for index, each in enumerate(zip(got, want, base, strict=True)):
-            found = difference(*each, terms[index], inside, loose)
-            if found is not None:
-                return f"{kind} {index}: {found}"
+        for index, values in enumerate(zip(got, want, base, strict=True)):
+            message = difference(*values, terms[index], inside, loose)
+            if message is not None:
+                return f"{kind} {index}: {message}"
     return None
 
 
@@ -218,15 +218,15 @@ def _unlike_eager(
 ) -> str | None:
     depth, inside = spec.depth(sample), spec.inner_dtype(sample)
     for index, got in enumerate(actual.outputs):
-        wanted = [(exact.outputs[index], eager.outputs[index]) for exact, eager in pairs]
-        found = _unlike_all(got, wanted, depth.outputs, inside, of_gradient=False)
-        if found is not None:
-            return f"output {index}: {found}"
+        references = [(exact.outputs[index], eager.outputs[index]) for exact, eager in pairs]
+        message = _unlike_all(got, references, depth.outputs, inside, of_gradient=False)
+        if message is not None:
+            return f"output {index}: {message}"
     for index, got in enumerate(actual.grads):
-        wanted = [(exact.grads[index], eager.grads[index]) for exact, eager in pairs]
-        found = _unlike_all(got, wanted, depth.gradients[index], inside, of_gradient=True)
-        if found is not None:
-            return f"gradient {index}: {found}"
+        references = [(exact.grads[index], eager.grads[index]) for exact, eager in pairs]
+        message = _unlike_all(got, references, depth.gradients[index], inside, of_gradient=True)
+        if message is not None:
+            return f"gradient {index}: {message}"
     return None
 
 
@@ -237,7 +237,7 @@ def _on_reference(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _unlike_all(
     got: torch.Tensor,
-    wanted: list[tuple[torch.Tensor, torch.Tensor]],
+    references: list[tuple[torch.Tensor, torch.Tensor]],
     depth: int,
     inside: torch.dtype | None,
     *,
@@ -245,10 +245,10 @@ def _unlike_all(
 ) -> str | None:
     """Return where a tensor is like none of the pairs of what float64 and eager torch have."""
     if not got.is_floating_point():
-        same = any(torch.equal(got, exact) for exact, _ in wanted)
-        return None if same else f"{got.tolist()}, wanted {wanted[0][0].tolist()}"
+        same = any(torch.equal(got, exact) for exact, _ in references)
+        return None if same else f"{got.tolist()}, wanted {references[0][0].tolist()}"
     good = torch.zeros_like(got, dtype=torch.bool)
-    for exact, eager in wanted:
+    for exact, eager in references:
         budget = dtypes.error_budget(eager, exact, inside or got.dtype, depth=depth)
         for want in (exact, eager.double()):
             near = got.isfinite() & ((got.double() - want).abs() <= budget)
@@ -259,10 +259,10 @@ def _unlike_all(
     if good.all():
         return None
     place = tuple(int(index) for index in (~good).nonzero()[0])
-    each = ", ".join(f"{exact[place]:.9g} and {eager[place]:.9g}" for exact, eager in wanted)
+    pairs = ", ".join(f"{exact[place]:.9g} and {eager[place]:.9g}" for exact, eager in references)
     return (
         f"{int((~good).sum())} of {got.numel()} elements differ; the first, {list(place)}, is "
-        f"{got[place]:.9g}, eager torch has in float64 and in its dtype {each}"
+        f"{got[place]:.9g}, eager torch has in float64 and in its dtype {pairs}"
     )
 
 

@@ -39,5 +39,5 @@ def normalized(position: int) -> Callable[[Sample], int]:
 
 
 def _shares(sample: Sample) -> tuple[int, ...]:
-    whole = max((leaf.numel() for leaf in sample.leaves), default=1)
-    return tuple(max(1, whole // max(1, leaf.numel())) for leaf in sample.leaves)
+    largest = max((leaf.numel() for leaf in sample.leaves), default=1)
+    return tuple(max(1, largest // max(1, leaf.numel())) for leaf in sample.leaves)

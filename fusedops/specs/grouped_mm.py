@@ -119,7 +119,7 @@ def _case(
 ) -> BenchCase:
     # Uneven groups: sizes grow to three times the smallest.
     weights = [1 + 2 * group / max(1, groups - 1) for group in range(groups)]
-    ends = [round(each * rows / sum(weights)) for each in accumulate(weights)]
+    ends = [round(weight * rows / sum(weights)) for weight in accumulate(weights)]
 
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
         new = functools.partial(randn, device=device, dtype=dtype)

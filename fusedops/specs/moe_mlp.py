@@ -149,7 +149,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         )
         return Sample(name, given, {"activation": activation, **options})
 
-    patterns = [each for each in _routing.PATTERNS if each != "random"]
+    patterns = [pattern for pattern in _routing.PATTERNS if pattern != "random"]
     return [
         call("default", (9, 2, 3)),
         call("biases", bias=True, transposed=True),
@@ -267,8 +267,8 @@ def _peers() -> dict[str, Callable[..., Any]]:
 
         return peer
 
-    found = {name: of(experts) for name, experts in _hf_experts.installed().items()}
-    return {"dense_einsum": _dense_einsum, **found}
+    peers = {name: of(experts) for name, experts in _hf_experts.installed().items()}
+    return {"dense_einsum": _dense_einsum, **peers}
 
 
 def _dense_einsum(
@@ -284,8 +284,8 @@ def _dense_einsum(
     weights = input.new_zeros(input.shape[0], plan.num_experts)
     weights = weights.scatter(1, plan.expert_ids.long(), plan.probs.to(input.dtype))
     gate, up = torch.einsum("th,ehi->eti", input, w1).chunk(2, dim=2)
-    each = torch.einsum("eti,eih->eth", F.silu(gate) * up, w2)
-    return torch.einsum("eth,te->th", each, weights)
+    outputs = torch.einsum("eti,eih->eth", F.silu(gate) * up, w2)
+    return torch.einsum("eth,te->th", outputs, weights)
 
 
 SPEC = Spec(
@@ -311,7 +311,7 @@ SPEC = Spec(
     peers=_peers,
     rows_are_independent=False,
     # The gradient of a probability is float32: sum_c d[c] * h(z[c]) of unrounded d, but of z as it
-    # is kept (or made again, with the same bits). Each term is off by up to eps / 2 * |z h'(z)|
+    # is saved (or recomputed, with the same bits). Each term is off by up to eps / 2 * |z h'(z)|
     # of each of gate and up, so that terms of one sign give the sum an error of eps of the low
     # dtype. Eager torch rounds z too, and more after it: over 200 draws its error was 1.5 to 1.9
     # times ours (median of root mean squares), but the largest of as few as 10 numbers may by

@@ -28,10 +28,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         return Sample(name, (randn(plan.num_tokens, size, **options), plan))
 
     plans = _routing.plans(((12, 2, 4), (5, 3, 7)), grad=False, **options)
-    whole = _routing.plan(12, 2, 4, grad=False, **options)
+    plan = _routing.plan(12, 2, 4, grad=False, **options)
     return [
         *(call(name, 8, plan) for name, plan in plans.items()),
-        call("without_mask", 8, dataclasses.replace(whole, kept=None)),
+        call("without_mask", 8, dataclasses.replace(plan, kept=None)),
         call("odd_size", 37, _routing.plan(9, 1, 3, grad=False, **options)),
         call("long_rows", 1100, _routing.plan(3, 2, 2, grad=False, **options)),
         call("many_choices", 5, _routing.plan(6, 12, 12, pattern="dropped", grad=False, **options)),

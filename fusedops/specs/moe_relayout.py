@@ -43,9 +43,9 @@ def _eager(
     rows = input.flatten(0, 1) if source == "capacity" else input
     num_rows = plan.num_experts * (size or 0) if target == "capacity" else plan.positions.numel()
     output = input.new_zeros(num_rows + 1, input.shape[-1])
-    taken, put = places(source), places(target)
-    moved = (taken >= 0) & (put >= 0)
-    output = output.index_put((torch.where(moved, put, num_rows)[moved],), rows[taken[moved]])
+    origins, put = places(source), places(target)
+    moved = (origins >= 0) & (put >= 0)
+    output = output.index_put((torch.where(moved, put, num_rows)[moved],), rows[origins[moved]])
     output = output[:num_rows]
     if target == "capacity":
         return output.unflatten(0, (plan.num_experts, size or 0))
@@ -68,23 +68,23 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     plans = {
         pattern: _routing.plan(5, 3, 7, pattern=pattern, **options) for pattern in _routing.PATTERNS
     }
-    whole = _routing.plan(12, 2, 4, **options)
+    plan = _routing.plan(12, 2, 4, **options)
     pairs = [(source, target) for source in LAYOUTS for target in LAYOUTS]
-    padded = dataclasses.replace(whole, capacity=7)
+    padded = dataclasses.replace(plan, capacity=7)
     return [
-        call("capacity", 8, whole, "token_major", "capacity"),
+        call("capacity", 8, plan, "token_major", "capacity"),
         *(call("_".join(pair), 8, plans["dropped"], *pair) for pair in pairs),
         *(call(name, 8, plan, "token_major", "capacity") for name, plan in plans.items()),
         *(call(f"{name}_back", 8, plan, "capacity", "k_major") for name, plan in plans.items()),
         Sample("plans_capacity", (randn(24, 8, device=device, dtype=dtype), padded, *pairs[2])),
-        call("odd_size", 37, whole, "token_major", "capacity"),
+        call("odd_size", 37, plan, "token_major", "capacity"),
         call("long_rows", 1100, _routing.plan(3, 2, 2, **options), "token_major", "k_major"),
         call("one", 1, _routing.plan(1, 1, 1, **options), "token_major", "capacity", 1),
-        call("no_capacity", 8, whole, "token_major", "capacity", 0),
-        call("back_from_none", 8, whole, "capacity", "token_major", 0),
+        call("no_capacity", 8, plan, "token_major", "capacity", 0),
+        call("back_from_none", 8, plan, "capacity", "token_major", 0),
         call("no_tokens", 8, _routing.plan(0, 2, 4, **options), "token_major", "k_major"),
         call("padding_only", 8, _routing.plan(0, 2, 4, **options), "token_major", "capacity"),
-        call("no_columns", 0, whole, "token_major", "k_major"),
+        call("no_columns", 0, plan, "token_major", "k_major"),
     ]
 
 

@@ -66,7 +66,7 @@ def _eager(
         best = weights.topk(min(capacity, tokens), dim=0).indices
         kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(0, best, True).gather(1, ids)
         return _plan(ids, probs, experts, kept, capacity)
-    taken = torch.zeros(experts, dtype=torch.int64, device=logits.device)
+    counts = torch.zeros(experts, dtype=torch.int64, device=logits.device)
     alive = torch.ones(tokens, dtype=torch.bool, device=logits.device)
     chosen: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
@@ -74,9 +74,9 @@ def _eager(
         if drop_policy == "rounds" and number:
             choice = torch.where(alive, choice, chosen[-1])
         hot = F.one_hot(choice, experts) * alive[:, None]
-        place = (hot.cumsum(0) + taken).gather(1, choice[:, None])[:, 0]
+        place = (hot.cumsum(0) + counts).gather(1, choice[:, None])[:, 0]
         fits = (place <= capacity) & alive
-        taken = taken + (hot * fits[:, None]).sum(0)
+        counts = counts + (hot * fits[:, None]).sum(0)
         if drop_policy == "rounds":
             alive = fits
         chosen.append(choice)

@@ -19,7 +19,7 @@ def _eager(
     permutation = torch.argsort(ids, stable=True)
     positions = torch.argsort(permutation).view(expert_ids.shape)
     counts = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
-    return tuple(each.int() for each in (permutation, positions, counts, counts.cumsum(0)))
+    return tuple(tensor.int() for tensor in (permutation, positions, counts, counts.cumsum(0)))
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:

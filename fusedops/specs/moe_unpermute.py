@@ -33,11 +33,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         return Sample(name, (randn(rows, size, **options), plan), kwargs)
 
     plans = _routing.plans(((12, 2, 4), (5, 3, 7)), **options)
-    whole, dropped = plans["random_12x2_of_4"], plans["dropped_12x2_of_4"]
+    complete, dropped = plans["random_12x2_of_4"], plans["dropped_12x2_of_4"]
     frozen = dropped.with_probs(dropped.probs.detach())
     return [
         *(call(name, 8, plan) for name, plan in plans.items()),
-        call("without_mask", 8, dataclasses.replace(whole, kept=None)),
+        call("without_mask", 8, dataclasses.replace(complete, kept=None)),
         call("unweighted", 8, frozen, weighted=False),
         call("frozen_router", 8, frozen),
         call("odd_size", 37, _routing.plan(9, 1, 3, **options)),
@@ -55,11 +55,11 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     plan = _routing.plan(4, 2, 3, **options)
     rows = torch.randn(8, 8, device=device)
     narrow = dataclasses.replace(plan, probs=plan.probs[:, :1])
-    whole = dataclasses.replace(plan, probs=plan.probs.int())
+    integers = dataclasses.replace(plan, probs=plan.probs.int())
     return [
         *_routing.bad_plans(rows, plan),
         BadInput("probs", (rows, narrow), {}, ValueError, ("plan.probs", "[4, 2]", "[4, 1]")),
-        BadInput("probs_dtype", (rows, whole), {}, TypeError, ("plan.probs", "int32")),
+        BadInput("probs_dtype", (rows, integers), {}, TypeError, ("plan.probs", "int32")),
     ]
 
 

@@ -45,8 +45,8 @@ class Sample:
     @property
     def least_dtype(self) -> torch.dtype | None:
         """The floating dtype of the least precision among the tensors, if there is one."""
-        found = {tensor.dtype for tensor in self.tensors if tensor.is_floating_point()}
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        dtypes = {tensor.dtype for tensor in self.tensors if tensor.is_floating_point()}
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
         """Return the call with every tensor replaced by ``change(tensor)``."""
@@ -152,8 +152,8 @@ class Spec:
     Attributes:
         name: the op's name; file names, dispatcher name and documentation page follow it.
         op: the public function.
-        eager: what a user writes today in eager torch, same signature; run in float64 it is the
-            truth of the value tests, run as it is it is the benchmark's baseline.
+        eager: what a user writes today in eager torch, same signature; in float64 it is the
+            reference of the value tests, in the sample's dtype the baseline of benchmarks.
         non_finite: where NaN and infinities make a difference, the eager functions that say how, a
             result being what one of them gives; by default ``eager`` alone. Needed where that is a
             kernel of torch's that loses NaN, and for what an op promises beyond torch.

@@ -51,7 +51,7 @@ def test_what_the_op_does_not_offer_is_torchs_result(case: str) -> None:
 
 
 def test_what_neither_offers_is_an_error() -> None:
-    with pytest.raises(ValueError, match="CrossEntropyLoss: weight must be None beside z_loss"):
+    with pytest.raises(ValueError, match="CrossEntropyLoss: weight must be None with z_loss"):
         fusedops.nn.CrossEntropyLoss(torch.rand(7), z_loss=1e-4)
     loss = fusedops.nn.CrossEntropyLoss(softcap=5.0)
     with pytest.raises(ValueError, match="CrossEntropyLoss: input must be"):
