@@ -38,8 +38,8 @@ class ThreadCall:
     where: str = ""  # the rank and its group, for messages
 
     def __post_init__(self) -> None:
-        held = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
-        if any(tensor.untyped_storage().data_ptr() in held for tensor in self.inputs):
+        written = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
+        if any(tensor.untyped_storage().data_ptr() in written for tensor in self.inputs):
             self.inputs = [tensor.detach().clone() for tensor in self.inputs]
         for output in self.outputs:
             _spoil(output.detach())
