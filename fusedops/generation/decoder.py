@@ -118,9 +118,9 @@ class Decoder:
         return self._run(tokens, call, cu_seqlens[1 : len(lengths) + 1].long() - 1)
 
     def step(self, tokens_R: torch.Tensor) -> torch.Tensor:
-        """Take the next token of each row, ``[R]`` int64; returns the logits after it, ``[R, V]``.
+        """Run the next token of each row, ``[R]`` int64; returns the logits after it, ``[R, V]``.
 
-        Each token costs the same, whatever came before it; attention alone reads what did.
+        Only the cost of attention grows with the length of the row.
 
         Raises:
             ValueError: these are not as many as there are rows, or a row is as long as it may be.

@@ -1,4 +1,4 @@
-"""What is asked of ``generate``, and what it gives."""
+"""Options and results of ``generate``."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _LARGEST_EXPONENT = 700.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How sequences go on, and where they end.
+    """How tokens are chosen, and when a sequence ends.
 
     Attributes:
         tokens: new ones of each sequence, at most.
         temperature: of the softmax that tokens are drawn from; 0: always the likeliest one.
-        top_k: draw from so many of the likeliest; 0: from all.
-        top_p: draw from the fewest of the likeliest that have so much probability together.
-        repetition_penalty: divides the logits of tokens that stand in the sequence already, prompt
-            included, where they are positive, and multiplies the others.
+        top_k: draw from this number of likeliest tokens; 0: from all.
+        top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this.
+        repetition_penalty: for tokens that are in the sequence already, prompt included: divides
+            their logits that are positive and multiplies the others.
         seed: of the draws. An int is the seed of the batch: each prompt draws from a stream of its
             own by its number, so that equal prompts get different texts. A list has one seed for
             each prompt, which then draws what it would draw as the only prompt with that seed.
         samples: how many sequences of each prompt.
         beams: sequences of a prompt that are continued; the likeliest is the result.
         length_penalty: exponent of the length that divides the log-probability of a finished beam.
-        stop: tokens that end a sequence; the last one of it then.
+        stop: tokens that end a sequence, as its last token.
         until: called after each token with the sequence's number and its new tokens; true ends it.
         cache: whether keys and values are kept; ``False`` recomputes those of all tokens for each
             new one, to compare with.
@@ -143,7 +143,7 @@ class NonFiniteLogitsError(ArithmeticError):
 
 
 class Stream(NamedTuple):
-    """What the random numbers of a sequence follow from, with the position of its next token.
+    """What determines the random numbers of a sequence, with the position of its next token.
 
     Attributes:
         seed: below ``2 ** 63``.

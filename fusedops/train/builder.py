@@ -1,4 +1,4 @@
-"""Everything that a run is made of, built from its configuration in the order of dependence."""
+"""Builds the parts of a run from its configuration, in the order of their dependencies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Text and files of tokens as one memory-mapped stream of token ids.
 
 Text becomes a file of tokens once, in the run's cache: files in the order of their contents'
-SHA-256, so that names do not matter and the end of the stream is a fair sample, each followed by
-the token of its end. Later runs map it, as they map a file of tokens that was given.
+SHA-256, so that names do not matter and the end of the stream is a random sample. An end token
+follows each of them. Later runs map the file, as they map a token file that the user gives.
 """
 
 from __future__ import annotations
