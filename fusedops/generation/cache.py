@@ -49,8 +49,8 @@ class KVCache:
             ValueError: they are more than a row may have.
         """
         if tokens > self._max_seq_len:
-            wanted = f"at least {tokens}, the tokens of a row"
-            checks.fail("Decoder", "max_seq_len", wanted, self._max_seq_len)
+            expected = f"at least {tokens}, the tokens of a row"
+            checks.fail("Decoder", "max_seq_len", expected, self._max_seq_len)
         if tokens <= self.capacity:
             return
         capacity = min(self._max_seq_len, max(tokens, 2 * self.capacity))

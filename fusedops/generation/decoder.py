@@ -69,8 +69,8 @@ class Decoder:
         sizes = self.model.config
         checks.integer(_OP, "max_seq_len", max_seq_len, least=1)
         if sizes.position_tables and max_seq_len > sizes.seq_len:
-            wanted = f"at most {sizes.seq_len}, the model's table of positions"
-            checks.fail(_OP, "max_seq_len", wanted, max_seq_len)
+            expected = f"at most {sizes.seq_len}, the model's table of positions"
+            checks.fail(_OP, "max_seq_len", expected, max_seq_len)
         if capacity is not None:
             checks.integer(_OP, "capacity", capacity, least=1)
         self._device = device_of(self.model)
@@ -88,9 +88,9 @@ class Decoder:
         self._longest, self._has_equal_lengths = 0, False
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Take the prompts, int64 ``[tokens]`` each; returns the logits after them, ``[R, V]``.
+        """Run the prompts, int64 ``[tokens]`` each; returns the logits after them, ``[R, V]``.
 
-        What the cache held before is forgotten.
+        Discards the previous contents of the cache.
 
         Raises:
             ValueError: a prompt is empty, or longer than a row may come to.
@@ -118,9 +118,9 @@ class Decoder:
         return self._run(tokens, call, cu_seqlens[1 : len(lengths) + 1].long() - 1)
 
     def step(self, tokens_R: torch.Tensor) -> torch.Tensor:
-        """Take the next token of each row, ``[R]`` int64; returns the logits after it, ``[R, V]``.
+        """Run the next token of each row, ``[R]`` int64; returns the logits after it, ``[R, V]``.
 
-        Each token costs the same, whatever came before it; attention alone reads what did.
+        Only the cost of attention grows with the length of the row.
 
         Raises:
             ValueError: these are not as many as there are rows, or a row is as long as it may be.
@@ -147,8 +147,8 @@ class Decoder:
         """
         checks.index_tensor(_OP, "rows", rows, dtypes=(torch.int64,))
         count = len(self._lengths)
-        wanted = f"at least 0 and less than {count}, the rows so far"
-        checks.indices(_OP, "rows", rows, count, wanted)
+        expected = f"at least 0 and less than {count}, the rows so far"
+        checks.indices(_OP, "rows", rows, count, expected)
         with self._mode():
             self.cache.select(rows, self._longest)
             self._lengths = self._lengths[rows]
@@ -248,8 +248,8 @@ def check_model(op: str, given: Any) -> TrainEngine:
         checks.fail_type(op, "model", "a fusedops.models.Transformer", model)
     is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
     if engine.mesh is None and (is_sharded or len(model.layers) < model.config.num_layers):
-        wanted = "the TrainEngine that parallelize returned"
-        checks.fail(op, "model", wanted, "its sharded Transformer alone")
+        expected = "the TrainEngine that parallelize returned"
+        checks.fail(op, "model", expected, "its sharded Transformer alone")
     if not model.config.causal or model.config.head != "causal":
         raise ValueError(f"{op}: model must be a decoder (causal), got an encoder")
     if model.config.domain_experts:

@@ -67,7 +67,7 @@ def load(
         parallel: of ``ParallelConfig``; all ranks are ``tp``'s by default.
         dtype: of the parameters; ``None``: as they were saved.
         tokenizer: ``"bytes"`` or a ``tokenizer.json``; ``None``: that of the run or the folder.
-        step: which checkpoint of a run; the newest that is whole by default.
+        step: which checkpoint of a run; the newest complete one by default.
 
     Raises:
         InputError: there is no checkpoint, or it does not fit what else is given.
@@ -120,8 +120,8 @@ def _eos_tokens(folder: Path) -> tuple[int, ...]:
             continue
         tokens = tuple(eos) if isinstance(eos, list) else (eos,)
         if not all(isinstance(token, int) for token in tokens):
-            wanted = "null, a token or a list of tokens"
-            raise InputError(f"{path}: eos_token_id must be {wanted}, got {checks.shown(eos)}")
+            expected = "null, a token or a list of tokens"
+            raise InputError(f"{path}: eos_token_id must be {expected}, got {checks.shown(eos)}")
         return tokens
     return ()
 

@@ -1,4 +1,4 @@
-"""What is asked of ``generate``, and what it gives."""
+"""Options and results of ``generate``."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _LARGEST_EXPONENT = 700.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How sequences go on, and where they end.
+    """How tokens are chosen, and when a sequence ends.
 
     Attributes:
         tokens: new ones of each sequence, at most.
         temperature: of the softmax that tokens are drawn from; 0: always the likeliest one.
-        top_k: draw from so many of the likeliest; 0: from all.
-        top_p: draw from the fewest of the likeliest that have so much probability together.
-        repetition_penalty: divides the logits of tokens that stand in the sequence already, prompt
-            included, where they are positive, and multiplies the others.
+        top_k: draw from this number of likeliest tokens; 0: from all.
+        top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this.
+        repetition_penalty: for tokens that are in the sequence already, prompt included: divides
+            their logits that are positive and multiplies the others.
         seed: of the draws. An int is the seed of the batch: each prompt draws from a stream of its
             own by its number, so that equal prompts get different texts. A list has one seed for
             each prompt, which then draws what it would draw as the only prompt with that seed.
         samples: how many sequences of each prompt.
-        beams: sequences of a prompt that are gone on with; the likeliest is the result.
+        beams: sequences of a prompt that are continued; the likeliest is the result.
         length_penalty: exponent of the length that divides the log-probability of a finished beam.
-        stop: tokens that end a sequence; the last one of it then.
+        stop: tokens that end a sequence, as its last token.
         until: called after each token with the sequence's number and its new tokens; true ends it.
-        cache: whether keys and values are kept; ``False`` computes all tokens anew for each new
-            one, to compare with.
+        cache: whether keys and values are kept; ``False`` recomputes those of all tokens for each
+            new one, to compare with.
         cache_size: tokens of a sequence that the cache has room for; ``None``: it grows.
 
     Raises:
@@ -72,17 +72,17 @@ class Options:
             checks.fail(_OP, "samples", f"at most {_MOST_SAMPLES}", self.samples)
         checks.positive(_OP, "repetition_penalty", self.repetition_penalty)
         if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
-            wanted = f"between 1 / {_LARGEST_PENALTY} and {_LARGEST_PENALTY}"
-            checks.fail(_OP, "repetition_penalty", wanted, self.repetition_penalty)
+            expected = f"between 1 / {_LARGEST_PENALTY} and {_LARGEST_PENALTY}"
+            checks.fail(_OP, "repetition_penalty", expected, self.repetition_penalty)
         checks.finite(_OP, "length_penalty", self.length_penalty)
         # Scores are divided by the length to this power, which must be a number.
         most = _LARGEST_EXPONENT / math.log(max(2, self.tokens))
         if abs(self.length_penalty) > most:
-            wanted = f"between {-most:.3g} and {most:.3g} with {self.tokens} tokens"
-            checks.fail(_OP, "length_penalty", wanted, self.length_penalty)
+            expected = f"between {-most:.3g} and {most:.3g} with {self.tokens} tokens"
+            checks.fail(_OP, "length_penalty", expected, self.length_penalty)
         if not isinstance(self.seed, int):
-            wanted = "an int, or one of each prompt"
-            object.__setattr__(self, "seed", _listed("seed", wanted, self.seed))
+            expected = "an int, or one of each prompt"
+            object.__setattr__(self, "seed", _listed("seed", expected, self.seed))
         object.__setattr__(self, "stop", _listed("stop", "tokens, such as [2]", self.stop))
         for seed in [self.seed] if isinstance(self.seed, int) else self.seed:
             checks.integer(_OP, "seed", seed, least=0)
@@ -104,13 +104,13 @@ class Options:
         if self.beams > 1:
             for name, plain in (("temperature", 0), ("samples", 1), ("until", None)):
                 if getattr(self, name) != plain:
-                    wanted = f"{plain} with beams, of which the likeliest is kept"
-                    checks.fail(_OP, name, wanted, getattr(self, name))
+                    expected = f"{plain} with beams, of which the likeliest is kept"
+                    checks.fail(_OP, name, expected, getattr(self, name))
         if self.temperature == 0:
             for name, unset in (("top_k", 0), ("top_p", 1.0), ("samples", 1)):
                 if getattr(self, name) != unset:
-                    wanted = f"{unset} unless temperature is more than 0: nothing is drawn"
-                    checks.fail(_OP, name, wanted, getattr(self, name))
+                    expected = f"{unset} unless temperature is more than 0: nothing is drawn"
+                    checks.fail(_OP, name, expected, getattr(self, name))
 
     def stream(self, prompt: int, sample: int) -> Stream:
         """Return the stream that a sample of a prompt is drawn from."""
@@ -119,10 +119,10 @@ class Options:
         return Stream(self.seed[prompt], 0, sample)
 
 
-def _listed(name: str, wanted: str, given: Any) -> tuple[Any, ...]:
-    """Return what was given as a tuple: what can be gone through once, is gone through here."""
+def _listed(name: str, expected: str, given: Any) -> tuple[Any, ...]:
+    """Return ``given`` as a tuple; an iterator is consumed."""
     if isinstance(given, str) or not isinstance(given, Iterable):
-        checks.fail_type(_OP, name, wanted, given)
+        checks.fail_type(_OP, name, expected, given)
     return tuple(given)
 
 
@@ -143,7 +143,7 @@ class NonFiniteLogitsError(ArithmeticError):
 
 
 class Stream(NamedTuple):
-    """What the random numbers of a sequence follow from, with the position of its next token.
+    """What determines the random numbers of a sequence, with the position of its next token.
 
     Attributes:
         seed: below ``2 ** 63``.
@@ -157,13 +157,13 @@ class Stream(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token that has come.
+    """A new token of a sequence.
 
     Attributes:
-        sequence: which one goes on: ``prompt * samples + sample``.
+        sequence: the one that the token extends: ``prompt * samples + sample``.
         token: the id.
-        reason: why it is the last one of its sequence: ``"stop"``, ``"until"`` or ``"length"``;
-            ``None``: it is not.
+        reason: why it ends its sequence: ``"stop"``, ``"until"`` or ``"length"``;
+            ``None``: it does not.
     """
 
     sequence: int
@@ -175,7 +175,7 @@ class Generated(NamedTuple):
     """A sequence that is done.
 
     Attributes:
-        prompt: number of the prompt that it goes on.
+        prompt: number of the prompt that it continues.
         tokens: the new ones.
         reason: why it ended: ``"stop"``, ``"until"`` or ``"length"``.
         score: of beams: the log-probability of the new tokens, divided by their number to the power

@@ -80,13 +80,13 @@ def generate(
 def stream(
     model: Transformer | TrainEngine, prompts: Any, options: Options | None = None, **more: Any
 ) -> Iterator[Token]:
-    """Do as ``generate``, and give each token as soon as it is known.
+    """Generate as ``generate`` does, but yield tokens as they are chosen.
 
-    The arguments are checked at once. Of a model that is spread over processes all of them take all
-    tokens. Beams are not known before the end.
+    The arguments are checked at once. If the model is sharded over processes, all of them must
+    consume all tokens. Beams are not supported: the best one is known only at the end.
 
     Returns:
-        The tokens, a round of all sequences that are not done at a time.
+        The tokens, in rounds of one token for each unfinished sequence.
 
     Raises:
         ValueError: there are ``beams``; the other errors are those of ``generate``.
@@ -248,11 +248,11 @@ def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
     if config.position_tables:
         _check_room("the model's positions", config.seq_len, longest, options)
     if options.cache_size is not None:
-        # The last token is not gone on from.
+        # The last token is not run through the model.
         _check_room("cache_size", options.cache_size, longest, options, spare=1)
     for number, row in enumerate(rows):
-        wanted = f"tokens from 0 to {config.vocab_size - 1}, the words of the vocabulary"
-        checks.indices(_OP, f"prompt {number}", row, config.vocab_size, wanted)
+        expected = f"tokens from 0 to {config.vocab_size - 1}, the words of the vocabulary"
+        checks.indices(_OP, f"prompt {number}", row, config.vocab_size, expected)
     if options.beams > config.vocab_size:
         checks.fail(_OP, "beams", f"at most the {config.vocab_size} words", options.beams)
     for token in options.stop:

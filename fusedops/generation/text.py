@@ -91,7 +91,7 @@ class TextStream:
     Args:
         text: what the tokens mean.
         stops: strings that end it; they are no part of it.
-        prompt: tokens that the sequence goes on from; their text is no part of it.
+        prompt: tokens that the sequence continues; their text is no part of it.
 
     Attributes:
         ended: whether one has come.

@@ -1,10 +1,11 @@
 """What a transformer is: its sizes and its choices, and how many parameters it has.
 
 Nothing here builds a model; ``transformer.py`` does. Counts are exact: the tests compare them with
-published ones and with the modules that transformers builds. Weights are counted by how layouts
-treat them: ``split`` ones are divided by tensor parallelism (columns, or rows, or the vocabulary),
-``whole`` ones are not (norms, biases that are added after the sum, routers). Experts are counted
-apart: tensor parallelism does not divide them, and their data-parallel group is another.
+published ones and with the modules that transformers builds. Weights are counted by what tensor
+parallelism does with them: it divides ``split`` ones (columns, rows or the vocabulary), and each
+rank has all ``replicated`` ones (norms, biases that are added after the sum, routers). Experts are
+counted separately: tensor parallelism does not divide them, and they have their own data-parallel
+group.
 """
 
 from __future__ import annotations
@@ -66,25 +67,25 @@ class Weights:
 
     Attributes:
         split: those that tensor parallelism divides.
-        whole: those that each of its ranks has.
+        replicated: those that each of its ranks has.
         experts: those of experts, which tensor parallelism does not divide.
     """
 
     split: int = 0
-    whole: int = 0
+    replicated: int = 0
     experts: int = 0
 
     def __add__(self, other: Weights) -> Weights:
-        split, whole = self.split + other.split, self.whole + other.whole
-        return Weights(split, whole, self.experts + other.experts)
+        split, experts = self.split + other.split, self.experts + other.experts
+        return Weights(split, self.replicated + other.replicated, experts)
 
     def __mul__(self, factor: int) -> Weights:
-        return Weights(self.split * factor, self.whole * factor, self.experts * factor)
+        return Weights(self.split * factor, self.replicated * factor, self.experts * factor)
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.split + self.whole + self.experts
+        return self.split + self.replicated + self.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +120,8 @@ class RopeScaling:
             checks.positive("RopeScaling", name, getattr(self, name))
         checks.integer("RopeScaling", "original_seq_len", self.original_seq_len, least=1)
         if self.low_freq_factor >= self.high_freq_factor:
-            wanted = f"above low_freq_factor, {self.low_freq_factor}"
-            checks.fail("RopeScaling", "high_freq_factor", wanted, self.high_freq_factor)
+            expected = f"above low_freq_factor, {self.low_freq_factor}"
+            checks.fail("RopeScaling", "high_freq_factor", expected, self.high_freq_factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,9 +277,9 @@ class TransformerConfig:
             checks.finite(name, factor, getattr(self, factor), least=0)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             checks.fail_type(name, "rope_scaling", "None or a RopeScaling", self.rope_scaling)
-        for is_wrong, argument, wanted in self._relations():
+        for is_wrong, argument, expected in self._relations():
             if is_wrong:
-                checks.fail(name, argument, wanted, getattr(self, argument))
+                checks.fail(name, argument, expected, getattr(self, argument))
         if self.rotary and self.size_of_head % 2:
             checks.fail(name, "head_dim", "even, to be rotated", self.size_of_head)
         self._check_routing()
@@ -313,8 +314,8 @@ class TransformerConfig:
             # There are no logits and no learned weights: what is of them has no meaning.
             for option, unset in _OF_LOGITS.items():
                 if getattr(self, option) != unset:
-                    wanted = f"{unset} with router 'hash', which has no logits"
-                    checks.fail(name, option, wanted, getattr(self, option))
+                    expected = f"{unset} with router 'hash', which has no logits"
+                    checks.fail(name, option, expected, getattr(self, option))
         if self.domain_experts:
             if self.router != "hash":
                 checks.fail(name, "router", "'hash' with domain_experts", repr(self.router))
@@ -385,8 +386,8 @@ class TransformerConfig:
     def layer(self, index: int) -> Weights:
         """Return the parameters of a layer."""
         attentions = 2 if self.has_cross_attention(index) else 1
-        found = (self._attention() + self._norm()) * attentions + self._norm()
-        return found + self.feed_forward(index)
+        attention = (self._attention() + self._norm()) * attentions + self._norm()
+        return attention + self.feed_forward(index)
 
     def feed_forward(self, index: int) -> Weights:
         """Return the parameters of a layer's feed-forward part, router included."""
@@ -399,7 +400,7 @@ class TransformerConfig:
         first = self._norm() if self.post_norm else Weights()
         relative = self.relative_buckets * self.num_heads * stacks
         words = self.vocab_size * self.hidden_size
-        return Weights(split=words + relative, whole=tables * self.hidden_size) + first
+        return Weights(split=words + relative, replicated=tables * self.hidden_size) + first
 
     def output(self, *, own_weight: bool | None = None) -> Weights:
         """Return the parameters after the last layer.
@@ -409,12 +410,12 @@ class TransformerConfig:
         """
         h, vocabulary = self.hidden_size, self.vocab_size
         counts = not self.tied if own_weight is None else own_weight
-        found = Weights(split=vocabulary * h if counts else 0)
+        weights = Weights(split=vocabulary * h if counts else 0)
         if not self.post_norm:
-            found += self._norm() * (2 if self.encoder_layers else 1)
+            weights += self._norm() * (2 if self.encoder_layers else 1)
         if self.head == "masked":
-            found += Weights(split=vocabulary, whole=h * h + h) + self._norm()
-        return found
+            weights += Weights(split=vocabulary, replicated=h * h + h) + self._norm()
+        return weights
 
     def parameters(self) -> Weights:
         """Return all parameters.
@@ -434,13 +435,13 @@ class TransformerConfig:
     def _attention(self) -> Weights:
         h, query, key = self.hidden_size, self.query_width, self.key_width
         split = 2 * h * query + 2 * h * key
-        whole = 2 * self.size_of_head if self.qk_norm else 0
+        replicated = 2 * self.size_of_head if self.qk_norm else 0
         if self.bias:
-            split, whole = split + query + 2 * key, whole + h
-        return Weights(split=split, whole=whole)
+            split, replicated = split + query + 2 * key, replicated + h
+        return Weights(split=split, replicated=replicated)
 
     def _norm(self) -> Weights:
-        return Weights(whole=self.hidden_size * (2 if self.norm == "layer" else 1))
+        return Weights(replicated=self.hidden_size * (2 if self.norm == "layer" else 1))
 
     def _feed_forward(self, size: int | None = None) -> Weights:
         size = self.intermediate_size if size is None else size
@@ -448,14 +449,15 @@ class TransformerConfig:
         split = products * self.hidden_size * size
         if not self.bias:
             return Weights(split=split)
-        return Weights(split=split + (products - 1) * size, whole=self.hidden_size)
+        return Weights(split=split + (products - 1) * size, replicated=self.hidden_size)
 
     def _experts(self) -> Weights:
         router = self.hidden_size * self.num_experts if self.router == "learned" else 0
-        whole = router + self.shared_gate * self.hidden_size
+        replicated = router + self.shared_gate * self.hidden_size
         if self.shared_size:  # tp gives each rank all of it, and some of the tokens
-            whole += self._feed_forward(self.shared_size).total
-        return Weights(whole=whole, experts=self._feed_forward().total * self.num_experts)
+            replicated += self._feed_forward(self.shared_size).total
+        experts = self._feed_forward().total * self.num_experts
+        return Weights(replicated=replicated, experts=experts)
 
 
 def describe(model: TransformerConfig) -> dict[str, Any]:

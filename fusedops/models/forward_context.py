@@ -1,4 +1,4 @@
-"""``ForwardContext``: what all layers of a forward need beside the hidden states."""
+"""``ForwardContext``: what all layers of a forward need in addition to the hidden states."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BatchPartition:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers of a forward need beside the hidden states; ``Transformer.make_context``.
+    """What all layers need in addition to the hidden states; ``Transformer.make_context`` makes it.
 
     Attributes:
         positions: of the tokens in their sequence, ``[S]`` or ``[B, S]``.

@@ -26,9 +26,9 @@ def check_inputs(
         "domains": domains,
     }
     if (domains is None) == bool(config.domain_experts):
-        wanted = "given with" if config.domain_experts else "None without"
+        expected = "given with" if config.domain_experts else "None without"
         got = "None" if domains is None else "a tensor"
-        checks.fail(name, "domains", f"{wanted} domain_experts", got)
+        checks.fail(name, "domains", f"{expected} domain_experts", got)
     checks.index_tensor(name, "tokens", tokens, dtypes=(torch.int64,))
     if tokens.dim() != 2:
         checks.fail(name, "tokens", "of shape [B, S]", list(tokens.shape))
@@ -40,13 +40,13 @@ def check_inputs(
     if positions is not None:
         checks.index_tensor(name, "positions", positions, dtypes=(torch.int64,))
         if positions.shape not in (tokens.shape, tokens.shape[1:]):
-            wanted = f"of shape [{length}] or {list(tokens.shape)}, that of tokens"
-            checks.fail(name, "positions", wanted, list(positions.shape))
+            expected = f"of shape [{length}] or {list(tokens.shape)}, that of tokens"
+            checks.fail(name, "positions", expected, list(positions.shape))
         if config.position_tables:
-            wanted = f"from 0 to {config.seq_len - 1}, the table of positions"
-            checks.indices(name, "positions", positions, config.seq_len, wanted)
+            expected = f"from 0 to {config.seq_len - 1}, the table of positions"
+            checks.indices(name, "positions", positions, config.seq_len, expected)
     elif config.position_tables and length > config.seq_len:
-        wanted = f"of at most {config.seq_len} tokens a sequence, the table of positions"
-        checks.fail(name, "tokens", wanted, length)
-    wanted = f"from 0 to {config.vocab_size - 1}, the words of the vocabulary"
-    checks.indices(name, "tokens", tokens, config.vocab_size, wanted)
+        expected = f"of at most {config.seq_len} tokens a sequence, the table of positions"
+        checks.fail(name, "tokens", expected, length)
+    expected = f"from 0 to {config.vocab_size - 1}, the words of the vocabulary"
+    checks.indices(name, "tokens", tokens, config.vocab_size, expected)

@@ -18,7 +18,7 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of ``position * theta ** (-2 i / head_dim)``.
 
-    Made anew for each call: a buffer would be lost where a model is created on ``meta``, and
+    They are computed by each call: a buffer would be lost where a model is created on ``meta``, and
     rounded where it is cast.
 
     Args:
@@ -58,7 +58,7 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     Reference:
         Press et al.: Train Short, Test Long, arXiv:2108.12409.
     """
-    whole = 1 << (num_heads.bit_length() - 1)
+    power = 1 << (num_heads.bit_length() - 1)
     heads = torch.arange(num_heads, dtype=torch.float32, device=device)
-    exponents = torch.where(heads < whole, 2 * (heads + 1), 2 * (heads - whole) + 1)
-    return torch.exp2(-4 / whole * exponents)
+    exponents = torch.where(heads < power, 2 * (heads + 1), 2 * (heads - power) + 1)
+    return torch.exp2(-4 / power * exponents)

@@ -1,4 +1,4 @@
-"""Published models by name. Each one's count of parameters is held to the published one by a test.
+"""Published models by name. A test compares each parameter count with the published one.
 
 Sources: GPT-2 and GPT-3 (arXiv:2005.14165, table 2.1), BERT (arXiv:1810.04805), Llama 2 and 3
 (arXiv:2307.09288, arXiv:2407.21783), Qwen3 (arXiv:2505.09388), Mixtral (arXiv:2401.04088), PanGu

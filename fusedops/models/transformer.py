@@ -1,8 +1,8 @@
 """A transformer for one device: ``Attention``, ``Layer``, ``Transformer``.
 
-``Transformer.forward`` makes a ``ForwardContext``, which has all that the layers need beside hidden
-states (rotary tables, documents, dropout seeds, a KV cache), and runs embedding, layers, norm and
-head. Embedding and head are in ``embedding_and_head.py``.
+``Transformer.forward`` makes a ``ForwardContext``, which has all that the layers need in addition
+to hidden states (rotary tables, documents, dropout seeds, a KV cache), and runs embedding, layers,
+norm and head. Embedding and head are in ``embedding_and_head.py``.
 
 The model contains no communication. ``parallelize`` replaces linear layers and the head by parallel
 ones, shards the parameters, and sets ``Transformer.partition``, by which a layer asks for this
@@ -311,8 +311,7 @@ class Transformer(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        UnsupportedError: the configuration has an encoder beside the decoder, or relative
-            positions.
+        UnsupportedError: the configuration has an encoder and a decoder, or relative positions.
         TypeError: ``config`` is no ``TransformerConfig``.
 
     Note:
@@ -482,6 +481,6 @@ def _check(config: TransformerConfig) -> None:
     for name in ("encoder_layers", "relative_buckets"):
         if getattr(config, name):
             raise checks.UnsupportedError(
-                f"Transformer: {name} must be 0, got {getattr(config, name)}: there is no encoder "
-                "beside a decoder here, and there are no relative positions"
+                f"Transformer: {name} must be 0, got {getattr(config, name)}: a model "
+                "has an encoder or a decoder, not both, and no relative positions"
             )

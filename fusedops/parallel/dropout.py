@@ -85,8 +85,8 @@ class Place:
             ValueError: they are not of four dims.
         """
         if query.dim() != 4:
-            wanted = "[sequences, heads, tokens, features]"
-            checks.fail("Place", "query", wanted, list(query.shape))
+            expected = "[sequences, heads, tokens, features]"
+            checks.fail("Place", "query", expected, list(query.shape))
         seed = philox.new_seed(query.device) if seed is None else seed
         sequences, heads = query.shape[:2]
         return philox.placed(seed, self.scores(self.batch_part * sequences, heads, length))

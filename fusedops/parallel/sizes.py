@@ -100,11 +100,11 @@ def check_experts(op: str, ep: int, data: int, experts: int | None = None) -> No
         refuse(op, "ep", f"a divisor of dp x cp = {data}, inside of which it lies", ep, fits)
 
 
-def refuse(op: str, name: str, wanted: str, got: int, fits: Iterable[int]) -> NoReturn:
+def refuse(op: str, name: str, expected: str, got: int, fits: Iterable[int]) -> NoReturn:
     """Raise the ``ValueError`` of a size, with the nearest of those that would fit."""
     near = sorted(sorted(fits, key=lambda n: abs(math.log(n / got)))[:4])
     hint = f" ({', '.join(map(str, near))} would fit)" if near else ""
-    checks.fail(op, name, wanted, f"{got}{hint}")
+    checks.fail(op, name, expected, f"{got}{hint}")
 
 
 def divisors(number: int) -> list[int]:

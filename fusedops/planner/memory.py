@@ -377,7 +377,7 @@ class _Stage:
         ranks.
         """
         tp, ep = self.layout.parallel.tp, self.layout.parallel.ep
-        dense = weights.split / tp + weights.whole
+        dense = weights.split / tp + weights.replicated
         experts = weights.experts / ep
         if shared and self.ranks > 1:
             return dense / self.ranks + experts / (self.ranks * tp / ep)

@@ -47,8 +47,8 @@ def check(space: Space, cases: int, seed: int, *, own_parallelize: bool, own_bat
         if dtype not in checks.FLOATING:
             checks.fail(_OP, "each of dtypes", "a floating torch.dtype", checks.shown(dtype))
     if not isinstance(space.options, Mapping):
-        wanted = "options must be a dict of lists by name"
-        raise TypeError(f"{_OP}: {wanted}, got {checks.type_name(space.options)}")
+        expected = "options must be a dict of lists by name"
+        raise TypeError(f"{_OP}: {expected}, got {checks.type_name(space.options)}")
     for name, values in space.options.items():
         _check_list(f"options[{name!r}]", values)
     if not own_batch:
@@ -61,16 +61,16 @@ def check(space: Space, cases: int, seed: int, *, own_parallelize: bool, own_bat
 
 def _check_list(name: str, values: Any) -> None:
     if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence):
-        wanted = f"{name} must be a list of values to choose from"
-        raise TypeError(f"{_OP}: {wanted}, got {checks.shown(values)}")
+        expected = f"{name} must be a list of values to choose from"
+        raise TypeError(f"{_OP}: {expected}, got {checks.shown(values)}")
     if not values:
         checks.fail(_OP, name, "a list of at least one value", values)
 
 
 def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, Mapping):
-        wanted = "each mesh must be a dict of sizes by axis, such as {'dp': 2}"
-        raise TypeError(f"{_OP}: {wanted}, got {checks.shown(mesh)}")
+        expected = "each mesh must be a dict of sizes by axis, such as {'dp': 2}"
+        raise TypeError(f"{_OP}: {expected}, got {checks.shown(mesh)}")
     if not mesh:
         checks.fail(_OP, "each mesh", "a dict of at least one axis, such as {'dp': 2}", mesh)
     for axis, size in mesh.items():
@@ -82,15 +82,15 @@ def _check_names(space: Space) -> None:
     for mesh in space.meshes:
         for axis in mesh:
             if axis in fields and axis not in AXES:
-                wanted = (
+                expected = (
                     f"one of {', '.join(AXES)}; {axis!r} is an option: options={{{axis!r}: ...}}"
                 )
-                checks.fail(_OP, "an axis of a mesh", wanted, repr(axis))
+                checks.fail(_OP, "an axis of a mesh", expected, repr(axis))
             checks.choice(_OP, "an axis of a mesh", axis, AXES)
     for name in space.options:
         if name in AXES:
-            wanted = f"a field of ParallelConfig that is no axis; {name!r} belongs to meshes"
-            checks.fail(_OP, "the name of an option", wanted, repr(name))
+            expected = f"a field of ParallelConfig that is no axis; {name!r} belongs to meshes"
+            checks.fail(_OP, "the name of an option", expected, repr(name))
         known = [field for field in (*fields, *former_fields(ParallelConfig)) if field not in AXES]
         checks.choice(_OP, "the name of an option", name, known)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-# Sizes that tiles, vectors and shares of ranks do not divide stand beside those that they do.
+# Some of these are multiples of tiles, vectors and ranks; others are not.
 BATCH_SIZES = (2, 4, 1, 3, 6, 8)
 SEQ_LENS = (8, 16, 2, 5, 7, 24, 33)
 
@@ -27,7 +27,7 @@ class Case:
 
     Attributes:
         mesh: sizes of the mesh's axes by name, outermost first.
-        options: what is on beside the mesh, by name; only ``parallelize`` knows what it means.
+        options: settings in addition to the mesh, by name; only ``parallelize`` interprets them.
         model: which of the model factories, where there are several.
         batch_size: sequences of the whole batch.
         seq_len: tokens of a sequence.
@@ -91,10 +91,10 @@ class Space:
         return len(self.models) * len(self.meshes) * math.prod(map(len, self.options.values()))
 
     def draw(self, seed: int) -> Iterator[tuple[Case, random.Random]]:
-        """Yield cases for ever: each combination of model, mesh and options once, then again.
+        """Yield cases without end: each combination of model, mesh and options once, then again.
 
-        Sizes, workload, dtype, steps and clipping are drawn anew for each. With the case come the
-        random numbers with which ``again`` draws them once more.
+        Sizes, workload, dtype, steps and clipping are drawn for each case. The generator of random
+        numbers is yielded with the case; ``redrawn`` draws from it.
         """
         rng = random.Random(seed)
         names = list(self.options)

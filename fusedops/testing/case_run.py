@@ -240,14 +240,14 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
         ratio = (error / budget).nan_to_num(float("inf"), float("inf"))
         if truth.numel() and float(ratio.max()) > 1.0:
             place = int(ratio.argmax())
-            got, wanted = float(value.flatten()[place]), float(truth.flatten()[place])
+            got, expected = float(value.flatten()[place]), float(truth.flatten()[place])
             index = [
                 int(coordinate)
                 for coordinate in torch.unravel_index(torch.tensor(place), truth.shape)
             ]
             at = f" at {index}" if index else ""
             wrong = f"{int((ratio > 1.0).sum())} of {truth.numel()} elements differ: "
-            text = f"{wrong if index else ''}is {got:.6g}, should be {wanted:.6g}{at}"
+            text = f"{wrong if index else ''}is {got:.6g}, should be {expected:.6g}{at}"
             differences.append(Difference(*key, rank, text, float(ratio.max())))
     return RankComparison(differences, set(values))
 

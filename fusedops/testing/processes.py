@@ -60,7 +60,7 @@ class Processes:
         """Call ``function(rank, *args)`` on ``size`` ranks; return their results by rank.
 
         Raises:
-            RankError: a rank raised, died or did not answer; the processes are then made anew.
+            RankError: a rank raised, died or did not answer; new processes then replace all ranks.
         """
         try:
             job = pickle.dumps((function, args))

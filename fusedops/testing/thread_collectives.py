@@ -1,9 +1,9 @@
 """Collectives among ranks that are threads, each executed as late as it may be.
 
-A communication that has been started and not been waited for has undefined results. Here they are
-NaN until then, and what is sent is read as late as it can be: code that reads a result too early,
-or writes too early into what it sends, computes something else than one process and is found.
-Ranks that meet with different communications, reductions or sizes are an error that names both.
+The result of a communication is undefined until it has been waited for. Here it is NaN until then,
+and inputs are read as late as possible: code that reads a result too early, or overwrites an input
+too early, gets other numbers than a single process, which the comparison reports. Ranks whose calls
+differ in communication, reduction or sizes are an error that names both.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ThreadCall:
     where: str = ""  # the rank and its group, for messages
 
     def __post_init__(self) -> None:
-        held = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
-        if any(tensor.untyped_storage().data_ptr() in held for tensor in self.inputs):
+        written = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
+        if any(tensor.untyped_storage().data_ptr() in written for tensor in self.inputs):
             self.inputs = [tensor.detach().clone() for tensor in self.inputs]
         for output in self.outputs:
             _spoil(output.detach())

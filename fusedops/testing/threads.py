@@ -3,9 +3,8 @@
 ``run(function, size)`` calls ``function(rank)`` in a thread per rank; inside it the world is
 initialised, and groups, meshes, DTensor, DDP and FSDP2 work on CPU tensors as they do over gloo. A
 world of eight takes milliseconds to set up, deadlocks and mismatched communications are errors
-(``thread_collectives``), and a run is the same each time. What is not seen: the backend's own order
-of sums, and what a process has of its own beside torch's random numbers (``random``, NumPy, the
-environment).
+(``thread_collectives``), and a run is the same each time. Not covered: the backend's own order of
+sums, and state of a process other than torch's random numbers (``random``, NumPy, the environment).
 
 torch's own threaded world keeps the ranks' groups apart (it names it ``threaded``, which a mesh
 asks for); the group itself is ours, because that one knows no sends and no unfinished work.

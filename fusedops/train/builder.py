@@ -1,4 +1,4 @@
-"""Everything that a run is made of, built from its configuration in the order of dependence."""
+"""Builds the parts of a run from its configuration, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _open_metrics(run: Run, out: Path, resources: contextlib.ExitStack) -> None:
 
 
 def _make_export(config: Config) -> None:
-    """Make the folder that the weights go to: not to be told at the end that it cannot be."""
+    """Make the folder of the exported weights: an error must come before training, not after it."""
     try:
         if config.export:
             Path(config.export).mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,9 @@ def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
     if load is not None:
         if given or name is not None:
             others = ", ".join([*given, *(["preset"] if name is not None else [])])
-            raise InputError(f"[model] must have nothing beside load, whose sizes hold: {others}")
+            raise InputError(
+                f"[model] must have no other key with load, which sets all sizes, got {others}"
+            )
         return _fitting(from_config(Path(load) / "config.json"), config, corpus)
     known = [field.name for field in fields(TransformerConfig)]
     for key in given:
@@ -228,14 +230,14 @@ def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -
     if needed is not None and sizes.vocab_size < needed:
         checks.fail("model", "vocab_size", f"at least {needed}, the tokenizer's", sizes.vocab_size)
     if sizes.seq_len < config.data.seq_len:
-        wanted = f"at least data.seq_len, {config.data.seq_len}"
-        checks.fail("model", "seq_len", wanted, sizes.seq_len)
+        expected = f"at least data.seq_len, {config.data.seq_len}"
+        checks.fail("model", "seq_len", expected, sizes.seq_len)
     entries = len(config.data.train) if config.data.domains else 0
     if len(sizes.domain_experts) != entries:
-        wanted = "empty without data.domains"
+        expected = "empty without data.domains"
         if entries:
-            wanted = f"of {entries} numbers, one for each entry of data.train"
-        checks.fail("model", "domain_experts", wanted, sizes.domain_experts)
+            expected = f"of {entries} numbers, one for each entry of data.train"
+        checks.fail("model", "domain_experts", expected, sizes.domain_experts)
     if config.export:
         to_config(sizes)  # raises where no family of Hugging Face computes the same
     return sizes

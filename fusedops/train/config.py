@@ -1,4 +1,4 @@
-"""What a training run is told: one dataclass per table of the configuration file.
+"""Configuration of a training run: one dataclass per table of the configuration file.
 
 ``docs/training.md`` explains each key; ``example.py`` writes a commented file.
 """
@@ -61,8 +61,8 @@ class DataConfig:
         if not self.train:
             checks.fail("data", "train", "at least one file, folder or pattern", "none")
         if self.domains and self.validation and len(self.validation) != len(self.train):
-            wanted = f"as many as train, {len(self.train)}, with domains"
-            checks.fail("data", "validation", wanted, len(self.validation))
+            expected = f"as many as train, {len(self.train)}, with domains"
+            checks.fail("data", "validation", expected, len(self.validation))
         checks.integer("data", "seq_len", self.seq_len, least=1)
         checks.choice("data", "token_dtype", self.token_dtype, TOKEN_DTYPES)
         checks.choice("data", "errors", self.errors, TEXT_ERRORS)
@@ -137,8 +137,8 @@ class PrecisionConfig:
         checks.choice("precision", "compute", self.compute, DTYPES)
         checks.choice("precision", "parameters", self.parameters, DTYPES)
         if self.parameters not in ("float32", self.compute):
-            wanted = f"float32, or the dtype of compute, {self.compute}"
-            checks.fail("precision", "parameters", wanted, self.parameters)
+            expected = f"float32, or the dtype of compute, {self.compute}"
+            checks.fail("precision", "parameters", expected, self.parameters)
         checks.positive("precision", "loss_scale", self.loss_scale)
         checks.integer("precision", "growth", self.growth, least=1)
 
@@ -220,8 +220,8 @@ class FaultConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.timeout < float("inf"):
-            wanted = "a finite number of seconds of at least 0"
-            checks.fail("faults", "timeout", wanted, self.timeout)
+            expected = "a finite number of seconds of at least 0"
+            checks.fail("faults", "timeout", expected, self.timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,11 +302,11 @@ def load_config(
         0.001
     """
     if isinstance(source, Config):
-        found: dict[str, Any] = asdict(source)
+        values: dict[str, Any] = asdict(source)
     else:
-        found = dict(source) if isinstance(source, Mapping) else config_table.load(source)
+        values = dict(source) if isinstance(source, Mapping) else config_table.load(source)
     try:
-        return config_table.fill(Config, config_table.override(found, overrides))
+        return config_table.fill(Config, config_table.override(values, overrides))
     except InputError as error:
         named = f"{source}: " if isinstance(source, (str, Path)) else ""
         raise InputError(f"{named}{error}") from None

@@ -1,8 +1,8 @@
 """Text and files of tokens as one memory-mapped stream of token ids.
 
 Text becomes a file of tokens once, in the run's cache: files in the order of their contents'
-SHA-256, so that names do not matter and the end of the stream is a fair sample, each followed by
-the token of its end. Later runs map it, as they map a file of tokens that was given.
+SHA-256, so that names do not matter and the end of the stream is a random sample. An end token
+follows each of them. Later runs map the file, as they map a token file that the user gives.
 """
 
 from __future__ import annotations
@@ -184,13 +184,13 @@ def _open(data: DataConfig, paths: Iterable[str], cache: Path) -> tuple[torch.Te
             size = path.stat().st_size
         except (OSError, ValueError):
             raise InputError(
-                f"the tokens in {cache} are not there or not whole: all processes must see that "
-                "folder; remove it to have them made anew"
+                f"the tokens in {cache} are missing or incomplete: all processes must see that "
+                "folder; remove it to tokenize again"
             ) from None
         description = f"{record['files']} files, {record['bytes'] / 1e6:.1f} MB"
         identity = record["identity"]
         if size != record["tokens"] * dtype.itemsize:
-            raise InputError(f"{path} is not whole; remove it to have it made anew")
+            raise InputError(f"{path} is incomplete; remove it to tokenize again")
     tokens, odd = divmod(path.stat().st_size, dtype.itemsize)
     if odd or not tokens:
         raise InputError(
@@ -222,7 +222,7 @@ def _domains(data: DataConfig, entries: Sequence[str], cache: Path) -> Domains:
 
 def _expand(paths: Iterable[str]) -> list[Path]:
     """Return the files that are meant, without hidden ones."""
-    found: dict[Path, None] = {}
+    expanded: dict[Path, None] = {}
     for entry in paths:
         path = Path(entry).expanduser()
         if path.is_dir():
@@ -236,8 +236,8 @@ def _expand(paths: Iterable[str]) -> list[Path]:
         if not files:
             why = "holds no files" if path.is_dir() else "does not exist"
             raise InputError(f"the corpus {entry} {why}")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        expanded.update(dict.fromkeys(files))
+    return list(expanded)
 
 
 def _are_tokens(files: list[Path]) -> bool:
@@ -328,7 +328,7 @@ def _stem(files: list[Path], tokenizer: Tokenizer, data: DataConfig, cache: Path
 
 
 def _write_tokens(files: list[Path], tokenizer: Tokenizer, errors: str, stem: Path) -> None:
-    """Write tokens and then the record that says that they are whole."""
+    """Write tokens and then the record that says that they are complete."""
     dtype = _dtype_for(tokenizer.size)
     ordered, size = [], 0
     for path in files:

@@ -77,7 +77,7 @@ class Sequences:
             checks.fail("Sequences", "stream", f"longer than {seq_len} tokens", len(stream))
 
     def rows(self, positions: torch.Tensor) -> TokenBatch:
-        """Return the sequences at these places of the order, which goes on over epochs."""
+        """Return the sequences at these positions of the order, which continues over epochs."""
         epochs, indices = positions // self.count, positions % self.count
         if self.shuffle:
             indices = permuted(indices, epochs, self.count, self.seed)
@@ -130,14 +130,14 @@ def permuted(indices: torch.Tensor, epochs: torch.Tensor, count: int, seed: int)
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     key = (torch.tensor(seed & _LOW), torch.tensor(seed >> 32 & _LOW))
-    found = indices.clone()
+    result = indices.clone()
     outside = torch.ones_like(indices, dtype=torch.bool)
     while bool(outside.any()):
-        left, right = found >> half, found & mask
+        left, right = result >> half, result & mask
         for number in range(_ROUNDS):
             counter = (right, torch.full_like(right, number), epochs & _LOW, epochs >> 32)
             mixed = philox.philox4x32(counter, key)[0] & mask
             left, right = right, left ^ mixed
-        found = torch.where(outside, left << half | right, found)
-        outside = found >= count
-    return found
+        result = torch.where(outside, left << half | right, result)
+        outside = result >= count
+    return result

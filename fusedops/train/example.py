@@ -114,8 +114,8 @@ timeout = 600.0               # seconds without progress until a process is said
 
 def example(name: str) -> str:
     """Return a commented configuration, to be written to a file of this name."""
-    found = importlib.util.find_spec("sympy")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("sympy")
+    if spec is None or not spec.submodule_search_locations:
         raise InputError("the example's corpus is the source of sympy: pip install sympy")
-    folder = Path(next(iter(found.submodule_search_locations)))
+    folder = Path(next(iter(spec.submodule_search_locations)))
     return _TEXT.replace("NAME", name).replace("{corpus}", str(folder / "**" / "*.py"))

@@ -25,7 +25,7 @@ _END = "<|endoftext|>"
 def export(model: Any, config: Config, *, first: bool) -> None:
     """Write a trained model to ``config.export``; all ranks call this.
 
-    The ``first`` writes the files beside the weights.
+    The ``first`` also writes the other files of the folder.
 
     Raises:
         InputError: the tokenizer or a file cannot be read or written.

@@ -156,7 +156,7 @@ def _record(run: Run, result: StepResult, log: Log, seconds: float) -> dict[str,
 
 
 def _save(run: Run, *, last: bool) -> None:
-    """Write a checkpoint, beside the next steps unless it is the last one.
+    """Write a checkpoint; unless it is the last one, writing overlaps the next steps.
 
     One that cannot be written is logged, and the next is tried; without the last one the run fails.
     """

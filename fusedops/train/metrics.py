@@ -30,7 +30,7 @@ class Metrics:
         folder: of the run.
         step: that the run resumes from: lines of later steps, which an ended run had written after
             its last checkpoint, are removed. Lines count from 1, the first step that was done; a
-            file that counts from 0, as older versions did, is written anew.
+            file that counts from 0, as older versions did, is rewritten.
         tensorboard: whether to write events.
 
     Raises:
@@ -53,7 +53,7 @@ class Metrics:
             self._events = _summary_writer()(str(folder / "tensorboard"), purge_step=purged)
 
     def _count_from_one(self) -> None:
-        """Write a file anew whose first line is step 0."""
+        """Rewrite a file whose first line is step 0."""
         self._file.seek(0)
         lines = self._file.readlines()
         if not lines or not lines[0].endswith(b"\n") or self._step_of(lines[0], 1) != 0:
@@ -103,7 +103,7 @@ class Metrics:
     def write(self, record: dict[str, Any]) -> None:
         """Write what is known of a step; ``record["step"]`` is its number.
 
-        Where there is no room it is told once, and lines wait in memory until there is some.
+        If the disk is full, one warning is logged and lines stay in memory until there is room.
         """
         try:
             self._file.write(json.dumps(record).encode() + b"\n")
@@ -191,8 +191,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process held: on the GPU, else in all."""
+    """Return the peak memory of this process in bytes: on the GPU, or on the host without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else held * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -15,8 +15,8 @@ _LEAST = 2.0**-14
 
 def dtype(name: str) -> torch.dtype:
     """Return torch's dtype of a name."""
-    found: torch.dtype = getattr(torch, name)
-    return found
+    value: torch.dtype = getattr(torch, name)
+    return value
 
 
 def computing(

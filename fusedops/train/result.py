@@ -16,7 +16,7 @@ class TrainResult:
 
     Attributes:
         step: steps that were done.
-        finished: whether those are all; ``False``: it was stopped, and goes on when started again.
+        finished: whether those are all; ``False``: it was stopped, and continues when restarted.
         loss: of the last step; ``None``: there was none to do.
         validation_loss: the last one, or ``None``.
         folder: of the run.

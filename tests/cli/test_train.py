@@ -127,7 +127,7 @@ def test_a_checkpoint_of_hugging_face_comes_in_and_goes_out(file: str, tmp_path:
     ]
     assert 0 < max(moved) < 3e-3  # two steps of about the learning rate
     refused = invoke(file, *more, "--set", "model.num_layers=1", "--set", f"out={tmp_path}/b")
-    assert refused.exit_code == 2 and "nothing beside load" in refused.output
+    assert refused.exit_code == 2 and "no other key with load" in refused.output
 
 
 def test_more_memory_than_the_machine_has_is_refused_before_the_first_step(file: str) -> None:

@@ -140,7 +140,7 @@ def test_gradients_are_theirs_with_padding(name: str, tied: bool, tmp_path: Path
     actual = {key: parameter.grad for key, parameter in ours.named_parameters()}
     expected, truth = _theirs_gradients(theirs, pad), _theirs_gradients(theirs.double(), pad)
     for row in FAMILY_ROWS[name].rows(ours.config):
-        held = row.twin or row.held
+        held = row.twin or row.loaded
         read = (lambda grads, n=held: [grads[n]]) if held else _reader(row)
         for key, one, exact in zip(row.ours, read(expected), read(truth), strict=True):
             depth = 4 * theirs.config.hidden_size

@@ -99,7 +99,7 @@ def test_tokens_that_were_removed_from_the_cache_are_made_anew(tmp_path: Path) -
     corpus.prepare(data, cache)
     (tokens,) = cache.glob("*.bin")
     tokens.unlink()
-    with pytest.raises(InputError, match="are not there or not whole"):
+    with pytest.raises(InputError, match="are missing or incomplete"):
         corpus.open_corpus(data, cache)
     corpus.prepare(data, cache)
     assert corpus.open_corpus(data, cache).identity and tokens.exists()

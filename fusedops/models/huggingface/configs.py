@@ -68,17 +68,17 @@ def _values(config: Any) -> Values:
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, (str, Path)):
-        wanted = "a configuration of transformers, a dictionary or a path"
-        checks.fail_type("from_config", "config", wanted, config)
+        expected = "a configuration of transformers, a dictionary or a path"
+        checks.fail_type("from_config", "config", expected, config)
     try:
-        found = json.loads(Path(config).read_bytes())
+        values = json.loads(Path(config).read_bytes())
     except OSError as error:
         raise ValueError(f"cannot read {config}: {error.strerror or error}") from None
     except ValueError:
         raise ValueError(f"{config} is not valid JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise ValueError(f"{config} is no configuration of a model")
-    return found
+    return values
 
 
 def _activation(values: Values, name: str, default: str) -> str:
@@ -169,11 +169,11 @@ def _qwen3_moe(values: Values) -> dict[str, Any]:
     )
 
 
-def _wants(values: Values, name: str, wanted: Any, default: Any = None) -> None:
+def _wants(values: Values, name: str, expected: Any, default: Any = None) -> None:
     """Raise where the configuration asks for what ``Transformer`` does not compute."""
-    given = values.get(name, wanted if default is None else default)
-    if given != wanted:
-        checks.fail("from_config", name, repr(wanted), checks.shown(given))
+    given = values.get(name, expected if default is None else default)
+    if given != expected:
+        checks.fail("from_config", name, repr(expected), checks.shown(given))
 
 
 def _padding(values: Values, default: int | None = None) -> dict[str, Any]:
@@ -308,8 +308,8 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
     }
     # What these entries leave out would come back as another model.
-    found = describe(replace(from_config(values), z_loss=config.z_loss))
-    differ = [name for name, value in describe(config).items() if found[name] != value]
+    described = describe(replace(from_config(values), z_loss=config.z_loss))
+    differ = [name for name, value in describe(config).items() if described[name] != value]
     if differ:
         raise checks.UnsupportedError(
             f"to_config: no family of transformers computes the same model: {family}, the nearest, "

@@ -29,8 +29,8 @@ class Row:
         theirs: names in a checkpoint.
         read: theirs to ours.
         write: ours to theirs.
-        held: the one name under which a model of transformers holds all of theirs, in our layout,
-            where that differs from its checkpoints.
+        loaded: name of the one parameter, in our layout, that a loaded transformers model has
+            for all of theirs; ``None``: its parameters are named and divided as in checkpoints.
         twin: a second name of the one tensor: read instead where a checkpoint has it, and written
             as well.
     """
@@ -39,7 +39,7 @@ class Row:
     theirs: tuple[str, ...]
     read: Callable[[Tensors], Tensors] = _same
     write: Callable[[Tensors], Tensors] = _same
-    held: str | None = None
+    loaded: str | None = None
     twin: str | None = None
 
 
@@ -153,28 +153,28 @@ def _llama(config: TransformerConfig) -> Iterator[Row]:
 
 def _experts(ours: str, theirs: str, config: TransformerConfig) -> Iterator[Row]:
     """Yield router and experts; a checkpoint has three matrices for each, two families' names."""
-    held = f"{theirs}.mlp"
+    module = f"{theirs}.mlp"
     part, gate, up, down = (
         ("mlp", "gate_proj", "up_proj", "down_proj")
         if config.qk_norm
         else ("block_sparse_moe", "w1", "w3", "w2")
     )
     theirs = f"{theirs}.{part}"
-    yield Row((f"{ours}.gate.weight",), (f"{theirs}.gate.weight",), held=f"{held}.gate.weight")
+    yield Row((f"{ours}.gate.weight",), (f"{theirs}.gate.weight",), loaded=f"{module}.gate.weight")
     experts = [f"{theirs}.experts.{index}" for index in range(config.num_experts)]
     yield Row(
         (f"{ours}.experts.gate_up_proj",),
         tuple(f"{expert}.{name}.weight" for expert in experts for name in (gate, up)),
         lambda tensors: [torch.cat(tensors).unflatten(0, (len(experts), -1))],
         lambda tensors: list(tensors[0].flatten(0, 1).chunk(2 * len(experts))),
-        held=f"{held}.experts.gate_up_proj",
+        loaded=f"{module}.experts.gate_up_proj",
     )
     yield Row(
         (f"{ours}.experts.down_proj",),
         tuple(f"{expert}.{down}.weight" for expert in experts),
         lambda tensors: [torch.stack(tensors)],
         lambda tensors: list(tensors[0].unbind()),
-        held=f"{held}.experts.down_proj",
+        loaded=f"{module}.experts.down_proj",
     )
 
 

@@ -72,14 +72,14 @@ def load_huggingface(
             config, weights = folder / "config.json", _Files(folder, stack)
         ours = from_config(config)
         family = FAMILIES[_model_type(config)]
-        found = _Checkpoint(weights, family)
+        checkpoint = _Checkpoint(weights, family)
         if dtype is None:
-            dtype = found.read(next(family.rows(ours)))[0].dtype
+            dtype = checkpoint.read(next(family.rows(ours)))[0].dtype
         with torch.device("meta"):
             model = Transformer(ours, dtype=dtype)
         place = torch.get_default_device() if device is None else torch.device(device)
         model.to_empty(device=place)
-        _fill(model, found, family)
+        _fill(model, checkpoint, family)
     return model
 
 
@@ -95,7 +95,7 @@ def save_huggingface(
         model: a ``Transformer``, or the engine of one that is sharded over processes: all of them
             call this, tensors are gathered one by one, and rank 0 writes.
         folder: where ``config.json`` and the weights go; made if it does not exist. Files of these
-            names are replaced, each in one step when it is whole.
+            names are replaced, each in one step when it is complete.
         max_file_bytes: above it the weights go into several files, with an index. One tensor is
             never divided.
 
@@ -119,8 +119,8 @@ def save_huggingface(
     for row in rows:
         tensors = [parameters.read(name) for name in row.ours]
         if writer is not None:
-            whole = [tensor for tensor in tensors if tensor is not None]
-            for name, tensor in zip(row.theirs, row.write(whole), strict=True):
+            present = [tensor for tensor in tensors if tensor is not None]
+            for name, tensor in zip(row.theirs, row.write(present), strict=True):
                 writer.add(name, tensor)
                 if row.twin is not None:
                     writer.add(row.twin, tensor.clone())  # safetensors refuses shared memory
@@ -139,8 +139,8 @@ def _folder(source: Any) -> Path:
         checks.fail_type("load_huggingface", "source", "a folder or a model", source)
     folder = Path(source)
     if not folder.is_dir():
-        wanted = "a folder with config.json and safetensors (nothing is downloaded)"
-        checks.fail("load_huggingface", "source", wanted, repr(str(source)))
+        expected = "a folder with config.json and safetensors (nothing is downloaded)"
+        checks.fail("load_huggingface", "source", expected, repr(str(source)))
     return folder
 
 
@@ -222,7 +222,7 @@ class _Checkpoint:
 
     def read(self, row: Row) -> list[torch.Tensor]:
         """Return the tensors of a row of our parameters."""
-        for name in (row.held, row.twin):
+        for name in (row.loaded, row.twin):
             if name is not None and name in self.names:
                 return [self._tensor(name)]
         missing = [name for name in row.theirs if name not in self.names]
@@ -236,27 +236,27 @@ class _Checkpoint:
         return self.weights.read(self.names[name])
 
 
-def _fill(model: Transformer, found: _Checkpoint, family: Family) -> None:
+def _fill(model: Transformer, checkpoint: _Checkpoint, family: Family) -> None:
     parameters = dict(model.named_parameters())
     for row in family.rows(model.config):
-        for name, tensor in zip(row.ours, found.read(row), strict=True):
+        for name, tensor in zip(row.ours, checkpoint.read(row), strict=True):
             parameter = parameters.pop(name)
             if parameter.shape != tensor.shape:
-                wanted = f"{list(parameter.shape)} for {name}"
-                checks.fail("load_huggingface", row.theirs[0], wanted, list(tensor.shape))
+                expected = f"{list(parameter.shape)} for {name}"
+                checks.fail("load_huggingface", row.theirs[0], expected, list(tensor.shape))
             with torch.no_grad():
                 parameter.copy_(tensor)
     assert not parameters, f"no row of the family's table for {sorted(parameters)}"
     tied = TIED_HEADS if model.config.tied else ()
-    left = [name for name in found.unread if not name.endswith((*family.unused, *tied))]
+    left = [name for name in checkpoint.unread if not name.endswith((*family.unused, *tied))]
     if left:
         others = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        wanted = "a checkpoint of this model alone"
-        checks.fail("load_huggingface", "source", wanted, f"also {min(left)}{others}")
+        expected = "a checkpoint of this model alone"
+        checks.fail("load_huggingface", "source", expected, f"also {min(left)}{others}")
 
 
 class _Writer:
-    """Files of weights, none larger than asked; what is not whole has another name."""
+    """Files of weights, none larger than asked; an incomplete file has another name."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit

@@ -20,19 +20,19 @@ from fusedops.ops import update_balancing_bias
 from fusedops.parallel.comm import collectives
 
 
-def balance(model: nn.Module, group: dist.ProcessGroup | None, *, taken: bool) -> None:
-    """Move the biases by what was counted since the last call, and count anew.
+def balance(model: nn.Module, group: dist.ProcessGroup | None, *, stepped: bool) -> None:
+    """Move the biases by the counts since the last call, and reset the counts.
 
     Args:
         model: with layers whose routers have biases; others are left alone.
         group: the processes that see other tokens of this step, ``None``: there is one.
-        taken: whether the optimizer's step was: else the counts are dropped.
+        stepped: whether the optimizer made its step: else the counts are discarded.
     """
     layers = _layers(model)
     if not layers:
         return
     counters = [layer.balancing for layer in layers if layer.balancing is not None]
-    if taken:
+    if stepped:
         counts = torch.stack([counter.tokens_per_expert for counter in counters])
         if group is not None:
             counts = collectives.all_reduce(counts, group, label="tokens of experts").wait()

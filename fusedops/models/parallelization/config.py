@@ -219,15 +219,15 @@ def _check_recompute(config: ParallelConfig) -> None:
     for word in words:
         checks.choice(_OP, "recompute", word, RECOMPUTE)
     if len(words) > 1 and {"none", "full"} & set(words):
-        wanted = "none or full alone, or others joined by +"
-        checks.fail(_OP, "recompute", wanted, config.recompute)
+        expected = "none or full alone, or others joined by +"
+        checks.fail(_OP, "recompute", expected, config.recompute)
     if config.recompute_slice_activation:
         if config.recompute != "full":
-            wanted = "False unless recompute is 'full'"
-            checks.fail(_OP, "recompute_slice_activation", wanted, True)
+            expected = "False unless recompute is 'full'"
+            checks.fail(_OP, "recompute_slice_activation", expected, True)
         if config.sp:
-            wanted = "False with sp, which has cut the inputs of layers already"
-            checks.fail(_OP, "recompute_slice_activation", wanted, True)
+            expected = "False with sp, which has cut the inputs of layers already"
+            checks.fail(_OP, "recompute_slice_activation", expected, True)
 
 
 def _check_buckets(config: ParallelConfig) -> None:
@@ -243,18 +243,18 @@ def _check_modes(config: ParallelConfig) -> None:
     if config.mode == "data":
         for name in ("dp", "tp", "cp", "pp", "ep"):
             if getattr(config, name) != 1:
-                wanted = "1 with mode 'data', in which every process is data parallel"
-                checks.fail(_OP, name, wanted, getattr(config, name))
+                expected = "1 with mode 'data', in which every process is data parallel"
+                checks.fail(_OP, name, expected, getattr(config, name))
     if config.shard_ranks is not None:
         checks.integer(_OP, "shard_ranks", config.shard_ranks, least=1)
         if config.zero == 0:
-            wanted = "None with zero 0, which divides nothing"
-            checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
+            expected = "None with zero 0, which divides nothing"
+            checks.fail(_OP, "shard_ranks", expected, config.shard_ranks)
     if not config.overlap_microbatches:
         return
     if config.mode == "manual":
-        wanted = "False with mode 'manual', in which the model orders what it computes itself"
-        checks.fail(_OP, "overlap_microbatches", wanted, True)
+        expected = "False with mode 'manual', in which the model orders what it computes itself"
+        checks.fail(_OP, "overlap_microbatches", expected, True)
     if config.ep_deterministic:
         raise UnsupportedError(
             f"{_OP}: overlap_microbatches must be False with ep_deterministic: each half adds a "
@@ -311,14 +311,14 @@ def _check_exchange(config: ParallelConfig) -> None:
     if config.ep_chunks > _MAX_CHUNKS:
         checks.fail(_OP, "ep_chunks", f"from 1 to {_MAX_CHUNKS}", config.ep_chunks)
     if config.ep_chunks > 1 and config.ep == 1:
-        wanted = "1 with ep 1, where no token travels"
-        checks.fail(_OP, "ep_chunks", wanted, config.ep_chunks)
+        expected = "1 with ep 1, where no token travels"
+        checks.fail(_OP, "ep_chunks", expected, config.ep_chunks)
     check_divides(_OP, "ep_nodes", config.ep_nodes, config.ep, "ep")
     if not config.ep_deterministic:
         return
     if config.ep & (config.ep - 1):
-        wanted = "a power of two with ep_deterministic, whose sums are of pairs"
-        checks.fail(_OP, "ep", wanted, config.ep)
+        expected = "a power of two with ep_deterministic, whose sums are of pairs"
+        checks.fail(_OP, "ep", expected, config.ep)
     for name in ("tp", "pp", "ep_chunks", "ep_nodes"):
         if getattr(config, name) != 1:
             raise UnsupportedError(

@@ -110,8 +110,8 @@ class TrainEngine:
         """
         ranks = self.data_ranks
         if batch.shape[0] % ranks:
-            wanted = f"a multiple of dp = {ranks} sequences"
-            checks.fail("rows", "batch", wanted, batch.shape[0])
+            expected = f"a multiple of dp = {ranks} sequences"
+            checks.fail("rows", "batch", expected, batch.shape[0])
         return batch.chunk(ranks)[self.data_rank] if ranks > 1 else batch
 
     def shard_batch(
@@ -247,8 +247,8 @@ class TrainEngine:
 
     def _check_microbatches(self, shards: Sequence[MicroBatch]) -> None:
         if len(shards) != self.config.microbatches:
-            wanted = f"microbatches = {self.config.microbatches} of them, the configuration's"
-            checks.fail("TrainEngine", "shards", wanted, len(shards))
+            expected = f"microbatches = {self.config.microbatches} of them, the configuration's"
+            checks.fail("TrainEngine", "shards", expected, len(shards))
 
     def begin(self, *, last: bool) -> None:
         """Prepare for a forward: gradients are reduced after the ``last`` micro-batch of a step."""
@@ -314,13 +314,13 @@ class TrainEngine:
     def balance(self, *, taken: bool = True) -> None:
         """Update the biases of routers that balance without a loss; with the optimizer's step.
 
-        By the choices of all processes since the last call, which every process must make. Models
-        without ``balance_rate`` are left alone.
+        Uses the choices of all processes since the last call; every process must call this. Models
+        without ``balance_rate`` are unchanged.
 
         Args:
-            taken: whether the optimizer's step was taken; else the choices are forgotten.
+            taken: whether the optimizer made its step; else the choices are discarded.
         """
-        balancing.balance(self.model, self.group("stage"), taken=taken)
+        balancing.balance(self.model, self.group("stage"), stepped=taken)
 
     def optimizer(self, **options: Any) -> AdamW:
         """Return an AdamW of the model's parameters, its states where the configuration says.

@@ -23,8 +23,8 @@ def parameter_gatherer(engine: TrainEngine) -> ParameterGatherer:
         return StageParameterGatherer(engine)
     model = engine.model
     if isinstance(model, Transformer) and len(model.layers) < model.config.num_layers:
-        wanted = "the TrainEngine that parallelize returned, for a stage of a pipeline"
-        checks.fail("save_huggingface", "model", wanted, "its Transformer alone")
+        expected = "the TrainEngine that parallelize returned, for a stage of a pipeline"
+        checks.fail("save_huggingface", "model", expected, "its Transformer alone")
     return ParameterGatherer(model)
 
 

@@ -1,4 +1,4 @@
-"""What the layers of a transformer cost beside each other, to cut it into even stages.
+"""Relative costs of the layers of a transformer, to cut it into even stages.
 
 By the operations that a token needs, which asks for nothing; or measured: forward and backward of
 one layer of each kind and of the head, on the device that trains.

@@ -37,8 +37,8 @@ def validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh 
     if not isinstance(config, ParallelConfig):
         checks.fail_type(_OP, "config", "a ParallelConfig", config)
     if not isinstance(model, Transformer) and config.mode != "manual":
-        wanted = "a fusedops.models.Transformer, or any module with mode 'manual'"
-        checks.fail_type(_OP, "model", wanted, model)
+        expected = "a fusedops.models.Transformer, or any module with mode 'manual'"
+        checks.fail_type(_OP, "model", expected, model)
     if dist.is_available() and dist.is_initialized():
         config = config.for_ranks(dist.get_world_size())
     elif config.sizes.ranks > 1 or config.mode == "data" or mesh is not None:
@@ -49,8 +49,8 @@ def validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh 
     if isinstance(model, Transformer):
         _check_model(model.config, config)
     if config.shard_ranks is not None and config.sizes.data % config.shard_ranks:
-        wanted = f"a divisor of dp x cp = {config.sizes.data}"
-        checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
+        expected = f"a divisor of dp x cp = {config.sizes.data}"
+        checks.fail(_OP, "shard_ranks", expected, config.shard_ranks)
     if mesh is not None and mesh.sizes != config.sizes:
         checks.fail(_OP, "mesh", f"one of {config.sizes}", mesh.sizes)
     if mesh is None and dist.is_available() and dist.is_initialized():
@@ -66,8 +66,8 @@ def _check_model(model: TransformerConfig, config: ParallelConfig) -> None:
     if config.context == "all_to_all" and config.cp > 1:
         heads = model.num_heads // config.tp
         if heads % config.cp:
-            wanted = f"a divisor of the {heads} heads of a tp rank, with context 'all_to_all'"
-            checks.fail(_OP, "cp", wanted, config.cp)
+            expected = f"a divisor of the {heads} heads of a tp rank, with context 'all_to_all'"
+            checks.fail(_OP, "cp", expected, config.cp)
     check_stages(_OP, model, config)
     starts = config.bucket_layers or ()
     if any(layer >= model.num_layers for layer in starts):

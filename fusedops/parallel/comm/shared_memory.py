@@ -37,7 +37,7 @@ Finish = Callable[[], torch.Tensor]
 
 
 class Channel(NamedTuple):
-    """Of a group: its rings, the backend beside them, its name and description."""
+    """A group's rings, its process group backend, and its name and description."""
 
     rings: Any
     backend: Any
@@ -173,7 +173,7 @@ def _started(
 
     def finish() -> torch.Tensor:
         call.state = "waiting"
-        timeout = channel.backend.options._timeout.total_seconds()  # it may be set anew
+        timeout = channel.backend.options._timeout.total_seconds()  # callers may have changed it
         _checked(channel, lambda: channel.rings.finish(number, timeout))
         call.state = "completed"
         _changes[0] += 1

@@ -198,13 +198,13 @@ def _backward_dense(
     parts = here.parts if shift is None else _shifted(here.parts, shift)
     inputs = (q, k, v, mask, slopes, None, scores.seed)
     numbers = (scores.dropout_p, scores.scale, block.left, block.right, scores.softcap, True)
-    wanted = [True, True, True, False, False]
+    needed = [True, True, True, False, False]
     saved = (here.output, parts.sum(-1) / LOG2E, here.remainder, parts)
-    args = (here.grad_output, here.grad_lse, *inputs, *saved, *numbers, wanted)
+    args = (here.grad_output, here.grad_lse, *inputs, *saved, *numbers, needed)
     if backends.resolve("attention", *args, backward=True).backend == "torch":
         output, lse, remainder, own = torch.ops.fusedops.attention(*inputs, *numbers)
         grads = _own_share(here, output, _one_part(lse), parts)
-        args = (*grads, *inputs, output, lse, remainder, own, *numbers, wanted)
+        args = (*grads, *inputs, output, lse, remainder, own, *numbers, needed)
     grad_q, grad_k, grad_v, *_ = torch.ops.fusedops.attention_backward(*args)
     return grad_q, grad_k, grad_v
 
@@ -238,14 +238,14 @@ class _Packed:
     def backward(self, here: Incoming) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys and values."""
         grads: tuple[Any, ...] = (here.grad_output, here.grad_lse)
-        wanted = [True, True, True, False]
+        needed = [True, True, True, False]
         saved = [*map(self._tokens_of, (here.output, here.lse, here.remainder))]
-        args = (*map(self._tokens_of, grads), *self.tensors, *saved, *self.numbers, wanted)
+        args = (*map(self._tokens_of, grads), *self.tensors, *saved, *self.numbers, needed)
         if backends.resolve("attention_varlen", *args, backward=True).backend == "torch":
             saved = list(torch.ops.fusedops.attention_varlen(*self.tensors, *self.numbers))
             output, own = map(self.rows_of, saved[:2])
             grads = _own_share(here, output, _one_part(own), here.parts)
-            args = (*map(self._tokens_of, grads), *self.tensors, *saved, *self.numbers, wanted)
+            args = (*map(self._tokens_of, grads), *self.tensors, *saved, *self.numbers, needed)
         results = torch.ops.fusedops.attention_varlen_backward(*args)
         grad_q, grad_k, grad_v = map(self.rows_of, results[:3])
         return grad_q, grad_k, grad_v

@@ -66,7 +66,7 @@ def request(
     )
     if alibi_slopes is not None and alibi_slopes.dim() == 2 and not layout.complete_rows:
         raise checks.UnsupportedError(
-            f"{op}: alibi_slopes must be [{heads}] beside cu_seqlens, got a line per row"
+            f"{op}: alibi_slopes must be [{heads}] with cu_seqlens, got a line per row"
         )
     query, key, value = math.autocast(query, key, value)
     if seed is not None:
@@ -100,16 +100,16 @@ def _check_tensors(op: str, query: Any, key: Any, value: Any, enable_gqa: bool) 
         checks.like(op, name, tensor, "query", query, dtype=same)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
-            wanted = "of 4 dims, [batch, heads, tokens of this rank, head size]"
-            checks.fail(op, name, wanted, list(tensor.shape))
+            expected = "of 4 dims, [batch, heads, tokens of this rank, head size]"
+            checks.fail(op, name, expected, list(tensor.shape))
     batch, heads, tokens, size = query.shape
     shape = (batch, key.shape[1], tokens, size)
     checks.shape(op, "key", key, shape, "batch, tokens and head size of query")
     math.check_tokens(op, "value", value, "key", key)
     if heads != key.shape[1]:
         if not enable_gqa:
-            wanted = f"of query's number of heads, {heads}, unless enable_gqa=True"
-            checks.fail(op, "key", wanted, key.shape[1])
+            expected = f"of query's number of heads, {heads}, unless enable_gqa=True"
+            checks.fail(op, "key", expected, key.shape[1])
         math.check_heads(op, ("query", "key"), heads, key.shape[1])
 
 
@@ -127,8 +127,8 @@ def ends_of(op: str, cu_seqlens: Any) -> list[int] | None:
     if cu_seqlens is None:
         return None
     if isinstance(cu_seqlens, Tensor):
-        whole = (torch.int32, torch.int64)
-        checks.index_tensor(op, "cu_seqlens", cu_seqlens, dtypes=whole)
+        integers = (torch.int32, torch.int64)
+        checks.index_tensor(op, "cu_seqlens", cu_seqlens, dtypes=integers)
         if cu_seqlens.dim() != 1:
             checks.fail(op, "cu_seqlens", "of 1 dim, [documents + 1]", list(cu_seqlens.shape))
         return list(cu_seqlens.tolist())

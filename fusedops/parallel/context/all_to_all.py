@@ -123,8 +123,8 @@ def ulysses_attention(
     key, value = a.key, a.value
     if key_heads % ranks:
         if ranks % key_heads:
-            wanted = f"of a number of heads that {ranks} ranks divide, or that divides {ranks}"
-            checks.fail(op, "key", wanted, key_heads)
+            expected = f"of a number of heads that {ranks} ranks divide, or that divides {ranks}"
+            checks.fail(op, "key", expected, key_heads)
         key, value = (x.repeat_interleave(ranks // key_heads, 1) for x in (key, value))
     inputs = _to_heads([a.query, key, value], a.layout, group)
     output, lse = _attend(_here(a, inputs, rank, ranks))

@@ -84,8 +84,8 @@ def layout_of(
         if after < before:
             checks.fail(op, "cu_seqlens", "monotone", f"{before} before {after}")
         if after > before and (after - 1) // length != before // length:
-            wanted = f"such that a document begins with each row of {length} tokens"
-            checks.fail(op, "cu_seqlens", wanted, f"one from {before} to {after}")
+            expected = f"such that a document begins with each row of {length} tokens"
+            checks.fail(op, "cu_seqlens", expected, f"one from {before} to {after}")
     return SequenceLayout(length, ranks, balance, cuts)
 
 

@@ -58,8 +58,8 @@ class RowLimit:
         """Raise on every rank if more rows arrive on one; only that rank can know."""
         error = None
         if num_arriving > self.rows:
-            wanted = f"at least the {num_arriving} rows that arrive here"
-            error = ValueError(f"{self.op}: max_rows must be {wanted}, got {self.rows}")
+            expected = f"at least the {num_arriving} rows that arrive here"
+            error = ValueError(f"{self.op}: max_rows must be {expected}, got {self.rows}")
         vote = ErrorVote(self.op, self.groups, error, code=ErrorCode.TOO_MANY_ROWS, device=device)
         vote.wait()
 

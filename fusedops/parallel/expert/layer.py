@@ -60,8 +60,8 @@ def split_experts(
     op = "split_experts"
     check_type(op, module, MoE)
     if nodes is not None and (nodes.ndim != 2 or nodes.size() != mesh.size()):
-        wanted = f"[nodes, ranks of a node], {mesh.size()} ranks together"
-        checks.fail(op, "nodes", wanted, list(nodes.shape))
+        expected = f"[nodes, ranks of a node], {mesh.size()} ranks together"
+        checks.fail(op, "nodes", expected, list(nodes.shape))
     experts: nn.Module = module.experts
     if ordered:
         _check_ordered(op, experts, chunks, nodes)

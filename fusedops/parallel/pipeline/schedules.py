@@ -173,14 +173,14 @@ def check_schedule(
     if virtual is not None:
         checks.integer(op, "pipeline_virtual", virtual, least=1)
         if schedule.fixed and virtual != schedule.virtual:
-            wanted = f"{schedule.virtual} with pipeline_schedule {name!r}"
+            expected = f"{schedule.virtual} with pipeline_schedule {name!r}"
             others = [other.name for other in SCHEDULES.values() if not other.fixed]
             hint = f" ({', '.join(others)} take any number)"
-            checks.fail(op, "pipeline_virtual", wanted, f"{virtual}{hint}")
+            checks.fail(op, "pipeline_virtual", expected, f"{virtual}{hint}")
     if name == "dualpipev" and microbatches < 2 * ranks:
-        wanted = f"at least {2 * ranks}, the stages of {name!r} on pp = {ranks} ranks"
+        expected = f"at least {2 * ranks}, the stages of {name!r} on pp = {ranks} ranks"
         hint = "; '1f1b' takes any number"
-        checks.fail(op, "microbatches", wanted, f"{microbatches}{hint}")
+        checks.fail(op, "microbatches", expected, f"{microbatches}{hint}")
     if name in ("interleaved", "zero_bubble"):
         _check_rounds(op, name, ranks, microbatches)
     return schedule
@@ -194,8 +194,8 @@ def _check_rounds(op: str, name: str, ranks: int, microbatches: int) -> None:
 
     if not fits(microbatches):
         near = [number for number in range(1, 2 * microbatches + ranks) if fits(number)]
-        wanted = f"a multiple of pp = {ranks}, or of its rounds, with {name!r}"
-        refuse(op, "microbatches", wanted, microbatches, near)
+        expected = f"a multiple of pp = {ranks}, or of its rounds, with {name!r}"
+        refuse(op, "microbatches", expected, microbatches, near)
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:

@@ -135,8 +135,8 @@ def at(starts: Sequence[int], layers: int, stages: int, op: str = "pipeline") ->
     if len(starts) != stages - 1 or not ascending:
         even = balanced([1.0] * layers, stages)
         hint = f" ({tuple(run.start for run in even[1:])} would fit)"
-        wanted = f"{stages - 1} first layers between 1 and {layers - 1}, in ascending order"
-        checks.fail(op, "pipeline_cuts", wanted, f"{tuple(starts)}{hint}")
+        expected = f"{stages - 1} first layers between 1 and {layers - 1}, in ascending order"
+        checks.fail(op, "pipeline_cuts", expected, f"{tuple(starts)}{hint}")
     return _runs(bounds[1:])
 
 
@@ -151,5 +151,5 @@ def check_layers(op: str, layers: int, stages: int, virtual: int = 1) -> None:
     if virtual > 1 and layers >= ranks:
         fits.append(f"pipeline_virtual {layers // ranks}")
     hint = f" ({' or '.join(fits)} would fit)" if fits else ""
-    wanted = f"at most the {layers} layers"
-    checks.fail(op, "stages, pp x pipeline_virtual", wanted, f"{stages}{hint}")
+    expected = f"at most the {layers} layers"
+    checks.fail(op, "stages, pp x pipeline_virtual", expected, f"{stages}{hint}")

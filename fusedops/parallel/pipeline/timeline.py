@@ -157,7 +157,7 @@ def timeline(
         virtual: stages of a rank, with a name; the schedule's own number by default.
         costs: of ``"F"``, ``"I"`` and ``"W"``, the forward and the two parts of the backward of a
             stage of average cost; 1 each by default. A whole backward costs ``I + W``.
-        stages: of each stage beside the others; all alike by default.
+        stages: relative cost of each stage; all the same by default.
         transfer: from the end of what is sent to when another rank can use it.
 
     Returns:

@@ -112,15 +112,15 @@ class _GatherProduct(torch.autograd.Function):
         part, *saved = ctx.saved_tensors
         parameters, saved = saved[: ctx.parameters], saved[ctx.parameters :]
         numbers = (ctx.activation, ctx.keep)
-        _, _, _, wants_input, *wanted = ctx.needs_input_grad
-        none = [False] * len(wanted)
+        _, _, _, needs_input, *needed = ctx.needs_input_grad
+        none = [False] * len(needed)
         backward = _op(f"{ctx.op}_backward")
         again = None
-        if any(wanted):
+        if any(needed):
             again = collectives.all_gather(part, group, dim=_DIM, label="input comes again")
-        grad_parameters: list[Any] = [None] * len(wanted)
+        grad_parameters: list[Any] = [None] * len(needed)
         leaving = None
-        if wants_input:
+        if needs_input:
             leaving = _Leaving(group)
             for rank in leaving.order:
                 block = _block(grad, rank, group)
@@ -132,7 +132,7 @@ class _GatherProduct(torch.autograd.Function):
             input = again.wait()
             with computing("gradients of the parameters"):
                 _, *grad_parameters = backward(
-                    grad, input, *parameters, *saved, *numbers, [False, *wanted]
+                    grad, input, *parameters, *saved, *numbers, [False, *needed]
                 )
         grad_input = leaving.total() if leaving is not None else None
         return None, None, None, grad_input, *grad_parameters
@@ -157,22 +157,22 @@ class _ProductScatter(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         input, weight = ctx.saved_tensors
-        group, (_, wants_input, wants_weight) = ctx.group, ctx.needs_input_grad
+        group, (_, needs_input, needs_weight) = ctx.group, ctx.needs_input_grad
         backward, none = _op("linear_act_backward"), input.new_empty(0)
         results: list[Any] = [None] * group.size()
         blocks: list[Any] = [None] * group.size()
         for rank, grad in _arriving(grads[0], group):
             blocks[rank] = grad
-            if wants_input:
+            if needs_input:
                 with computing(f"gradient of block {rank}"):
                     here = (grad, _block(input, rank, group), weight, None, none, "identity", False)
                     results[rank] = backward(*here, [True, False, False])[0]
         grad_weight = None
-        if wants_weight:
+        if needs_weight:
             with computing("gradient of the weight"):
                 here = (_joined(blocks), input, weight, None, none, "identity", False)
                 grad_weight = backward(*here, [False, True, False])[1]
-        return None, _joined(results) if wants_input else None, grad_weight
+        return None, _joined(results) if needs_input else None, grad_weight
 
 
 def _arriving(part: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:

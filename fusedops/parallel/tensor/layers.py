@@ -147,15 +147,15 @@ def distribute(
     if parameter is None:
         return None
     if isinstance(parameter, DTensor):
-        wanted = "a plain parameter: split features before fully_shard"
-        raise TypeError(f"{op}: {name} must be {wanted}, got a DTensor")
+        expected = "a plain parameter: split features before fully_shard"
+        raise TypeError(f"{op}: {name} must be {expected}, got a DTensor")
     part, placement = parameter.detach(), Replicate()
     if dim is not None:
         ranks, size = mesh.size(), parameter.shape[dim]
         parts = part.chunk(ranks, dim)
         if len(parts) < ranks or (size % ranks and not uneven):
-            wanted = "enough for" if uneven else "a multiple of"
-            checks.fail(op, f"size of dim {dim} of {name}", f"{wanted} the {ranks} ranks", size)
+            expected = "enough for" if uneven else "a multiple of"
+            checks.fail(op, f"size of dim {dim} of {name}", f"{expected} the {ranks} ranks", size)
         part = parts[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
         placement = Shard(dim)  # type: ignore[assignment]
     shards = DTensor.from_local(
@@ -317,8 +317,8 @@ class ColumnLinear(ParallelLayer):
         dim: int | None = 0
         if heads is not None and heads % ranks:
             if heads < 1 or ranks % heads or module.weight.shape[0] % heads:
-                wanted = f"a multiple or a divisor of the {ranks} ranks of the mesh"
-                checks.fail(op, "heads", wanted, heads)
+                expected = f"a multiple or a divisor of the {ranks} ranks of the mesh"
+                checks.fail(op, "heads", expected, heads)
             self.repeats, dim = ranks // heads, None
         self.weight = distribute(op, "weight", module.weight, mesh, dim)
         self.bias = distribute(op, "bias", module.bias, mesh, dim)
@@ -372,8 +372,8 @@ class RowLinear(ParallelLayer):
         self = cls(mesh, sequence=sequence, overlap=overlap)
         op = cls.__name__
         if _activation_of(op, module) != "identity":
-            wanted = "without an activation: it would act on parts of a sum"
-            checks.fail(op, "module", wanted, module)
+            expected = "without an activation: it would act on parts of a sum"
+            checks.fail(op, "module", expected, module)
         self.weight = distribute(op, "weight", module.weight, mesh, 1)
         self.bias = distribute(op, "bias", module.bias, mesh, None)
         return self.train(module.training)
@@ -528,8 +528,8 @@ def _activation_of(op: str, module: Any) -> str:
     return "identity"
 
 
-def check_type(op: str, module: Any, wanted: type) -> None:
-    """Raise unless ``module`` is a ``wanted``."""
-    if not isinstance(module, wanted):
-        name = f"{wanted.__module__}.{wanted.__qualname__}"
+def check_type(op: str, module: Any, expected: type) -> None:
+    """Raise unless ``module`` is an instance of ``expected``."""
+    if not isinstance(module, expected):
+        name = f"{expected.__module__}.{expected.__qualname__}"
         raise TypeError(f"{op}: module must be a {name}, got {checks.type_name(module)}")

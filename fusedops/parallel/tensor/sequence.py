@@ -95,8 +95,8 @@ class SequenceNorm(ParallelLayer):
         op = cls.__name__
         if type(module) not in _NORMS:
             names = ", ".join(norm.__name__ for norm in _NORMS)
-            wanted = f"module must be one of fusedops.nn's {names}"
-            raise TypeError(f"{op}: {wanted}, got {checks.type_name(module)}")
+            expected = f"module must be one of fusedops.nn's {names}"
+            raise TypeError(f"{op}: {expected}, got {checks.type_name(module)}")
         self.kind = type(module)
         for name in ("normalized_shape", "eps", *_NORMS[self.kind][2]):
             setattr(self, name, getattr(module, name))
