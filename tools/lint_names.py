@@ -1,10 +1,12 @@
-"""Words that names and pages must not have: a class name twice, a word of no meaning in the field.
+"""Words that names and texts must not have: a class name twice, a word of no meaning in the field.
 
     python tools/lint_names.py          # exit code 1 and one line for each name
 
 A public class name occurs once in ``fusedops/``. File names, names of classes and names of public
 functions contain none of ``BANNED``, whose replacements say what a developer of Megatron, DeepSpeed
-or torchtitan would search for. Pages (``README.md`` and ``docs``) contain none of ``PHRASES``.
+or torchtitan would search for. No variable or argument is one of ``VARIABLES``, which do not say
+what a value is. Pages (``README.md`` and ``docs``), and docstrings, comments and messages of the
+package and of ``csrc``, contain none of ``PHRASES``.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ BANNED = {
     "whole": "unsharded, replicated",
 }
 
+VARIABLES = ("each", "found", "held", "taken", "told", "wanted", "whole")
+
 PHRASES = (
+    "anew",
     "as it is",
     "beside",
     "goes on",
@@ -143,19 +148,42 @@ def errors(package: Path) -> list[str]:
     return lines
 
 
-def phrases(pages: Iterable[Path]) -> list[str]:
-    """Return a line for each of ``PHRASES`` on a page."""
+def variables(package: Path) -> list[str]:
+    """Return a line for each variable or argument that is one of ``VARIABLES``."""
+    lines = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            else:
+                continue
+            if name in VARIABLES:
+                place = f"{PACKAGE}/{path.relative_to(package)}:{node.lineno}"
+                lines.append(f"{place}: {name!r} does not say what the value is")
+    return lines
+
+
+def phrases(texts: Iterable[Path]) -> list[str]:
+    """Return a line for each of ``PHRASES`` on a page, or in the texts of a source file."""
     banned = re.compile(rf"\b({'|'.join(PHRASES)})\b")
     return [
-        f"{page}:{number}: {match.group()!r} is no standard English of the field"
-        for page in pages
-        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)
+        f"{path}:{number}: {match.group()!r} is no standard English of the field"
+        for path in texts
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         for match in banned.finditer(line)
     ]
 
 
 if __name__ == "__main__":
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    lines = [*errors(ROOT / PACKAGE), *phrases(pages)]
-    print("\n".join(lines) or "names: none twice, no banned word in a name or on a page")
+    python = sorted((ROOT / PACKAGE).rglob("*.py"))
+    cpp = [path for path in sorted((ROOT / "csrc").rglob("*")) if path.is_file()]
+    lines = [
+        *errors(ROOT / PACKAGE),
+        *variables(ROOT / PACKAGE),
+        *phrases([*pages, *python, *cpp]),
+    ]
+    print("\n".join(lines) or "names: none twice, no banned word in a name, on a page or in a text")
     sys.exit(1 if lines else 0)

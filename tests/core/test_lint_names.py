@@ -40,3 +40,13 @@ def test_phrases_on_a_page_are_reported(tmp_path: Path) -> None:
         "2: 'goes on' is no standard English of the field",
         "2: 'what is whole' is no standard English of the field",
     ]
+
+
+def test_variables_that_say_nothing_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(
+        "def total(found):\n    for each in found:\n        result = each\n    return result\n"
+    )
+    assert lint_names.variables(tmp_path) == [
+        "fusedops/sums.py:1: 'found' does not say what the value is",
+        "fusedops/sums.py:2: 'each' does not say what the value is",
+    ]
