@@ -1,13 +1,12 @@
-"""Steps of buckets that run while the backward does, beside the state that they start from.
+"""Steps of buckets that overlap the backward and write to a second copy of the state.
 
 A bucket is some parameters of one group. When the last of their gradients has been accumulated, a
 worker copies the gradients to its own staging memory, has the step queue sum their squares and
 make the step, from the current state into a second one (the shadow), and keeps the sums. The
-current state is not touched: ``commit`` exchanges the two, and whoever does not call it has made
-no step.
+current state is not touched: ``commit`` exchanges the two, and without it no step is made.
 
-What a finished job is worth is decided when the optimizer steps: it counts if every gradient is
-still the one that was copied, and if the numbers that it used are those of the step (``Basis``).
+The optimizer's step decides whether a finished job is used: only if every gradient is still the
+one that was copied, and if the job used the numbers of the step (``Basis``).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ STATES = ("master", *MOMENTS)
 
 @dataclass(frozen=True)
 class Basis:
-    """The numbers of a step, beside its tensors."""
+    """The scalar arguments of a step."""
 
     lr: float
     betas: tuple[float, float]
@@ -46,7 +45,7 @@ class Basis:
 
 @dataclass
 class Slot:
-    """What one parameter has in host memory beside its state."""
+    """A parameter of a bucket, its state and its buffers in host memory."""
 
     param: Any
     state: dict[str, Any]  # its state in the optimizer
@@ -83,7 +82,7 @@ class GradientSnapshot:
         return cls(param.grad, local, _shards.version(param.grad), mark)
 
     def written_to(self, param: Any) -> GradientSnapshot:
-        """Return it as it is now that it was written to the parameter's ``grad``."""
+        """Return the snapshot after its gradient was written to the parameter's ``grad``."""
         grad = param.grad
         if self.grad is not None or grad is None or grad.dtype != self.local.dtype:
             return self

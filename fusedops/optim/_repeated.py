@@ -67,7 +67,7 @@ class RepeatedStep:
         *,
         has_norm: bool,
     ) -> RepeatedStep | None:
-        """Return what repeats the step just made; ``None`` if each must be made anew.
+        """Return what repeats the step just made; ``None`` if it cannot be repeated.
 
         ``grads`` are those of all parameters that have one, in their order; ``batches`` have the
         number of the group, which gradients, and the tensors.
@@ -154,7 +154,7 @@ def _params(optimizer: Any) -> list[Any]:
 
 
 def _options(optimizer: Any) -> tuple[Any, ...]:
-    """Return what the launches of a step were made from, beside tensors."""
+    """Return what the launches of a step depend on, in addition to tensors."""
     groups = [
         (len(group["params"]), group["amsgrad"], group["weight_decay"])
         for group in optimizer.param_groups

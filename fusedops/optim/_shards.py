@@ -56,10 +56,10 @@ def summed(tensor: Any) -> Any:
         return tensor
     from torch.distributed.tensor import Replicate
 
-    wanted = [
+    placements = [
         Replicate() if placement.is_partial() else placement for placement in tensor.placements
     ]
-    return tensor.redistribute(placements=wanted)
+    return tensor.redistribute(placements=placements)
 
 
 def place(tensor: Any, name: str) -> tuple[int, int, int]:

@@ -1,11 +1,11 @@
 """Bytes of a training step on the device that needs most: a closed form, without a GPU or a model.
 
-What is static is a sum of parameters times bytes, divided by who shares it. What is not is looked
-at in six moments of the last micro-batch, of which the largest counts, stage by stage:
+Static memory is a sum of parameters times bytes, divided by the number of ranks that share it. The
+rest is computed at six moments of the last micro-batch; the peak of a stage is the largest:
 
     loss   everything that the layers kept, and the logits with their gradient
     head   the gradient of the logits, and that of the projection on the vocabulary
-    layer  everything that the layers kept, and what the backward of the last one needs beside it
+    layer  everything that the layers kept, and what the backward of the last one adds
     first  the same of the first layer, which is alone, and the gradients of all others
     end    all gradients, and that of the embedding
     step   weights, gradients and states
@@ -120,7 +120,7 @@ def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
 
 
 def saved_bytes(model: TransformerConfig, layout: Layout) -> int:
-    """Return what one forward of the whole model keeps for its backward, without the logits.
+    """Return what one forward of the model keeps for its backward, without the logits.
 
     On one device of the tensor- and context-parallel ones.
     """
@@ -176,7 +176,7 @@ def _saved_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) -
 
 
 def _temporary_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
-    """Return what the backward of a layer holds at its widest beside what the layers kept."""
+    """Return the peak bytes that the backward of a layer adds to what the layers saved."""
     tokens = layout.tokens(model)
     item, tp = layout.bytes_of.activations, layout.parallel.tp
     # The feed-forward layer's backward comes first.
@@ -278,7 +278,7 @@ class _Stage:
             self.states = 0.0
 
     def peak(self) -> tuple[str, dict[str, float]]:
-        """Return the moment at which most is held, and the bytes of each part then."""
+        """Return the moment of the peak, and the bytes of each part then."""
         return max(self._moments().items(), key=lambda item: sum(item[1].values()))
 
     def _moments(self) -> dict[str, dict[str, float]]:
