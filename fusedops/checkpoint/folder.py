@@ -1,10 +1,10 @@
-"""Checkpoints on disk: folders that appear whole or not at all, and say what is in them.
+"""Checkpoints on disk: folders that are created atomically, with a manifest of their files.
 
     runs/a/step-0000000100.0/      a checkpoint: tensors, one file per rank, and manifest.json
     runs/a/step-.../confirmed      a later step found the model in it to be good
     runs/a/.partial-...            one that is being written, or was when its process died
     runs/a/.removed-...            one that is being removed
-    runs/a/.lock                   held by the process that writes here, as long as it lives
+    runs/a/.lock                   locked by the process that writes here, until it exits
 
 A checkpoint is written into a ``.partial`` folder; every file is flushed to the disk, then the
 manifest with the size and the SHA-256 of each, then the folder is renamed: one atomic step. What a
@@ -34,16 +34,16 @@ _BLOCK = 1 << 22
 
 
 class Damaged(Exception):
-    """A checkpoint is not whole; the message says what is wrong with which file."""
+    """A checkpoint is damaged; the message says which file, and how."""
 
 
 def checkpoints(root: Path) -> list[Path]:
     """Return the folders of all checkpoints, the newest first; damaged ones are among them."""
     try:
-        found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
+        folders = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=_order, reverse=True)
+    return sorted(folders, key=_order, reverse=True)
 
 
 def step_of(folder: Path) -> int:
@@ -52,19 +52,19 @@ def step_of(folder: Path) -> int:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    found = _NAME.fullmatch(folder.name)
-    assert found is not None
-    return int(found[1]), int(found[2])
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
 
 
 def begin(root: Path, step: int) -> tuple[Path, Path]:
-    """Return an empty folder to write into, and what it shall be called; clear what others left.
+    """Return an empty folder to write into, and its final path; remove leftovers of dead writers.
 
-    A step that is saved again gets the next number behind its name: the older one stays until the
-    new one is whole.
+    A step that is saved again gets the next number as its suffix: the older checkpoint stays until
+    the new one is complete.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
@@ -113,7 +113,7 @@ def manifest(folder: Path) -> dict[str, Any]:
     """Return what the manifest says.
 
     Raises:
-        Damaged: it is not there, not whole, or of a later version.
+        Damaged: it is missing, incomplete, or of a later version.
     """
     try:
         document = json.loads((folder / MANIFEST).read_bytes())
@@ -140,12 +140,12 @@ def verify(
         Damaged: with the first file that is not, and how.
     """
     for name in names:
-        wanted = record["files"][name]
+        entry = record["files"][name]
         try:
             size = (folder / name).stat().st_size
-            if size != wanted["bytes"]:
-                raise Damaged(f"{name} has {size} bytes of {wanted['bytes']}")
-            if contents and _sha256(folder / name) != wanted["sha256"]:
+            if size != entry["bytes"]:
+                raise Damaged(f"{name} has {size} bytes of {entry['bytes']}")
+            if contents and _sha256(folder / name) != entry["sha256"]:
                 raise Damaged(f"{name} is not what was written: its checksum differs")
         except OSError as error:
             raise Damaged(f"{name} cannot be read: {error.strerror or error}") from None
