@@ -78,7 +78,7 @@ def begin(root: Path, step: int) -> tuple[Path, Path]:
 
 
 def commit(partial: Path, final: Path, record: dict[str, Any]) -> None:
-    """Write the manifest and give the folder its name: from here on the checkpoint exists.
+    """Write the manifest and rename the folder to its final name: the checkpoint then exists.
 
     Every file in ``partial`` was flushed; ``record`` is what the manifest says, ``files`` included.
 
@@ -110,7 +110,7 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """Return what the manifest says.
+    """Return the contents of the manifest.
 
     Raises:
         Damaged: it is missing, incomplete, or of a later version.
@@ -183,12 +183,12 @@ def keep_last(root: Path, count: int, damaged: Iterable[Path] = ()) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Remove a folder that was begun."""
+    """Remove a partial folder."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def lock(root: Path) -> IO[bytes] | None:
-    """Return an open file that no other process can have; closing it, or dying, gives it back.
+    """Return an exclusively locked file; closing it, or the end of the process, unlocks it.
 
     ``None`` where the file system knows no locks.
 
@@ -221,7 +221,7 @@ def _looks_good(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: it is none from the first moment on."""
+    """Remove a checkpoint; a rename first makes it invisible."""
     aside = folder.with_name(f"{_REMOVED}{folder.name}")
     with contextlib.suppress(OSError):
         folder.rename(aside)
@@ -237,7 +237,7 @@ def _sha256(path: Path) -> str:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Flush the names in a folder; Windows has no such call."""
+    """Flush a folder's entries to the disk; Windows has no such call."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -33,8 +33,8 @@ from fusedops.parallel.comm import collectives
 _GRACE_SECONDS = 30.0
 # Collectives that a process remembers, for the record that a fault leaves (``flight.py``).
 _REMEMBERED = 1000
-# Ctrl-C reaches a process from its terminal and from its parent: that is one wish.
-_SAME_WISH_SECONDS = 2.0
+# A process gets one Ctrl-C twice, from its terminal and from its parent.
+_SAME_REQUEST_SECONDS = 2.0
 _FOR_EVER = timedelta(days=365)
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
@@ -43,10 +43,10 @@ class Ranks:
     """The processes that train together.
 
     Attributes:
-        rank: of this one.
-        size: how many there are.
-        device: that this one computes on.
-        store: by which they found each other.
+        rank: the rank of this process.
+        size: the number of processes.
+        device: the device of this process.
+        store: the rendezvous store.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
@@ -170,7 +170,7 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.asked and now - self._since > _SAME_WISH_SECONDS:
+        if self.asked and now - self._since > _SAME_REQUEST_SECONDS:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
         elif not self.asked:
@@ -184,8 +184,8 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     on, and this process waits until the others have saved, however long that takes.
 
     Args:
-        processes: how many.
-        arguments: of the command.
+        processes: the number of processes.
+        arguments: the arguments of the command.
         restarts: how often all are restarted when one fails.
 
     Returns:

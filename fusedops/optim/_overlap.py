@@ -60,7 +60,7 @@ class Slot:
         return self.shadow or self.state
 
     def commit(self) -> None:
-        """Let the step count."""
+        """Replace the current state by that after the step."""
         for name, new in self.shadow.items():
             self.shadow[name], self.state[name] = self.state[name], new
         self.state["step"] += 1
@@ -70,14 +70,14 @@ class Slot:
 class GradientSnapshot:
     """A gradient as it was when a job began."""
 
-    grad: Any  # the parameter's ``grad``; ``None`` where this is yet to be written there
-    local: torch.Tensor  # its part that is here, cut as the parameter is
+    grad: Any  # the parameter's ``grad``; ``None`` if this gradient is not written to it yet
+    local: torch.Tensor  # the local shard, sharded as the parameter is
     version: int  # counts what was written to ``grad``
-    mark: Any  # of the copy engine: what the device computes before
+    mark: Any  # of the copy engine: the device work that precedes the copy
 
     @classmethod
     def of(cls, param: Any, mark: Any) -> GradientSnapshot:
-        """Note the gradient that a parameter has now; may be a collective operation."""
+        """Return a snapshot of a parameter's gradient; may run a collective."""
         local = _shards.local(_shards.placed_like(param.grad, param))
         return cls(param.grad, local, _shards.version(param.grad), mark)
 
@@ -89,13 +89,13 @@ class GradientSnapshot:
         return replace(self, grad=grad, version=_shards.version(grad))
 
     def is_that_of(self, param: Any) -> bool:
-        """Whether a parameter has this gradient still, and nothing was written to it."""
+        """Whether this is still a parameter's gradient, unchanged."""
         return param.grad is self.grad and _shards.version(param.grad) == self.version
 
 
 @dataclass
 class Job:
-    """One run of a bucket: what it was given, and what came of it."""
+    """One run of a bucket: its inputs and results."""
 
     members: list[int]  # slots of the bucket that have a gradient
     gradients: list[GradientSnapshot]
@@ -116,7 +116,7 @@ class Bucket:
         self.job: Job | None = None
 
     def sums(self, members: list[int]) -> list[float] | None:
-        """Return the last job's sums; ``None`` unless they are of the gradients of now."""
+        """Return the last job's sums; ``None`` unless they are of the current gradients."""
         job = self.job
         if job is None or job.error is not None or job.members != members:
             return None
@@ -125,7 +125,7 @@ class Bucket:
         return job.sums if current else None
 
     def written(self) -> None:
-        """Note that gradients which were to be written to ``grad`` have been."""
+        """Update the snapshots of gradients that have been written to ``grad`` since."""
         if self.job is not None:
             gradients = zip(self.job.members, self.job.gradients, strict=True)
             self.job.gradients = [
@@ -134,7 +134,7 @@ class Bucket:
 
     @property
     def staging_bytes(self) -> int:
-        """How much memory the copies of its gradients may take: those of float32."""
+        """The most bytes that copies of its gradients take: those of float32."""
         return sum(_padded(4 * _wide(slot)) for slot in self.slots)
 
 
@@ -185,7 +185,7 @@ class Workers:
         self._given.put((bucket, job))
 
     def close(self) -> None:
-        """Finish what was begun and end the threads.
+        """Finish the jobs that were begun, and end the threads.
 
         The garbage collector may call it on one of these threads, which then ends by itself.
         """
