@@ -2,7 +2,7 @@
 
 Tensors go through torch's distributed checkpoint, which shards and reshards them; what belongs to a
 rank (random generators, the position in its data, schedulers and the like) is a file of its own.
-How a checkpoint becomes visible at once, and how it is known to be whole, is in ``folder.py``.
+How a checkpoint becomes visible at once, and how it is known to be complete, is in ``folder.py``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> CheckpointI
         step: that of a step alone.
 
     Returns:
-        ``None`` where there is no checkpoint whose first file is whole.
+        ``None`` where there is no checkpoint whose first file is complete.
     """
     for folder in folders.checkpoints(Path(root)):
         if step is not None and folders.step_of(folder) != step:
@@ -159,7 +159,7 @@ class Checkpointer:
         self._damaged: list[Path] = []
         self.last_step: int | None = None
         self._unconfirmed: Path | None = None  # the last one that was saved or loaded
-        self._confirms = False  # it, as soon as it is written
+        self._confirms = False  # whether to confirm that one after its write
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
@@ -176,8 +176,8 @@ class Checkpointer:
         """
         for name, owner in stateful.items():
             if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
-                wanted = "something with state_dict and load_state_dict"
-                raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(owner)}")
+                expected = "something with state_dict and load_state_dict"
+                raise TypeError(f"{_OP}: {name} must be {expected}, got {checks.type_name(owner)}")
         self._stateful |= stateful
 
     def save(self, step: int, *, data: Any = None, extra: Any = None, block: bool = True) -> Path:
@@ -224,7 +224,7 @@ class Checkpointer:
             self._raise_failure()
         else:
             self._writer = threading.Thread(
-                target=self._write_beside,
+                target=self._write_async,
                 args=(step, partial, final, tensors.copied(content), mine),
                 kwargs={"flat": flat},
                 name="fusedops-checkpoint",
@@ -269,14 +269,14 @@ class Checkpointer:
 
     def last_confirmed(self) -> Path | None:
         """Return the folder of the newest checkpoint that is confirmed, if there is one."""
-        found = folders.checkpoints(self.root)
-        return next((folder for folder in found if folders.is_confirmed(folder)), None)
+        newest_first = folders.checkpoints(self.root)
+        return next((folder for folder in newest_first if folders.is_confirmed(folder)), None)
 
     def load(self, step: int | None = None) -> Restored | None:
         """Restore the newest good checkpoint, or that of a step.
 
         Damaged ones are passed over for the one before, with a warning each (``logging``) and in
-        the result. Nothing is changed before a checkpoint is known to be whole and to fit.
+        the result. Nothing is changed before a checkpoint is known to be complete and to fit.
 
         Args:
             step: which; the newest by default.
@@ -289,15 +289,15 @@ class Checkpointer:
             ValueError: the checkpoint is of another model or optimizer.
         """
         self.wait()
-        found = self._from_first(folders.checkpoints(self.root) if self._rank == 0 else None)
+        candidates = self._from_first(folders.checkpoints(self.root) if self._rank == 0 else None)
         if step is not None:
             checks.integer(_OP, "step", step, least=0)
-            there = sorted({folders.step_of(folder) for folder in found})
-            found = [folder for folder in found if folders.step_of(folder) == step]
-            if not found:
+            there = sorted({folders.step_of(folder) for folder in candidates})
+            candidates = [folder for folder in candidates if folders.step_of(folder) == step]
+            if not candidates:
                 has = ", ".join(map(str, there)) or "none"
                 raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {has}")
-        return self._load_first(found)
+        return self._load_first(candidates)
 
     def rollback(self, step: int) -> Restored | None:
         """Restore the newest confirmed checkpoint up to a step, and remove all later ones.
@@ -329,10 +329,10 @@ class Checkpointer:
                 folders.remove(folder)
         return restored
 
-    def _load_first(self, found: list[Path]) -> Restored | None:
+    def _load_first(self, candidates: list[Path]) -> Restored | None:
         """Restore the first of these checkpoints that is not damaged."""
         passed_over: list[tuple[Path, str]] = []
-        for folder in found:
+        for folder in candidates:
             reason, record = self._check(folder)
             if reason is None:
                 assert record is not None
@@ -408,8 +408,8 @@ class Checkpointer:
             if self._rank == 0:
                 folders.discard(partial)
 
-    def _write_beside(self, step: int, *args: Any, **kwargs: Any) -> None:
-        """Write in a thread: what fails there, also because a rank died, is told by ``wait``."""
+    def _write_async(self, step: int, *args: Any, **kwargs: Any) -> None:
+        """Write in a thread; ``wait`` raises its error, also that of a rank that died."""
         try:
             self._write(step, *args, **kwargs)
         except Exception as error:
@@ -442,7 +442,7 @@ class Checkpointer:
         return self._agree(problem)
 
     def _check(self, folder: Path) -> tuple[str | None, dict[str, Any] | None]:
-        """Return why a checkpoint is not whole, and its manifest; each rank reads a share."""
+        """Return why a checkpoint is damaged, and its manifest; each rank reads a share."""
         reason, record = None, None
         try:
             record = folders.manifest(folder)
@@ -465,8 +465,8 @@ class Checkpointer:
             if missing:
                 has = ", ".join(sorted(mine["stateful"])) or "none"
                 raise ValueError(
-                    f"{folder} has no state of {', '.join(missing)}; beside model and optimizer it "
-                    f"has {has}"
+                    f"{folder} has no state of {', '.join(missing)}; in addition to model and "
+                    f"optimizer it has {has}"
                 )
         self._state.load(loading, self._group)
         for name, target in self._stateful.items():
@@ -519,9 +519,9 @@ class Checkpointer:
     def _gather(self, value: Any) -> list[Any]:
         if self._group is None:
             return [value]
-        found: list[Any] = [None] * self._ranks
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        gathered: list[Any] = [None] * self._ranks
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
     def _from_first(self, value: Any) -> Any:
         return self._gather(value)[0]
@@ -530,12 +530,12 @@ class Checkpointer:
 def _optimizers(
     given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
-    found = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
-    for optimizer in found:
+    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
+    for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             got = checks.type_name(optimizer)
             raise TypeError(f"{_OP}: optimizer must be a torch.optim.Optimizer, got {got}")
-    return found
+    return optimizers
 
 
 def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: folders that appear whole or not at all, and say what is in them.
+"""Checkpoints on disk: folders that are created atomically, with a manifest of their files.
 
     runs/a/step-0000000100.0/      a checkpoint: tensors, one file per rank, and manifest.json
     runs/a/step-.../confirmed      a later step found the model in it to be good
     runs/a/.partial-...            one that is being written, or was when its process died
     runs/a/.removed-...            one that is being removed
-    runs/a/.lock                   held by the process that writes here, as long as it lives
+    runs/a/.lock                   locked by the process that writes here, until it exits
 
 A checkpoint is written into a ``.partial`` folder; every file is flushed to the disk, then the
 manifest with the size and the SHA-256 of each, then the folder is renamed: one atomic step. What a
@@ -34,16 +34,16 @@ _BLOCK = 1 << 22
 
 
 class Damaged(Exception):
-    """A checkpoint is not whole; the message says what is wrong with which file."""
+    """A checkpoint is damaged; the message says which file, and how."""
 
 
 def checkpoints(root: Path) -> list[Path]:
     """Return the folders of all checkpoints, the newest first; damaged ones are among them."""
     try:
-        found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
+        folders = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=_order, reverse=True)
+    return sorted(folders, key=_order, reverse=True)
 
 
 def step_of(folder: Path) -> int:
@@ -52,19 +52,19 @@ def step_of(folder: Path) -> int:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    found = _NAME.fullmatch(folder.name)
-    assert found is not None
-    return int(found[1]), int(found[2])
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
 
 
 def begin(root: Path, step: int) -> tuple[Path, Path]:
-    """Return an empty folder to write into, and what it shall be called; clear what others left.
+    """Return an empty folder to write into, and its final path; remove leftovers of dead writers.
 
-    A step that is saved again gets the next number behind its name: the older one stays until the
-    new one is whole.
+    A step that is saved again gets the next number as its suffix: the older checkpoint stays until
+    the new one is complete.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
@@ -78,7 +78,7 @@ def begin(root: Path, step: int) -> tuple[Path, Path]:
 
 
 def commit(partial: Path, final: Path, record: dict[str, Any]) -> None:
-    """Write the manifest and give the folder its name: from here on the checkpoint exists.
+    """Write the manifest and rename the folder to its final name: the checkpoint then exists.
 
     Every file in ``partial`` was flushed; ``record`` is what the manifest says, ``files`` included.
 
@@ -110,10 +110,10 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """Return what the manifest says.
+    """Return the contents of the manifest.
 
     Raises:
-        Damaged: it is not there, not whole, or of a later version.
+        Damaged: it is missing, incomplete, or of a later version.
     """
     try:
         document = json.loads((folder / MANIFEST).read_bytes())
@@ -140,12 +140,12 @@ def verify(
         Damaged: with the first file that is not, and how.
     """
     for name in names:
-        wanted = record["files"][name]
+        entry = record["files"][name]
         try:
             size = (folder / name).stat().st_size
-            if size != wanted["bytes"]:
-                raise Damaged(f"{name} has {size} bytes of {wanted['bytes']}")
-            if contents and _sha256(folder / name) != wanted["sha256"]:
+            if size != entry["bytes"]:
+                raise Damaged(f"{name} has {size} bytes of {entry['bytes']}")
+            if contents and _sha256(folder / name) != entry["sha256"]:
                 raise Damaged(f"{name} is not what was written: its checksum differs")
         except OSError as error:
             raise Damaged(f"{name} cannot be read: {error.strerror or error}") from None
@@ -183,12 +183,12 @@ def keep_last(root: Path, count: int, damaged: Iterable[Path] = ()) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Remove a folder that was begun."""
+    """Remove a partial folder."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def lock(root: Path) -> IO[bytes] | None:
-    """Return an open file that no other process can have; closing it, or dying, gives it back.
+    """Return an exclusively locked file; closing it, or the end of the process, unlocks it.
 
     ``None`` where the file system knows no locks.
 
@@ -221,7 +221,7 @@ def _looks_good(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: it is none from the first moment on."""
+    """Remove a checkpoint; a rename first makes it invisible."""
     aside = folder.with_name(f"{_REMOVED}{folder.name}")
     with contextlib.suppress(OSError):
         folder.rename(aside)
@@ -237,7 +237,7 @@ def _sha256(path: Path) -> str:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Flush the names in a folder; Windows has no such call."""
+    """Flush a folder's entries to the disk; Windows has no such call."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)

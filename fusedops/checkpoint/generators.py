@@ -16,19 +16,19 @@ import torch
 def capture() -> dict[str, Any]:
     """Return all states, as tensors, numbers and strings."""
     version, words, gauss = random.getstate()
-    found: dict[str, Any] = {
+    states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": (version, list(words), gauss),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
+        states["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
         import numpy
 
         state: Any = numpy.random.get_state()
         kind, keys, *rest = state
-        found["numpy"] = (kind, torch.tensor(keys.astype("int64")), *rest)
-    return found
+        states["numpy"] = (kind, torch.tensor(keys.astype("int64")), *rest)
+    return states
 
 
 def restore(states: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ def restore(states: dict[str, Any]) -> None:
 
 
 def seed(number: int) -> None:
-    """Seed all of them anew, for a rank that was not there."""
+    """Seed all generators, for a rank that the checkpoint has no states of."""
     torch.manual_seed(number)
     random.seed(number)
     if "numpy" in sys.modules:

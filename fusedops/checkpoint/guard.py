@@ -53,7 +53,7 @@ class GuardDecision:
 
     @property
     def ok(self) -> bool:
-        """Whether the step is to be taken."""
+        """Whether to make the step."""
         return self.action == "go"
 
 
@@ -207,9 +207,9 @@ class Guard:
         order = [
             [math.isnan(value), 0.0 if math.isnan(value) else value] for value in values.values()
         ]
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, order, group=self._group)
-        worst = [max(column) for column in zip(*found, strict=True)]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, order, group=self._group)
+        worst = [max(column) for column in zip(*gathered, strict=True)]
         return {
             name: math.nan if nan else value
             for name, (nan, value) in zip(values, worst, strict=True)

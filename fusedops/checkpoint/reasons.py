@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 
 def attempt(action: Callable[[], object]) -> str | None:
-    """Return why an action failed; whatever it was, the other ranks have to be told."""
+    """Return why an action failed; every error is caught, for the other ranks need the reason."""
     try:
         action()
     except (Exception, CheckpointException) as error:  # torch's own is no Exception

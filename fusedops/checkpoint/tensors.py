@@ -70,7 +70,7 @@ class State:
         )
 
     def groups(self) -> list[list[dict[str, Any]]]:
-        """Return what the groups of each optimizer say, beside their parameters."""
+        """Return the options of each optimizer's groups: all entries except the parameters."""
         return [
             [{key: value for key, value in group.items() if key != "params"} for group in groups]
             for groups in (optimizer.param_groups for optimizer in self.optimizers)
@@ -133,7 +133,7 @@ class State:
             surplus = [param for param in optimizer.state if param not in loading.with_state]
             for parameter in surplus:
                 del optimizer.state[parameter]
-            if surplus:  # one that makes its states before the first step makes them anew
+            if surplus:  # an optimizer that makes its states early makes the removed ones now
                 optimizer.load_state_dict(optimizer.state_dict())
             if optimizer not in stepped:
                 for group, values in zip(optimizer.param_groups, saved, strict=True):
@@ -145,10 +145,10 @@ class State:
         self._load_masters(loading, process_group)
 
     def _load_masters(self, loading: Loading, group: dist.ProcessGroup | None) -> None:
-        """Load the masters that the checkpoint has none of from the weights in it.
+        """Load masters that the checkpoint lacks from the weights in it.
 
-        A run that keeps masters only now (``offload``, or weights in half precision) goes on from
-        one that did not.
+        A run with masters (``offload``, or weights in half precision) can thus continue from a
+        checkpoint without them.
         """
         states = {param: state for o in self.optimizers for param, state in o.state.items()}
         known = self._parameters()
@@ -171,13 +171,13 @@ class State:
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by the names that torch's checkpoint gives them."""
-        found = {}
+        parameters = {}
         for name, parameter in self.model.named_parameters():
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "")
             unwrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
-            found[name.removeprefix("module.") if unwrapped else name] = parameter
-        return found
+            parameters[name.removeprefix("module.") if unwrapped else name] = parameter
+        return parameters
 
 
 def write(content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -248,12 +248,12 @@ def _check_fits(
     folder: Path,
     bare: Collection[str] = (),
 ) -> None:
-    """Raise unless the checkpoint has every tensor that is wanted, in its shape, and no other.
+    """Raise unless the checkpoint has every tensor of ``content``, in its shape, and no other.
 
     Parameters that are ``bare`` have no state in it.
     """
-    wanted, _ = flatten_state_dict(content)
-    lacks = wanted.keys() - there.keys()
+    needed, _ = flatten_state_dict(content)
+    lacks = needed.keys() - there.keys()
     if bare:
         lacks = {name for name in lacks if _parameter_of(name) not in bare}
     # Masters are made of the weights.
@@ -266,7 +266,7 @@ def _check_fits(
     model = {name for name in there if name.startswith("model.")}
     surplus = sorted(model - {f"model.{name}" for name in names})
     other = []
-    for name, tensor in wanted.items():
+    for name, tensor in needed.items():
         size = getattr(there.get(name), "size", None)
         if isinstance(tensor, torch.Tensor) and size is not None and size != tensor.shape:
             other.append(f"{name} {list(size)} for {list(tensor.shape)}")

@@ -1,8 +1,8 @@
 """The last collectives of this process and its stack: the record that a fault leaves behind.
 
-Torch's flight recorder keeps the last collectives of every backend, gloo's too, in a ring of memory
-that costs nothing to speak of; point-to-point communications of gloo are not in it. Those through
-shared memory are kept beside it (``parallel/comm/shared_memory.py``).
+Torch's flight recorder keeps the last collectives of every backend, gloo's too, in a ring buffer of
+negligible cost; it does not record point-to-point communications of gloo. Collectives through
+shared memory have a record of their own (``parallel/comm/shared_memory.py``).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _WAITING = (
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What a rank does.
+    """What a rank is doing.
 
     Attributes:
-        what: it does in the step: a step, validation, a checkpoint.
-        waits: the communication that it is in, in words; ``None``: it waits for nobody.
+        what: its activity: a step, validation, a checkpoint.
+        waits: the communication that it waits in, in words; ``None`` if it does not wait.
         groups: by name of the group, the number of the last collective that it has begun.
         stack: of its main thread, the innermost call last.
     """

@@ -1,8 +1,8 @@
 """The processes of a run: joining them, failing together, stopping together, starting them.
 
-Torch's elastic agent (``torchrun``) starts the processes and ends all when one fails. What is added
-is that a mistake of the user is told once and ends all processes in the same way, and that SIGTERM
-lets every process finish the same step.
+Torch's elastic agent (``torchrun``) starts the processes and ends all when one fails. In addition,
+a mistake of the user is reported once and ends all processes in the same way, and after SIGTERM
+every process finishes the same step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fusedops.parallel.comm import collectives
 _GRACE_SECONDS = 30.0
 # Collectives that a process remembers, for the record that a fault leaves (``flight.py``).
 _REMEMBERED = 1000
-# Ctrl-C reaches a process from its terminal and from its parent: that is one wish.
-_SAME_WISH_SECONDS = 2.0
+# A process gets one Ctrl-C twice, from its terminal and from its parent.
+_SAME_REQUEST_SECONDS = 2.0
 _FOR_EVER = timedelta(days=365)
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
@@ -43,10 +43,10 @@ class Ranks:
     """The processes that train together.
 
     Attributes:
-        rank: of this one.
-        size: how many there are.
-        device: that this one computes on.
-        store: by which they found each other.
+        rank: the rank of this process.
+        size: the number of processes.
+        device: the device of this process.
+        store: the rendezvous store.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
@@ -64,11 +64,11 @@ class Ranks:
 
     def gathered(self, value: Any) -> list[Any]:
         """Return what each rank gave, on all ranks."""
-        found = [value]
+        values = [value]
         if self.size > 1:
-            found = [None] * self.size
-            dist.all_gather_object(found, value)
-        return found
+            values = [None] * self.size
+            dist.all_gather_object(values, value)
+        return values
 
     def total(self, *values: float) -> list[float]:
         """Return the sums of numbers over all ranks, in float64; waits for a GPU."""
@@ -119,27 +119,26 @@ def _check_device(device: str, kind: str, local: int, count: int) -> None:
 
 
 def set_collective_timeout(seconds: float) -> None:
-    """Let every communication wait for twice as long as the watch, which says who hangs.
+    """Set the timeout of all collectives to twice that of the watchdog, which says who hangs.
 
-    Torch's own patience (30 minutes of gloo, 10 of NCCL) ends a run without a word of that. It is
-    never made less.
+    Torch's own timeout (30 minutes for gloo, 10 for NCCL) does not say who; it is never shortened.
 
     Args:
-        seconds: of the watch; 0: there is none, and what is waited for may take a year.
+        seconds: timeout of the watchdog; 0: there is none, and collectives may take a year.
     """
-    wanted = timedelta(seconds=2 * seconds) if seconds else _FOR_EVER
+    timeout = timedelta(seconds=2 * seconds) if seconds else _FOR_EVER
     for group in dist.distributed_c10d._world.pg_map:
         for kind in group._device_types:
             backend: Any = group._get_backend(kind)
-            if backend.options._timeout < wanted:
-                backend._set_default_timeout(wanted)
+            if backend.options._timeout < timeout:
+                backend._set_default_timeout(timeout)
 
 
 def _store() -> dist.Store:
     """Return where the processes find each other.
 
-    The agent's store outlives them: without a prefix, processes that it started anew would look for
-    the addresses of dead ones.
+    The agent's store outlives them: without a prefix, restarted processes would read the addresses
+    of dead ones.
     """
     if env.launched() is None:
         return dist.HashStore()
@@ -171,7 +170,7 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.asked and now - self._since > _SAME_WISH_SECONDS:
+        if self.asked and now - self._since > _SAME_REQUEST_SECONDS:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
         elif not self.asked:
@@ -185,9 +184,9 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     on, and this process waits until the others have saved, however long that takes.
 
     Args:
-        processes: how many.
-        arguments: of the command.
-        restarts: how often all are started anew when one fails.
+        processes: the number of processes.
+        arguments: the arguments of the command.
+        restarts: how often all are restarted when one fails.
 
     Returns:
         The exit code: 0, or the first one of a process that failed.
@@ -196,7 +195,7 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     from torch.distributed.run import parse_args, run
 
     env.set_threads(max(1, len(host.allowed_cpus()) // processes))
-    # A failed process has told why; the agent's tables of tracebacks would bury it.
+    # A failed process has reported why; the agent's tables of tracebacks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     # The agent would give processes thirty seconds to write a checkpoint.
@@ -210,10 +209,10 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
         return passing.code(stopped.codes)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        # The agent ends the others by SIGTERM; who was killed otherwise could not tell by itself.
+        # The agent ends the others by SIGTERM; a process killed otherwise could not report it.
         killed = {rank: -code for rank, code in codes.items() if code < 0}
         causes = {rank: code for rank, code in killed.items() if code != signal.SIGTERM}
-        # Where one has told its reason, those that only were ended have none.
+        # If one process reported its reason, those ended by SIGTERM need none.
         explained = any(code > 0 for code in codes.values())
         for rank, code in (causes if causes or explained else killed).items():
             name = signal.Signals(code).name
@@ -232,7 +231,7 @@ class _Stopped(BaseException):
 class _Passing:
     """Passes signals on to the processes, waits until they have ended, and leaves.
 
-    The agent must not see them end: it would take that for a failure, and start them anew.
+    The agent must not see them end: it would take that for a failure, and restart them.
     """
 
     def __init__(self) -> None:

@@ -167,11 +167,11 @@ def forward(
 
     ``keep`` is dropout's factor of each probability: 0, or that of the kept ones.
     """
-    found = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
-    kept = found.probabilities if keep is None else found.probabilities * keep
+    normalized = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
+    kept = normalized.probabilities if keep is None else normalized.probabilities * keep
     output = kept @ per_query_head(value.to(kept.dtype), query.shape[1])
-    parts = torch.stack([found.top / math.log(2.0), torch.log2(found.total)], -1)
-    return output, found.lse, parts
+    parts = torch.stack([normalized.top / math.log(2.0), torch.log2(normalized.total)], -1)
+    return output, normalized.lse, parts
 
 
 def rounded(wide: torch.Tensor, dtype: torch.dtype, keep: bool) -> tuple[torch.Tensor, ...]:
@@ -229,8 +229,8 @@ def backward(
     output_mask: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of query, key, value, attn_mask and sinks that are asked for."""
-    found = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
-    p = found.probabilities
+    normalized = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
+    p = normalized.probabilities
     heads = query.shape[1]
     grad = torch.zeros_like(p)
     grad_value = None
@@ -248,17 +248,17 @@ def backward(
     delta = (p * grad).sum(-1)
     if grad_lse is not None:
         # A row without keys has no lse to differentiate.
-        delta = delta - torch.where(found.lse == -torch.inf, 0.0, grad_lse.to(p.dtype))
+        delta = delta - torch.where(normalized.lse == -torch.inf, 0.0, grad_lse.to(p.dtype))
     grad_scores = p * (grad - delta.unsqueeze(-1))
     grad_mask = grad_sinks = grad_query = grad_key = None
     if output_mask[3]:
         assert attn_mask is not None
         grad_mask = grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype).contiguous()
     if output_mask[4]:
-        assert sinks is not None and found.sink is not None
-        grad_sinks = (-found.sink * delta).sum((0, 2)).to(sinks.dtype)
-    if found.tanh is not None:
-        grad_scores = grad_scores * (1 - found.tanh.square())
+        assert sinks is not None and normalized.sink is not None
+        grad_sinks = (-normalized.sink * delta).sum((0, 2)).to(sinks.dtype)
+    if normalized.tanh is not None:
+        grad_scores = grad_scores * (1 - normalized.tanh.square())
     grad_scores = grad_scores * pattern.scale
     if output_mask[0]:
         grad_query = grad_scores @ per_query_head(key.to(p.dtype), heads)
@@ -333,10 +333,10 @@ def check_heads(op: str, names: tuple[str, str], query_heads: int, key_heads: in
 def check_tokens(op: str, name: str, value: torch.Tensor, owner: str, key: torch.Tensor) -> None:
     """Raise unless ``value`` has the shape of ``key`` but for the last dim."""
     if value.shape[:-1] != key.shape[:-1]:
-        wanted = (
+        expected = (
             f"of shape [{', '.join(map(str, key.shape[:-1]))}, size], {owner}'s but for the size"
         )
-        checks.fail(op, name, wanted, list(value.shape))
+        checks.fail(op, name, expected, list(value.shape))
 
 
 def check_options(
@@ -430,7 +430,7 @@ def autocast(query: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor,
 
     Slopes, sinks and masks keep theirs: they enter the float32 scores.
     """
-    wanted = dtypes.autocast_dtype(query.device)
-    if wanted is None or query.dtype == torch.float64:
+    dtype = dtypes.autocast_dtype(query.device)
+    if dtype is None or query.dtype == torch.float64:
         return (query, *tensors)
-    return tuple(tensor.to(wanted) for tensor in (query, *tensors))
+    return tuple(tensor.to(dtype) for tensor in (query, *tensors))

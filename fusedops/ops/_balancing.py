@@ -64,11 +64,11 @@ def update_balancing_bias(
     checks.index_tensor(op, "tokens_per_expert", tokens_per_expert, dtypes=counted)
     checks.shape(op, "tokens_per_expert", tokens_per_expert, bias.shape, "that of bias")
     if tokens_per_expert.device != bias.device:
-        wanted = f"on {bias.device}, the device of bias"
-        checks.fail(op, "tokens_per_expert", wanted, tokens_per_expert.device)
+        expected = f"on {bias.device}, the device of bias"
+        checks.fail(op, "tokens_per_expert", expected, tokens_per_expert.device)
     if len(bias) > 1 and bias.stride(0) == 0:
-        wanted = "a tensor that can be written, for example bias.clone()"
-        checks.fail(op, "bias", wanted, "an expanded one, whose elements share memory")
+        expected = "a tensor that can be written, for example bias.clone()"
+        checks.fail(op, "bias", expected, "an expanded one, whose elements share memory")
     check_rate(op, rate)
     checks.flag(op, "centered", centered)
     checks.group(op, "group", group)

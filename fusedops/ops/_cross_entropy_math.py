@@ -65,8 +65,8 @@ def check_dtype(op: str, dtype: Any, logits: torch.Tensor) -> None:
         raise TypeError(f"{op}: dtype must be a torch.dtype or None, got {checks.shown(dtype)}")
     allowed = list(dict.fromkeys((logits.dtype, dtypes.statistics_dtype(logits.dtype))))
     if dtype not in allowed:
-        wanted = " or ".join(str(each).removeprefix("torch.") for each in allowed)
-        checks.fail(op, "dtype", f"{wanted} for these logits", str(dtype).removeprefix("torch."))
+        expected = " or ".join(str(choice).removeprefix("torch.") for choice in allowed)
+        checks.fail(op, "dtype", f"{expected} for these logits", str(dtype).removeprefix("torch."))
 
 
 def check_classes(op: str, owner: str, num_classes: int) -> None:
@@ -127,7 +127,7 @@ def row_losses(
         loss = _part_loss(y, lse, target, options, all_classes)
         return torch.where(valid, loss, 0.0), lse, count
     inside = (target >= 0) & (target < y.shape[-1])
-    logs = torch.log_softmax(y, -1)  # NaN beside an infinity, where the log-sum-exp is infinite
+    logs = torch.log_softmax(y, -1)  # NaN where an infinity makes the log-sum-exp infinite
     label = logs.gather(-1, torch.where(inside, target, 0).unsqueeze(-1)).squeeze(-1)
     label = torch.where(inside, label, math.nan)
     loss = (options.label_smoothing - 1.0) * label + options.z_loss * lse.square()

@@ -78,7 +78,7 @@ def _grouped_mm_backward(*args: Any, **__: Any) -> int:
 
 def _grouped_mm_add_gradients(*args: Any, **__: Any) -> int:
     into, call, mask = args[:2], args[2:-1], args[-1]
-    return _grouped_mm_backward(*call, [*mask, *(each is not None for each in into)])
+    return _grouped_mm_backward(*call, [*mask, *(buffer is not None for buffer in into)])
 
 
 def _moe_mlp(*args: Any, **__: Any) -> int:
@@ -95,7 +95,7 @@ def _moe_mlp_backward(*args: Any, **__: Any) -> int:
 
 def _moe_mlp_add_gradients(*args: Any, **__: Any) -> int:
     into, call, mask = args[:4], args[4:-1], args[-1]
-    return _moe_mlp_backward(*call, [*mask, *(each is not None for each in into)])
+    return _moe_mlp_backward(*call, [*mask, *(buffer is not None for buffer in into)])
 
 
 def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:

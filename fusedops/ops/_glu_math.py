@@ -56,7 +56,7 @@ def backward_fake(
     gate: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return empty gradients."""
-    grad_gate, grad_up = (gate.new_empty(gate.shape) if wanted else None for wanted in output_mask)
+    grad_gate, grad_up = (gate.new_empty(gate.shape) if needed else None for needed in output_mask)
     return grad_gate, grad_up
 
 

@@ -57,7 +57,7 @@ def check_indices(op: str, argument: str, indices: torch.Tensor, size: int) -> N
     """Raise unless all ``indices`` are in ``[0, size)``; looks where values can be read."""
     if not checks.readable(indices) or indices.numel() == 0:
         return
-    for value in (int(each) for each in torch.aminmax(indices)):
+    for value in (int(extreme) for extreme in torch.aminmax(indices)):
         if not 0 <= value < size:
             checks.fail(op, argument, f"in [0, {size})", value)
 

@@ -180,7 +180,7 @@ def sum_rows(values: torch.Tensor, normalized_shape: Sequence[int]) -> torch.Ten
 
 
 def row_placements(input: Any, normalized_shape: Sequence[int]) -> list[Placement]:
-    """Return how ``input`` may lie on a mesh: rows are independent, a row stays whole."""
+    """Return the shardings of ``input``: rows are independent, a row is not sharded."""
     return [REPLICATE, *range(input.ndim - len(normalized_shape))]
 
 

@@ -32,10 +32,9 @@ def check(op: str, input: Any, residual: Any, argument: str, p: Any, training: A
 def is_plain(
     input: Any, residual: Any, normalized_shape: Any, p: Any, training: Any, seed: Any
 ) -> bool:
-    """Whether the op can be called as it is: one size and dtype, no dropout, no autocast of a GPU.
+    """Whether the op can be called directly: one size and dtype, no dropout, no GPU autocast.
 
-    What else may be wrong its contract finds. Looking for it here took a third of a call of 16
-    rows.
+    The op's contract checks everything else. Checks here took a third of a call of 16 rows.
     """
     return (
         type(p) is float
@@ -57,8 +56,8 @@ def promote(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both in the dtypes that kernels take for a sum of ``dtype``.
 
-    That is ``dtype``, except that a half-precision ``input`` beside a float32 sum stays: a linear's
-    output on its way into a float32 stream under autocast. Kernels read it without a copy.
+    That is ``dtype``, except that a half-precision ``input`` of a float32 sum is unchanged: under
+    autocast, a linear's output is added to a float32 stream. Kernels read it without a copy.
     """
     if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in _HALF):
         input = input.to(dtype)
@@ -96,5 +95,5 @@ def needed_gradients(
     """
     same = output_mask[1] and philox.threshold(dropout_p) == 0 and input_dtype == dtype
     has_normed = grad_normed is not None
-    parameters = (wanted and has_normed for wanted in output_mask[2:])
+    parameters = (needed and has_normed for needed in output_mask[2:])
     return (output_mask[0] and not same, output_mask[1], *parameters)

@@ -159,25 +159,25 @@ def recall(logits: torch.Tensor, seed: torch.Tensor | None) -> Kept | None:
     """Return what the running call's first run chose here, if this is a later run."""
     if torch.compiler.is_compiling():
         return None
-    found: Kept | None = None
+    kept: Kept | None = None
     for memory in _RUNNING.get():
         if not memory.complete:
             continue
         if memory.place >= len(memory.choices):
             raise RuntimeError(
                 "keep_routing: the recomputation calls moe_route more often than the first run, "
-                f"which called it {len(memory.choices)} times; wrap the function anew for each "
+                f"which called it {len(memory.choices)} times; wrap the function at each "
                 "call of the checkpoint: checkpoint(keep_routing(layer), x)"
             )
-        found = found or memory.choices[memory.place]
+        kept = kept or memory.choices[memory.place]
         memory.place += 1
-    if found is not None and found[0].shape[0] != logits.shape[0]:
+    if kept is not None and kept[0].shape[0] != logits.shape[0]:
         raise RuntimeError(
             f"keep_routing: the recomputation routes {logits.shape[0]} tokens where the first run "
-            f"routed {found[0].shape[0]}; wrap the function anew for each call of the checkpoint: "
+            f"routed {kept[0].shape[0]}; wrap the function at each call of the checkpoint: "
             "checkpoint(keep_routing(layer), x)"
         )
-    return found
+    return kept
 
 
 def record(ids: torch.Tensor, kept: torch.Tensor | None, seed: torch.Tensor | None) -> None:

@@ -109,11 +109,11 @@ def are_summed() -> bool:
 
 
 def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> Shared | None:
-    """Return the parameters of a call as it is to read them; ``None``: as any other call."""
+    """Return what a call inside ``summed`` reads; ``None`` if it reads its parameters directly."""
     known = _OPEN.get()
     if known is None or computed_in not in _HALF or not wants_gradient(*parameters):
         return None
-    if not all(each is None or _is_plain(each) for each in parameters):
+    if not all(parameter is None or _is_plain(parameter) for parameter in parameters):
         return None
     into: list[GradientSum | None] = []
     anchors = []
@@ -134,7 +134,8 @@ def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> Shared
             known[key] = _Read(parameter, owner, total, _Anchor.apply(parameter, total))
         into.append(known[key].into)
         anchors.append(known[key].anchor)
-    return Shared([None if each is None else _cut_off(each) for each in parameters], into, anchors)
+    leaves = [None if parameter is None else _cut_off(parameter) for parameter in parameters]
+    return Shared(leaves, into, anchors)
 
 
 @dataclass(frozen=True)
@@ -198,10 +199,10 @@ class _Added(torch.autograd.Function):
             nodes = [node for node, _ in ctx.next_functions[-ctx.anchors :]]
             buffers = _buffers_of_sums(into, nodes, parameters)
         else:
-            wanted = [ctx.needs_input_grad[2 + place] for place in form.parameters]
+            needed = [ctx.needs_input_grad[2 + place] for place in form.parameters]
             buffers = [
-                (_zeros(parameter) if to is None else to) if wants else None
-                for to, parameter, wants in zip(into, parameters, wanted, strict=True)
+                (_zeros(parameter) if to is None else to) if needs else None
+                for to, parameter, needs in zip(into, parameters, needed, strict=True)
             ]
         mask = [ctx.needs_input_grad[2 + place] for place in form.inputs]
         results = form.add_gradients(*buffers, grad, *tensors, kept, *ctx.others, mask)

@@ -187,8 +187,8 @@ class RepeatedBatch:
         """Make a step, as ``adamw`` does."""
 
         def launch() -> None:
-            for each in self._launches:
-                each.run(grad_factor, found_inf, lr, *betas, eps, maximize, bias_correction)
+            for batch in self._launches:
+                batch.run(grad_factor, found_inf, lr, *betas, eps, maximize, bias_correction)
 
         backends.repeat("adamw", launch)
 
@@ -257,8 +257,8 @@ def _words(
     both = []
     for offset in (2 * int(step), 2 * int(step) + 1):
         offset_low, offset_high, key_low, key_high = (
-            torch.tensor(each & _LOW, device=param.device)
-            for each in (offset, offset >> 32, key, key >> 32)
+            torch.tensor(word & _LOW, device=param.device)
+            for word in (offset, offset >> 32, key, key >> 32)
         )
         drawn = philox.philox4x32(
             (counter & _LOW, counter >> 32, offset_low, offset_high), (key_low, key_high)

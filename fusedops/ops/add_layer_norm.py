@@ -149,24 +149,24 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     normalized_shape, eps, dropout_p, input_dtype, output_mask = args[7:]
     # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
     accumulation = dtypes.statistics_dtype(summed.dtype)
-    wanted = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
+    needed = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     total = torch.zeros_like(summed, dtype=accumulation)
     grad_input = grad_residual = grad_weight = grad_bias = None
     if grad_normed is not None:
         grad = grad_normed.to(accumulation)
         normalized = normalize(summed, normalized_shape, eps)
         parameter = summed.dtype if weight is None else weight.dtype
-        if wanted[0] or wanted[1]:
+        if needed[0] or needed[1]:
             total = input_gradient(grad, normalized, weight, normalized_shape)
-        if wanted[2]:
+        if needed[2]:
             grad_weight = sum_rows(grad * normalized.values, normalized_shape).to(parameter)
-        if wanted[3]:
+        if needed[3]:
             grad_bias = sum_rows(grad, normalized_shape).to(parameter)
     if grad_summed is not None:
         total = total + grad_summed.to(accumulation)
-    if wanted[0]:
+    if needed[0]:
         grad_input = philox.dropout(total, seed, dropout_p).to(input_dtype).contiguous()
-    if wanted[1]:
+    if needed[1]:
         grad_residual = total.to(summed.dtype).contiguous()
     return grad_input, grad_residual, grad_weight, grad_bias
 
@@ -180,13 +180,13 @@ def _backward_fake(
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    wanted = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
+    needed = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     parameter = summed.dtype if weight is None else weight.dtype
     return (
-        summed.new_empty(summed.shape, dtype=input_dtype) if wanted[0] else None,
-        summed.new_empty(summed.shape) if wanted[1] else None,
-        summed.new_empty(normalized_shape, dtype=parameter) if wanted[2] else None,
-        summed.new_empty(normalized_shape, dtype=parameter) if wanted[3] else None,
+        summed.new_empty(summed.shape, dtype=input_dtype) if needed[0] else None,
+        summed.new_empty(summed.shape) if needed[1] else None,
+        summed.new_empty(normalized_shape, dtype=parameter) if needed[2] else None,
+        summed.new_empty(normalized_shape, dtype=parameter) if needed[3] else None,
     )
 
 
@@ -203,9 +203,9 @@ def _shard_backward(*args: Any) -> list[Sharding]:
     grad_normed, _, summed, *_, seed = tensors = args[:7]
     normalized_shape, _, dropout_p, input_dtype, output_mask = args[7:]
     dtype = summed.tensor_meta.dtype
-    wanted = needed_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
+    needed = needed_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
     dims = counted_row_placements(summed, normalized_shape, seed)
-    outputs = where(wanted, (ROW, ROW, ROW_SUM, ROW_SUM))
+    outputs = where(needed, (ROW, ROW, ROW_SUM, ROW_SUM))
     inputs = where(tensors, (ROW, ROW, ROW, REPLICATE, ROW, ROW, REPLICATE))
     return row_shardings(dims, outputs, [*inputs, *[None] * 5])
 

@@ -126,8 +126,8 @@ def attention(
     batch, heads = q.shape[:2]
     mask = None
     if attn_mask is not None:
-        wanted = (*leading, heads, q.shape[2], k.shape[2])
-        mask = _mask(attn_mask, query, wanted, batch)
+        shape = (*leading, heads, q.shape[2], k.shape[2])
+        mask = _mask(attn_mask, query, shape, batch)
     checks.probability("attention", "dropout_p", dropout_p)
     left, right, cap, factor = math.check_options(
         "attention", query, heads, batch, window, softcap, alibi_slopes, sinks, scale
@@ -218,25 +218,27 @@ def _check(
     given = (("query", query), ("key", key), ("value", value))
     for name, tensor in given:
         if tensor.dim() < 2:
-            wanted = "of at least 2 dims, [..., heads, tokens, head size]"
-            checks.fail(op, name, wanted, list(tensor.shape))
-    query, key, value = (each[(None,) * max(0, 3 - each.dim())] for _, each in given)
+            expected = "of at least 2 dims, [..., heads, tokens, head size]"
+            checks.fail(op, name, expected, list(tensor.shape))
+    query, key, value = (tensor[(None,) * max(0, 3 - tensor.dim())] for _, tensor in given)
     if key.shape[-1] != query.shape[-1]:
         checks.fail(op, "key", f"of head size {query.shape[-1]}, query's", key.shape[-1])
-    leading = [each.shape[:-3] for each in (query, key, value)]
-    if any(each != leading[0] for each in leading):
+    leading = [tensor.shape[:-3] for tensor in (query, key, value)]
+    if any(sizes != leading[0] for sizes in leading):
         try:
             shared = torch.broadcast_shapes(*leading)
         except RuntimeError:
             shape = f"with leading dims that broadcast with query's, {list(leading[0])}"
-            checks.fail(op, "key and value", shape, [list(each) for each in leading[1:]])
-        query, key, value = (each.expand(*shared, *each.shape[-3:]) for each in (query, key, value))
+            checks.fail(op, "key and value", shape, [list(sizes) for sizes in leading[1:]])
+        query, key, value = (
+            tensor.expand(*shared, *tensor.shape[-3:]) for tensor in (query, key, value)
+        )
     math.check_tokens(op, "value", value, "key", key)
     heads, key_heads = query.shape[-3], key.shape[-3]
     if heads != key_heads:
         if not enable_gqa:
-            wanted = f"of query's number of heads, {heads}, unless enable_gqa=True"
-            checks.fail(op, "key", wanted, key_heads)
+            expected = f"of query's number of heads, {heads}, unless enable_gqa=True"
+            checks.fail(op, "key", expected, key_heads)
         math.check_heads(op, ("query", "key"), heads, key_heads)
     return query, key, value
 
@@ -270,26 +272,25 @@ def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)
 
 
-def _mask(mask: Any, query: torch.Tensor, wanted: Sequence[int], batch: int) -> torch.Tensor:
-    """Return the mask in four dims, each 1 or whole, broadcast dims unexpanded where possible."""
+def _mask(mask: Any, query: torch.Tensor, sizes: Sequence[int], batch: int) -> torch.Tensor:
+    """Return the mask in four dims; broadcast dims stay of size 1 where possible."""
     op = "attention"
     checks.tensor(op, "attn_mask", mask, floating=False)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"{op}: attn_mask must be boolean or floating, got {mask.dtype}")
     if mask.device != query.device:
         checks.fail(op, "attn_mask", f"on {query.device}, the device of query", mask.device)
-    fits = mask.dim() <= len(wanted) and all(
-        size in (1, whole)
-        for size, whole in zip(reversed(mask.shape), reversed(wanted), strict=False)
+    fits = mask.dim() <= len(sizes) and all(
+        size in (1, full) for size, full in zip(reversed(mask.shape), reversed(sizes), strict=False)
     )
     if not fits:
-        shape = "[" + ", ".join(map(str, wanted)) + "]"
+        shape = "[" + ", ".join(map(str, sizes)) + "]"
         checks.fail(op, "attn_mask", f"broadcastable to {shape}", list(mask.shape))
     if mask.dtype != torch.bool and mask.dtype != query.dtype:
         mask = mask.to(dtypes.statistics_dtype(query.dtype))
-    if len(wanted) > 4 and mask.dim() > 3:
-        whole = any(size != 1 for size in mask.shape[:-3])
-        leading, flat = (wanted[:-3], batch) if whole else (mask.shape[:-3], 1)
+    if len(sizes) > 4 and mask.dim() > 3:
+        has_batch = any(size != 1 for size in mask.shape[:-3])
+        leading, flat = (sizes[:-3], batch) if has_batch else (mask.shape[:-3], 1)
         mask = mask.expand(*leading, *mask.shape[-3:]).reshape(flat, *mask.shape[-3:])
     return mask[(None,) * (4 - mask.dim())]
 
@@ -412,7 +413,7 @@ def _placements(
         bonds = 0 if word == 1 else REPLICATE
     given = (attn_mask, alibi_slopes, sinks, seed)
     words = (mask, slopes, bonds, REPLICATE)
-    return [None if each is None else where for each, where in zip(given, words, strict=True)]
+    return [None if tensor is None else where for tensor, where in zip(given, words, strict=True)]
 
 
 def _remainder_word(word: Placement, query: Any, numbers: Sequence[Any]) -> Placement:

@@ -223,8 +223,8 @@ def _shard(*args: Any) -> list[Sharding]:
         lengths: Placement = 0 if word == 0 else REPLICATE
         slopes: Placement = None
         if alibi_slopes is not None:
-            whole = len(alibi_slopes.shape) == 2
-            slopes = word if whole else (0 if word == 1 else REPLICATE)
+            per_sequence = len(alibi_slopes.shape) == 2
+            slopes = word if per_sequence else (0 if word == 1 else REPLICATE)
         bonds: Placement = None if sinks is None else (0 if word == 1 else REPLICATE)
         inputs: list[Placement] = [*[word] * 3, lengths, slopes, bonds, *[None] * len(numbers)]
         rules.append(([word, word], inputs))

@@ -156,8 +156,8 @@ def _check(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: An
         if tensor.device != query.device:
             checks.fail(op, name, f"on {query.device}, the device of query", tensor.device)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        wanted = f"of the shape of cu_seqlens_q, {list(cu_seqlens_q.shape)}"
-        checks.fail(op, "cu_seqlens_k", wanted, list(cu_seqlens_k.shape))
+        expected = f"of the shape of cu_seqlens_q, {list(cu_seqlens_q.shape)}"
+        checks.fail(op, "cu_seqlens_k", expected, list(cu_seqlens_k.shape))
 
 
 class _Arguments(NamedTuple):
@@ -255,7 +255,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # The saved outputs are not used: this is also the second derivative.
     call, (grad_output, grad_lse), output_mask = _of_backward(args)
-    parts: list[list[torch.Tensor]] = [[each[:0]] for each in call[:3]]
+    parts: list[list[torch.Tensor]] = [[tensor[:0]] for tensor in call[:3]]
     sinks = call.sinks
     grad_sinks = torch.zeros_like(sinks) if sinks is not None and output_mask[3] else None
     mask = [*output_mask[:3], False, output_mask[3]]
@@ -265,32 +265,31 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
             grad_lse[None, :, rows] if grad_lse is not None else None,
         )
         given: tuple[Any, ...] = (*grads, *arguments, mask)
-        found = math.backward(*given)
-        for part, grad in zip(parts, found, strict=False):
+        gradients = math.backward(*given)
+        for part, grad in zip(parts, gradients, strict=False):
             if grad is not None:
                 part.append(grad[0].transpose(0, 1))
         if grad_sinks is not None:
-            assert found[4] is not None
-            grad_sinks = grad_sinks + found[4]
-    wanted = zip(parts, output_mask, strict=False)
-    whole = [torch.cat(part) if is_wanted else None for part, is_wanted in wanted]
-    return (*whole, grad_sinks)
+            assert gradients[4] is not None
+            grad_sinks = grad_sinks + gradients[4]
+    pairs = zip(parts, output_mask, strict=False)
+    return (*(torch.cat(part) if needed else None for part, needed in pairs), grad_sinks)
 
 
 def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
     call, _, output_mask = _of_backward(args)
     inputs = (*call[:3], call.sinks)
     return tuple(
-        each.new_empty(each.shape) if wanted and each is not None else None
-        for each, wanted in zip(inputs, output_mask, strict=True)
+        tensor.new_empty(tensor.shape) if needed and tensor is not None else None
+        for tensor, needed in zip(inputs, output_mask, strict=True)
     )
 
 
 def _words(query: Any, key: Any, seed: Any) -> list[Placement]:
     """Heads (dim 1) may be sharded, unless dropout counts from the tensor's beginning."""
     ranks = query.mesh.size()
-    whole = seed is not None or query.shape[1] % ranks or key.shape[1] % ranks
-    return [REPLICATE] if whole else [REPLICATE, 1]
+    replicated = seed is not None or query.shape[1] % ranks or key.shape[1] % ranks
+    return [REPLICATE] if replicated else [REPLICATE, 1]
 
 
 def _options(word: Placement, alibi_slopes: Any, sinks: Any, seed: Any) -> list[Placement]:
@@ -300,8 +299,8 @@ def _options(word: Placement, alibi_slopes: Any, sinks: Any, seed: Any) -> list[
         slopes = len(alibi_slopes.shape) - 1
     bonds = 0 if word == 1 else REPLICATE
     given = zip((alibi_slopes, sinks, seed), (slopes, bonds, REPLICATE), strict=True)
-    found = [placement if each is not None else None for each, placement in given]
-    return [REPLICATE, REPLICATE, *found]
+    optional = [placement if tensor is not None else None for tensor, placement in given]
+    return [REPLICATE, REPLICATE, *optional]
 
 
 def _remainder_word(word: Placement, query: Any, numbers: Sequence[Any]) -> Placement:

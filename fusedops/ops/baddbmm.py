@@ -81,7 +81,7 @@ def baddbmm(
         input = _with_rank(input, rank)
         pairs = zip(input.shape, shape, strict=True)
         # Numbers, because torch.jit.trace records no list of bools.
-        broadcast = [int(size == 1 and wanted != 1) for size, wanted in pairs]
+        broadcast = [int(size == 1 and full != 1) for size, full in pairs]
     return _OP(input, batch1, batch2, float(beta), float(alpha), broadcast)
 
 
@@ -97,16 +97,16 @@ def _check(op: str, input: Any, batch1: Any, batch2: Any) -> tuple[int, ...]:
         name, got = ("batch1", first) if len(first) < 2 else ("batch2", second)
         checks.fail(op, name, "a tensor of at least two dimensions", f"shape {list(got)}")
     if first[-1] != second[-2]:
-        wanted = f"of shape [..., {first[-1]}, N] (batch1 has {first[-1]} columns)"
-        checks.fail(op, "batch2", wanted, list(second))
+        expected = f"of shape [..., {first[-1]}, N] (batch1 has {first[-1]} columns)"
+        checks.fail(op, "batch2", expected, list(second))
     leading: tuple[int, ...] | None
     if len(first) == len(second) == 3 and first[0] == second[0]:
         leading = (first[0],)
     else:
         leading = _broadcast(first[:-2], second[:-2])
     if leading is None:
-        wanted = f"such that leading dimensions broadcast with {list(first[:-2])} of batch1"
-        checks.fail(op, "batch2", wanted, list(second))
+        expected = f"such that leading dimensions broadcast with {list(first[:-2])} of batch1"
+        checks.fail(op, "batch2", expected, list(second))
     shape = (*leading, first[-2], second[-1])
     sizes = input.shape
     if sizes != shape and (len(sizes) > len(shape) or _broadcast(sizes, shape) != shape):
@@ -118,7 +118,7 @@ def _broadcast(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] |
     """Return the shape that two shapes broadcast to, or ``None``."""
     rank = max(len(first), len(second))
     result = []
-    padded = [(1,) * (rank - len(each)) + tuple(each) for each in (first, second)]
+    padded = [(1,) * (rank - len(sizes)) + tuple(sizes) for sizes in (first, second)]
     for a, b in zip(*padded, strict=True):
         if a != b and a != 1 and b != 1:
             return None
@@ -175,7 +175,7 @@ def _operand_gradient(
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, batch1, batch2, beta, alpha, broadcast, output_mask = args
     grad_input = None
-    dims = [dim for dim, each in enumerate(broadcast) if each]
+    dims = [dim for dim, is_broadcast in enumerate(broadcast) if is_broadcast]
     if output_mask[0] and (dims or beta != 1):
         wide = dtypes.statistics_dtype(grad_output.dtype)
         summed = grad_output.to(wide)
@@ -199,7 +199,7 @@ def _backward_fake(
     grad_input = None
     if output_mask[0] and (any(broadcast) or beta != 1):
         sizes = zip(grad_output.shape, broadcast, strict=True)
-        grad_input = batch1.new_empty([1 if each else size for size, each in sizes])
+        grad_input = batch1.new_empty([1 if is_broadcast else size for size, is_broadcast in sizes])
 
     def empty(operand: torch.Tensor) -> torch.Tensor:
         if is_transposed(operand):
@@ -250,17 +250,17 @@ def _shard_backward(
     batch1: Any, batch2: Any, beta: float, broadcast: Sequence[int], output_mask: Sequence[bool]
 ) -> list[Sharding]:
     has_input = any(broadcast) or beta != 1
-    wanted = (output_mask[0] and has_input, *output_mask[1:])
+    needed = (output_mask[0] and has_input, *output_mask[1:])
 
     def rule(
         results: Sequence[Placement], grad: Placement, first: Placement, second: Placement
     ) -> Sharding:
-        masked = [word if on else None for word, on in zip(results, wanted, strict=True)]
+        masked = [word if on else None for word, on in zip(results, needed, strict=True)]
         return masked, [grad, first, second, None, None, None, None]
 
     rules = []
     for addend, first, second, grad in _splits(batch1, batch2, broadcast):
-        # What every rank holds whole gets a part of the sum from each.
+        # The gradient of a replicated operand is a partial sum on each rank.
         results = [
             PARTIAL if word == REPLICATE and grad != REPLICATE else word
             for word in (addend, first, second)

@@ -144,10 +144,10 @@ def _cuts(ndim: int, seed: Any) -> list[tuple[Placement, Placement, Placement]]:
 
     Elements are independent, unless dropout counts them from the tensor's beginning.
     """
-    whole: list[tuple[Placement, Placement, Placement]] = [(REPLICATE, REPLICATE, REPLICATE)]
+    replicated: list[tuple[Placement, Placement, Placement]] = [(REPLICATE, REPLICATE, REPLICATE)]
     if seed is not None or ndim == 0:
-        return whole
-    return [*whole, *((dim, REPLICATE, PARTIAL) for dim in range(ndim - 1)), (ndim - 1, 0, 0)]
+        return replicated
+    return [*replicated, *((dim, REPLICATE, PARTIAL) for dim in range(ndim - 1)), (ndim - 1, 0, 0)]
 
 
 def _shard(
@@ -169,10 +169,10 @@ def _shard_backward(
     output_mask: Sequence[bool],
 ) -> list[Sharding]:
     drawn = REPLICATE if seed is not None else None
-    wanted = _wants_input(grad_output.tensor_meta.dtype, p, input_dtype, output_mask)
+    needs_input = _wants_input(grad_output.tensor_meta.dtype, p, input_dtype, output_mask)
     return [
         (
-            [word if wanted else None, summed if output_mask[1] else None, None],
+            [word if needs_input else None, summed if output_mask[1] else None, None],
             [word, parameter if bias is not None else None, drawn, None, None, None],
         )
         for word, parameter, summed in _cuts(grad_output.ndim, seed)

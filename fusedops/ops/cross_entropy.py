@@ -163,7 +163,7 @@ def _backward_fake(*args: Any) -> torch.Tensor | None:
 
 
 def _shard(*args: Any) -> list[Sharding]:
-    """Rows are independent, their sum and their count are partial sums; classes are whole.
+    """Rows are independent, their sum and their count are partial sums; classes are unsharded.
 
     The mean over sharded rows is not the op's: the public function divides the sums of all ranks.
     """

@@ -126,8 +126,8 @@ def _check(op: str, input: Any, weight: Any, offsets: Any, bias: Any) -> None:
         checks.fail(op, "input", "a matrix [rows, K]", f"shape {list(input.shape)}")
     check_parameter(op, "weight", weight, input)
     if weight.dim() != 3 or weight.shape[1] != input.shape[1]:
-        wanted = f"of shape [groups, {input.shape[1]}, N] (input has {input.shape[1]} columns)"
-        checks.fail(op, "weight", wanted, list(weight.shape))
+        expected = f"of shape [groups, {input.shape[1]}, N] (input has {input.shape[1]} columns)"
+        checks.fail(op, "weight", expected, list(weight.shape))
     check_offsets(op, offsets, input, weight.shape[0])
     if bias is not None:
         check_parameter(op, "bias", bias, input)
@@ -139,8 +139,8 @@ def check_offsets(op: str, offsets: Any, input: torch.Tensor, groups: int) -> No
     checks.index_tensor(op, "offsets", offsets)
     checks.shape(op, "offsets", offsets, (groups,), "one end per group")
     if offsets.device != input.device:
-        wanted = f"on {input.device}, the device of input"
-        checks.fail(op, "offsets", wanted, offsets.device)
+        expected = f"on {input.device}, the device of input"
+        checks.fail(op, "offsets", expected, offsets.device)
 
 
 def check_into(op: str, name: str, into: Any, owner: str, weight: torch.Tensor) -> None:
@@ -148,8 +148,8 @@ def check_into(op: str, name: str, into: Any, owner: str, weight: torch.Tensor) 
     checks.like(op, name, into, owner, weight)
     wide = dtypes.statistics_dtype(weight.dtype)
     if into.dtype != wide:
-        wanted, got = str(wide)[6:], str(into.dtype)[6:]
-        raise TypeError(f"{op}: {name} must have dtype {wanted}, got {got}")
+        expected, got = str(wide)[6:], str(into.dtype)[6:]
+        raise TypeError(f"{op}: {name} must have dtype {expected}, got {got}")
     checks.shape(op, name, into, weight.shape, f"that of {owner}")
     if not (into.is_contiguous() or into.mT.is_contiguous()):
         checks.fail(op, name, "dense, or a transposed view of dense memory", into.stride())
@@ -253,7 +253,7 @@ def _sums_gradient(
 ) -> torch.Tensor:
     if call.activation == "identity":
         return grad
-    # Under a second derivative it is made again: it is then a function of the inputs.
+    # A second derivative recomputes it, so that it is a function of the inputs.
     if torch.is_grad_enabled() or z.numel() == 0:
         z = grouped_product(call.input, call.weight, groups, call.bias)
     return activation_gradient(grad, z, call.activation)

@@ -80,8 +80,8 @@ def hash_route(
     elif table is not None:
         experts = _looked_up(token_ids, table, num_experts)
     else:
-        whole = torch.full((), num_experts, device=token_ids.device)
-        experts = _hashed(token_ids.to(torch.int64), whole, top_k, seed)
+        count = torch.full((), num_experts, device=token_ids.device)
+        experts = _hashed(token_ids.to(torch.int64), count, top_k, seed)
     probs = torch.full(experts.shape, 1.0 / experts.shape[1], device=experts.device)
     return RoutingPlan.from_choices(experts, probs, num_experts)
 
@@ -106,8 +106,8 @@ def _check(token_ids: Any, num_experts: Any, top_k: Any, table: Any, seed: Any) 
     if table is not None:
         columns = table.shape[1]
         if not 1 <= columns <= num_experts:
-            wanted = f"of 1 to {num_experts} columns, the number of experts"
-            checks.fail(_OP, "table", wanted, list(table.shape))
+            expected = f"of 1 to {num_experts} columns, the number of experts"
+            checks.fail(_OP, "table", expected, list(table.shape))
         if top_k not in (1, columns):
             checks.fail(_OP, "top_k", f"{columns}, the columns of table", top_k)
 
@@ -116,16 +116,16 @@ def _looked_up(token_ids: torch.Tensor, table: torch.Tensor, num_experts: int) -
     """Return the experts of each token that a table has, ``[T, k]``; on the CPU checked."""
     rows = len(table)
     if checks.readable(token_ids) and token_ids.numel():
-        least, most = (int(each) for each in token_ids.aminmax())
+        least, most = (int(extreme) for extreme in token_ids.aminmax())
         if least < 0 or most >= rows:
-            wanted = f"rows of table, at least 0 and less than {rows}"
-            checks.fail(_OP, "token_ids", wanted, least if least < 0 else most)
+            expected = f"rows of table, at least 0 and less than {rows}"
+            checks.fail(_OP, "token_ids", expected, least if least < 0 else most)
     experts = table[token_ids]
     if checks.readable(experts) and experts.numel():
-        least, most = (int(each) for each in experts.aminmax())
+        least, most = (int(extreme) for extreme in experts.aminmax())
         if least < 0 or most > num_experts:
-            wanted = f"of experts from 0 to {num_experts - 1}, or {num_experts} for nobody"
-            checks.fail(_OP, "table", wanted, least if least < 0 else most)
+            expected = f"of experts from 0 to {num_experts - 1}, or {num_experts} for nobody"
+            checks.fail(_OP, "table", expected, least if least < 0 else most)
     return experts
 
 
@@ -146,22 +146,22 @@ def _check_domains(
     if domains.device != token_ids.device:
         checks.fail(_OP, "domains", f"on {token_ids.device}, as token_ids", domains.device)
     if checks.readable(domains) and domains.numel():
-        least, most = (int(each) for each in domains.aminmax())
+        least, most = (int(extreme) for extreme in domains.aminmax())
         if least < 0 or most >= len(sizes):
-            wanted = f"from 0 to {len(sizes) - 1}, of domain_experts {sizes}"
-            checks.fail(_OP, "domains", wanted, least if least < 0 else most)
+            expected = f"from 0 to {len(sizes) - 1}, of domain_experts {sizes}"
+            checks.fail(_OP, "domains", expected, least if least < 0 else most)
     return sizes
 
 
 def check_domain_experts(op: str, sizes: Any, num_experts: int, top_k: int) -> tuple[int, ...]:
     """Return how many experts each domain has; raise unless they share all, ``top_k`` at least."""
-    found = checks.sizes(op, "domain_experts", sizes)
-    if sum(found) != num_experts or not found:
-        wanted = f"numbers that add up to {num_experts}, the experts"
-        checks.fail(op, "domain_experts", wanted, found)
-    if min(found) < top_k:
-        checks.fail(op, "domain_experts", f"at least top_k, {top_k}, each", found)
-    return found
+    counts = checks.sizes(op, "domain_experts", sizes)
+    if sum(counts) != num_experts or not counts:
+        expected = f"numbers that add up to {num_experts}, the experts"
+        checks.fail(op, "domain_experts", expected, counts)
+    if min(counts) < top_k:
+        checks.fail(op, "domain_experts", f"at least top_k, {top_k}, each", counts)
+    return counts
 
 
 def _hashed(ids: torch.Tensor, sizes: torch.Tensor, top_k: int, seed: int) -> torch.Tensor:

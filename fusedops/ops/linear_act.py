@@ -82,8 +82,8 @@ def check_linear(
     features = input.shape[-1]
     check_parameter(op, names[0], weight, input)
     if weight.dim() != 2 or weight.shape[1] != features:
-        wanted = f"of shape [out_features, {features}] (input has {features} features)"
-        checks.fail(op, names[0], wanted, list(weight.shape))
+        expected = f"of shape [out_features, {features}] (input has {features} features)"
+        checks.fail(op, names[0], expected, list(weight.shape))
     if bias is not None:
         check_parameter(op, names[1], bias, input)
         checks.shape(op, names[1], bias, weight.shape[:1], f"the rows of {names[0]}")

@@ -140,8 +140,8 @@ def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any) -> None:
     check_parameter(op, "weight", weight, hidden)
     features = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != features:
-        wanted = f"of shape [num_classes, {features}] (hidden has {features} features)"
-        checks.fail(op, "weight", wanted, list(weight.shape))
+        expected = f"of shape [num_classes, {features}] (hidden has {features} features)"
+        checks.fail(op, "weight", expected, list(weight.shape))
     if bias is not None:
         check_parameter(op, "bias", bias, hidden)
         checks.shape(op, "bias", bias, weight.shape[:1], "the rows of weight")
@@ -245,7 +245,7 @@ def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
 
 
 def _shard(*args: Any) -> list[Sharding]:
-    """Rows are independent, their sum and their count are partial sums; parameters are whole."""
+    """Rows are independent, their sum and count are partial sums; parameters are replicated."""
     call = LinearCrossEntropy(*args)
     bias_word = REPLICATE if call.bias is not None else None
 

@@ -101,8 +101,8 @@ def _check(op: str, input: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> None:
     check_parameter(op, "w2", w2, input)
     hidden = w1.shape[0]
     if w2.dim() != 2 or w2.shape[1] != hidden:
-        wanted = f"of shape [out_features, {hidden}] (w1 has {hidden} rows)"
-        checks.fail(op, "w2", wanted, list(w2.shape))
+        expected = f"of shape [out_features, {hidden}] (w1 has {hidden} rows)"
+        checks.fail(op, "w2", expected, list(w2.shape))
     if b2 is not None:
         check_parameter(op, "b2", b2, input)
         checks.shape(op, "b2", b2, w2.shape[:1], "the rows of w2")

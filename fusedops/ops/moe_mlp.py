@@ -157,12 +157,12 @@ def _check(op: str, input: Any, plan: Any, w1: Any, w2: Any, b1: Any, b2: Any, g
     experts, hidden = plan.num_experts, input.shape[1]
     if w1.dim() != 3 or w1.shape[:2] != (experts, hidden) or (gated and w1.shape[2] % 2):
         columns = "2 * inner" if gated else "inner"
-        wanted = f"of shape [{experts}, {hidden}, {columns}] (the plan's experts, input's columns)"
-        checks.fail(op, "w1", wanted, list(w1.shape))
+        shape = f"of shape [{experts}, {hidden}, {columns}] (the plan's experts, input's columns)"
+        checks.fail(op, "w1", shape, list(w1.shape))
     inner = w1.shape[2] // 2 if gated else w1.shape[2]
     if w2.dim() != 3 or w2.shape[:2] != (experts, inner):
-        wanted = f"of shape [{experts}, {inner}, hidden_out] (as w1's)"
-        checks.fail(op, "w2", wanted, list(w2.shape))
+        expected = f"of shape [{experts}, {inner}, hidden_out] (as w1's)"
+        checks.fail(op, "w2", expected, list(w2.shape))
     for name, bias, weight in (("b1", b1, w1), ("b2", b2, w2)):
         if bias is not None:
             check_parameter(op, name, bias, input)
@@ -243,7 +243,7 @@ class _Steps:
         self.dz = self.hidden = self.weighted = self.dy
         self.grad_input = self.grad_probs = None
         z = kept[: rows.count]
-        # Under a second derivative it is made again: it is then a function of the inputs.
+        # A second derivative recomputes it, so that it is a function of the inputs.
         if torch.is_grad_enabled() or not call.keep_preactivation:
             z = rows.wide_product(self.x, call.w1, call.b1).to(dtype)
         z = z.to(wide)
@@ -381,7 +381,7 @@ def _add_gradients_reference(
     *args: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     dy, call, kept, output_mask = of_backward(MoeMLP, args)
-    given = [each is not None for each in (into_w1, into_w2, into_b1, into_b2)]
+    given = [buffer is not None for buffer in (into_w1, into_w2, into_b1, into_b2)]
     to = _Steps(dy, call, kept, [*output_mask, *given])
     if into_w1 is not None:
         add_weight_gradient(into_w1, to.x, to.dz, to.groups)

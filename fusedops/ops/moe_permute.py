@@ -89,7 +89,7 @@ _WORDS: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
 
 
 def _shard(input: Any, positions: Any, offsets: Any) -> list[Sharding]:
-    """Columns are independent, and the op is linear; rows need the whole plan."""
+    """Columns are independent, and the op is linear; rows need the unsharded plan."""
     return [([word], [word, REPLICATE, REPLICATE]) for word in _WORDS]
 
 

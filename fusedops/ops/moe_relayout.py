@@ -108,9 +108,9 @@ def _check(input: Any, plan: RoutingPlan, source: str, target: str, capacity: An
         return int(capacity)
     checks.tensor(op, "input", input)
     math.check_order(op, plan, input)
-    wanted = (plan.num_experts, capacity)
-    if input.dim() != 3 or tuple(input.shape[:2]) != wanted:
-        sizes = f"[{wanted[0]}, {wanted[1]}, hidden] (num_experts, capacity)"
+    expected = (plan.num_experts, capacity)
+    if input.dim() != 3 or tuple(input.shape[:2]) != expected:
+        sizes = f"[{expected[0]}, {expected[1]}, hidden] (num_experts, capacity)"
         checks.fail(op, "input", f"of shape {sizes}", list(input.shape))
     return int(capacity)
 
@@ -189,7 +189,7 @@ _WORDS: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
 
 
 def _shard(input: Any, index: Any, inverse: Any) -> list[Sharding]:
-    """Columns are independent, and the op is linear; rows need the whole plan."""
+    """Columns are independent, and the op is linear; rows need the unsharded plan."""
     return [([word], [word, REPLICATE, REPLICATE]) for word in _WORDS]
 
 

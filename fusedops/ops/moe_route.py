@@ -222,14 +222,14 @@ def _check(
         checks.like(op, "bias", bias, "logits", logits)
         checks.shape(op, "bias", bias, (experts,), "one per expert")
     if softmax_after and score != "softmax":
-        checks.fail(op, "score", "'softmax' beside softmax_after", repr(score))
+        checks.fail(op, "score", "'softmax' with softmax_after", repr(score))
     groups, best = _check_groups(op, experts, num_groups, topk_groups, group_score)
     within = experts if best == groups else experts // groups * best
     if not 1 <= top_k <= within:
         which = "the number of experts" if within == experts else "the experts of the best groups"
         checks.fail(op, "top_k", f"from 1 to {within}, {which}", top_k)
     if drop_policy == "rounds" and (normalize or softmax_after) and capacity_factor is not None:
-        checks.fail(op, "drop_policy", "another one beside normalize or softmax_after", "'rounds'")
+        checks.fail(op, "drop_policy", "another one with normalize or softmax_after", "'rounds'")
     if expert_choice:
         for name, given in (
             ("bias", bias is not None),
@@ -238,7 +238,7 @@ def _check(
             ("softmax_after", softmax_after),
         ):
             if given:
-                checks.fail(op, name, "left out beside expert_choice", "it")
+                checks.fail(op, name, "left out with expert_choice", "it")
         capacity_factor = 1.0 if capacity_factor is None else capacity_factor
         drop_policy = "expert_choice"
     capacity = -1
@@ -269,7 +269,7 @@ def _check_groups(
         return 1, 1
     if num_groups is None or topk_groups is None:
         missing = "num_groups" if num_groups is None else "topk_groups"
-        checks.fail(op, missing, "given beside num_groups or topk_groups", None)
+        checks.fail(op, missing, "given with num_groups or topk_groups", None)
     checks.integer(op, "num_groups", num_groups)
     checks.integer(op, "topk_groups", topk_groups)
     if num_groups < 1 or experts % num_groups != 0:

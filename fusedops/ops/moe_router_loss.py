@@ -133,13 +133,13 @@ def _counts(
 
 
 def _check_range(ids: torch.Tensor, experts: int) -> None:
-    """Raise unless all are in ``[0, experts]``; on a GPU the assertion of scatter_add tells."""
+    """Raise unless all are in ``[0, experts]``; on a GPU scatter_add asserts it."""
     if ids.numel() == 0 or not checks.readable(ids):
         return
     for extreme in torch.aminmax(ids):
         if not 0 <= int(extreme) <= experts:
-            wanted = f"of experts in [0, {experts}), or {experts} for none"
-            checks.fail("moe_router_loss", "choices", wanted, int(extreme))
+            expected = f"of experts in [0, {experts}), or {experts} for none"
+            checks.fail("moe_router_loss", "choices", expected, int(extreme))
 
 
 def _sum_over_ranks(
@@ -181,10 +181,10 @@ def _check(
     checks.choice(op, "score", score, _SCORES)
     checks.integer(op, "num_sequences", num_sequences)
     if num_sequences < 1 or logits.shape[0] % num_sequences != 0:
-        wanted = f"a divisor of {logits.shape[0]}, the tokens"
-        checks.fail(op, "num_sequences", wanted, num_sequences)
+        expected = f"a divisor of {logits.shape[0]}, the tokens"
+        checks.fail(op, "num_sequences", expected, num_sequences)
     if group is not None and num_sequences != 1:
-        checks.fail(op, "group", "left out beside num_sequences", "it")
+        checks.fail(op, "group", "left out with num_sequences", "it")
     checks.group(op, "group", group)
     if mask is not None:
         checks.index_tensor(op, "mask", mask, dtypes=(torch.bool,))

@@ -95,13 +95,13 @@ def check_ids(op: str, expert_ids: torch.Tensor, num_experts: int) -> None:
     """Raise unless ids whose values can be read are experts, or ``num_experts``."""
     if not checks.readable(expert_ids) or not expert_ids.numel():
         return
-    least, most = (int(each) for each in expert_ids.aminmax())
+    least, most = (int(extreme) for extreme in expert_ids.aminmax())
     if least >= 0 and most <= num_experts:
         return
     token, choice = ((expert_ids < 0) | (expert_ids > num_experts)).nonzero()[0].tolist()
-    wanted = f"in [0, {num_experts}), or {num_experts} for nobody"
+    expected = f"in [0, {num_experts}), or {num_experts} for nobody"
     got = f"{int(expert_ids[token, choice])} at token {token}, choice {choice}"
-    checks.fail(op, "expert_ids", wanted, got)
+    checks.fail(op, "expert_ids", expected, got)
 
 
 def _reference(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts: int) -> Sorted:

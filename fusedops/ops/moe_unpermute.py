@@ -112,7 +112,7 @@ def _backward_fake(
 
 
 def _shard(input: Any, probs: Any, positions: Any, offsets: Any) -> list[Sharding]:
-    """Columns are independent, and the sum is linear in ``input``; rows need the whole plan."""
+    """Columns are independent, and the sum is linear in ``input``; rows need the unsharded plan."""
     weights = REPLICATE if probs is not None else None
     words: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
     return [([word], [word, weights, REPLICATE, REPLICATE]) for word in words]
@@ -126,10 +126,10 @@ def _shard_backward(input: Any, probs: Any, output_mask: Sequence[bool]) -> list
         (1, 1, 1, PARTIAL),
         (REPLICATE, PARTIAL, REPLICATE, PARTIAL),
     )
-    wanted = (output_mask[0], output_mask[1] and probs is not None)
+    needed = (output_mask[0], output_mask[1] and probs is not None)
     return [
         (
-            where(wanted, grads),
+            where(needed, grads),
             [grad, *where((input, probs), (rows, REPLICATE)), REPLICATE, REPLICATE, None],
         )
         for grad, rows, *grads in cases

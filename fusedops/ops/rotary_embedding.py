@@ -91,8 +91,8 @@ def _check(query: Any, key: Any, cos: Any, sin: Any) -> None:
     op = "rotary_embedding"
     checks.tensor(op, "query", query)
     if query.dim() != 4:
-        wanted = "of 4 dimensions [batch, num_heads, seq_len, head_dim]"
-        checks.fail(op, "query", wanted, f"{query.dim()} dimensions")
+        expected = "of 4 dimensions [batch, num_heads, seq_len, head_dim]"
+        checks.fail(op, "query", expected, f"{query.dim()} dimensions")
     checks.like(op, "key", key, "query", query, dtype=True)
     batch, _, length, head_dim = query.shape
     heads = key.shape[1] if key.dim() == 4 else "num_key_heads"
@@ -100,13 +100,13 @@ def _check(query: Any, key: Any, cos: Any, sin: Any) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         checks.parameter(op, name, table, "query", query)
         if table.dim() not in (2, 3):
-            wanted = "of shape [batch, seq_len, rotary_dim] or [seq_len, rotary_dim]"
-            checks.fail(op, name, wanted, f"{table.dim()} dimensions")
+            expected = "of shape [batch, seq_len, rotary_dim] or [seq_len, rotary_dim]"
+            checks.fail(op, name, expected, f"{table.dim()} dimensions")
         entries = () if table.dim() == 2 else (1 if table.shape[0] == 1 else batch,)
         rotary_dim = table.shape[-1]
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            wanted = f"of an even last size from 2 to head_dim, {head_dim}"
-            checks.fail(op, name, wanted, rotary_dim)
+            expected = f"of an even last size from 2 to head_dim, {head_dim}"
+            checks.fail(op, name, expected, rotary_dim)
         shape = (*entries, length, rotary_dim)
         checks.shape(op, name, table, shape, "seq_len and, unless it is 1, batch of query")
     checks.like(op, "sin", sin, "cos", cos, dtype=True)
@@ -166,8 +166,8 @@ def _fake(
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_rotated_query, grad_rotated_key, cos, sin, interleaved, output_mask = args
     query, key = (
-        _rotate(grad, cos, sin, interleaved, True) if wanted and grad is not None else None
-        for grad, wanted in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
+        _rotate(grad, cos, sin, interleaved, True) if needed and grad is not None else None
+        for grad, needed in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
     )
     return query, key
 
@@ -178,8 +178,8 @@ def _backward_fake(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     query, key = (
-        _empty(grad) if wanted and grad is not None else None
-        for grad, wanted in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
+        _empty(grad) if needed and grad is not None else None
+        for grad, needed in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
     )
     return query, key
 
@@ -187,7 +187,7 @@ def _backward_fake(
 def _words(cos: Any) -> list[tuple[Placement, Placement]]:
     """Return the placements of query, key and results, each with that of the tables.
 
-    Batch entries, heads and positions are independent; a table of all entries is whole everywhere.
+    Batch entries, heads and positions are independent; a table of all entries is replicated.
     """
     of_entries = 0 if cos.ndim == 3 and cos.shape[0] != 1 else REPLICATE
     return [(REPLICATE, REPLICATE), (0, of_entries), (1, REPLICATE), (2, cos.ndim - 2)]
@@ -199,9 +199,9 @@ def _shard(query: Any, key: Any, cos: Any, sin: Any, interleaved: bool) -> list[
 
 def _shard_backward(*args: Any) -> list[Sharding]:
     *grads, cos, _, _, output_mask = args
-    wanted = [asked and grad is not None for grad, asked in zip(grads, output_mask, strict=True)]
+    needed = [asked and grad is not None for grad, asked in zip(grads, output_mask, strict=True)]
     return [
-        (where(wanted, [word] * 2), [*where(grads, [word] * 2), table, table, None, None])
+        (where(needed, [word] * 2), [*where(grads, [word] * 2), table, table, None, None])
         for word, table in _words(cos)
     ]
 

@@ -85,12 +85,12 @@ def _check(input: Any, mask: Any, scale: Any, is_causal: Any) -> None:
     else:
         checks.parameter(op, "mask", mask, "input", input)
     fits = mask.dim() <= input.dim() and all(
-        mine in (1, whole)
-        for mine, whole in zip(reversed(mask.shape), reversed(input.shape), strict=False)
+        size in (1, full)
+        for size, full in zip(reversed(mask.shape), reversed(input.shape), strict=False)
     )
     if not fits:
-        wanted = f"of a shape that broadcasts to that of input, {list(input.shape)}"
-        checks.fail(op, "mask", wanted, list(mask.shape))
+        expected = f"of a shape that broadcasts to that of input, {list(input.shape)}"
+        checks.fail(op, "mask", expected, list(mask.shape))
 
 
 def _reference(

@@ -59,7 +59,7 @@ class RepeatedSums:
     def serves(inputs: Sequence[torch.Tensor]) -> bool:
         """Return whether Triton serves these tensors, and they are contiguous."""
         chosen = backends.resolve("square_sums", list(inputs))
-        return chosen.backend == "triton" and all(each.is_contiguous() for each in inputs)
+        return chosen.backend == "triton" and all(tensor.is_contiguous() for tensor in inputs)
 
     def move(self, addresses: torch.Tensor) -> None:
         """Take the addresses of the next call's tensors, int64 ``[len(inputs)]``."""
@@ -71,15 +71,15 @@ class RepeatedSums:
         sums = torch.empty(self._count, dtype=torch.float64, device=self._device)
 
         def launch() -> None:
-            for each in self._launches:
-                each.run(sums)
+            for batch in self._launches:
+                batch.run(sums)
 
         backends.repeat("square_sums", launch)
         return sums
 
 
 def _reference(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([each.double().square().sum() for each in inputs])
+    return torch.stack([tensor.double().square().sum() for tensor in inputs])
 
 
 def _fake(inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,13 +1,12 @@
-"""Steps of buckets that run while the backward does, beside the state that they start from.
+"""Steps of buckets that overlap the backward and write to a second copy of the state.
 
 A bucket is some parameters of one group. When the last of their gradients has been accumulated, a
 worker copies the gradients to its own staging memory, has the step queue sum their squares and
 make the step, from the current state into a second one (the shadow), and keeps the sums. The
-current state is not touched: ``commit`` exchanges the two, and whoever does not call it has made
-no step.
+current state is not touched: ``commit`` exchanges the two, and without it no step is made.
 
-What a finished job is worth is decided when the optimizer steps: it counts if every gradient is
-still the one that was copied, and if the numbers that it used are those of the step (``Basis``).
+The optimizer's step decides whether a finished job is used: only if every gradient is still the
+one that was copied, and if the job used the numbers of the step (``Basis``).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ STATES = ("master", *MOMENTS)
 
 @dataclass(frozen=True)
 class Basis:
-    """The numbers of a step, beside its tensors."""
+    """The scalar arguments of a step."""
 
     lr: float
     betas: tuple[float, float]
@@ -46,7 +45,7 @@ class Basis:
 
 @dataclass
 class Slot:
-    """What one parameter has in host memory beside its state."""
+    """A parameter of a bucket, its state and its buffers in host memory."""
 
     param: Any
     state: dict[str, Any]  # its state in the optimizer
@@ -61,7 +60,7 @@ class Slot:
         return self.shadow or self.state
 
     def commit(self) -> None:
-        """Let the step count."""
+        """Replace the current state by that after the step."""
         for name, new in self.shadow.items():
             self.shadow[name], self.state[name] = self.state[name], new
         self.state["step"] += 1
@@ -71,32 +70,32 @@ class Slot:
 class GradientSnapshot:
     """A gradient as it was when a job began."""
 
-    grad: Any  # the parameter's ``grad``; ``None`` where this is yet to be written there
-    local: torch.Tensor  # its part that is here, cut as the parameter is
+    grad: Any  # the parameter's ``grad``; ``None`` if this gradient is not written to it yet
+    local: torch.Tensor  # the local shard, sharded as the parameter is
     version: int  # counts what was written to ``grad``
-    mark: Any  # of the copy engine: what the device computes before
+    mark: Any  # of the copy engine: the device work that precedes the copy
 
     @classmethod
     def of(cls, param: Any, mark: Any) -> GradientSnapshot:
-        """Note the gradient that a parameter has now; may be a collective operation."""
+        """Return a snapshot of a parameter's gradient; may run a collective."""
         local = _shards.local(_shards.placed_like(param.grad, param))
         return cls(param.grad, local, _shards.version(param.grad), mark)
 
     def written_to(self, param: Any) -> GradientSnapshot:
-        """Return it as it is now that it was written to the parameter's ``grad``."""
+        """Return the snapshot after its gradient was written to the parameter's ``grad``."""
         grad = param.grad
         if self.grad is not None or grad is None or grad.dtype != self.local.dtype:
             return self
         return replace(self, grad=grad, version=_shards.version(grad))
 
     def is_that_of(self, param: Any) -> bool:
-        """Whether a parameter has this gradient still, and nothing was written to it."""
+        """Whether this is still a parameter's gradient, unchanged."""
         return param.grad is self.grad and _shards.version(param.grad) == self.version
 
 
 @dataclass
 class Job:
-    """One run of a bucket: what it was given, and what came of it."""
+    """One run of a bucket: its inputs and results."""
 
     members: list[int]  # slots of the bucket that have a gradient
     gradients: list[GradientSnapshot]
@@ -117,7 +116,7 @@ class Bucket:
         self.job: Job | None = None
 
     def sums(self, members: list[int]) -> list[float] | None:
-        """Return the last job's sums; ``None`` unless they are of the gradients of now."""
+        """Return the last job's sums; ``None`` unless they are of the current gradients."""
         job = self.job
         if job is None or job.error is not None or job.members != members:
             return None
@@ -126,7 +125,7 @@ class Bucket:
         return job.sums if current else None
 
     def written(self) -> None:
-        """Note that gradients which were to be written to ``grad`` have been."""
+        """Update the snapshots of gradients that have been written to ``grad`` since."""
         if self.job is not None:
             gradients = zip(self.job.members, self.job.gradients, strict=True)
             self.job.gradients = [
@@ -135,7 +134,7 @@ class Bucket:
 
     @property
     def staging_bytes(self) -> int:
-        """How much memory the copies of its gradients may take: those of float32."""
+        """The most bytes that copies of its gradients take: those of float32."""
         return sum(_padded(4 * _wide(slot)) for slot in self.slots)
 
 
@@ -186,7 +185,7 @@ class Workers:
         self._given.put((bucket, job))
 
     def close(self) -> None:
-        """Finish what was begun and end the threads.
+        """Finish the jobs that were begun, and end the threads.
 
         The garbage collector may call it on one of these threads, which then ends by itself.
         """

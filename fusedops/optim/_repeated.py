@@ -1,4 +1,4 @@
-"""A step that is like the one before: the same parameters and states, other gradients.
+"""Repeats the previous optimizer step: same parameters and states, other gradients.
 
 On a GPU the host must be done with a step before the GPU is, and a look at each of several hundred
 tensors in Python takes milliseconds. After a step that looked at all of them, this one asks the
@@ -25,7 +25,7 @@ Numbers = Callable[[dict[str, Any], torch.device], dict[str, Any]]
 
 
 class RepeatedStep:
-    """The launches of a step, for another one of the same tensors.
+    """The kernel launches of a step, reused for the next step on the same tensors.
 
     It refers to no tensor of the optimizer, so that states can be freed or moved between steps.
     """
@@ -67,7 +67,7 @@ class RepeatedStep:
         *,
         has_norm: bool,
     ) -> RepeatedStep | None:
-        """Return what repeats the step just made; ``None`` if each must be made anew.
+        """Return what repeats the step just made; ``None`` if it cannot be repeated.
 
         ``grads`` are those of all parameters that have one, in their order; ``batches`` have the
         number of the group, which gradients, and the tensors.
@@ -86,7 +86,7 @@ class RepeatedStep:
         return cls(optimizer, grads, batches, has_norm=has_norm)
 
     def take(self, optimizer: Any) -> bool:
-        """Take the gradients of now; return whether nothing else has changed since the last step.
+        """Use the current gradients; return whether all else is unchanged since the last step.
 
         Where something has, nothing was written, and this object is of no more use.
         """
@@ -117,7 +117,7 @@ class RepeatedStep:
         return bool(moved >= 0)
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of the gradients that were taken, as ``global_norm`` does."""
+        """Return the norm of these gradients, as ``global_norm`` does."""
         assert self._sums is not None
         return norm_from(self._sums(), self._grads if self._sharded else ())
 
@@ -154,7 +154,7 @@ def _params(optimizer: Any) -> list[Any]:
 
 
 def _options(optimizer: Any) -> tuple[Any, ...]:
-    """Return what the launches of a step were made from, beside tensors."""
+    """Return what the launches of a step depend on, in addition to tensors."""
     groups = [
         (len(group["params"]), group["amsgrad"], group["weight_decay"])
         for group in optimizer.param_groups

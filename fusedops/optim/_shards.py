@@ -1,7 +1,7 @@
-"""DTensors as an optimizer sees them: the local part, its place in the whole, sums over all parts.
+"""DTensors in an optimizer: the local shard, its place in the full tensor, sums over all shards.
 
-``torch.distributed.tensor`` takes a second to import. A DTensor exists only where somebody did, so
-that nothing here imports it first.
+``torch.distributed.tensor`` takes a second to import. This module imports it only for a DTensor,
+which exists only where it has been imported already.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def summed(tensor: Any) -> Any:
         return tensor
     from torch.distributed.tensor import Replicate
 
-    wanted = [
+    placements = [
         Replicate() if placement.is_partial() else placement for placement in tensor.placements
     ]
-    return tensor.redistribute(placements=wanted)
+    return tensor.redistribute(placements=placements)
 
 
 def place(tensor: Any, name: str) -> tuple[int, int, int]:
     """Return ``(base, run, pitch)``: local element i is base + i // run * pitch + i % run.
 
-    That number counts the elements of the whole tensor in row-major order.
+    That number counts the elements of the full tensor in row-major order.
 
     Raises:
         UnsupportedError: the local part is no regular pattern of runs.

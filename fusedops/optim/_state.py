@@ -81,7 +81,7 @@ def new_policy(op: str, **options: Any) -> OptimizerPolicy:
 
 
 def new_state(param: torch.Tensor, storage: Storage, *, amsgrad: bool) -> dict[str, torch.Tensor]:
-    """Return the state of a parameter before its first step; DTensors beside a DTensor."""
+    """Return the state of a parameter before its first step; DTensors for a DTensor."""
     # Where the step is made: one that GradScaler skips must not be counted, and only the device
     # knows which.
     step = torch.zeros((), dtype=_step_dtype(), device=storage.device)
@@ -135,8 +135,8 @@ def check_given(op: str, title: str, param: torch.Tensor, given: dict[str, Any])
             continue
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             got = list(value.shape) if isinstance(value, torch.Tensor) else checks.shown(value)
-            wanted = f"of this model: {name} of {title} has shape {list(param.shape)}"
-            checks.fail(op, "state_dict", wanted, got)
+            expected = f"of this model: {name} of {title} has shape {list(param.shape)}"
+            checks.fail(op, "state_dict", expected, got)
 
 
 def fitting_state(
@@ -144,8 +144,8 @@ def fitting_state(
 ) -> dict[str, Any]:
     """Return a saved state in the dtypes, on the device and with the strides of ``new_state``.
 
-    The master is the saved one, else made from the parameter as it is now. What the state of
-    another optimizer has beyond is carried along.
+    The master is the saved one, else a copy of the parameter. Further entries, from another
+    optimizer, are kept.
     """
     state = dict(given)
     step = torch.as_tensor(given["step"])

@@ -181,8 +181,8 @@ class AdamW(torch.optim.AdamW):
             for index, param in enumerate(group["params"]):
                 checks.tensor(op, _title(group, index), param)
             if self.policy.no_decay and "param_names" not in group:
-                wanted = "named, as from model.named_parameters(), for no_decay has names"
-                checks.fail(op, "params", wanted, "parameters without names")
+                expected = "named, as from model.named_parameters(), for no_decay has names"
+                checks.fail(op, "params", expected, "parameters without names")
         except Exception:
             self.param_groups.pop()
             raise
@@ -192,7 +192,7 @@ class AdamW(torch.optim.AdamW):
         """Make a step of every parameter that has a gradient.
 
         Args:
-            closure: computes the loss and the gradients anew.
+            closure: recomputes the loss and the gradients.
 
         Returns:
             What the closure returned, else ``None``.
@@ -234,9 +234,9 @@ class AdamW(torch.optim.AdamW):
     def _is_captured(self) -> bool:
         return _pointer_table.capturing(self._device_of_first())
 
-    def _require(self, holds: bool, wanted: str) -> None:
+    def _require(self, holds: bool, requirement: str) -> None:
         if not holds:
-            raise RuntimeError(f"{type(self).__name__}: a step in a CUDA graph needs {wanted}")
+            raise RuntimeError(f"{type(self).__name__}: a step in a CUDA graph needs {requirement}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this class or of ``torch.optim.AdamW`` returned.
@@ -305,9 +305,9 @@ class AdamW(torch.optim.AdamW):
         sizes = [[len(group["params"]) for group in groups] for groups in (saved, ours)]
         op = f"{type(self).__name__}.load_state_dict"
         if sizes[0] != sizes[1]:
-            wanted = f"of this model: groups of {sizes[1]} parameters"
-            checks.fail(op, "state_dict", wanted, f"groups of {sizes[0]}")
-        found = {}
+            expected = f"of this model: groups of {sizes[1]} parameters"
+            checks.fail(op, "state_dict", expected, f"groups of {sizes[0]}")
+        states = {}
         for theirs, group in zip(saved, ours, strict=True):
             for index, (number, param) in enumerate(
                 zip(theirs["params"], group["params"], strict=True)
@@ -315,8 +315,8 @@ class AdamW(torch.optim.AdamW):
                 state = loaded["state"].get(number)
                 if state:
                     check_given(op, _title(group, index), param, state)
-                    found[param] = state
-        return found
+                    states[param] = state
+        return states
 
     def _with_gradient(self) -> list[Member]:
         """Return (group, index in it, parameter) of what has a gradient, after looking at all."""

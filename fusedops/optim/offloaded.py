@@ -169,7 +169,7 @@ class OffloadedAdamW(AdamW):
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that it has taken: states, copies and staging."""
+        """The bytes of host memory that it has allocated: states, copies and staging."""
         slots = [slot for bucket in self._buckets for slot in bucket.slots]
         kept = [
             value
@@ -182,7 +182,7 @@ class OffloadedAdamW(AdamW):
         return sum(memory.values()) + _WORKERS * self._staging_bytes()
 
     def restore(self) -> None:
-        """Write every offloaded parameter anew from its master."""
+        """Overwrite every offloaded parameter with its master."""
         for bucket, index in self._slots.values():
             slot = bucket.slots[index]
             slot.copy.copy_(_shards.local(slot.state["master"]))
@@ -529,16 +529,16 @@ class OffloadedAdamW(AdamW):
 
     def _sums(self, members: list[Member], chosen: list[tuple[Bucket, list[int]]]) -> torch.Tensor:
         """Return the sum of squares of each member's local gradient, on the host."""
-        found: dict[torch.Tensor, float] = {}
+        sums: dict[torch.Tensor, float] = {}
         for bucket, indices in chosen:
             assert bucket.job is not None
             params = (bucket.slots[i].param for i in indices)
-            found |= zip(params, bucket.job.sums, strict=True)
-        kept = [param for *_, param in members if param not in found]
+            sums |= zip(params, bucket.job.sums, strict=True)
+        kept = [param for *_, param in members if param not in sums]
         if kept:
             grads = [_shards.local(_shards.placed_like(param.grad, param)) for param in kept]
-            found |= zip(kept, square_sums(grads).tolist(), strict=True)
-        return torch.tensor([found[param] for *_, param in members], dtype=torch.float64)
+            sums |= zip(kept, square_sums(grads).tolist(), strict=True)
+        return torch.tensor([sums[param] for *_, param in members], dtype=torch.float64)
 
     def _finish(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -576,7 +576,7 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
 def _to_offload(params: list[torch.Tensor], device_fraction: float) -> set[torch.Tensor]:
     """Return the parameters after the first ones that make up a fraction of all bytes."""
     if any(param.device.type not in ("cpu", "meta") for param in params):
-        # What is on the host beside them (stored experts) is stepped there, where it lies.
+        # Parameters that are on the host (stored experts) are stepped there.
         params = [param for param in params if param.device.type != "cpu"]
     sizes = [param.numel() * param.element_size() for param in params]
     kept, allowed = 0, device_fraction * sum(sizes)

@@ -143,8 +143,8 @@ class Layout:
             parallel, training = parallel or other.parallel, training or other.training
         parallel, training = parallel or ParallelConfig(), training or TrainingShape()
         if "experts" in parallel.offload:
-            wanted = "without 'experts', whose bytes depend on the choices of the router"
-            checks.fail(_OP, "offload", wanted, parallel.offload)
+            expected = "without 'experts', whose bytes depend on the choices of the router"
+            checks.fail(_OP, "offload", expected, parallel.offload)
         if training.recompute_scores and parallel.recompute == "full":
             checks.fail(_OP, "recompute", "full alone, or others joined by +", "full+scores")
         object.__setattr__(self, "parallel", parallel)
@@ -298,8 +298,8 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
     check_divides(_OP, name, layout.stages, model.depth, "the layers")
     length = layout.length(model)
     if model.position_tables and length > model.seq_len:
-        wanted = f"at most {model.seq_len}, the positions that the model has"
-        checks.fail(_OP, "seq_len", wanted, length)
+        expected = f"at most {model.seq_len}, the positions that the model has"
+        checks.fail(_OP, "seq_len", expected, length)
     check_divides(_OP, "cp", config.cp, length, "the tokens of a sequence")
     if config.sp:
         tokens = layout.tokens(model)

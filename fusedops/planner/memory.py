@@ -1,11 +1,11 @@
 """Bytes of a training step on the device that needs most: a closed form, without a GPU or a model.
 
-What is static is a sum of parameters times bytes, divided by who shares it. What is not is looked
-at in six moments of the last micro-batch, of which the largest counts, stage by stage:
+Static memory is a sum of parameters times bytes, divided by the number of ranks that share it. The
+rest is computed at six moments of the last micro-batch; the peak of a stage is the largest:
 
     loss   everything that the layers kept, and the logits with their gradient
     head   the gradient of the logits, and that of the projection on the vocabulary
-    layer  everything that the layers kept, and what the backward of the last one needs beside it
+    layer  everything that the layers kept, and what the backward of the last one adds
     first  the same of the first layer, which is alone, and the gradients of all others
     end    all gradients, and that of the embedding
     step   weights, gradients and states
@@ -42,13 +42,13 @@ _CACHED = 1024
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout takes.
+    """The memory of a layout.
 
     Attributes:
         parameters: of the model.
         parts: bytes of each of ``PARTS`` on the fullest device at its peak.
-        moment: when that is.
-        stage: the rank of the pipeline that the device is.
+        moment: the one of the six moments that has the peak.
+        stage: the pipeline rank of the device.
         weights: bytes of the weights on it.
         gradients: bytes of all gradients on it.
         states: bytes of the optimizer's states on it.
@@ -76,7 +76,7 @@ class Estimate:
 
 
 def estimate(model: TransformerConfig, layout: Layout, *, devices: int | None = None) -> Estimate:
-    """Return the bytes that a step takes on the fullest device.
+    """Return the bytes of a step on the fullest device.
 
     Args:
         model: what is trained; ``preset`` has published ones.
@@ -120,7 +120,7 @@ def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
 
 
 def saved_bytes(model: TransformerConfig, layout: Layout) -> int:
-    """Return what one forward of the whole model keeps for its backward, without the logits.
+    """Return what one forward of the model keeps for its backward, without the logits.
 
     On one device of the tensor- and context-parallel ones.
     """
@@ -176,7 +176,7 @@ def _saved_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) -
 
 
 def _temporary_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
-    """Return what the backward of a layer holds at its widest beside what the layers kept."""
+    """Return the peak bytes that the backward of a layer adds to what the layers saved."""
     tokens = layout.tokens(model)
     item, tp = layout.bytes_of.activations, layout.parallel.tp
     # The feed-forward layer's backward comes first.
@@ -193,11 +193,11 @@ def _temporary_bytes(model: TransformerConfig, layout: Layout, index: int) -> fl
 
 
 def _widest(model: TransformerConfig, layout: Layout, index: int) -> float:
-    """Return the numbers per token that a feed-forward layer's backward makes at its widest."""
+    """Return the peak of elements per token that a feed-forward layer's backward allocates."""
     f, fused = model.intermediate_size, layout.training.kernels == "fused"
     if not model.is_sparse(index):
-        # Of one op: gradient of the pre-activation, and the hidden layer again. Of several: the
-        # gradients of gate and up, or of both factors of gelu_new; one tensor less is kept by then.
+        # One op: gradient of the pre-activation, and the recomputed hidden layer. Several ops: the
+        # gradients of gate and up, or of both factors of gelu_new; one saved tensor is freed then.
         one_op = fused and not model.post_norm
         return f * (2 if one_op or model.gated or (model.activation == "gelu_new") else 1)
     k, products = model.top_k, 2 if model.gated else 1
@@ -209,11 +209,10 @@ def _widest(model: TransformerConfig, layout: Layout, index: int) -> float:
 def _arriving_share(
     model: TransformerConfig, layout: Layout, index: int, accumulates: bool
 ) -> float:
-    """Return of which share of a feed-forward layer's weights there are new gradients at once.
+    """Return the share of a feed-forward layer's weights whose new gradients exist at once.
 
-    Those of one operation: of both products, of gate and up, or of one product. ``accumulates``:
-    added to the gradients before and freed as soon as they are made; else those before them stay
-    as well.
+    They are those of one operation: of both products, of gate and up, or of one product. With
+    ``accumulates`` each is added to the earlier gradient and freed; else the new ones are kept.
     """
     products = 3 if model.gated else 2
     one_op = layout.training.kernels == "fused" and not model.post_norm
@@ -225,10 +224,10 @@ def _arriving_share(
 
 
 def _converted_share(model: TransformerConfig, layout: Layout, index: int) -> float:
-    """Return of which share of a feed-forward layer autocast's gradients wait for their conversion.
+    """Return the share of a feed-forward layer whose autocast gradients are not converted yet.
 
-    They have the size of autocast's weights, which are no longer needed by then. Those of the last
-    product wait, those of single experts hardly do.
+    They have the size of autocast's weights, which are freed by then. Only those of the last
+    product are kept until conversion; those of single experts are converted at once.
     """
     if layout.training.kernels == "fused":
         return 1 / 2
@@ -238,7 +237,7 @@ def _converted_share(model: TransformerConfig, layout: Layout, index: int) -> fl
 
 
 class _Stage:
-    """What one rank of a layout's pipeline has, on one of its devices."""
+    """The memory of one pipeline rank of a layout, on one of its devices."""
 
     def __init__(self, model: TransformerConfig, layout: Layout, index: int) -> None:
         self.model, self.layout, self.index = model, layout, index
@@ -271,14 +270,14 @@ class _Stage:
         if "activations" in config.offload:
             layers = self._saved_by_layers()
             widest = max(layer_bytes(model, layout, layer) for layer in self.kinds)
-            self.kept -= max(0.0, layers - 2 * widest)  # one is used, one is on its way
-            self.host += layers  # all have left when the backward begins
+            self.kept -= max(0.0, layers - 2 * widest)  # one is in use, one in transit
+            self.host += layers  # all are offloaded when the backward begins
         if "optimizer" in config.offload:
             self.host += self._host_of_optimizer()
             self.states = 0.0
 
     def peak(self) -> tuple[str, dict[str, float]]:
-        """Return the moment at which most is held, and the bytes of each part then."""
+        """Return the moment of the peak, and the bytes of each part then."""
         return max(self._moments().items(), key=lambda item: sum(item[1].values()))
 
     def _moments(self) -> dict[str, dict[str, float]]:
@@ -288,7 +287,7 @@ class _Stage:
         tokens = layout.tokens(model)
         row = model.vocab_size / layout.parallel.tp
         last, first = self.layers[-1], self.layers[0]
-        # A gradient that autograd has made is added to those before: for a moment there are both.
+        # Autograd adds a new gradient to the accumulated one: for a moment both exist.
         # With a tied head that of the head waits for the embedding's, the last one.
         head = self.vocabulary * sizes.gradients if self.last else 0.0
         words = self.vocabulary * sizes.gradients if self.first else 0.0
@@ -407,7 +406,7 @@ class _Stage:
         layout, sizes = self.layout, self.layout.bytes_of
         share = self._on_device(self.parameters, shared=layout.parallel.zero >= 1)
         states = _FLOAT32 + sizes.moments
-        # The parameter as it travels back, where without overlap the gradient waits before.
+        # The parameter on its way back; without overlap the gradient uses the buffer before.
         if not layout.training.optimizer_overlap:
             return share * (states + sizes.weights)
         widest = self.vocabulary * self.has_vocabulary
@@ -416,7 +415,7 @@ class _Stage:
         return share * (2 * states + sizes.weights) + _STEP_WORKERS * bucket * _FLOAT32
 
     def _loss(self) -> float:
-        """Return the bytes per token of the logits and what is made of them, at the widest."""
+        """Return the bytes per token of the logits and what is computed of them, at the peak."""
         model, layout = self.model, self.layout
         row, item = model.vocab_size / layout.parallel.tp, layout.bytes_of.activations
         if layout.training.chunked_loss:

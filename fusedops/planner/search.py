@@ -1,8 +1,8 @@
 """Which layouts fit: every way to spread a model over a number of devices, estimated and sorted.
 
-There is no clock in it. What fits is sorted by what it costs in kind, the cheapest first: nothing
-on the host, least made again, smallest bubbles of a pipeline, least tensor parallelism (exchanges
-in each layer), lowest stage of ``zero``, and then by the bytes that are left.
+No times are estimated. Layouts that fit are sorted by kinds of cost, the cheapest first: nothing
+offloaded, least recomputation, smallest pipeline bubbles, least tensor parallelism (collectives in
+each layer), lowest stage of ``zero``, and then by the bytes that are left.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_pa
         ValueError, match=r"it lacks model\.2\.bias.*it also has model\.first\.bias"
     ):
         Checkpointer(tmp_path, nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2))).load()
-    with pytest.raises(ValueError, match="has no state of scaler; beside model and optimizer it"):
+    with pytest.raises(ValueError, match="has no state of scaler; in addition to model"):
         Checkpointer(tmp_path, Net(), scaler=torch.amp.GradScaler("cpu")).load()
 
 
