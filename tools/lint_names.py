@@ -61,6 +61,9 @@ BANNED = {
 
 VARIABLES = ("each", "found", "held", "taken", "told", "wanted", "whole")
 
+# Public arguments with a former name, by file.
+PUBLIC_ARGUMENTS = (("engine.py", "taken"), ("fsdp.py", "whole"))
+
 PHRASES = (
     "anew",
     "as it is",
@@ -152,28 +155,51 @@ def variables(package: Path) -> list[str]:
     """Return a line for each variable or argument that is one of ``VARIABLES``."""
     lines = []
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        kernels = _kernel_lines(tree)
+        for node in ast.walk(tree):
+            if getattr(node, "lineno", 0) in kernels:
+                continue
             if isinstance(node, ast.arg):
                 name = node.arg
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 name = node.id
             else:
                 continue
-            if name in VARIABLES:
+            if name in VARIABLES and (path.name, name) not in PUBLIC_ARGUMENTS:
                 place = f"{PACKAGE}/{path.relative_to(package)}:{node.lineno}"
                 lines.append(f"{place}: {name!r} does not say what the value is")
     return lines
 
 
+def _kernel_lines(tree: ast.AST) -> set[int]:
+    """Return the lines of Triton kernels: their text is part of the key of their machine code."""
+    return {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(
+            ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list
+        )
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
 def phrases(texts: Iterable[Path]) -> list[str]:
     """Return a line for each of ``PHRASES`` on a page, or in the texts of a source file."""
-    banned = re.compile(rf"\b({'|'.join(PHRASES)})\b")
-    return [
-        f"{path}:{number}: {match.group()!r} is no standard English of the field"
-        for path in texts
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        for match in banned.finditer(line)
-    ]
+    # A quoted word is a value of the code, not English.
+    banned = re.compile(rf"(?<![\"'])\b({'|'.join(PHRASES)})\b(?![\"'])")
+    lines = []
+    for path in texts:
+        text = path.read_text(encoding="utf-8")
+        kernels = _kernel_lines(ast.parse(text)) if path.suffix == ".py" else set()
+        lines += [
+            f"{path}:{number}: {match.group()!r} is no standard English of the field"
+            for number, line in enumerate(text.splitlines(), start=1)
+            if number not in kernels
+            for match in banned.finditer(line)
+        ]
+    return lines
 
 
 if __name__ == "__main__":
