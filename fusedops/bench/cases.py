@@ -300,17 +300,17 @@ def _errors(
     random = call.sample.random
     reference = Contender("truth", spec.op, "torch") if random else Contender(EAGER, spec.eager)
     truth, true_grads = _seeded(reference, call.double())
-    found: dict[tuple[str, str], Error] = {}
+    errors: dict[tuple[str, str], Error] = {}
     for contender in able:
         if random and not contender.ours:
             continue
         outputs, grads = _seeded(contender, call)
         forward = _ulps(outputs, truth)
-        found[contender.name, "forward"] = forward
+        errors[contender.name, "forward"] = forward
         if grads:
-            found[contender.name, "backward"] = backward = _ulps(grads, true_grads)
-            found[contender.name, "both"] = max(forward, backward)
-    return found, "error of random results only for fusedops" if random else ""
+            errors[contender.name, "backward"] = backward = _ulps(grads, true_grads)
+            errors[contender.name, "both"] = max(forward, backward)
+    return errors, "error of random results only for fusedops" if random else ""
 
 
 def _seeded(

@@ -96,8 +96,8 @@ def _peers() -> dict[str, Callable[..., Any]]:
 
         return layer
 
-    found = {name: of(experts) for name, experts in _hf_experts.installed().items()}
-    return {"einsum": _einsum, **found}
+    kernels = {name: of(experts) for name, experts in _hf_experts.installed().items()}
+    return {"einsum": _einsum, **kernels}
 
 
 def _layer_case(

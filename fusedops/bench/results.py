@@ -179,8 +179,8 @@ def load_json(path: str | os.PathLike[str]) -> BenchRecord:
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
         raise files.UserError(f"{path} is no record of `fusedops bench --json`")
     if data.get("format") != FORMAT:
-        found = data.get("format")
-        raise files.UserError(f"{path} has format {found!r}, this version reads format {FORMAT}")
+        number = data.get("format")
+        raise files.UserError(f"{path} has format {number!r}, this version reads format {FORMAT}")
     try:
         rows = tuple(BenchRow(**row) for row in data["rows"])
         others = {

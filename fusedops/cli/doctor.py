@@ -72,11 +72,11 @@ def _devices(text: str) -> list[torch.device]:
         here.append(torch.device("cuda"))
     if not text:
         return here
-    found = [device for device in here if device.type == text]
-    if not found:
+    devices = [device for device in here if device.type == text]
+    if not devices:
         known = ", ".join(device.type for device in here)
         raise files.UserError(f"no device {text!r} here; this torch sees: {known}")
-    return found
+    return devices
 
 
 def _show_installed(out: Console) -> None:

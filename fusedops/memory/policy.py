@@ -190,8 +190,8 @@ def recompute(
     checks.flag(what, "recompute_slice_activation", recompute_slice_activation)
     checks.group(what, "group", group)
     if (group is not None) != recompute_slice_activation:
-        wanted = "the ranks with the same inputs, if and only if recompute_slice_activation"
-        checks.fail(what, "group", wanted, checks.shown(group))
+        expected = "the ranks with the same inputs, if and only if recompute_slice_activation"
+        checks.fail(what, "group", expected, checks.shown(group))
     options = CommunicationOptions(
         mp_comm_recompute, parallel_optimizer_comm_recompute, recompute_slice_activation, group
     )
@@ -434,8 +434,8 @@ def _op_name(treatment: str, op: Any) -> str:
 
 def _known_ops() -> list[str]:
     names = torch._C._dispatch_get_all_op_names()
-    found = {name.partition(".")[0] for name in names}
-    return sorted(name for name in found if name.startswith(("aten::", "fusedops::")))
+    ops = {name.partition(".")[0] for name in names}
+    return sorted(name for name in ops if name.startswith(("aten::", "fusedops::")))
 
 
 def updates_statistics(op: torch._ops.OpOverload) -> bool:

@@ -157,8 +157,8 @@ class PolicyState:
                 fitting = self._fitting(tensor, op, output)
                 if recomputed(fitting) is not None:
                     return None
-                held = self._hold(tensor, saving_rule(fitting))
-                return Resident(held) if isinstance(held, torch.Tensor) else held
+                saved = self._hold(tensor, saving_rule(fitting))
+                return Resident(saved) if isinstance(saved, torch.Tensor) else saved
 
         def start(tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
             slices = comm.recompute_slice_activation and is_plain(tensor) and not lasting(tensor)

@@ -95,10 +95,10 @@ class MemoryReport:
     @property
     def layers(self) -> dict[str, dict[str, int]]:
         """The bytes at the peak by layer and kind."""
-        found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        layers: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for tensor in self.tensors:
-            found[tensor.layer][tensor.kind] += tensor.nbytes
-        return {layer: dict(kinds) for layer, kinds in found.items()}
+            layers[tensor.layer][tensor.kind] += tensor.nbytes
+        return {layer: dict(kinds) for layer, kinds in layers.items()}
 
     def svg(self, title: str = "") -> str:
         """Return the step as a picture: bytes over time, with the layers."""
@@ -362,9 +362,9 @@ def measured_peak(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> i
 def _default_loss(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output if output.numel() == 1 else output.float().mean()
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is not None:
-        return found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
     values = output.values() if isinstance(output, Mapping) else output
     with contextlib.suppress(TypeError):
         first = next((value for value in values if isinstance(value, torch.Tensor)), None)

@@ -108,18 +108,18 @@ def store_experts(
     place = _device(device)
     engine = settings.engine(place)
     pool = Pool(engine, check=settings.check, limit=settings.host_bytes)
-    found = {}
+    traffic = {}
     for name, layer in layers.items():
         _to_host(layer.experts, pinned=place.type == "cuda")
         layer.experts.stored = ExpertStore(place, engine, pool, settings.timeout)
-        found[name] = layer.experts.stored.traffic
-    return found
+        traffic[name] = layer.experts.stored.traffic
+    return traffic
 
 
 def _device(device: Any) -> torch.device:
     if not isinstance(device, (str, torch.device)):
-        wanted = "a torch.device or the name of one"
-        raise TypeError(f"{_OP}: device must be {wanted}, got {checks.type_name(device)}")
+        expected = "a torch.device or the name of one"
+        raise TypeError(f"{_OP}: device must be {expected}, got {checks.type_name(device)}")
     try:
         place = torch.device(device)
     except RuntimeError:
@@ -319,14 +319,14 @@ def _among(plan: RoutingPlan, chosen: Sequence[int]) -> RoutingPlan:
 
 def _runs(chosen: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return runs of neighbours: place among the chosen, first expert, how many."""
-    found: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     for place, expert in enumerate(chosen):
-        if found and sum(found[-1][1:]) == expert:
-            begin, first, count = found.pop()
-            found.append((begin, first, count + 1))
+        if runs and sum(runs[-1][1:]) == expert:
+            begin, first, count = runs.pop()
+            runs.append((begin, first, count + 1))
         else:
-            found.append((place, expert, 1))
-    return found
+            runs.append((place, expert, 1))
+    return runs
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -334,5 +334,5 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.is_contiguous()
     begin = tensor.storage_offset() * tensor.element_size()
     size = tensor.numel() * tensor.element_size()
-    found = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return found.set_(tensor.untyped_storage(), begin, (size,), (1,))
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), begin, (size,), (1,))

@@ -275,12 +275,12 @@ class Offloader:
         self._coming = [copy for copy in self._coming if not done(copy[1])]
 
     def _wait_for_room(self, module: str) -> None:
-        held = sum(copy.source.nbytes for copy in self._leaving if copy.source is not None)
-        while held > self._settings.in_flight_bytes and self._leaving:
+        in_flight = sum(copy.source.nbytes for copy in self._leaving if copy.source is not None)
+        while in_flight > self._settings.in_flight_bytes and self._leaving:
             oldest = self._leaving.popleft()
             assert oldest.source is not None
             self._await(self._engine.finish, oldest.ticket, module, "out")
-            held -= oldest.source.nbytes
+            in_flight -= oldest.source.nbytes
             oldest.source = None
 
     def _await(

@@ -148,9 +148,9 @@ class Region:
                 nonlocal place
                 slot = alive[place]
                 if slot is not None:
-                    found = _description(tensor)
-                    if found != slot.description:
-                        self._differs(place, slot.description, found)
+                    description = _description(tensor)
+                    if description != slot.description:
+                        self._differs(place, slot.description, description)
                     # The buffer will have other values again.
                     is_buffer = self._written.owns(tensor)
                     slot.fill(tensor.detach().clone() if is_buffer else tensor.detach())
@@ -173,10 +173,10 @@ class Region:
                     f"backward, the first {len(self._slots)}; it must do the same both times"
                 )
 
-    def _differs(self, place: int, wanted: Any, found: Any) -> None:
+    def _differs(self, place: int, first: Any, second: Any) -> None:
         raise RuntimeError(
-            f"recompute: the second forward of {self._name} kept {_shown(found)} where the first "
-            f"kept {_shown(wanted)} (tensor {place}); it must do the same both times"
+            f"recompute: the second forward of {self._name} kept {_shown(second)} where the first "
+            f"kept {_shown(first)} (tensor {place}); it must do the same both times"
         )
 
 

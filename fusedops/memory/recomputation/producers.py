@@ -161,13 +161,13 @@ def new_results(
     schema = func._schema
     leaves = pytree.tree_leaves((args, kwargs))
     given = {leaf.untyped_storage()._cdata for leaf in leaves if is_plain(leaf)}
-    found: list[tuple[torch.Tensor, str | None, int]] = []
-    found += [(value, None, 0) for value in written_arguments(func, args, kwargs)]
+    tensors: list[tuple[torch.Tensor, str | None, int]] = []
+    tensors += [(value, None, 0) for value in written_arguments(func, args, kwargs)]
     results = result if isinstance(result, (tuple, list)) else (result,)
     for place, (described, value) in enumerate(zip(schema.returns, results, strict=False)):
         if is_plain(value) and value.untyped_storage()._cdata not in given:
-            found.append((value, described.name or None, place))
-    return found
+            tensors.append((value, described.name or None, place))
+    return tensors
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

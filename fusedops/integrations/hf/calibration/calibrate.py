@@ -123,16 +123,16 @@ def calibrate(
     What is ``known`` is not measured. Return the findings of all modules by key.
     """
     time = TimeShares(BUDGET, _RUNS)
-    found: dict[str, CalibrationFinding] = {}
+    findings: dict[str, CalibrationFinding] = {}
     seen: set[nn.Module] = set()
     while todo := _to_decide(model, seen):
-        _decide(model, todo, found, {**_FOUND, **known}, time)
+        _decide(model, todo, findings, {**_FOUND, **known}, time)
         seen.update(todo)
     unknown = CalibrationFinding()
     late = [module for module in seen if (finding_of(module) or unknown).for_want_of_time]
     if late and time.left() > 0:  # what the others have left over
-        _decide(model, late, found, {}, time)
-    return found
+        _decide(model, late, findings, {}, time)
+    return findings
 
 
 def _to_decide(model: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
@@ -146,25 +146,25 @@ def _to_decide(model: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
 def _decide(
     model: nn.Module,
     modules: list[nn.Module],
-    found: dict[str, CalibrationFinding],
+    findings: dict[str, CalibrationFinding],
     known: Mapping[str, CalibrationFinding],
     time: TimeShares,
 ) -> None:
     """Measure what is not known of some modules, tell each, and let stock ones stay that win."""
     keys = {module: _key(module) for module in sorted(modules, key=_size)}
     sizes = {key: _size(module) for module, key in keys.items()}
-    found |= {key: known[key] for key in sizes.keys() & known.keys() - found.keys()}
-    done = {key for key, finding in found.items() if not finding.for_want_of_time}
+    findings |= {key: known[key] for key in sizes.keys() & known.keys() - findings.keys()}
+    done = {key for key, finding in findings.items() if not finding.for_want_of_time}
     time.plan({key: size for key, size in sizes.items() if key not in done})
     for module, key in keys.items():
         finding = _obstacle(module)
         if finding is None:
             if key not in done:
                 done.add(key)
-                found[key] = _measured(module, model, time.take(key), time)
-                if not found[key].for_want_of_time:
-                    _FOUND[key] = found[key]
-            finding = found[key]
+                findings[key] = _measured(module, model, time.take(key), time)
+                if not findings[key].for_want_of_time:
+                    _FOUND[key] = findings[key]
+            finding = findings[key]
         _TOLD[module] = finding
         rule = rule_of(module)
         if finding.stock_wins and rule is not None:

@@ -39,15 +39,15 @@ def width(module: Any, model: nn.Module) -> int:
     Raises:
         UnknownError: no weight tells it.
     """
-    found = _width(module)
-    if found is None:
+    columns = _width(module)
+    if columns is None:
         for parent in model.modules():
             if any(child is module for child in parent.children()):
-                found = max(filter(None, map(_columns, parent.children())), default=None)
+                columns = max(filter(None, map(_columns, parent.children())), default=None)
                 break
-    if found is None:
+    if columns is None:
         raise UnknownError("no weight tells the size of its input")
-    return found
+    return columns
 
 
 def inputs(

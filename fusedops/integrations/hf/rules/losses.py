@@ -126,9 +126,9 @@ def bypass_reason(loss: Any) -> str | None:
 
 def _replaced(loss: Any) -> str | None:
     task = _TASKS[loss]
-    found = loss_utils.LOSS_MAPPING[task]
-    if found is not _stock(loss):
-        return f"the loss {task!r} was replaced by {name_of(found)}"
+    function = loss_utils.LOSS_MAPPING[task]
+    if function is not _stock(loss):
+        return f"the loss {task!r} was replaced by {name_of(function)}"
     return replaced(_PLACES)
 
 
