@@ -1,8 +1,8 @@
-"""Tokens a second of decoding, beside transformers: ``fusedops bench generate``.
+"""Tokens per second of decoding, compared with transformers: ``fusedops bench generate``.
 
-One architecture, one set of random weights, three ways to go on from the same prompts: our model,
-that of transformers patched, and as it is. They are interleaved in one process, and each is
-compared with ours round by round, so that what disturbs the machine disturbs all.
+One architecture, one set of random weights, three ways to continue the same prompts: our model, and
+that of transformers, patched and unpatched. They are interleaved in one process, and each is
+compared with ours round by round, so that noise on the machine affects all of them.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
 
 
 def _show_speed(out: Console, device: torch.device) -> None:
-    """Print how fast products and ops are on a device beside torch's, and what they run on."""
+    """Print the speed of products and ops on a device relative to torch, and their backends."""
     from rich.rule import Rule
 
     from fusedops.cli import calibrate

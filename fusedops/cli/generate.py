@@ -122,7 +122,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Request:
-    """What is generated from, beside the options of the generation.
+    """The inputs of a generation, in addition to its options.
 
     Attributes:
         checkpoint: folder of a run, or of a Hugging Face model.
@@ -270,7 +270,7 @@ class _Run:
         check(self._engine, self._prompts, self._options)
 
     def log(self, text: str) -> None:
-        """Print a line beside the text, on the first rank."""
+        """Print a line to stderr on the first rank."""
         if self._first:
             print_message(text)
 

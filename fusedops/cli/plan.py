@@ -246,7 +246,7 @@ def _measure(out: Any) -> None:
             progress.advance()
     lines = [
         "| model | width x layers, tokens, words | dtype | recompute | kernels | measured MiB "
-        "| estimate | beside weights and states |",
+        "| estimate | without weights and states |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

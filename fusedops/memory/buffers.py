@@ -21,7 +21,7 @@ from torch import nn
 
 
 class _Owner:
-    """A module with buffers, as it is now."""
+    """A module with buffers, in its current state."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module

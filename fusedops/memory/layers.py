@@ -1,6 +1,6 @@
 """The layers of a model: which modules a policy chooses among, and which ones a report names.
 
-Layers are *blocks*: modules with children, of a class that repeats, wherever they are held (a
+Layers are *blocks*: modules with children, of a class that repeats, wherever they are registered (a
 ``ModuleList``, a ``ModuleDict``, attributes, several stacks). Where no class repeats they are the
 members of a container.
 """
@@ -78,8 +78,8 @@ def outer_names(name: str) -> list[str]:
 def names_of(model: nn.Module) -> dict[str, str]:
     """Return the layer that each module of a model belongs to, by the names of both.
 
-    A module inside a layer belongs to it. One that holds layers is itself, and so is what stands
-    beside layers; but a module that has no forward of its own stands for its children.
+    A module inside a layer belongs to it. A module that contains layers is named itself, and so is
+    a sibling of layers; but a module without a forward of its own is replaced by its children.
     """
     holders = {outer for name in lists_of(model) for outer in outer_names(name)}
     names: dict[str, str] = {}

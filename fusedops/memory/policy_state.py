@@ -2,7 +2,7 @@
 
 All wrapped modules of a model share one ``PolicyState``. It knows which modules are running, asks
 the policy about each tensor, and recognises memory that it holds already: what several autograd
-nodes save is held once, whatever views they save.
+nodes save is stored once, whatever views they save.
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ def _measure(
                     rows += case_rows
                     notes += why
                     if json_file is not None:
-                        with suppress(OSError, files.UserError):  # told when all is written
+                        with suppress(OSError, files.UserError):  # reported when all is written
                             so_far = record_of(here, timing, limits, rows, notes, **settled)
                             save_json(json_file, so_far)
                     progress.advance()

@@ -142,7 +142,7 @@ def places_of(cls: type[nn.Module], *methods: str) -> Places:
 
     Args:
         cls: the class.
-        *methods: of it that count beside ``forward``.
+        *methods: further methods that count, in addition to ``forward``.
     """
     places: dict[CodePlace, None] = {}
     for name in dict.fromkeys(("forward", *methods)):

@@ -68,7 +68,7 @@ class Fit:
 
     def __str__(self) -> str:
         peak, seconds = self.before
-        chosen = str(self.policy) if self.policy.rules else "nothing: it fits as it is"
+        chosen = str(self.policy) if self.policy.rules else "nothing: it fits without a policy"
         lines = [
             f"budget {_mib(self.budget)}; without a policy {_mib(peak)}, {seconds * 1e3:.1f} ms",
             f"chosen: {chosen}",

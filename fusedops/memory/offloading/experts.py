@@ -12,7 +12,7 @@ know of nothing. On the device an expert is from when its layer knows the choice
 layer's forward, and again while the node that multiplies by it runs backward. Under autocast it is
 there in the dtype of the products alone.
 
-Copies are ``_core/copy_engine.py``'s: on a GPU beside what the stream computes, from pinned memory.
+Copies are ``_core/copy_engine.py``'s: on a GPU they overlap with computation, from pinned memory.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def store_experts(
         >>> traffic = fusedops.memory.store_experts(layer, "cpu")
         >>> plan = fusedops.hash_route(torch.zeros(3, dtype=torch.int64), 4)
         >>> layer(torch.ones(3, 8), plan=plan).sum().backward()
-        >>> [len(each.chosen) for each in traffic.values()]
+        >>> [len(copies.chosen) for copies in traffic.values()]
         [1]
     """
     checks.module(_OP, model)
@@ -179,8 +179,8 @@ class ExpertStore:
         brought = iter(here)
         weights = [None if host is None else next(brought) for host in stored]
         output = compute(_among(plan, chosen), weights)
-        # A forward that is made again inside of a backward is read at once, by nodes of another
-        # graph, which has hooks of its own if at all.
+        # The output of a forward that a backward recomputes is used at once, by nodes of another
+        # graph. If that graph needs hooks, it has its own.
         if output.requires_grad and not recomputing():
             loan, node = _Loan(self, here, there, chosen), output.grad_fn
             assert node is not None

@@ -4,9 +4,9 @@
     prefetch when the backward reaches a layer, the copies of that layer and the next ones start
     get      the caller comes after the copy; a tensor that has not left yet is simply given
 
-No memory is used again while a copy reads or writes it: what leaves is held until its copy is
-done, what comes back is held until its copy is done though nobody may want it any more, and a
-buffer cools in the pool (``pool.py``). Copies themselves are
+No memory is reused while a copy reads or writes it: an offloaded tensor stays alive until its copy
+is done, a fetched one as well even if nobody needs it any more, and a buffer cools in the pool
+(``pool.py``). Copies themselves are
 ``_core/copy_engine.py``'s.
 """
 
@@ -38,7 +38,7 @@ class OffloadSettings:
         least_bytes: memory smaller than this stays where it is.
         in_flight_bytes: what may be leaving at once; more waits for the oldest copy. Until its copy
             is done a tensor still occupies the device.
-        host_bytes: what may be held in host memory, or ``None``.
+        host_bytes: limit on host memory, or ``None``.
         timeout: seconds after which a copy is given up.
         check: the debug mode: free buffers are poisoned, and every tensor that comes back is
             compared with the one that left. Slow.
@@ -100,7 +100,7 @@ class Group:
 
 @dataclass
 class _Leaving:
-    """A copy to the host, and what it reads: held until it is done."""
+    """A copy to the host, and its source, which stays alive until the copy is done."""
 
     ticket: Any
     source: torch.Tensor | None

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedops.memory.recomputation.producers import is_plain, new_results, written_arguments
 from fusedops.memory.saved_tensors import Resident, SavedTensor
 
-# Keeps a result of an operator, given its name there, or says that it is made again.
+# Saves a result of an operator, given its name there; ``None`` if it is recomputed.
 Keep = Callable[[torch.Tensor, str, str | None], SavedTensor | None]
 _Key = tuple[Any, int]
 
@@ -48,7 +48,7 @@ class Results:
             self._keys[leaves[place].untyped_storage()._cdata] = key
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop the result in whose memory a tensor lies: it was written to, and is made again."""
+        """Drop the result in whose memory a tensor lies: it was written to, and is recomputed."""
         key = self._keys.pop(tensor.untyped_storage()._cdata, None)
         if key is not None:
             self._kept.pop(key, None)

@@ -1,8 +1,8 @@
 """Which wins on this machine, the patched module or the stock one: ``patch(..., calibrate=True)``.
 
 Each class and shape of module is measured once per process, alone, on random rows of the size that
-its weights declare: forward, and backward where the model trains, the two in turns. Where the stock
-module is faster the patched class is taken from it again. What the fused forward of a module does
+its weights declare: forward, and backward where the model trains, the two interleaved. Where the
+stock module is faster the patch is undone. What the fused forward of a module does
 for its children counts for the module; they are measured only when it has lost. Children that it
 calls are measured on their own, and only replayed meanwhile (``calibration_replay.py``).
 
@@ -57,7 +57,7 @@ _RUNS = 2 * (ROUNDS + 1)
 _PROBED_ROWS, _FEWEST_ROWS, _MOST_ROWS = 16, 64, 1024
 _STOCK, _PATCHED = "stock", "patched"
 
-# What tells two modules of one class apart beside the shapes of their parameters.
+# What distinguishes two modules of one class, in addition to the shapes of their parameters.
 _SETTINGS = (int, float, str, bool)
 _PLACE = ("layer_idx", "layer_id", "training")
 
@@ -93,7 +93,7 @@ class CalibrationFinding:
         return f"{kept}{self.speed_up:.2f}x measured on this machine, {self.where}"
 
 
-# Measured once per process; and what each module of a model was told, for its report.
+# Findings measured once per process, and the finding of each module, for its report.
 _FOUND: dict[str, CalibrationFinding] = {}
 _NOTHING: Mapping[str, CalibrationFinding] = {}
 _TOLD: weakref.WeakKeyDictionary[nn.Module, CalibrationFinding] = weakref.WeakKeyDictionary()
@@ -230,7 +230,7 @@ def _trains(module: nn.Module) -> bool:
 def _measured(
     module: nn.Module, model: nn.Module, share: float, time: TimeShares
 ) -> CalibrationFinding:
-    """Return what is found of a module in about ``share`` seconds; whatever it raises is told."""
+    """Measure a module for about ``share`` seconds; an exception becomes a finding as well."""
     if share <= 0:
         return CalibrationFinding(
             problem="the time for calibration was over", for_want_of_time=True
@@ -295,7 +295,7 @@ def _stock_class(module: nn.Module) -> type[nn.Module]:
 
 
 class _Pair:
-    """A module as it is patched, and with the classes that it had before."""
+    """A module with its patched classes and with its original ones."""
 
     def __init__(self, module: nn.Module, rule: PatchRule, model: nn.Module) -> None:
         self.module, self.rule, self.model = module, rule, model

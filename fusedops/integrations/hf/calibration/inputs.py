@@ -34,7 +34,7 @@ class UnknownError(Exception):
 def width(module: Any, model: nn.Module) -> int:
     """Return how many numbers a row has that ``module`` reads.
 
-    What has no weights reads what the widest linear layer beside it gives.
+    A module without weights reads the output of the widest linear layer next to it.
 
     Raises:
         UnknownError: no weight tells it.

@@ -87,7 +87,7 @@ def attend(
         ``[B, Sq, H, Dv]``, and ``None`` for the weights, which are never whole.
 
     Raises:
-        UnsupportedError: a keyword that only ``sdpa`` knows beside one that only this one knows.
+        UnsupportedError: a keyword that only ``sdpa`` knows, with one that only this one knows.
     """
     unknown = foreign_keyword(_SDPA_ARGUMENTS, kwargs)
     if unknown is not None:
@@ -109,8 +109,8 @@ def attend(
             **kwargs,
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    # One query beside a cache sees all keys. Equal lengths are asked for first: of symbols that is
-    # no guard.
+    # A single query with a KV cache sees all keys. Equal lengths are compared first, which adds no
+    # guard on symbolic sizes.
     is_prefill = query.shape[2] == key.shape[2] or query.shape[2] > 1
     causal = attention_mask is None and causal and is_prefill
     if position_bias is not None:
@@ -310,7 +310,7 @@ def _first_parameter(module: nn.Module) -> torch.Tensor | None:
 
 
 def _obstacle(module: Any, implementations: Implementations) -> str | None:
-    """Return why the module's attention must stay as it is configured, or ``None``."""
+    """Return why the module's configured attention must stay unchanged, or ``None``."""
     if _first_parameter(module) is None:
         return "it has no parameters: its projections are quantised"
     return implementations.obstacle(module, module.__dict__["config"]._attn_implementation)

@@ -184,7 +184,7 @@ def _weights_obstacle(module: Any) -> str | None:
 
 
 def obstacle(module: Any) -> str | None:
-    """Return why an experts module must stay as it is configured, or ``None``."""
+    """Return why an experts module must stay unchanged, or ``None``."""
     configured = module.config._experts_implementation
     if configured not in _KNOWN:
         return f"its experts are configured as {configured!r}"
