@@ -78,8 +78,8 @@ def outer_names(name: str) -> list[str]:
 def names_of(model: nn.Module) -> dict[str, str]:
     """Return the layer that each module of a model belongs to, by the names of both.
 
-    A module inside a layer belongs to it. A module that contains layers is named itself, and so is
-    a sibling of layers; but a module without a forward of its own is replaced by its children.
+    A module inside a layer belongs to it. A module that contains layers belongs to itself, and so
+    does a sibling of layers. A container without a forward is no layer, but its children are.
     """
     holders = {outer for name in lists_of(model) for outer in outer_names(name)}
     names: dict[str, str] = {}

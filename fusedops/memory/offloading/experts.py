@@ -1,4 +1,4 @@
-"""Experts whose weights lie in host memory and come to the device when a token wants them.
+"""Experts whose weights are in host memory and are copied to the device when a token needs them.
 
     store_experts(model, "cuda")      # once
     loss = model(...)                 # each layer fetches the experts that its tokens chose
@@ -12,7 +12,7 @@ know of nothing. On the device an expert is from when its layer knows the choice
 layer's forward, and again while the node that multiplies by it runs backward. Under autocast it is
 there in the dtype of the products alone.
 
-Copies are ``_core/copy_engine.py``'s: on a GPU they overlap with computation, from pinned memory.
+``_core/copy_engine.py`` does the copies: on a GPU from pinned memory, overlapping computation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors that leave for host memory in the forward and come back before the backward wants them.
+"""Offloads tensors to host memory in the forward and fetches them before the backward needs them.
 
     put      a buffer of the pool; the copy starts; the device's memory is let go when it is done
     prefetch when the backward reaches a layer, the copies of that layer and the next ones start
@@ -6,8 +6,7 @@
 
 No memory is reused while a copy reads or writes it: an offloaded tensor stays alive until its copy
 is done, a fetched one as well even if nobody needs it any more, and a buffer cools in the pool
-(``pool.py``). Copies themselves are
-``_core/copy_engine.py``'s.
+(``pool.py``). ``_core/copy_engine.py`` does the copies.
 """
 
 from __future__ import annotations

@@ -96,18 +96,18 @@ class CalibrationFinding:
 # Findings measured once per process, and the finding of each module, for its report.
 _FOUND: dict[str, CalibrationFinding] = {}
 _NOTHING: Mapping[str, CalibrationFinding] = {}
-_TOLD: weakref.WeakKeyDictionary[nn.Module, CalibrationFinding] = weakref.WeakKeyDictionary()
+_FINDINGS: weakref.WeakKeyDictionary[nn.Module, CalibrationFinding] = weakref.WeakKeyDictionary()
 
 
 def finding_of(module: nn.Module) -> CalibrationFinding | None:
     """Return what calibration found of a module, ``None`` where it was not asked."""
-    return _TOLD.get(module)
+    return _FINDINGS.get(module)
 
 
 def forget(model: nn.Module) -> None:
     """Let the modules of a model be as before calibration; what was measured stays known."""
     for module in model.modules():
-        _TOLD.pop(module, None)
+        _FINDINGS.pop(module, None)
 
 
 def clear() -> None:
@@ -165,7 +165,7 @@ def _decide(
                 if not findings[key].for_want_of_time:
                     _FOUND[key] = findings[key]
             finding = findings[key]
-        _TOLD[module] = finding
+        _FINDINGS[module] = finding
         rule = rule_of(module)
         if finding.stock_wins and rule is not None:
             module.__class__ = rule.original
