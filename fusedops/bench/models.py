@@ -170,9 +170,7 @@ def run_case(
         before = backends.counters()
         values = ours.values()
         backend = _backends_since(before)
-        wrong = [
-            f"{title}: {difference}" for difference in differences(values, known, truth, dtype)
-        ]
+        wrong = [f"{title}: {text}" for text in differences(values, known, truth, dtype)]
         errors[AUTOMATIC] = _ulps(values, truth)
     except Exception as error:
         wrong = [f"{title}: the patched model raises {_line(error)}"]
