@@ -25,7 +25,7 @@ from fusedops.bench.limits import LeastWork, Limits
 from fusedops.bench.results import DIRECTIONS, FORWARD, BenchRow
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 
-# Above this many elements a float64 copy of all intermediates would not fit beside the rest.
+# Above this many elements a float64 copy of all intermediates would not fit in memory in addition.
 _LARGEST_TRUTH = 1 << 28
 # A call on fewer elements than this is all overhead, and too small to be split among threads.
 _TINY = 1 << 13
@@ -42,7 +42,7 @@ class CaseSettings:
         device: where.
         plan: how long each direction is timed.
         compiled: include torch.compile.
-        only: contenders to keep beside eager; empty keeps all.
+        only: contenders to keep in addition to eager; empty keeps all.
         all_backends: time the reference and the automatically chosen backend by name too.
         allocator: ``"tuned"`` or ``"system"``: what the process was set to.
         cache_bytes: size of the last cache.
@@ -166,7 +166,7 @@ def host_overhead(
 def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample | None:
     """Return a call of the op that is all overhead: its first test sample of a tiny size."""
     for sample in spec.samples(device, dtype):
-        # An empty tensor beside others only tells a dtype or a size.
+        # An empty tensor among others only carries a dtype or a size.
         sizes = [tensor.numel() for tensor in sample.leaves or sample.tensors if tensor.numel() > 0]
         if sizes and min(sizes) > 1 and sum(sizes) < _TINY:
             return sample
@@ -300,17 +300,17 @@ def _errors(
     random = call.sample.random
     reference = Contender("truth", spec.op, "torch") if random else Contender(EAGER, spec.eager)
     truth, true_grads = _seeded(reference, call.double())
-    found: dict[tuple[str, str], Error] = {}
+    errors: dict[tuple[str, str], Error] = {}
     for contender in able:
         if random and not contender.ours:
             continue
         outputs, grads = _seeded(contender, call)
         forward = _ulps(outputs, truth)
-        found[contender.name, "forward"] = forward
+        errors[contender.name, "forward"] = forward
         if grads:
-            found[contender.name, "backward"] = backward = _ulps(grads, true_grads)
-            found[contender.name, "both"] = max(forward, backward)
-    return found, "error of random results only for fusedops" if random else ""
+            errors[contender.name, "backward"] = backward = _ulps(grads, true_grads)
+            errors[contender.name, "both"] = max(forward, backward)
+    return errors, "error of random results only for fusedops" if random else ""
 
 
 def _seeded(

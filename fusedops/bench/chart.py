@@ -79,29 +79,29 @@ def _bars(
     """Draw a group of horizontal bars per label, the first at the top."""
     thickness = 0.85 / max(1, len(who))
     for variant in who:
-        found = []
+        drawn = []
         for at, label in enumerate(labels):
             present = [contender for contender in who if (*label, contender) in rows]
             if variant in present:
                 offset = (present.index(variant) - (len(present) - 1) / 2) * thickness
-                found.append((at + offset, rows[(*label, variant)]))
+                drawn.append((at + offset, rows[(*label, variant)]))
         bars = axis.barh(
-            [at for at, _ in found],
-            [value(row) if row.trusted else 0.0 for _, row in found],
+            [at for at, _ in drawn],
+            [value(row) if row.trusted else 0.0 for _, row in drawn],
             thickness * 0.92,
             label=variant,
             color=_colour(variant, who),
             xerr=[
-                [(row.speedup - row.speedup_q1) * row.trusted for _, row in found],
-                [(row.speedup_q3 - row.speedup) * row.trusted for _, row in found],
+                [(row.speedup - row.speedup_q1) * row.trusted for _, row in drawn],
+                [(row.speedup_q3 - row.speedup) * row.trusted for _, row in drawn],
             ]
-            if errors and found
+            if errors and drawn
             else None,
             error_kw={"linewidth": 0.8},
         )
         for bar in bars:
             bar.set_edgecolor("white")
-        bar_labels = [text.format(value(row)) if row.trusted else DISTURBED for _, row in found]
+        bar_labels = [text.format(value(row)) if row.trusted else DISTURBED for _, row in drawn]
         axis.bar_label(bars, bar_labels, padding=3, fontsize=7)
     axis.set_yticks(range(len(labels)), [f"{op} {case}\n{dtype}" for op, case, dtype in labels])
     axis.tick_params(labelsize=8)

@@ -139,7 +139,7 @@ def contenders(
         spec: the op.
         call: what they must be able to run.
         compiled: include torch.compile.
-        only: names to keep beside eager; empty keeps all, but of the backends only those that
+        only: names to keep with eager; empty keeps all, but of the backends only those that
             the automatic choice stands before: not the one it takes, not the reference.
         all_backends: keep those too.
     """

@@ -1,8 +1,8 @@
-"""Tokens a second of decoding, beside transformers: ``fusedops bench generate``.
+"""Tokens per second of decoding, compared with transformers: ``fusedops bench generate``.
 
-One architecture, one set of random weights, three ways to go on from the same prompts: our model,
-that of transformers patched, and as it is. They are interleaved in one process, and each is
-compared with ours round by round, so that what disturbs the machine disturbs all.
+One architecture, one set of random weights, three ways to continue the same prompts: our model, and
+that of transformers, patched and unpatched. They are interleaved in one process, and each is
+compared with ours round by round, so that noise on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ def measure(
     report(f"making {work.preset} in {work.dtype}")
     ways = _ways(work)
     rows = [GenerationRow(work, name) for name in ways]
-    found = {name: run() for name, run in ways.items()}
+    tokens = {name: run() for name, run in ways.items()}
     for row in rows:
-        row.same = (found[row.name] == found[OURS]).double().mean().item()
+        row.same = (tokens[row.name] == tokens[OURS]).double().mean().item()
     until = time.monotonic() + seconds * len(rows)
     while time.monotonic() < until or len(rows[0].seconds) < _LEAST_TURNS:
         for row in rows:
@@ -131,8 +131,8 @@ def _ways(work: GenerationWork) -> dict[str, Callable[[], torch.Tensor]]:
     prompts = torch.randint(work.vocab_size, (work.sequences, work.prompt))
 
     def ours() -> torch.Tensor:
-        found = generate(model, prompts, tokens=work.tokens)
-        return torch.tensor([result.tokens for result in found])
+        results = generate(model, prompts, tokens=work.tokens)
+        return torch.tensor([result.tokens for result in results])
 
     from fusedops.integrations import patch
 
@@ -160,8 +160,8 @@ def _theirs(model: Any, prompts: torch.Tensor, work: GenerationWork) -> Callable
     mask = torch.ones_like(prompts)
 
     def run() -> torch.Tensor:
-        found = model.generate(prompts, attention_mask=mask, pad_token_id=0, **options)
-        return found[:, prompts.shape[1] :]
+        sequences = model.generate(prompts, attention_mask=mask, pad_token_id=0, **options)
+        return sequences[:, prompts.shape[1] :]
 
     return run
 

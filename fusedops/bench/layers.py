@@ -1,4 +1,4 @@
-"""Benchmark rows for layers: several ops together, beside what people write for the same today.
+"""Benchmark rows for layers: several ops together, compared with common implementations.
 
 A layer is described as an op is, by a ``Spec``, but it is not one: nothing is registered, and the
 generic tests do not know it. Groups are names for several rows: ``fusedops bench moe``.
@@ -96,8 +96,8 @@ def _peers() -> dict[str, Callable[..., Any]]:
 
         return layer
 
-    found = {name: of(experts) for name, experts in _hf_experts.installed().items()}
-    return {"einsum": _einsum, **found}
+    kernels = {name: of(experts) for name, experts in _hf_experts.installed().items()}
+    return {"einsum": _einsum, **kernels}
 
 
 def _layer_case(

@@ -45,27 +45,27 @@ def machine(device: torch.device) -> Machine:
         return Machine(slug, "cuda", properties.name, 0, int(properties.L2_cache_size))
     info = architecture.cpuinfo()
     name = info.get("model name") or platform.processor() or platform.machine()
-    word, held = architecture.cpu_slug(info), env.max_isa()
-    if held is not None:  # one processor in the place of another: bench/README.md
-        name, word = f"{name} held to {held}", f"{word}-as-{held.replace('_', '-')}"
+    word, max_isa = architecture.cpu_slug(info), env.max_isa()
+    if max_isa is not None:  # one processor in the place of another: bench/README.md
+        name, word = f"{name} limited to {max_isa}", f"{word}-as-{max_isa.replace('_', '-')}"
     return Machine(word, "cpu", name, torch.get_num_threads(), _last_level_cache())
 
 
 def versions() -> dict[str, str]:
     """Return the versions of everything that a time depends on; absent packages are left out."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    result = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("fusedops", "triton", "transformers", "liger-kernel"):
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    found["kernel"] = platform.release()
-    found["libc"] = " ".join(platform.libc_ver())
-    found["torch CPU capability"] = torch.backends.cpu.get_cpu_capability()
+    result["kernel"] = platform.release()
+    result["libc"] = " ".join(platform.libc_ver())
+    result["torch CPU capability"] = torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available():
-        found["cuda"] = str(torch.version.cuda)
-        found["driver"] = gpu_state().get("driver_version", "unknown")
-    return found
+        result["cuda"] = str(torch.version.cuda)
+        result["driver"] = gpu_state().get("driver_version", "unknown")
+    return result
 
 
 def git_commit() -> dict[str, Any]:

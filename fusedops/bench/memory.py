@@ -138,8 +138,8 @@ def _results(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    found = [
+    gradients = [
         parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
     ]
     model.zero_grad(set_to_none=True)
-    return [loss.detach(), *found]
+    return [loss.detach(), *gradients]

@@ -124,8 +124,8 @@ class GivenTokenDecoder:
                 self.name = "decoder_input_ids"
                 self.fixed["encoder_outputs"] = model.get_encoder()(prompt)
                 prompt = prompt[:, :1]
-            found = self.model(**{self.name: prompt}, **self.fixed, use_cache=True)
-        self.cache = found.past_key_values
+            output = self.model(**{self.name: prompt}, **self.fixed, use_cache=True)
+        self.cache = output.past_key_values
 
     def prepare(self) -> Any:
         """Return a cache of the prompt, to write on."""

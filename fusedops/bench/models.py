@@ -168,10 +168,10 @@ def run_case(
         settings.patch(patched)
         ours = _contender(AUTOMATIC, patched, patched, family, mode, size, settings.device)
         before = backends.counters()
-        found = ours.values()
+        values = ours.values()
         backend = _backends_since(before)
-        wrong = [f"{title}: {difference}" for difference in differences(found, known, truth, dtype)]
-        errors[AUTOMATIC] = _ulps(found, truth)
+        wrong = [f"{title}: {text}" for text in differences(values, known, truth, dtype)]
+        errors[AUTOMATIC] = _ulps(values, truth)
     except Exception as error:
         wrong = [f"{title}: the patched model raises {_line(error)}"]
     if settings.compiled:
@@ -224,28 +224,28 @@ def differences(ours: Values, stock: Values, truth: Values, dtype: torch.dtype) 
         truth: of that model in float64.
         dtype: of the weights.
     """
-    found = []
+    problems = []
     depth = truth.logits.shape[-2] if truth.logits.dim() > 1 else 1
     if ours.logits.shape != truth.logits.shape:
         return (f"logits have shape {tuple(ours.logits.shape)}",)
     allowed = dtypes.error_budget(stock.logits, truth.logits, dtype, depth=64)
     excess = (ours.logits.double() - truth.logits).abs() - allowed
     if not bool((excess <= 0).all()):  # NaN is not below anything
-        found.append(f"logits are off by {float(excess.max()):.2g} more than rounding explains")
-    found += _off("logits", ours.logits, stock.logits, truth.logits, dtype)
+        problems.append(f"logits are off by {float(excess.max()):.2g} more than rounding explains")
+    problems += _off("logits", ours.logits, stock.logits, truth.logits, dtype)
     if truth.loss is not None and stock.loss is not None and ours.loss is not None:
         budget = float(dtypes.error_budget(stock.loss, truth.loss, dtype, depth=depth))
         off = abs(float(ours.loss) - float(truth.loss))
         if not off <= budget:
-            found.append(f"loss is {float(ours.loss):.6g}, float64 has {float(truth.loss):.6g}")
+            problems.append(f"loss is {float(ours.loss):.6g}, float64 has {float(truth.loss):.6g}")
     missing = sorted(truth.grads.keys() ^ ours.grads.keys())
     if missing:
-        found.append(f"gradients are missing, or there are others: {', '.join(missing[:3])}")
+        problems.append(f"gradients are missing, or there are others: {', '.join(missing[:3])}")
     for name in truth.grads.keys() & ours.grads.keys() & stock.grads.keys():
-        found += _off(
+        problems += _off(
             f"gradient of {name}", ours.grads[name], stock.grads[name], truth.grads[name], dtype
         )
-    return tuple(found)
+    return tuple(problems)
 
 
 def _off(

@@ -49,7 +49,7 @@ class BenchRow:
         in_cache: whether memory is the limit and those bytes are below twice the last cache, so
             that part of them stays there: ``limit_share`` may then exceed 1.
         host_us: least time of the call on a tiny input: what the host pays whatever the size.
-        peak_bytes: memory held at the peak above what was there before.
+        peak_bytes: peak memory above what was allocated before the call.
         error_max_ulps: largest error against float64, in units of the last place.
         error_mean_ulps: mean error.
         note: why a figure is missing.
@@ -179,8 +179,8 @@ def load_json(path: str | os.PathLike[str]) -> BenchRecord:
     if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
         raise files.UserError(f"{path} is no record of `fusedops bench --json`")
     if data.get("format") != FORMAT:
-        found = data.get("format")
-        raise files.UserError(f"{path} has format {found!r}, this version reads format {FORMAT}")
+        number = data.get("format")
+        raise files.UserError(f"{path} has format {number!r}, this version reads format {FORMAT}")
     try:
         rows = tuple(BenchRow(**row) for row in data["rows"])
         others = {

@@ -19,16 +19,16 @@ def small_model(
         vocab_size: words.
         seq_len: positions.
     """
-    found = preset(name)
-    ratio = found.intermediate_size / found.hidden_size
+    config = preset(name)
+    ratio = config.intermediate_size / config.hidden_size
     heads = hidden_size // 64
     return replace(
-        found,
+        config,
         hidden_size=hidden_size,
         intermediate_size=round(ratio * hidden_size / 16) * 16,
         num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=None if found.num_kv_heads is None else max(1, heads // 4),
+        num_kv_heads=None if config.num_kv_heads is None else max(1, heads // 4),
         head_dim=None,
         vocab_size=vocab_size,
         seq_len=seq_len,

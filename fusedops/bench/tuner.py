@@ -149,16 +149,16 @@ def _measure_all(
         for spec, label, dtype, make in work:
             title = f"{spec.name} {label} {str(dtype).removeprefix('torch.')}"
             progress.describe(title)
-            found: list[MeasuredCall] = []
+            calls: list[MeasuredCall] = []
             why: list[str] = []
             try:
                 sample = make()
                 if sample is not None:  # None: no call of this op is tiny
-                    found, why = measure_case(spec, sample, device, clock, timing)
+                    calls, why = measure_case(spec, sample, device, clock, timing)
             except RuntimeError as error:
                 # Too large for this machine, or a dtype that eager does not have on this device.
                 why = [str(error).strip().splitlines()[0]]
-            measured += [replace(call, case=label) for call in found]
+            measured += [replace(call, case=label) for call in calls]
             notes += [f"{title}: {reason}" for reason in why]
             progress.advance()
     return measured, notes
@@ -196,7 +196,7 @@ def measure_case(
         Forward and backward, where there is a choice; and notes on what could not be measured.
     """
     call = ContenderCall.of(spec, sample)
-    found: list[MeasuredCall] = []
+    calls: list[MeasuredCall] = []
     notes: list[str] = []
 
     def forward() -> Any:
@@ -218,8 +218,8 @@ def measure_case(
             continue
         measured = _compare(spec.name, seen.keys[0], prepare, run, device, clock, plan)
         if measured is not None:
-            found.append(measured)
-    return found, notes
+            calls.append(measured)
+    return calls, notes
 
 
 def choose(measured: Sequence[MeasuredCall]) -> tuning.Entry | None:

@@ -1,4 +1,4 @@
-"""``fusedops doctor --calibrate``: on this machine, how fast ops are beside torch's, and on what.
+"""``fusedops doctor --calibrate``: the speed of ops on this machine relative to torch.
 
 A first look in two seconds at what ``patch(model, calibrate=True)`` decides module by module.
 ``fusedops bench`` is the measurement to quote, and ``fusedops bench tune`` what puts its outcome in
@@ -29,7 +29,7 @@ from fusedops.terminal.progress import steps
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows, and the layer of 768 -> 3072 of a base model: a batch, and a token of decoding.
 PRODUCTS = ((256, 768, 3072), (1, 768, 3072))
-# An op each of what patching replaces beside products.
+# One op for each kind of module that patching replaces, in addition to products.
 OPS = (
     *("gelu", "swiglu", "bias_dropout_add", "layer_norm", "rms_norm"),
     *("add_layer_norm", "add_rms_norm", "rotary_embedding", "scaled_masked_softmax", "attention"),
@@ -46,7 +46,7 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class Rate:
-    """Ours beside torch's.
+    """The speed of one of our ops compared with torch.
 
     Attributes:
         what: product or op, with its size.
@@ -80,9 +80,9 @@ def show(out: Console, device: torch.device) -> None:
             rates.append(measured(share))
             progress.advance()
     products = [rate for rate in rates if rate.what.startswith("linear")]
-    print_table(out, _table("products: linear_act beside F.linear, forward", products))
+    print_table(out, _table("products: linear_act and F.linear, forward", products))
     others = [rate for rate in rates if rate not in products]
-    print_table(out, _table("ops beside eager torch, forward and backward", others))
+    print_table(out, _table("ops and eager torch, forward and backward", others))
     if not all(rate.trusted for rate in rates):
         out.print(
             "  disturbed: by other work on this machine, or a single round; `fusedops bench` has\n"

@@ -72,11 +72,11 @@ def _devices(text: str) -> list[torch.device]:
         here.append(torch.device("cuda"))
     if not text:
         return here
-    found = [device for device in here if device.type == text]
-    if not found:
+    devices = [device for device in here if device.type == text]
+    if not devices:
         known = ", ".join(device.type for device in here)
         raise files.UserError(f"no device {text!r} here; this torch sees: {known}")
-    return found
+    return devices
 
 
 def _show_installed(out: Console) -> None:
@@ -186,7 +186,7 @@ def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
 
 
 def _show_speed(out: Console, device: torch.device) -> None:
-    """Print how fast products and ops are on a device beside torch's, and what they run on."""
+    """Print the speed of products and ops on a device relative to torch, and their backends."""
     from rich.rule import Rule
 
     from fusedops.cli import calibrate

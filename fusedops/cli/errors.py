@@ -35,7 +35,7 @@ def report_errors_once(*, first: bool, lost: str = "") -> Iterator[None]:
 
 
 def print_message(text: str) -> None:
-    """Print a line beside the output."""
+    """Print a line to stderr, separate from the output."""
     print(text, file=sys.stderr, flush=True)
 
 

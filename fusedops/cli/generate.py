@@ -122,7 +122,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Request:
-    """What is generated from, beside the options of the generation.
+    """The inputs of a generation, in addition to its options.
 
     Attributes:
         checkpoint: folder of a run, or of a Hugging Face model.
@@ -207,13 +207,13 @@ def _generate(request: _Request, options: Options) -> None:
 def _check_texts(option: str, texts: list[str]) -> None:
     """Raise unless each is a text: bytes of a shell that are no UTF-8 arrive as surrogates."""
     for text in texts:
-        wanted = f"{option} must be a text of one letter at least"
+        expected = f"{option} must be a text of one letter at least"
         if not text:
-            raise files.UserError(f"{wanted}, got an empty one")
+            raise files.UserError(f"{expected}, got an empty one")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise files.UserError(f"{wanted} in UTF-8, got {ascii(text)}") from None
+            raise files.UserError(f"{expected} in UTF-8, got {ascii(text)}") from None
 
 
 @contextmanager
@@ -270,7 +270,7 @@ class _Run:
         check(self._engine, self._prompts, self._options)
 
     def log(self, text: str) -> None:
-        """Print a line beside the text, on the first rank."""
+        """Print a line to stderr on the first rank."""
         if self._first:
             print_message(text)
 

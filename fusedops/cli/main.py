@@ -24,9 +24,9 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(requested: bool) -> None:
     """Print the version, and the versions on which results depend, and exit."""
-    if not wanted:
+    if not requested:
         return
     import torch
 

@@ -188,17 +188,17 @@ def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str)
     """Return what is to be tried, by the names that ``layouts`` takes."""
     from fusedops.planner.layout import OFFLOADS, RECOMPUTE
 
-    found: dict[str, Any] = {
+    choices: dict[str, Any] = {
         "tp": _numbers(tp, "tp"),
         "pp": _numbers(pp, "pp"),
         "ep": _numbers(ep, "ep"),
         "zero": _numbers(zero or ",", "zero", least=0, most=3),
     }
     words = [word.strip() for word in recompute.split(",") if word.strip()]
-    found["recompute"] = list(dict.fromkeys(words))
+    choices["recompute"] = list(dict.fromkeys(words))
     if not words:
         raise files.UserError(f"--recompute is empty; known: {', '.join(RECOMPUTE)}")
-    for word in "+".join(found["recompute"]).split("+"):
+    for word in "+".join(choices["recompute"]).split("+"):
         options.check_known(word, RECOMPUTE, "recompute")
     offloads = []
     for text in offload.split(","):
@@ -206,7 +206,7 @@ def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str)
         for word in words:
             options.check_known(word, ("none", *OFFLOADS), "offload")
         offloads.append(tuple(dict.fromkeys(word for word in words if word != "none")))
-    return found | {"offload": list(dict.fromkeys(offloads))}
+    return choices | {"offload": list(dict.fromkeys(offloads))}
 
 
 def _schedules(text: str) -> tuple[str, ...]:
@@ -221,8 +221,8 @@ def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) ->
         raise files.UserError(f"--{name} is empty: write sizes such as 1,2, or leave it out")
     for word in words:
         if not word.isdecimal() or len(word) > 9 or not least <= int(word) <= most:
-            wanted = f"numbers from {least} to {most}"
-            raise files.UserError(f"--{name} must be {wanted} with commas between, got {word!r}")
+            expected = f"numbers from {least} to {most}"
+            raise files.UserError(f"--{name} must be {expected} with commas between, got {word!r}")
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
@@ -246,7 +246,7 @@ def _measure(out: Any) -> None:
             progress.advance()
     lines = [
         "| model | width x layers, tokens, words | dtype | recompute | kernels | measured MiB "
-        "| estimate | beside weights and states |",
+        "| estimate | without weights and states |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -285,33 +285,33 @@ def _show_models(out: Any) -> None:
 
 
 def _show(
-    name: str, model: TransformerConfig, devices: int, found: Plan, rows: int, out: Any
+    name: str, model: TransformerConfig, devices: int, plan: Plan, rows: int, out: Any
 ) -> None:
     """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
     from fusedops.planner import show_bytes, show_count
     from fusedops.planner.search import CRITERION
     from fusedops.terminal.console import print_table
 
-    fits, first = found.fitting, found.rows[0].layout
+    fits, first = plan.fitting, plan.rows[0].layout
     training = first.training
     out.print(
         f"[bold]{name}[/]: {show_count(model.parameters().total)} parameters, "
         f"{first.length(model)} tokens x {training.micro_batch} x {first.parallel.microbatches} "
         f"micro-batches, {training.precision}, {training.kernels} kernels, "
-        f"{devices} x {show_bytes(found.memory)}",
+        f"{devices} x {show_bytes(plan.memory)}",
         highlight=False,
     )
-    shown = [*found.rows[: min(fits, rows)], *found.rows[fits : fits + rows // 2 + 1]]
-    print_table(out, _table(shown, found.memory, narrow=out.width < _WIDE))
+    shown = [*plan.rows[: min(fits, rows)], *plan.rows[fits : fits + rows // 2 + 1]]
+    print_table(out, _table(shown, plan.memory, narrow=out.width < _WIDE))
     out.print(
-        f"{fits} of {len(found.rows)} layouts fit; in GiB of the fullest device, bubbles in %; "
+        f"{fits} of {len(plan.rows)} layouts fit; in GiB of the fullest device, bubbles in %; "
         f"sorted: {CRITERION}",
         style="dim",
         highlight=False,
     )
-    for note in found.notes:
+    for note in plan.notes:
         out.print(f"note: {note}", style="yellow", highlight=False, markup=False)
-    out.print(found.advice, style="green" if fits else "yellow", highlight=False)
+    out.print(plan.advice, style="green" if fits else "yellow", highlight=False)
 
 
 def _table(shown: list[PlannedLayout], memory: int, *, narrow: bool) -> Any:
@@ -362,7 +362,7 @@ def _gib(size: int) -> str:
     return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def _record(name: str, model: TransformerConfig, devices: int, found: Plan) -> dict[str, Any]:
+def _record(name: str, model: TransformerConfig, devices: int, plan: Plan) -> dict[str, Any]:
     """Return everything as JSON has it; bytes are whole numbers."""
     from fusedops.models.config import describe
 
@@ -371,11 +371,11 @@ def _record(name: str, model: TransformerConfig, devices: int, found: Plan) -> d
         "sizes": describe(model),
         "parameters": model.parameters().total,
         "devices": devices,
-        "memory": found.memory,
-        "advice": found.advice,
-        "notes": found.notes,
-        "fitting": found.fitting,
-        "layouts": [_row_record(row, found.memory) for row in found.rows],
+        "memory": plan.memory,
+        "advice": plan.advice,
+        "notes": plan.notes,
+        "fitting": plan.fitting,
+        "layouts": [_row_record(row, plan.memory) for row in plan.rows],
     }
 
 

@@ -1,4 +1,4 @@
-"""``fusedops plan --measure``: small models trained here, their peaks beside the estimates.
+"""``fusedops plan --measure``: peaks of small models trained here, next to the estimates.
 
 Measured is a whole step of training: forward, loss, backward and a fused AdamW, of models that
 transformers builds from configurations, as they come and after ``fusedops.patch``. The allocator
@@ -133,7 +133,7 @@ def measure(
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(2, vocabulary, (batch, seq_len))
-    # A cache of keys, which transformers fills unless told not to, is nothing that training needs.
+    # transformers fills a KV cache by default; training does not need it.
     more = {} if family == "bert" else {"use_cache": False}
 
     def loss() -> torch.Tensor:

@@ -72,7 +72,7 @@ def _launch(config: str, overrides: list[str], processes: int, restarts: int) ->
     """Start the processes and leave with their exit code."""
     from fusedops.train import launch, load_config
 
-    load_config(config, overrides)  # a mistake is told before anything is started
+    load_config(config, overrides)  # reports a mistake before any process starts
     given = [part for assignment in overrides for part in ("--set", assignment)]
     raise SystemExit(launch(processes, ["train", config, *given], restarts=restarts))
 

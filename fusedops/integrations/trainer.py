@@ -81,7 +81,7 @@ class FusedOpsCallback(_Callback):
     """Patch the model at the end of the Trainer's construction, before anything wraps it.
 
     The report is logged by the logger ``fusedops`` at level INFO, and kept as ``report``. A model
-    that ``model_init`` makes anew for training is patched when the training begins.
+    that ``model_init`` creates for training is patched when the training begins.
 
     Args:
         level: as for ``fusedops.patch``.

@@ -126,7 +126,7 @@ def apply(
 
 
 def remove(model: nn.Module) -> None:
-    """Take a policy off a model; one without a policy stays as it is.
+    """Remove a policy from a model; a model without a policy is unchanged.
 
     Args:
         model: what ``apply`` was given.

@@ -21,7 +21,7 @@ from torch import nn
 
 
 class _Owner:
-    """A module with buffers, as it is now."""
+    """A module with buffers, in its current state."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
@@ -138,9 +138,9 @@ class Buffers:
         owners = [
             _Owner(name, module) for name, module in self._module.named_modules() if module._buffers
         ]
-        found = Written()
+        written = Written()
         if not owners:
-            yield found
+            yield written
             return
         modes = (self._module.training, *(owner.module.training for owner in owners))
         is_first = modes != self._modes
@@ -148,12 +148,12 @@ class Buffers:
         for owner in owners:
             if not is_known or owner.name in self._written:
                 owner.copy()
-        yield found
+        yield written
         for owner in owners:
             # Values are compared once: on a GPU the host waits for that.
             if owner.counted_as_written or (is_first and owner.has_other_values):
                 self._written.add(owner.name)
-        found.keep([owner for owner in owners if owner.name in self._written])
+        written.keep([owner for owner in owners if owner.name in self._written])
         self._modes, self._rest = modes, self._versions_of_rest(owners)
 
     def _versions_of_rest(self, owners: list[_Owner]) -> Any:

@@ -1,6 +1,6 @@
 """The layers of a model: which modules a policy chooses among, and which ones a report names.
 
-Layers are *blocks*: modules with children, of a class that repeats, wherever they are held (a
+Layers are *blocks*: modules with children, of a class that repeats, wherever they are registered (a
 ``ModuleList``, a ``ModuleDict``, attributes, several stacks). Where no class repeats they are the
 members of a container.
 """
@@ -18,17 +18,17 @@ Group = dict[str, nn.Module]
 def lists_of(model: nn.Module) -> Group:
     """Return the layers of a model that a policy may treat one by one, by name, in their order."""
     named = {name: module for name, module in model.named_modules() if name}
-    found: Group = {}
+    layers: Group = {}
     while group := _largest_class(named):
-        found |= group
-        excluded = found.keys() | {outer for name in found for outer in outer_names(name)}
+        layers |= group
+        excluded = layers.keys() | {outer for name in layers for outer in outer_names(name)}
         named = {
             name: module
             for name, module in named.items()
-            if name not in excluded and not any(outer in found for outer in outer_names(name))
+            if name not in excluded and not any(outer in layers for outer in outer_names(name))
         }
-    found = found or _largest_container(model)
-    return {name: module for name, module in model.named_modules() if name in found}
+    layers = layers or _largest_container(model)
+    return {name: module for name, module in model.named_modules() if name in layers}
 
 
 def _largest_class(named: Group) -> Group:
@@ -61,8 +61,8 @@ def _largest_container(model: nn.Module) -> Group:
 
 
 def _size(group: Group) -> int:
-    found = {parameter for module in group.values() for parameter in module.parameters()}
-    return sum(parameter.numel() for parameter in found)
+    parameters = {parameter for module in group.values() for parameter in module.parameters()}
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _is_listed(name: str, named: Group) -> bool:
@@ -78,21 +78,21 @@ def outer_names(name: str) -> list[str]:
 def names_of(model: nn.Module) -> dict[str, str]:
     """Return the layer that each module of a model belongs to, by the names of both.
 
-    A module inside a layer belongs to it. One that holds layers is itself, and so is what stands
-    beside layers; but a module that has no forward of its own stands for its children.
+    A module inside a layer belongs to it. A module that contains layers belongs to itself, and so
+    does a sibling of layers. A container without a forward is no layer, but its children are.
     """
     holders = {outer for name in lists_of(model) for outer in outer_names(name)}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
 
     def look(name: str, module: nn.Module, layer: str | None) -> None:
         if layer is None and name and name not in holders and runs(module):
             layer = name
-        found[name] = name if layer is None else layer
+        names[name] = name if layer is None else layer
         for child, submodule in module.named_children():
             look(f"{name}.{child}" if name else child, submodule, layer)
 
     look("", model, None)
-    return found
+    return names
 
 
 def runs(module: nn.Module | None) -> bool:

@@ -150,7 +150,7 @@ def recompute(
     """Compute tensors again in the backward, once, instead of keeping them.
 
     With ``modules`` alone each of these is a region: its inputs are kept and its forward runs a
-    second time. With ``ops`` the results of these operators are made again from the operators'
+    second time. With ``ops`` the results of these operators are recomputed from the operators'
     own inputs, and no module runs again; operators that draw random numbers, or update running
     statistics, cannot be named.
 
@@ -162,8 +162,8 @@ def recompute(
         mp_comm_recompute: run the collectives of a region again. ``False`` keeps their results:
             more bytes, no communication in the second forward.
         parallel_optimizer_comm_recompute: gather weights that FSDP2 shards again in the backward;
-            ``False`` leaves them gathered between the forward and the backward. By default as
-            ``fully_shard`` was told.
+            ``False`` leaves them gathered between the forward and the backward. The default is
+            the setting of ``fully_shard``.
         recompute_slice_activation: keep only ``1 / size`` of a region's floating-point inputs on
             each rank of ``group`` and gather them for the second forward. All ranks of the group
             must receive the same inputs (tensor parallelism without sequence parallelism).
@@ -175,7 +175,7 @@ def recompute(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an operator does not exist, draws random numbers or updates running statistics,
-            nothing is named, or the options for regions stand beside ``ops``, ``outputs`` or
+            nothing is named, or options for regions are combined with ``ops``, ``outputs`` or
             ``when``.
 
     Example:
@@ -190,8 +190,8 @@ def recompute(
     checks.flag(what, "recompute_slice_activation", recompute_slice_activation)
     checks.group(what, "group", group)
     if (group is not None) != recompute_slice_activation:
-        wanted = "the ranks with the same inputs, if and only if recompute_slice_activation"
-        checks.fail(what, "group", wanted, checks.shown(group))
+        expected = "the ranks with the same inputs, if and only if recompute_slice_activation"
+        checks.fail(what, "group", expected, checks.shown(group))
     options = CommunicationOptions(
         mp_comm_recompute, parallel_optimizer_comm_recompute, recompute_slice_activation, group
     )
@@ -204,7 +204,7 @@ def recompute(
     for name in rule.ops:
         if any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(name)):
             raise ValueError(
-                f"recompute: {name} draws random numbers, which a second call would draw anew; "
+                f"recompute: {name} draws random numbers, and a second call would draw others; "
                 "recompute the module that calls it, which replays them"
             )
         if any(updates_statistics(overload) for overload in _overloads(name)):
@@ -287,8 +287,8 @@ class Policy:
     Two questions are asked of each tensor, and the last rule that fits answers; but rules that name
     single tensors (``ops``, ``outputs``, ``when``) come before those that name modules only.
 
-    1. Is it kept, or computed again? ``save`` and ``recompute`` answer; kept is the default.
-    2. If it is kept, how? ``offload``, ``lower`` and ``save`` answer; as it is is the default.
+    1. Is it saved or recomputed? ``save`` and ``recompute`` answer; saved is the default.
+    2. If it is saved, how? ``offload``, ``lower`` and ``save`` answer; unchanged is the default.
 
     So recomputation wins where ``offload`` is asked for the same modules, and what a recomputed
     module still keeps, its inputs and what ``save`` names inside, is offloaded.
@@ -342,9 +342,9 @@ def recomputed(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
 
 
 def saving_rule(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
-    """Return the rule that tells how a tensor is kept, of all rules that fit it.
+    """Return the rule that decides how a tensor is saved, of all rules that fit it.
 
-    ``None`` where it is kept as it is.
+    ``None`` where it is saved unchanged.
     """
     rule = _last(fitting, (SAVE, OFFLOAD, LOWER))
     return rule if rule is not None and rule.treatment != SAVE else None
@@ -434,8 +434,8 @@ def _op_name(treatment: str, op: Any) -> str:
 
 def _known_ops() -> list[str]:
     names = torch._C._dispatch_get_all_op_names()
-    found = {name.partition(".")[0] for name in names}
-    return sorted(name for name in found if name.startswith(("aten::", "fusedops::")))
+    ops = {name.partition(".")[0] for name in names}
+    return sorted(name for name in ops if name.startswith(("aten::", "fusedops::")))
 
 
 def updates_statistics(op: torch._ops.OpOverload) -> bool:

@@ -2,7 +2,7 @@
 
 All wrapped modules of a model share one ``PolicyState``. It knows which modules are running, asks
 the policy about each tensor, and recognises memory that it holds already: what several autograd
-nodes save is held once, whatever views they save.
+nodes save is stored once, whatever views they save.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class PolicyState:
                 fitting = self._fitting(tensor, op, output)
                 if recomputed(fitting) is not None:
                     return None
-                held = self._hold(tensor, saving_rule(fitting))
-                return Resident(held) if isinstance(held, torch.Tensor) else held
+                saved = self._hold(tensor, saving_rule(fitting))
+                return Resident(saved) if isinstance(saved, torch.Tensor) else saved
 
         def start(tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
             slices = comm.recompute_slice_activation and is_plain(tensor) and not lasting(tensor)

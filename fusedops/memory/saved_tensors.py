@@ -2,7 +2,7 @@
 
 Autograd passes each tensor that a node saves to a *pack hook*, keeps what the hook returns, and
 passes that to an *unpack hook* when the node runs. The classes here are what pack hooks return:
-each is made from a tensor and returns an equal one as often as it is asked.
+each is made from a tensor and returns an equal one on every call.
 
 A node may run twice: a zero-bubble schedule first asks for the gradients of inputs and later for
 those of weights. What was recomputed or copied back for the first pass is kept for the second if
@@ -89,7 +89,7 @@ class Rematerialized(SavedTensor):
         self._given: weakref.ref[torch.Tensor] | None = None
 
     def make(self) -> torch.Tensor:
-        """Return the tensor anew."""
+        """Recompute the tensor or copy it back."""
         raise NotImplementedError
 
     def take(self) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Rematerialized(SavedTensor):
 
 
 class SharedStorage:
-    """The memory of several saved views, held once: offloaded, narrowed, or recomputed.
+    """The memory of several saved views, stored once: offloaded, narrowed, or recomputed.
 
     It remembers the memory that it was made of, so that the next view of the same memory finds it;
     while it lives, no other memory gets the same name. What it makes for the first view that asks
@@ -127,7 +127,7 @@ class SharedStorage:
         return not self._origin.expired() and tensor._version == self._version
 
     def make(self) -> torch.Tensor:
-        """Return the tensor anew."""
+        """Recompute the tensor or copy it back."""
         raise NotImplementedError
 
     def get(self) -> torch.Tensor:
@@ -193,10 +193,10 @@ class NarrowedStorage(SharedStorage):
 
 
 class Arguments:
-    """The arguments of a call that is made again.
+    """The arguments of a call that is repeated.
 
     A call may ask whether two arguments are one tensor, as ``torch.nn.MultiheadAttention`` does. So
-    each tensor is held once, and is one tensor again wherever it stood.
+    each tensor is stored once, and all its places get the same tensor back.
 
     Args:
         args: positional arguments, containers of tensors among them.

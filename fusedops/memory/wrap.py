@@ -31,7 +31,7 @@ class Wrapped:
         return self.around(self.call, args, kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward that is wrapped: that of the class as it is now (``unpatch``)."""
+        """Run the wrapped forward: that of the current class, which ``unpatch`` may change."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)

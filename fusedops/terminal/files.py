@@ -1,7 +1,7 @@
 """Files that a command writes and reads, with errors a user can act on.
 
-A result is written beside its target and renamed over it, so that a full disk or an interrupt
-leaves the old file whole. Every failure is a ``UserError``: one sentence that names the file and
+A result is written next to its target and renamed over it, so that a full disk or an interrupt
+leaves the old file intact. Every failure is a ``UserError``: one sentence that names the file and
 the cause; ``one_line_errors`` turns it into that sentence on stderr and exit code 2.
 """
 
@@ -47,7 +47,7 @@ def check_environment() -> None:
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise unless ``path`` can be written; call it before hours of work, not after.
 
-    A file is created beside the target and removed again: permission bits alone say nothing to
+    A file is created next to the target and removed again: permission bits alone say nothing to
     root, on a read-only mount or under a quota.
 
     Raises:

@@ -153,4 +153,4 @@ def _picture(reports: dict[str, MemoryReport]) -> str:
 
     first = next(iter(reports.values()))
     lines = {name: reports[name].timeline for name in ("plain", "recompute")}
-    return plot.timeline(f"{first.model}: bytes of one step, as it is and recomputed", lines)
+    return plot.timeline(f"{first.model}: bytes of one step, without and with recomputation", lines)

@@ -153,8 +153,8 @@ def _plan(
 
     chosen = list(HEADLINE)
     if family:
-        found = options.words(family, (*FAMILIES, "all"), "family")
-        chosen = list(FAMILIES) if "all" in found else list(dict.fromkeys(found))
+        names = options.words(family, (*FAMILIES, "all"), "family")
+        chosen = list(FAMILIES) if "all" in names else list(dict.fromkeys(names))
     modes = options.words(mode, MODES, "mode")
     if quick:
         size = replace(size, steps=min(size.steps, 8))
@@ -217,10 +217,10 @@ def _measure(
                         report=report,
                         patch=partial(patch, calibrate=calibrate),
                     )
-                    found = run_case(family, mode, dtype, size, settings, limits, clock)
-                    rows += found.rows
-                    notes += found.notes
-                    wrong += found.wrong
+                    result = run_case(family, mode, dtype, size, settings, limits, clock)
+                    rows += result.rows
+                    notes += result.notes
+                    wrong += result.wrong
                     progress.advance()
         except KeyboardInterrupt:
             if not rows:

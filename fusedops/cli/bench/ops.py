@@ -236,7 +236,9 @@ def _cases(
         if exact:
             return exact
         try:
-            wanted = options.words(sizes, dict.fromkeys(_size(case) for _, case in every), "sizes")
+            requested = options.words(
+                sizes, dict.fromkeys(_size(case) for _, case in every), "sizes"
+            )
         except files.UserError as error:
             own = (
                 f"; a size of your own is --shape {example(specs[0])}"
@@ -244,7 +246,7 @@ def _cases(
                 else ""
             )
             raise files.UserError(f"{error}{own if len(specs) == 1 else ''}") from None
-        return [(spec, case) for spec, case in every if _size(case) in wanted]
+        return [(spec, case) for spec, case in every if _size(case) in requested]
     plan = []
     for spec in specs:
         cases = [case for case in spec.bench_cases if case.headline or all_sizes]
@@ -330,13 +332,13 @@ def _measure(
                     if (spec.name, dtype) not in overhead:
                         report("host overhead")
                         overhead[spec.name, dtype] = host_overhead(spec, dtype, settings)
-                    found, why = run_case(
+                    case_rows, why = run_case(
                         spec, case, dtype, settings, limits, clock, overhead[spec.name, dtype]
                     )
-                    rows += found
+                    rows += case_rows
                     notes += why
                     if json_file is not None:
-                        with suppress(OSError, files.UserError):  # told when all is written
+                        with suppress(OSError, files.UserError):  # reported when all is written
                             so_far = record_of(here, timing, limits, rows, notes, **settled)
                             save_json(json_file, so_far)
                     progress.advance()

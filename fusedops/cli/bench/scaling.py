@@ -74,14 +74,14 @@ def _names(text: str, known: dict[str, str]) -> list[str]:
     if not text:
         return list(known)
     # Names hold commas: "dp2,zero1" is one where there is one of that name.
-    words, found = text.replace(" ", "").split(","), []
+    words, names = text.replace(" ", "").split(","), []
     while words:
         pair = ",".join(words[:2])
         name = pair if len(words) > 1 and pair in known else words[0]
         options.check_known(name, known, "setting")
-        found.append(name)
+        names.append(name)
         words = words[1 + name.count(",") :]
-    return found
+    return names
 
 
 def _show(rows: list[ScalingRow], out: Any) -> None:

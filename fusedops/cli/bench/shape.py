@@ -63,10 +63,10 @@ def _parameters(spec: Spec) -> dict[str, inspect.Parameter]:
     if spec.bench_case is None:
         return {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = inspect.signature(spec.bench_case, eval_str=True).parameters
+    parameters = inspect.signature(spec.bench_case, eval_str=True).parameters
     return {
         name: parameter
-        for name, parameter in found.items()
+        for name, parameter in parameters.items()
         if parameter.kind in named and name != "headline"
     }
 
@@ -96,7 +96,7 @@ def _value(name: str, text: str, annotation: Any) -> Any:
         return text
     sizes = text.split("x") if kind is tuple else [text]
     if not all(size.isdecimal() and 0 < int(size) < 2**31 for size in sizes):
-        wanted = "sizes from 1 on, such as 16x64" if kind is tuple else "an integer from 1 on"
-        raise files.UserError(f"--shape: {name} must be {wanted}, got {text!r}")
+        expected = "sizes from 1 on, such as 16x64" if kind is tuple else "an integer from 1 on"
+        raise files.UserError(f"--shape: {name} must be {expected}, got {text!r}")
     numbers = tuple(int(size) for size in sizes)
     return numbers if kind is tuple else numbers[0]

@@ -78,11 +78,11 @@ def replaced(places: Places) -> str | None:
 
 
 def _replacement(owner: Any, name: str) -> str | None:
-    found = name_of(getattr(owner, name))
-    if found in _EQUIVALENT:
+    replacement = name_of(getattr(owner, name))
+    if replacement in _EQUIVALENT:
         return None
     where = "F" if owner is F else owner.__name__.rpartition(".")[2]
-    return f"{where}.{name} was replaced by {found}"
+    return f"{where}.{name} was replaced by {replacement}"
 
 
 def name_of(function: Any) -> str:
@@ -142,7 +142,7 @@ def places_of(cls: type[nn.Module], *methods: str) -> Places:
 
     Args:
         cls: the class.
-        *methods: of it that count beside ``forward``.
+        *methods: further methods that count, in addition to ``forward``.
     """
     places: dict[CodePlace, None] = {}
     for name in dict.fromkeys(("forward", *methods)):
@@ -196,9 +196,9 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _function(name: str) -> CodePlace:
-    found = _known(getattr(F, name), "torch")
+    known = _known(getattr(F, name), "torch")
     # Most of these names are built-in functions, which are known wherever they are gone.
-    return CodePlace(F, name, getattr(torch._C._nn, name, None) if found is None else found)
+    return CodePlace(F, name, getattr(torch._C._nn, name, None) if known is None else known)
 
 
 def _known(function: Any, root: str) -> Any:

@@ -106,7 +106,7 @@ def patch(
             f"patch: calibrate must be True, False or the path of a .json file, got {calibrate!r}"
         )
     before = {module: type(module) for module in model.modules()}
-    taken = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
+    owners = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
     try:
         report = _patched(model, level)
         if strict and (report.failed or not report.replaced):
@@ -118,7 +118,7 @@ def patch(
         _restore(model)
         for module, cls in before.items():
             module.__class__ = cls
-        for owner in taken:
+        for owner in owners:
             _losses().take(owner)
         raise
     return report
@@ -129,9 +129,9 @@ def _calibrate(model: nn.Module, path: str | os.PathLike[str] | None) -> None:
         calibration.calibrate(model)
         return
     known = file.read(path)
-    found = calibration.calibrate(model, known)
-    if not found.keys() <= known.keys():
-        file.write(path, known | found)
+    findings = calibration.calibrate(model, known)
+    if not findings.keys() <= known.keys():
+        file.write(path, known | findings)
 
 
 def _patched(model: nn.Module, level: str) -> PatchReport:
@@ -322,9 +322,9 @@ def _entry_of_patched(
         return _absorbed(name, module, *owner)
     aside = rule.bypass_reason(module)
     note = f"steps aside now: {aside}" if aside is not None else rule.note(module)
-    found = calibration.finding_of(module)
-    if found is not None:
-        note = f"{note}; {found}" if note else str(found)
+    finding = calibration.finding_of(module)
+    if finding is not None:
+        note = f"{note}; {finding}" if note else str(finding)
     if _covered(module):
         note = f"another class lies on top of the patched one{f'; {note}' if note else ''}"
     backend = resolution(rule.ops[0], rule.probe, module)
@@ -340,9 +340,9 @@ def _absorbed(name: str, module: nn.Module, owner: str, rule: PatchRule) -> Modu
 
 
 def _entry_of_refused(name: str, module: nn.Module, rule: PatchRule, level: str) -> ModuleReport:
-    found = calibration.finding_of(module)
-    if found is not None:
-        return ModuleReport(name, type(module).__name__, False, reason=str(found))
+    finding = calibration.finding_of(module)
+    if finding is not None:
+        return ModuleReport(name, type(module).__name__, False, reason=str(finding))
     if level == "-":
         return ModuleReport(name, type(module).__name__, False, reason="not patched")
     reason = _refusal(rule, module, level) if type(module) is rule.original else None

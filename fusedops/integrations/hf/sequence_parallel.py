@@ -23,31 +23,31 @@ _EXCHANGE = "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF
 _NAMES: dict[Callable[..., Any], str] = {}
 
 
-def fused_name(found: Any, fused: Callable[..., Any]) -> str | None:
-    """Return the name of a copy of the wrapper ``found`` around ``fused``, or ``None``.
+def fused_name(entry: Any, fused: Callable[..., Any]) -> str | None:
+    """Return the name of a copy of the wrapper ``entry`` around ``fused``, or ``None``.
 
     Args:
-        found: what stands in the place of ``sdpa``.
+        entry: what stands in the place of ``sdpa``.
         fused: what takes the place of ``sdpa_attention_forward`` in it.
     """
-    name = _NAMES.get(found)
+    name = _NAMES.get(entry)
     if name is None and not torch.compiler.is_compiling():
-        wrapper = _around(found, fused)
+        wrapper = _around(entry, fused)
         if wrapper is not None:
-            name = _NAMES[found] = f"fusedops_shared_{len(_NAMES)}"
+            name = _NAMES[entry] = f"fusedops_shared_{len(_NAMES)}"
             AttentionInterface.register(name, wrapper)
     return name
 
 
-def _around(found: Any, fused: Callable[..., Any]) -> FunctionType | None:
-    theirs = getattr(found, "__closure__", None) or ()
+def _around(entry: Any, fused: Callable[..., Any]) -> FunctionType | None:
+    theirs = getattr(entry, "__closure__", None) or ()
     ours = tuple(_exchanged(cell, fused) for cell in theirs)
     if all(cell is other for cell, other in zip(ours, theirs, strict=True)):
         return None
     wrapper = FunctionType(
-        found.__code__, found.__globals__, found.__name__, found.__defaults__, ours
+        entry.__code__, entry.__globals__, entry.__name__, entry.__defaults__, ours
     )
-    wrapper.__kwdefaults__ = found.__kwdefaults__
+    wrapper.__kwdefaults__ = entry.__kwdefaults__
     return wrapper
 
 

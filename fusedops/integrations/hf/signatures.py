@@ -37,7 +37,7 @@ def known_arguments(fused: Callable[..., Any], original: Callable[..., Any]) -> 
         fused: a function or an unbound method.
         original: what it stands for, with the same place for the first two arguments.
     """
-    ours, theirs = (inspect.signature(each).parameters for each in (fused, original))
+    ours, theirs = (inspect.signature(function).parameters for function in (fused, original))
     kinds = {parameter.kind for parameter in ours.values()}
     shared = 0
     for place, (name, other) in enumerate(zip(ours, theirs, strict=False)):

@@ -68,7 +68,7 @@ class Fit:
 
     def __str__(self) -> str:
         peak, seconds = self.before
-        chosen = str(self.policy) if self.policy.rules else "nothing: it fits as it is"
+        chosen = str(self.policy) if self.policy.rules else "nothing: it fits without a policy"
         lines = [
             f"budget {_mib(self.budget)}; without a policy {_mib(peak)}, {seconds * 1e3:.1f} ms",
             f"chosen: {chosen}",
@@ -197,9 +197,9 @@ def _fewest(
     least, enough = 0, len(names)
     while enough - least > 1:
         middle = (least + enough) // 2
-        found = search.peak(Policy(*rules(names[:middle])))
-        if found <= budget:
-            enough, peak = middle, found
+        middle_peak = search.peak(Policy(*rules(names[:middle])))
+        if middle_peak <= budget:
+            enough, peak = middle, middle_peak
         else:
             least = middle
     return enough, peak
@@ -229,9 +229,9 @@ class _Search:
 
     def peak(self, policy: Policy) -> int:
         self._apply(policy)
-        found = measured_peak("fit", self._model, self._batch, self._loss)
+        dynamic = measured_peak("fit", self._model, self._batch, self._loss)
         self._clear()
-        return int(_largest(self._model, self.static + found))
+        return int(_largest(self._model, self.static + dynamic))
 
     def seconds(self, policy: Policy) -> float:
         self._apply(policy)
@@ -257,12 +257,12 @@ def _largest(model: nn.Module, number: float) -> float:
         if (mesh := getattr(parameter, "device_mesh", None))
     }
     for mesh in sorted(meshes, key=str):
-        found = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
+        largest = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
         for dim in range(mesh.ndim):
             torch.distributed.all_reduce(
-                found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim)
+                largest, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim)
             )
-        number = float(found)
+        number = float(largest)
     return number
 
 

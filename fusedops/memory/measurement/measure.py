@@ -61,7 +61,7 @@ class MemoryReport:
         weights: bytes of its parameters and buffers.
         gradients: bytes of the parameters' gradients.
         states: bytes of the optimizer's states.
-        dynamic: bytes above what was held before the step, at the peak, temporaries of kernels
+        dynamic: bytes above what was allocated before the step, at the peak, temporaries of kernels
             included; the gradients that exist by then are among them.
         named: those of them that are tensors with a name.
         phase: of the peak: ``"forward"`` or ``"backward"``.
@@ -88,17 +88,17 @@ class MemoryReport:
 
     @property
     def activations(self) -> int:
-        """The bytes that the forward left for the backward: held when the backward begins."""
+        """The bytes saved by the forward that are live when the backward begins."""
         live = [nbytes for nbytes, _, phase in self.timeline if phase == FORWARD]
         return live[-1] if live else 0
 
     @property
     def layers(self) -> dict[str, dict[str, int]]:
         """The bytes at the peak by layer and kind."""
-        found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        layers: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for tensor in self.tensors:
-            found[tensor.layer][tensor.kind] += tensor.nbytes
-        return {layer: dict(kinds) for layer, kinds in found.items()}
+            layers[tensor.layer][tensor.kind] += tensor.nbytes
+        return {layer: dict(kinds) for layer, kinds in layers.items()}
 
     def svg(self, title: str = "") -> str:
         """Return the step as a picture: bytes over time, with the layers."""
@@ -111,7 +111,7 @@ class MemoryReport:
             f"{self.model}: {_size(self.peak)} at the peak, {where}",
             f"  {_size(self.weights):>11}  weights and buffers",
             f"  {_size(self.states):>11}  states of the optimizer",
-            f"  {_size(self.dynamic):>11}  held by the step, of which",
+            f"  {_size(self.dynamic):>11}  allocated by the step, of which",
         ]
         kinds: dict[str, int] = defaultdict(int)
         for tensor in self.tensors:
@@ -153,7 +153,7 @@ def report(
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> MemoryReport:
-    """Take one step forward and backward and return what it held at its peak.
+    """Run one forward and backward and return the memory in use at its peak.
 
     Args:
         model: in the mode in which it trains, with the policy that it has. Of one that FSDP2 or
@@ -250,7 +250,7 @@ def static_bytes(model: nn.Module) -> int:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of an optimizer's states beside the parameters, or what they will be."""
+    """Return the bytes of an optimizer's states, without parameters, or what they will be."""
     if optimizer is None:
         return 0
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
@@ -331,7 +331,7 @@ def _autocast_left(kind: str) -> Iterator[None]:
 
 def forward_loss(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
     """Run a model forward and return its loss."""
-    torch.clear_autocast_cache()  # in training each step casts its weights anew
+    torch.clear_autocast_cache()  # each training step casts its weights
     if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, (tuple, list)):
@@ -362,9 +362,9 @@ def measured_peak(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> i
 def _default_loss(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output if output.numel() == 1 else output.float().mean()
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is not None:
-        return found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
     values = output.values() if isinstance(output, Mapping) else output
     with contextlib.suppress(TypeError):
         first = next((value for value in values if isinstance(value, torch.Tensor)), None)

@@ -15,7 +15,7 @@ Timeline = Sequence[tuple[int, str, str]]
 
 def timeline(title: str, lines: Mapping[str, Timeline]) -> str:
     """Return the SVG of steps by label, each over its own events; a single one shows its layers."""
-    most = max((held for line in lines.values() for held, _, _ in line), default=1) or 1
+    most = max((live for line in lines.values() for live, _, _ in line), default=1) or 1
     title = escape(title, {'"': "&quot;"})
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
@@ -41,7 +41,7 @@ def timeline(title: str, lines: Mapping[str, Timeline]) -> str:
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.4"/>'
         )
         if label:
-            peak = max((held for held, _, _ in line), default=0)
+            peak = max((live for live, _, _ in line), default=0)
             text = escape(f"{label}: {peak / _MIB:.1f} MiB at the peak")
             x = _LEFT + 4 + 330 * (number % 2)
             parts.append(
@@ -64,14 +64,14 @@ def _x(index: int, count: int) -> float:
     return _LEFT + (_WIDTH - _LEFT - _RIGHT) * index / max(1, count - 1)
 
 
-def _y(held: float, most: int) -> float:
-    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * held / most
+def _y(live: float, most: int) -> float:
+    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * live / most
 
 
 def _points(line: Timeline, most: int) -> str:
     count = len(line)
     return " ".join(
-        f"{_x(index, count):.1f},{_y(held, most):.1f}" for index, (held, _, _) in enumerate(line)
+        f"{_x(index, count):.1f},{_y(live, most):.1f}" for index, (live, _, _) in enumerate(line)
     )
 
 

@@ -78,12 +78,12 @@ class AllocationTrace:
 
     def live_bytes(self) -> list[int]:
         """Return the live bytes after each event."""
-        total, found = 0, []
+        total, totals = 0, []
         for event in self.events:
             nbytes = self.blocks[event.block].nbytes
             total += nbytes if event.allocated else -nbytes
-            found.append(total)
-        return found
+            totals.append(total)
+        return totals
 
     def alive(self, until: int) -> list[TracedBlock]:
         """Return the blocks that live after the event of this number."""

@@ -1,4 +1,4 @@
-"""Experts whose weights lie in host memory and come to the device when a token wants them.
+"""Experts whose weights are in host memory and are copied to the device when a token needs them.
 
     store_experts(model, "cuda")      # once
     loss = model(...)                 # each layer fetches the experts that its tokens chose
@@ -12,7 +12,7 @@ know of nothing. On the device an expert is from when its layer knows the choice
 layer's forward, and again while the node that multiplies by it runs backward. Under autocast it is
 there in the dtype of the products alone.
 
-Copies are ``_core/copy_engine.py``'s: on a GPU beside what the stream computes, from pinned memory.
+``_core/copy_engine.py`` does the copies: on a GPU from pinned memory, overlapping computation.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def store_experts(
         >>> traffic = fusedops.memory.store_experts(layer, "cpu")
         >>> plan = fusedops.hash_route(torch.zeros(3, dtype=torch.int64), 4)
         >>> layer(torch.ones(3, 8), plan=plan).sum().backward()
-        >>> [len(each.chosen) for each in traffic.values()]
+        >>> [len(copies.chosen) for copies in traffic.values()]
         [1]
     """
     checks.module(_OP, model)
@@ -108,18 +108,18 @@ def store_experts(
     place = _device(device)
     engine = settings.engine(place)
     pool = Pool(engine, check=settings.check, limit=settings.host_bytes)
-    found = {}
+    traffic = {}
     for name, layer in layers.items():
         _to_host(layer.experts, pinned=place.type == "cuda")
         layer.experts.stored = ExpertStore(place, engine, pool, settings.timeout)
-        found[name] = layer.experts.stored.traffic
-    return found
+        traffic[name] = layer.experts.stored.traffic
+    return traffic
 
 
 def _device(device: Any) -> torch.device:
     if not isinstance(device, (str, torch.device)):
-        wanted = "a torch.device or the name of one"
-        raise TypeError(f"{_OP}: device must be {wanted}, got {checks.type_name(device)}")
+        expected = "a torch.device or the name of one"
+        raise TypeError(f"{_OP}: device must be {expected}, got {checks.type_name(device)}")
     try:
         place = torch.device(device)
     except RuntimeError:
@@ -179,8 +179,8 @@ class ExpertStore:
         brought = iter(here)
         weights = [None if host is None else next(brought) for host in stored]
         output = compute(_among(plan, chosen), weights)
-        # A forward that is made again inside of a backward is read at once, by nodes of another
-        # graph, which has hooks of its own if at all.
+        # The output of a forward that a backward recomputes is used at once, by nodes of another
+        # graph. If that graph needs hooks, it has its own.
         if output.requires_grad and not recomputing():
             loan, node = _Loan(self, here, there, chosen), output.grad_fn
             assert node is not None
@@ -319,14 +319,14 @@ def _among(plan: RoutingPlan, chosen: Sequence[int]) -> RoutingPlan:
 
 def _runs(chosen: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return runs of neighbours: place among the chosen, first expert, how many."""
-    found: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     for place, expert in enumerate(chosen):
-        if found and sum(found[-1][1:]) == expert:
-            begin, first, count = found.pop()
-            found.append((begin, first, count + 1))
+        if runs and sum(runs[-1][1:]) == expert:
+            begin, first, count = runs.pop()
+            runs.append((begin, first, count + 1))
         else:
-            found.append((place, expert, 1))
-    return found
+            runs.append((place, expert, 1))
+    return runs
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -334,5 +334,5 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.is_contiguous()
     begin = tensor.storage_offset() * tensor.element_size()
     size = tensor.numel() * tensor.element_size()
-    found = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return found.set_(tensor.untyped_storage(), begin, (size,), (1,))
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), begin, (size,), (1,))

@@ -1,13 +1,12 @@
-"""Tensors that leave for host memory in the forward and come back before the backward wants them.
+"""Offloads tensors to host memory in the forward and fetches them before the backward needs them.
 
     put      a buffer of the pool; the copy starts; the device's memory is let go when it is done
     prefetch when the backward reaches a layer, the copies of that layer and the next ones start
     get      the caller comes after the copy; a tensor that has not left yet is simply given
 
-No memory is used again while a copy reads or writes it: what leaves is held until its copy is
-done, what comes back is held until its copy is done though nobody may want it any more, and a
-buffer cools in the pool (``pool.py``). Copies themselves are
-``_core/copy_engine.py``'s.
+No memory is reused while a copy reads or writes it: an offloaded tensor stays alive until its copy
+is done, a fetched one as well even if nobody needs it any more, and a buffer cools in the pool
+(``pool.py``). ``_core/copy_engine.py`` does the copies.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class OffloadSettings:
         least_bytes: memory smaller than this stays where it is.
         in_flight_bytes: what may be leaving at once; more waits for the oldest copy. Until its copy
             is done a tensor still occupies the device.
-        host_bytes: what may be held in host memory, or ``None``.
+        host_bytes: limit on host memory, or ``None``.
         timeout: seconds after which a copy is given up.
         check: the debug mode: free buffers are poisoned, and every tensor that comes back is
             compared with the one that left. Slow.
@@ -100,7 +99,7 @@ class Group:
 
 @dataclass
 class _Leaving:
-    """A copy to the host, and what it reads: held until it is done."""
+    """A copy to the host, and its source, which stays alive until the copy is done."""
 
     ticket: Any
     source: torch.Tensor | None
@@ -275,12 +274,12 @@ class Offloader:
         self._coming = [copy for copy in self._coming if not done(copy[1])]
 
     def _wait_for_room(self, module: str) -> None:
-        held = sum(copy.source.nbytes for copy in self._leaving if copy.source is not None)
-        while held > self._settings.in_flight_bytes and self._leaving:
+        in_flight = sum(copy.source.nbytes for copy in self._leaving if copy.source is not None)
+        while in_flight > self._settings.in_flight_bytes and self._leaving:
             oldest = self._leaving.popleft()
             assert oldest.source is not None
             self._await(self._engine.finish, oldest.ticket, module, "out")
-            held -= oldest.source.nbytes
+            in_flight -= oldest.source.nbytes
             oldest.source = None
 
     def _await(

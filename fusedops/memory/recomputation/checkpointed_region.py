@@ -4,7 +4,7 @@ The first run keeps the inputs and, for each tensor that autograd would have kep
 first slot that is asked for makes the forward run again; its hooks fill all slots that are still
 alive, in the order of the first run. Each slot gives its tensor away to the node that asks, or
 keeps it for that node's next run (``saved_tensors.needed_for_recomputation``): torch's own
-checkpoint fills the slots anew for each pass, so that a schedule which asks for the gradients of
+checkpoint fills the slots again for each pass, so that a schedule which asks for the gradients of
 inputs and of weights in two passes runs every forward three times. A slot that is asked for
 after it gave its tensor away (a second backward through a graph that was kept) makes the forward
 run again, too.
@@ -70,7 +70,7 @@ class ForwardState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Everything as it was, and afterwards as it is."""
+        """Restore the state of the first run, and afterwards the current state."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(list(self._devices), device_type="cuda"))
             torch.set_rng_state(self._cpu)
@@ -148,9 +148,9 @@ class Region:
                 nonlocal place
                 slot = alive[place]
                 if slot is not None:
-                    found = _description(tensor)
-                    if found != slot.description:
-                        self._differs(place, slot.description, found)
+                    description = _description(tensor)
+                    if description != slot.description:
+                        self._differs(place, slot.description, description)
                     # The buffer will have other values again.
                     is_buffer = self._written.owns(tensor)
                     slot.fill(tensor.detach().clone() if is_buffer else tensor.detach())
@@ -173,10 +173,10 @@ class Region:
                     f"backward, the first {len(self._slots)}; it must do the same both times"
                 )
 
-    def _differs(self, place: int, wanted: Any, found: Any) -> None:
+    def _differs(self, place: int, first: Any, second: Any) -> None:
         raise RuntimeError(
-            f"recompute: the second forward of {self._name} kept {_shown(found)} where the first "
-            f"kept {_shown(wanted)} (tensor {place}); it must do the same both times"
+            f"recompute: the second forward of {self._name} kept {_shown(second)} where the first "
+            f"kept {_shown(first)} (tensor {place}); it must do the same both times"
         )
 
 

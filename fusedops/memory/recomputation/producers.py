@@ -1,4 +1,4 @@
-"""Which operator made a tensor, and the tensors that are made again by calling it again.
+"""Which operator produced a tensor, and tensors that are recomputed by calling it again.
 
 A dispatch mode sees every operator below autograd and notes, by memory, the operator and the name
 of the result: views follow their memory, and what is written to in place has no producer to call
@@ -33,7 +33,7 @@ class RecordedCall:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the arguments are those of the call: held since, or not written to."""
+        """Whether the arguments are those of the call: saved, or not written to since."""
         return self._arguments is not None or self._versions == _versions(*self._given)
 
     def hold(self, pack: Callable[[torch.Tensor], torch.Tensor | SavedTensor]) -> None:
@@ -113,7 +113,7 @@ class Producer(NamedTuple):
 class ProducerTracker(TorchDispatchMode):
     """Records which operator produced which memory while it is entered.
 
-    ``repeats`` tells whether results of the operator of a name may have to be made again.
+    ``repeats`` returns whether results of the operator of a name may have to be recomputed.
     """
 
     def __init__(self, repeats: Callable[[str], bool]) -> None:
@@ -161,13 +161,13 @@ def new_results(
     schema = func._schema
     leaves = pytree.tree_leaves((args, kwargs))
     given = {leaf.untyped_storage()._cdata for leaf in leaves if is_plain(leaf)}
-    found: list[tuple[torch.Tensor, str | None, int]] = []
-    found += [(value, None, 0) for value in written_arguments(func, args, kwargs)]
+    tensors: list[tuple[torch.Tensor, str | None, int]] = []
+    tensors += [(value, None, 0) for value in written_arguments(func, args, kwargs)]
     results = result if isinstance(result, (tuple, list)) else (result,)
     for place, (described, value) in enumerate(zip(schema.returns, results, strict=False)):
         if is_plain(value) and value.untyped_storage()._cdata not in given:
-            found.append((value, described.name or None, place))
-    return found
+            tensors.append((value, described.name or None, place))
+    return tensors
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedops.memory.recomputation.producers import is_plain, new_results, written_arguments
 from fusedops.memory.saved_tensors import Resident, SavedTensor
 
-# Keeps a result of an operator, given its name there, or says that it is made again.
+# Saves a result of an operator, given its name there; ``None`` if it is recomputed.
 Keep = Callable[[torch.Tensor, str, str | None], SavedTensor | None]
 _Key = tuple[Any, int]
 
@@ -40,15 +40,15 @@ class Results:
         self._keys: dict[int, _Key] = {}  # by the memory of a result
         self._outputs: list[tuple[torch.Tensor, int]] = []
 
-    def add(self, key: _Key, result: Any, held: dict[int, SavedTensor]) -> None:
-        """Keep a call's result, its new tensors as ``held``."""
+    def add(self, key: _Key, result: Any, saved: dict[int, SavedTensor]) -> None:
+        """Keep a call's result, its new tensors as ``saved``."""
         leaves, structure = pytree.tree_flatten(result)
-        self._kept[key] = ([held.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
-        for place in held:
+        self._kept[key] = ([saved.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+        for place in saved:
             self._keys[leaves[place].untyped_storage()._cdata] = key
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop the result in whose memory a tensor lies: it was written to, and is made again."""
+        """Drop the result in whose memory a tensor lies: it was written to, and is recomputed."""
         key = self._keys.pop(tensor.untyped_storage()._cdata, None)
         if key is not None:
             self._kept.pop(key, None)
@@ -97,10 +97,10 @@ class ResultRecorder(TorchDispatchMode):
             return result
         new = new_results(func, args, kwargs, result)
         op = func._schema.name
-        held = {place: self._keep(tensor, op, name) for tensor, name, place in new}
-        if any(held.values()) and len(new) == len(pytree.tree_leaves(result)):
+        saved = {place: self._keep(tensor, op, name) for tensor, name, place in new}
+        if any(saved.values()) and len(new) == len(pytree.tree_leaves(result)):
             # One result that is kept keeps the call, and so the others.
-            results = {place: held[place] or Resident(tensor) for tensor, _, place in new}
+            results = {place: saved[place] or Resident(tensor) for tensor, _, place in new}
             self._results.add(key, result, results)
         return result
 
@@ -116,6 +116,6 @@ class ResultReplayer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found, result = self._results.find((func, self._calls[func]))
+        is_saved, result = self._results.find((func, self._calls[func]))
         self._calls[func] += 1
-        return result if found else func(*args, **(kwargs or {}))
+        return result if is_saved else func(*args, **(kwargs or {}))

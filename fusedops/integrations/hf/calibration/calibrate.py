@@ -1,8 +1,8 @@
 """Which wins on this machine, the patched module or the stock one: ``patch(..., calibrate=True)``.
 
 Each class and shape of module is measured once per process, alone, on random rows of the size that
-its weights declare: forward, and backward where the model trains, the two in turns. Where the stock
-module is faster the patched class is taken from it again. What the fused forward of a module does
+its weights declare: forward, and backward where the model trains, the two interleaved. Where the
+stock module is faster the patch is undone. What the fused forward of a module does
 for its children counts for the module; they are measured only when it has lost. Children that it
 calls are measured on their own, and only replayed meanwhile (``calibration_replay.py``).
 
@@ -57,7 +57,7 @@ _RUNS = 2 * (ROUNDS + 1)
 _PROBED_ROWS, _FEWEST_ROWS, _MOST_ROWS = 16, 64, 1024
 _STOCK, _PATCHED = "stock", "patched"
 
-# What tells two modules of one class apart beside the shapes of their parameters.
+# What distinguishes two modules of one class, in addition to the shapes of their parameters.
 _SETTINGS = (int, float, str, bool)
 _PLACE = ("layer_idx", "layer_id", "training")
 
@@ -93,21 +93,21 @@ class CalibrationFinding:
         return f"{kept}{self.speed_up:.2f}x measured on this machine, {self.where}"
 
 
-# Measured once per process; and what each module of a model was told, for its report.
+# Findings measured once per process, and the finding of each module, for its report.
 _FOUND: dict[str, CalibrationFinding] = {}
 _NOTHING: Mapping[str, CalibrationFinding] = {}
-_TOLD: weakref.WeakKeyDictionary[nn.Module, CalibrationFinding] = weakref.WeakKeyDictionary()
+_FINDINGS: weakref.WeakKeyDictionary[nn.Module, CalibrationFinding] = weakref.WeakKeyDictionary()
 
 
 def finding_of(module: nn.Module) -> CalibrationFinding | None:
     """Return what calibration found of a module, ``None`` where it was not asked."""
-    return _TOLD.get(module)
+    return _FINDINGS.get(module)
 
 
 def forget(model: nn.Module) -> None:
     """Let the modules of a model be as before calibration; what was measured stays known."""
     for module in model.modules():
-        _TOLD.pop(module, None)
+        _FINDINGS.pop(module, None)
 
 
 def clear() -> None:
@@ -123,16 +123,16 @@ def calibrate(
     What is ``known`` is not measured. Return the findings of all modules by key.
     """
     time = TimeShares(BUDGET, _RUNS)
-    found: dict[str, CalibrationFinding] = {}
+    findings: dict[str, CalibrationFinding] = {}
     seen: set[nn.Module] = set()
     while todo := _to_decide(model, seen):
-        _decide(model, todo, found, {**_FOUND, **known}, time)
+        _decide(model, todo, findings, {**_FOUND, **known}, time)
         seen.update(todo)
     unknown = CalibrationFinding()
     late = [module for module in seen if (finding_of(module) or unknown).for_want_of_time]
     if late and time.left() > 0:  # what the others have left over
-        _decide(model, late, found, {}, time)
-    return found
+        _decide(model, late, findings, {}, time)
+    return findings
 
 
 def _to_decide(model: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
@@ -146,26 +146,26 @@ def _to_decide(model: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
 def _decide(
     model: nn.Module,
     modules: list[nn.Module],
-    found: dict[str, CalibrationFinding],
+    findings: dict[str, CalibrationFinding],
     known: Mapping[str, CalibrationFinding],
     time: TimeShares,
 ) -> None:
     """Measure what is not known of some modules, tell each, and let stock ones stay that win."""
     keys = {module: _key(module) for module in sorted(modules, key=_size)}
     sizes = {key: _size(module) for module, key in keys.items()}
-    found |= {key: known[key] for key in sizes.keys() & known.keys() - found.keys()}
-    done = {key for key, finding in found.items() if not finding.for_want_of_time}
+    findings |= {key: known[key] for key in sizes.keys() & known.keys() - findings.keys()}
+    done = {key for key, finding in findings.items() if not finding.for_want_of_time}
     time.plan({key: size for key, size in sizes.items() if key not in done})
     for module, key in keys.items():
         finding = _obstacle(module)
         if finding is None:
             if key not in done:
                 done.add(key)
-                found[key] = _measured(module, model, time.take(key), time)
-                if not found[key].for_want_of_time:
-                    _FOUND[key] = found[key]
-            finding = found[key]
-        _TOLD[module] = finding
+                findings[key] = _measured(module, model, time.take(key), time)
+                if not findings[key].for_want_of_time:
+                    _FOUND[key] = findings[key]
+            finding = findings[key]
+        _FINDINGS[module] = finding
         rule = rule_of(module)
         if finding.stock_wins and rule is not None:
             module.__class__ = rule.original
@@ -230,7 +230,7 @@ def _trains(module: nn.Module) -> bool:
 def _measured(
     module: nn.Module, model: nn.Module, share: float, time: TimeShares
 ) -> CalibrationFinding:
-    """Return what is found of a module in about ``share`` seconds; whatever it raises is told."""
+    """Measure a module for about ``share`` seconds; an exception becomes a finding as well."""
     if share <= 0:
         return CalibrationFinding(
             problem="the time for calibration was over", for_want_of_time=True
@@ -295,7 +295,7 @@ def _stock_class(module: nn.Module) -> type[nn.Module]:
 
 
 class _Pair:
-    """A module as it is patched, and with the classes that it had before."""
+    """A module with its patched classes and with its original ones."""
 
     def __init__(self, module: nn.Module, rule: PatchRule, model: nn.Module) -> None:
         self.module, self.rule, self.model = module, rule, model

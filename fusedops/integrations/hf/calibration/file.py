@@ -61,7 +61,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, CalibrationFinding]:
     return dict(entries) if known else {}
 
 
-def write(path: str | os.PathLike[str], found: Mapping[str, CalibrationFinding]) -> None:
+def write(path: str | os.PathLike[str], findings: Mapping[str, CalibrationFinding]) -> None:
     """Write findings, all or nothing: sorted, a line per entry, so that a diff can be read.
 
     Raises:
@@ -69,7 +69,7 @@ def write(path: str | os.PathLike[str], found: Mapping[str, CalibrationFinding])
     """
     rows = [
         json.dumps({"key": key, **asdict(finding)})
-        for key, finding in sorted(found.items())
+        for key, finding in sorted(findings.items())
         if _is_measured(finding)
     ]
     head: dict[str, Any] = {"kind": _KIND, "schema": SCHEMA, "torch": _torch()}

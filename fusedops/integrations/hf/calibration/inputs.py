@@ -34,20 +34,20 @@ class UnknownError(Exception):
 def width(module: Any, model: nn.Module) -> int:
     """Return how many numbers a row has that ``module`` reads.
 
-    What has no weights reads what the widest linear layer beside it gives.
+    A module without weights reads the output of the widest linear layer next to it.
 
     Raises:
         UnknownError: no weight tells it.
     """
-    found = _width(module)
-    if found is None:
+    columns = _width(module)
+    if columns is None:
         for parent in model.modules():
             if any(child is module for child in parent.children()):
-                found = max(filter(None, map(_columns, parent.children())), default=None)
+                columns = max(filter(None, map(_columns, parent.children())), default=None)
                 break
-    if found is None:
+    if columns is None:
         raise UnknownError("no weight tells the size of its input")
-    return found
+    return columns
 
 
 def inputs(

@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 def called(module: nn.Module, inside: set[nn.Module]) -> list[nn.Module]:
     """Return the uppermost modules below ``module`` that are not among those ``inside`` it."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for child in module.children():
         if child in inside:
             continue
         if type(child).forward is nn.Module.forward:  # a container
-            found += called(child, inside)
+            modules += called(child, inside)
         else:
-            found.append(child)
-    return found
+            modules.append(child)
+    return modules
 
 
 class Recording:

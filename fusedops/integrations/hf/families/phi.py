@@ -1,4 +1,4 @@
-"""Rules for Phi: attention and feed-forward layer beside each other, behind one norm.
+"""Rules for Phi: parallel attention and feed-forward layers behind one norm.
 
 Their outputs, the two dropouts and the residual stream are summed by torch.
 """

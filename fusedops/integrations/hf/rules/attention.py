@@ -87,7 +87,7 @@ def attend(
         ``[B, Sq, H, Dv]``, and ``None`` for the weights, which are never whole.
 
     Raises:
-        UnsupportedError: a keyword that only ``sdpa`` knows beside one that only this one knows.
+        UnsupportedError: a keyword that only ``sdpa`` knows, with one that only this one knows.
     """
     unknown = foreign_keyword(_SDPA_ARGUMENTS, kwargs)
     if unknown is not None:
@@ -109,10 +109,10 @@ def attend(
             **kwargs,
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    # One query beside a cache sees all keys. Equal lengths are asked for first: of symbols that is
-    # no guard.
-    whole = query.shape[2] == key.shape[2] or query.shape[2] > 1
-    causal = attention_mask is None and causal and whole
+    # A single query with a KV cache sees all keys. Equal lengths are compared first, which adds no
+    # guard on symbolic sizes.
+    is_prefill = query.shape[2] == key.shape[2] or query.shape[2] > 1
+    causal = attention_mask is None and causal and is_prefill
     if position_bias is not None:
         attention_mask = create_position_bias_mask(
             position_bias, attention_mask, causal, query, key
@@ -231,14 +231,14 @@ class Implementations:
 
     def obstacle(self, module: Any, configured: str) -> str | None:
         """Return why the implementation that ``module`` is configured with must stay, or not."""
-        found = self.registry.get(configured)
+        function = self.registry.get(configured)
         if configured == "sdpa":
-            known = found is sdpa_attention_forward or _shared(found) is not None
-            reason = replaced(_SDPA) if known else _entry("sdpa", found)
+            known = function is sdpa_attention_forward or _shared(function) is not None
+            reason = replaced(_SDPA) if known else _entry("sdpa", function)
         elif configured == "fusedops":
-            reason = None if found is attend else _entry(configured, found)
+            reason = None if function is attend else _entry(configured, function)
         elif configured == "eager" and self.eager is not None:
-            reason = replaced(self.eager) if found is None else _entry("eager", found)
+            reason = replaced(self.eager) if function is None else _entry("eager", function)
             watched = hooks_obstacle("the module", module) or global_hooks()
             if reason is None and watched is not None:
                 reason = f"it gives its attention weights away: {watched}"
@@ -257,12 +257,12 @@ class Implementations:
         return NAMES[configured]
 
 
-def _shared(found: Any) -> str | None:
-    return None if found is sdpa_attention_forward else fused_name(found, attend_as_sdpa)
+def _shared(function: Any) -> str | None:
+    return None if function is sdpa_attention_forward else fused_name(function, attend_as_sdpa)
 
 
-def _entry(name: str, found: Any) -> str:
-    return f"the attention function {name!r} was replaced by {name_of(found)}"
+def _entry(name: str, function: Any) -> str:
+    return f"the attention function {name!r} was replaced by {name_of(function)}"
 
 
 class _View:
@@ -310,7 +310,7 @@ def _first_parameter(module: nn.Module) -> torch.Tensor | None:
 
 
 def _obstacle(module: Any, implementations: Implementations) -> str | None:
-    """Return why the module's attention must stay as it is configured, or ``None``."""
+    """Return why the module's configured attention must stay unchanged, or ``None``."""
     if _first_parameter(module) is None:
         return "it has no parameters: its projections are quantised"
     return implementations.obstacle(module, module.__dict__["config"]._attn_implementation)

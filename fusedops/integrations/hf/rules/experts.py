@@ -184,13 +184,13 @@ def _weights_obstacle(module: Any) -> str | None:
 
 
 def obstacle(module: Any) -> str | None:
-    """Return why an experts module must stay as it is configured, or ``None``."""
+    """Return why an experts module must stay unchanged, or ``None``."""
     configured = module.config._experts_implementation
     if configured not in _KNOWN:
         return f"its experts are configured as {configured!r}"
-    found = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
-    if found is not _KNOWN[configured]:
-        return f"the experts function {configured!r} was replaced by {name_of(found)}"
+    function = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
+    if function is not _KNOWN[configured]:
+        return f"the experts function {configured!r} was replaced by {name_of(function)}"
     return _weights_obstacle(module)
 
 

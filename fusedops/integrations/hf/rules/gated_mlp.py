@@ -49,7 +49,7 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tenso
 
 
 def _obstacle(module: Any) -> str | None:
-    """Return why the layer must stay as it is now, or ``None``."""
+    """Return why the layer must stay unchanged, or ``None``."""
     reason = activation_obstacle("act_fn", module.act_fn) or global_hooks()
     if reason is None and activation_name(module.act_fn) not in GATES:
         reason = _projections_obstacle(module)

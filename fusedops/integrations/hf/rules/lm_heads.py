@@ -41,8 +41,8 @@ def head_rule(
     Args:
         original: the class.
         module_name: holds the patched class.
-        from_labels: gives the arguments of the forward without labels, completed by what theirs
-            makes of the labels beside the loss; ``None`` leaves the call to theirs.
+        from_labels: returns the arguments of the forward without labels, with all that theirs
+            derives from the labels except the loss; ``None`` leaves the call to theirs.
     """
     theirs: Any = original.forward
     names = list(inspect.signature(theirs).parameters)[1:]

@@ -44,7 +44,7 @@ def causal_lm_loss(
 
     Args:
         logits: ``[..., seq_len, vocab_size]``.
-        labels: ``[..., seq_len]``, not shifted; not looked at beside ``shift_labels``.
+        labels: ``[..., seq_len]``, not shifted; ignored if ``shift_labels`` are given.
         vocab_size: number of classes.
         num_items_in_batch: divisor of the sum, for the mean over several batches.
         ignore_index: label of what does not count.
@@ -126,9 +126,9 @@ def bypass_reason(loss: Any) -> str | None:
 
 def _replaced(loss: Any) -> str | None:
     task = _TASKS[loss]
-    found = loss_utils.LOSS_MAPPING[task]
-    if found is not _stock(loss):
-        return f"the loss {task!r} was replaced by {name_of(found)}"
+    function = loss_utils.LOSS_MAPPING[task]
+    if function is not _stock(loss):
+        return f"the loss {task!r} was replaced by {name_of(function)}"
     return replaced(_PLACES)
 
 

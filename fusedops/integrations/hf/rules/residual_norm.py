@@ -156,10 +156,10 @@ def layer_rule(
 def unknown_forward(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
     """Return why ``original.forward`` is not the one that ``patched`` was written for."""
     known = list(inspect.signature(patched.forward).parameters)
-    found = list(inspect.signature(original.forward).parameters)
-    if found == known:
+    arguments = list(inspect.signature(original.forward).parameters)
+    if arguments == known:
         return None
-    return f"this transformers has another {original.__name__}.forward({', '.join(found[1:])})"
+    return f"this transformers has another {original.__name__}.forward({', '.join(arguments[1:])})"
 
 
 def unknown(

@@ -33,7 +33,7 @@ class NormKind:
     rounding: str
 
     def options(self, norm: Any) -> dict[str, Any]:
-        """Return the arguments of ``rms_norm`` beside the weight."""
+        """Return the arguments of ``rms_norm`` other than the weight."""
         return {
             "eps": getattr(norm, self.eps_name),
             "weight_offset": self.weight_offset,

@@ -1,7 +1,7 @@
 """Rotary embedding in attention modules, whose families each have their ``apply_rotary_pos_emb``.
 
 It is a function of the family's file that the attention's ``forward`` calls by its global name.
-Putting another there would change every model of the process, and writing the forward anew would
+Replacing it there would change every model of the process, and rewriting the forward would
 tie it to one version of transformers. Instead the patched class gets the same code with other
 globals: those of the module that holds the class, where the name stands for the fused op. The
 rule sees to it that the original runs where one of the names means something else by now.

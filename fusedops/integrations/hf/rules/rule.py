@@ -70,8 +70,8 @@ class PatchRule:
         applies: whether the rule concerns an instance at all.
         absorbs: names of the children whose work the new forward does.
         note: what a reader of the report should know about this replacement.
-        calls: those of ``absorbs`` that it calls nevertheless for an instance as it is now.
-        inside: further children whose work it does for an instance as it is now.
+        calls: those of ``absorbs`` that it still calls for an instance in its current state.
+        inside: further children whose work it does for an instance in its current state.
         methods: those of ``patched`` that call fused ops.
         places: what these methods of ``original`` are made of, read when the rule is made.
     """
@@ -193,7 +193,7 @@ def bypass_obstacle(name: str, child: Any, classes: Iterable[type]) -> str | Non
 
     Args:
         name: the child's name, for the message.
-        child: the child as it is now.
+        child: the current child.
         classes: the classes that the fused forward knows; a subclass may compute anything.
     """
     if type(child) not in classes:
@@ -249,7 +249,7 @@ def plain_weight(weight: torch.Tensor) -> bool:
 
 
 def weight_obstacle(module: Any) -> str | None:
-    """Return why the weight of ``module`` cannot be read as it is, or ``None``."""
+    """Return why the weight of ``module`` cannot be read directly, or ``None``."""
     if plain_weight(module.weight):
         return None
     return f"its weight is a {type(module.weight).__name__}"
