@@ -358,7 +358,7 @@ def _refused(rank: int) -> None:
         ),
         (
             UnsupportedError,
-            "alibi_slopes must be .4. beside",
+            "alibi_slopes must be .4. with cu_seqlens",
             lambda: ring_attention(
                 q, q, q, group, alibi_slopes=torch.ones(1, 4), cu_seqlens=[0, 5, 12]
             ),
