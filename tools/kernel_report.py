@@ -115,9 +115,9 @@ def compilations(names: Sequence[str]) -> list[tuple[str, int, int]]:
 def case_name(case: dict[str, Any], all_cases: list[dict[str, Any]]) -> str:
     """Return the label of a case, and what tells it from others of its kernel and label."""
     alike = [
-        {**all_case["signature"], **all_case["constexprs"]}
-        for all_case in all_cases
-        if (all_case["kernel"], all_case["label"]) == (case["kernel"], case["label"])
+        {**each["signature"], **each["constexprs"]}
+        for each in all_cases
+        if (each["kernel"], each["label"]) == (case["kernel"], case["label"])
     ]
     mine = {**case["signature"], **case["constexprs"]}
     differing = [name for name in mine if any(each.get(name) != mine[name] for each in alike)]

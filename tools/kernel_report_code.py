@@ -132,7 +132,7 @@ def repeated_work(ttgir: str) -> float:
     several warps make the same sums, and all that follows is done as often.
     """
     layouts = {
-        name: ([int(part) for part in warps.split(",")], [int(each) for each in shape.split(",")])
+        name: ([int(each) for each in warps.split(",")], [int(each) for each in shape.split(",")])
         for name, warps, shape in re.findall(
             r"^(#mma\d*) = #ttg\.nvidia_mma<\{.*?warpsPerCTA = \[([\d, ]+)\].*?"
             r"instrShape = \[([\d, ]+)\]",

@@ -87,9 +87,9 @@ def finish(
     """
     rows = sorted(rows, key=lambda row: [row[key] for key in table.keys])
     where = table.path.relative_to(REPORTS.parent.parent)
-    broken = [f"{_name(table, row)}: {problem}" for row in rows for problem in table.problems(row)]
+    broken = [f"{_name(table, row)}: {each}" for row in rows for each in table.problems(row)]
     names = [_name(table, row) for row in rows]
-    broken += sorted({f"{name}: two rows of this name" for name in names if names.count(name) > 1})
+    broken += sorted({f"{each}: two rows of this name" for each in names if names.count(each) > 1})
     changed = _differences(table, rows, only) if check else []
     for line in broken + changed:
         print(f"{where}: {line}", file=sys.stderr)
