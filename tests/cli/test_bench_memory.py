@@ -63,7 +63,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
     for row in record["rows"]:
         assert f"{row['activations'] / 2**20:.1f}" in done.output
     drawn = ElementTree.fromstring(picture.read_text())
-    assert "recomputed" in drawn.attrib["aria-label"]
+    assert "recomputation" in drawn.attrib["aria-label"]
 
 
 def test_a_family_that_does_not_exist_is_one_sentence() -> None:
