@@ -202,7 +202,7 @@ def main() -> int:
         return 0
     sys.path.insert(0, str(kernel_report.ROOT))
     ours = report_table.rows(report_table.REPORTS / "triton_kernels.csv")
-    ours = [our for our in ours if our["arch"] == f"sm_{CAPABILITY}"]
+    ours = [row for row in ours if row["arch"] == f"sm_{CAPABILITY}"]
     by_name = {(each["op"], each["kernel"], each["case"]): each for each in ours}
     found = launches()
     table = report_table.Table(
