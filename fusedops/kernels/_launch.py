@@ -139,7 +139,10 @@ def report_case(
     """
     others = (name for name in kernel.arg_names if name not in types)
     types = types | {name: "*bf16" if name.endswith("_ptr") else "i32" for name in others}
-    runtime = {param.name for param in kernel.params if not param.is_constexpr} - set(constexprs)
+    # Of the function, because a kernel of the interpreter does not list its parameters.
+    kinds = kernel.fn.__annotations__
+    runtime = {name for name in kernel.arg_names if "constexpr" not in str(kinds.get(name, ""))}
+    runtime -= set(constexprs)
     blocks = [f"{name}={value}" for name, value in constexprs.items() if name.startswith("BLOCK")]
     return {
         "kernel": kernel,
