@@ -142,7 +142,7 @@ def installed(
 def _as_gpu(capability: tuple[int, int]) -> contextlib.ExitStack:
     """Let fusedops run Triton kernels on CPU tensors, with the tiles of a GPU."""
     from fusedops._core import backends, checks, extension
-    from fusedops.kernels import _attention_launch, _descriptors, _launch
+    from fusedops.kernels import _attention_launch, _descriptors, _launch, attention_decode
 
     generation = {9: 90, 10: 100, 12: 120}.get(capability[0], 80)
     replaced = (
@@ -151,6 +151,7 @@ def _as_gpu(capability: tuple[int, int]) -> contextlib.ExitStack:
         (backends, "env", SimpleNamespace(triton_interpreted=lambda: True)),
         (_descriptors, "available", lambda device: generation in (90, 100)),
         (_attention_launch, "generation_of", lambda device: generation),
+        (attention_decode, "generation_of", lambda device: generation),
         (_launch, "num_programs", lambda device: 2 * 132),
     )
     stack = contextlib.ExitStack()
