@@ -59,7 +59,6 @@ __all__ = [
     "layer_norm",
     "hash_route",
     "keep_routing",
-    "layer_norm",
     "linear_act",
     "linear_cross_entropy",
     "linear_glu",
