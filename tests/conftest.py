@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fusedops._core import env
+from fusedops._core.generators import seed_generators
 
 # What tests use beside those four. expecttest: torch's own lists of samples need it.
 OPTIONAL = (
@@ -153,7 +154,7 @@ def _keep() -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    torch.manual_seed(0)
+    seed_generators(0)
     if env.triton_interpreted():
         import triton_interpreter_strict
 

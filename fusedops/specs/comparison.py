@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fusedops._core import backends, dtypes
+from fusedops._core.generators import seed_generators
 from fusedops.specs.spec import Sample, Spec, tensors_in
 
 
@@ -67,7 +68,7 @@ def run(
         sample: the call.
         incoming: gives the incoming gradients of the floating outputs.
     """
-    torch.manual_seed(11)
+    seed_generators(11)
     outputs = tensors_in(function(*sample.args, **sample.kwargs))
     leaves, wide = sample.leaves, floating(outputs)
     pairs = [pair for pair in zip(wide, incoming(wide), strict=True) if pair[0].requires_grad]

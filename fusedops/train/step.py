@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from fusedops._core.generators import seed_generators
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.checkpoint import Restored
 from fusedops.models.parallelization.microbatch import MicroBatch
@@ -148,4 +149,4 @@ def _shard(run: Run, batch: TokenBatch) -> MicroBatch:
 def _seed_generators(run: Run) -> None:
     """Seed what dropout of a step draws from: the same on all ranks, and after a restart."""
     words = repr((run.config.seed, run.step)).encode()
-    torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little"))
+    seed_generators(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little"))
