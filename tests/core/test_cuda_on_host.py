@@ -102,7 +102,9 @@ def samples(op: str, dtype: torch.dtype) -> dict[str, Sample]:
     return {sample.name: sample for sample in all_specs()[op].samples(CPU, dtype)}
 
 
-def check(host: Host, spec: Spec, sample: Sample, *orders: int, processors: int = 2) -> None:
+def assert_matches_float64(
+    host: Host, spec: Spec, sample: Sample, *orders: int, processors: int = 2
+) -> None:
     """Check values and gradients; every further order gives the same bits."""
     actual = host.run(spec, sample, processors=processors)
     found = difference_from_truth(actual, spec, sample)
@@ -119,7 +121,9 @@ def check(host: Host, spec: Spec, sample: Sample, *orders: int, processors: int 
 def test_samples_match_float64(host: Host, op: str, name: str, dtype: torch.dtype) -> None:
     sample = fresh(samples(op, dtype)[name])
     large = sample.args[0].numel() > 10_000  # seconds an order
-    check(host, all_specs()[op], sample, *((BACKWARD,) if large else (BACKWARD, DRAWN)))
+    assert_matches_float64(
+        host, all_specs()[op], sample, *((BACKWARD,) if large else (BACKWARD, DRAWN))
+    )
 
 
 def norm_call(op: str, rows: int, columns: int, dtype: torch.dtype) -> Sample:
@@ -162,7 +166,7 @@ ROWS = (
 def test_norms_of_every_kernel(
     host: Host, op: str, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
-    check(host, all_specs()[op], norm_call(op, rows, columns, dtype), processors=1)
+    assert_matches_float64(host, all_specs()[op], norm_call(op, rows, columns, dtype), processors=1)
 
 
 @pytest.mark.parametrize("processors", [1, 132])
@@ -171,7 +175,7 @@ def test_sums_over_rows_on_small_and_large_gpus(host: Host, op: str, processors:
     sample = norm_call("layer_norm", 700, 64, torch.float32)
     if op == "bias_gelu":
         sample = Sample("rows", (sample.args[0], sample.args[3]))
-    check(host, all_specs()[op], sample, BACKWARD, DRAWN, processors=processors)
+    assert_matches_float64(host, all_specs()[op], sample, BACKWARD, DRAWN, processors=processors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
@@ -190,7 +194,7 @@ def test_rotary_embedding_of_every_shape(
     query = query.detach().requires_grad_()
     call = (query, new(2, 1, 3, head_dim), *tables)
     sample = Sample("heads", call, {"interleaved": interleaved})
-    check(host, all_specs()["rotary_embedding"], sample, DRAWN)
+    assert_matches_float64(host, all_specs()["rotary_embedding"], sample, DRAWN)
 
 
 def vector_call(op: str, dtype: torch.dtype) -> Sample:
@@ -261,7 +265,7 @@ def test_one_output_alone_has_a_gradient(
     for columns in (64, 33):
         x, r, shape, *_ = norm_call(op, 7, columns, dtype).args
         sample = Sample("one", (x, r, shape), {"dropout_p": dropout_p}, random=dropout_p > 0)
-        check(host, spec, sample, DRAWN)
+        assert_matches_float64(host, spec, sample, DRAWN)
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -287,7 +291,7 @@ def test_dropout_drops_what_the_cpu_drops(host: Host, columns: int, placed: bool
 def test_more_rows_than_a_grid_is_high(host: Host) -> None:
     new = functools.partial(randn, device=CPU, dtype=torch.bfloat16)
     sample = Sample("high", (new(65535 * 16 + 5, 1), new(1, key="b")))
-    check(host, all_specs()["bias_gelu"], sample)
+    assert_matches_float64(host, all_specs()["bias_gelu"], sample)
 
 
 FAULTS = {

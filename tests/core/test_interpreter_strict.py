@@ -61,7 +61,7 @@ def append(y_ptr, count_ptr, BLOCK: tl.constexpr):
     tl.store(count_ptr, place + 1)
 
 
-def refused(launch: Callable[[], Any], *words: str) -> None:
+def assert_refused(launch: Callable[[], Any], *words: str) -> None:
     with pytest.raises((strict.Hazard, triton.runtime.errors.InterpreterError)) as caught:
         launch()
     for word in (*words, "test_interpreter_strict.py:"):
@@ -72,29 +72,31 @@ def test_addresses_outside_a_tensor_are_refused() -> None:
     x, y = torch.randn(37), torch.empty(37)
     copy[(3,)](x, y, 37, BLOCK=BLOCK)
     assert torch.equal(x, y)
-    refused(lambda: copy[(3,)](x, torch.empty(38), 38, BLOCK=BLOCK), "outside x_ptr (148 bytes)")
-    refused(lambda: copy[(3,)](x, y[:36], 37, BLOCK=BLOCK), "outside y_ptr (144 bytes)")
+    assert_refused(
+        lambda: copy[(3,)](x, torch.empty(38), 38, BLOCK=BLOCK), "outside x_ptr (148 bytes)"
+    )
+    assert_refused(lambda: copy[(3,)](x, y[:36], 37, BLOCK=BLOCK), "outside y_ptr (144 bytes)")
 
 
 def test_programs_that_depend_on_each_other_are_refused() -> None:
     x = torch.randn(37)
-    refused(lambda: copy[(3,)](x, x[1:], 36, BLOCK=BLOCK), "reads what", "writes")
+    assert_refused(lambda: copy[(3,)](x, x[1:], 36, BLOCK=BLOCK), "reads what", "writes")
     count = torch.zeros((), dtype=torch.int32)
-    refused(lambda: append[(3,)](x, count, BLOCK=BLOCK), "different values to one address")
+    assert_refused(lambda: append[(3,)](x, count, BLOCK=BLOCK), "different values to one address")
 
 
 def test_two_programs_may_write_the_same_value_only() -> None:
     y = torch.empty(BLOCK)
     write_number[(3,)](y, VALUE=7, BLOCK=BLOCK)
     assert torch.equal(y, torch.full((BLOCK,), 7.0))
-    refused(lambda: write_number[(3,)](y, VALUE=-1, BLOCK=BLOCK), "different values")
+    assert_refused(lambda: write_number[(3,)](y, VALUE=-1, BLOCK=BLOCK), "different values")
 
 
 def test_a_program_reads_what_it_wrote_only_behind_a_barrier() -> None:
     x, y = torch.empty(BLOCK), torch.empty(BLOCK)
     reverse[(1,)](x, y, BARRIER=True, BLOCK=BLOCK)
     assert torch.equal(y, x.flip(0))
-    refused(lambda: reverse[(1,)](x, y, BARRIER=False, BLOCK=BLOCK), "reads what")
+    assert_refused(lambda: reverse[(1,)](x, y, BARRIER=False, BLOCK=BLOCK), "reads what")
 
 
 def test_nothing_that_nobody_wrote_is_a_number() -> None:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedops
 from fusedops._core import backends, extension
+from fusedops._core.generators import seed_generators
 from fusedops.specs import BadInput, Sample, Spec, all_specs, tensors_in
 from fusedops.specs.comparison import floating, fresh, incoming, run, truth
 from fusedops.specs.recorder import RecordOps
@@ -119,7 +120,7 @@ def _as_function_of_leaves(spec: Spec, sample: Sample) -> tuple[Any, tuple[torch
     leaves = sample.leaves
 
     def function(*values: torch.Tensor) -> Any:
-        torch.manual_seed(11)
+        seed_generators(11)
         replaced = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
         call = sample.map(lambda tensor: replaced.get(id(tensor), tensor))
         return floating(spec.op(*call.args, **call.kwargs))
@@ -135,7 +136,7 @@ def test_second_derivatives_in_float16_are_those_of_float64(spec: Spec) -> None:
         pytest.skip("the op is differentiable once")
 
     def twice(call: Sample) -> list[torch.Tensor]:
-        torch.manual_seed(11)
+        seed_generators(11)
         outputs = floating(spec.op(*call.args, **call.kwargs))
         given = [each.requires_grad_() for each in incoming(outputs)]
         grads = torch.autograd.grad(outputs, call.leaves, given, create_graph=True)
@@ -230,7 +231,7 @@ def test_only_the_gradients_asked_for_are_computed(spec: Spec) -> None:
     sample = fresh(samples(spec.name, torch.float32)[0])
     whole = run(spec.op, sample)
     for index, leaf in enumerate(sample.leaves):
-        torch.manual_seed(11)
+        seed_generators(11)
         outputs = floating(spec.op(*sample.args, **sample.kwargs))
         with RecordOps() as recorded:
             (grad,) = torch.autograd.grad(outputs, [leaf], incoming(outputs))
@@ -280,15 +281,17 @@ def test_compiled_by_inductor_equals_eager(spec: Spec) -> None:
 
 @each_sample()
 def test_autocast_gives_what_eager_gives(spec: Spec, sample_name: str) -> None:
-    _check_autocast(spec, sample_named(spec, sample_name, torch.float32), torch.bfloat16)
+    _assert_autocast_equals_eager(
+        spec, sample_named(spec, sample_name, torch.float32), torch.bfloat16
+    )
 
 
 @by_spec
 def test_autocast_to_float16_gives_what_eager_gives(spec: Spec) -> None:
-    _check_autocast(spec, fresh(samples(spec.name, torch.float32)[0]), torch.float16)
+    _assert_autocast_equals_eager(spec, fresh(samples(spec.name, torch.float32)[0]), torch.float16)
 
 
-def _check_autocast(spec: Spec, sample: Sample, dtype: torch.dtype) -> None:
+def _assert_autocast_equals_eager(spec: Spec, sample: Sample, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype):
         got = run(spec.op, sample)
         want = run(spec.eager, fresh(sample))
@@ -330,7 +333,7 @@ def _with_grad(spec: Spec, sample: Sample, make: Any) -> Any:
     def scaled(*args: Any, **kwargs: Any) -> Any:
         return spec.op(*args, **kwargs)
 
-    torch.manual_seed(11)
+    seed_generators(11)
     outputs = floating(scaled(*sample.args, **sample.kwargs))
     result = run(spec.op, sample)
     if sample.leaves:

@@ -55,7 +55,9 @@ def each_call() -> Any:
     )
 
 
-def check(call: hot_samples.HotCall, dtype: torch.dtype, device: torch.device) -> None:
+def assert_matches_float64(
+    call: hot_samples.HotCall, dtype: torch.dtype, device: torch.device
+) -> None:
     sample = hot_samples.made(call, dtype, device)
     assert sample.spec is not None
     fusedops.reset_counters()
@@ -69,7 +71,7 @@ def check(call: hot_samples.HotCall, dtype: torch.dtype, device: torch.device) -
 @pytest.mark.gpu
 @each_call()
 def test_hot_samples_match_float64(call: hot_samples.HotCall, dtype: torch.dtype) -> None:
-    check(call, dtype, torch.device("cuda"))
+    assert_matches_float64(call, dtype, torch.device("cuda"))
 
 
 @contextlib.contextmanager
@@ -101,7 +103,7 @@ def chosen(op: str, name: str) -> hot_samples.HotCall:
 )
 def test_representative_hot_samples_in_the_interpreter(op: str, name: str) -> None:
     with real_tiles():
-        check(chosen(op, name), torch.bfloat16, torch.device("cpu"))
+        assert_matches_float64(chosen(op, name), torch.bfloat16, torch.device("cpu"))
 
 
 def test_representative_names_are_those_of_hot_samples() -> None:

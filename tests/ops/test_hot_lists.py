@@ -61,7 +61,7 @@ def outside(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def nothing_outside(*memory: tuple[torch.Tensor, list[torch.Tensor]]):  # type: ignore[no-untyped-def]
+def assert_nothing_written_outside(*memory: tuple[torch.Tensor, list[torch.Tensor]]):  # type: ignore[no-untyped-def]
     """Assert that what lies between the tensors is as before."""
     before = [outside(whole, parts) for whole, parts in memory]
     yield
@@ -126,7 +126,10 @@ def test_a_step_of_many_tensors_matches_float64(
     )
     want = expected(batch, 0.25)
     untouched = [copies] if copied else []
-    with nothing_outside(params, firsts, squares, *untouched), fusedops.use_backend(backend):
+    with (
+        assert_nothing_written_outside(params, firsts, squares, *untouched),
+        fusedops.use_backend(backend),
+    ):
         adamw(
             batch,
             lr=LR,

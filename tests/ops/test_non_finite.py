@@ -91,14 +91,14 @@ def _named(spec: Spec, name: str, dtype: torch.dtype) -> Sample:
     return found
 
 
-def _check(
+def _assert_as_eager(
     spec: Spec, sample: Sample, used: Iterable[str], changes: Iterable[str] = CHANGES
 ) -> None:
     for case, call, gradients in _calls(sample, changes):
-        _check_call(spec, call, used, case, gradients)
+        _assert_call_as_eager(spec, call, used, case, gradients)
 
 
-def _check_call(
+def _assert_call_as_eager(
     spec: Spec, call: Sample, used: Iterable[str], case: str = "", gradients: Any = incoming
 ) -> None:
     results = {}
@@ -141,7 +141,7 @@ def test_what_is_not_finite_is_where_eager_torch_has_it(
     spec: Spec, sample_name: str, dtype: torch.dtype | None
 ) -> None:
     sample = _named(spec, sample_name, dtype or _half(spec, sample_name))
-    _check(spec, sample, ("cpp", "torch"))
+    _assert_as_eager(spec, sample, ("cpp", "torch"))
 
 
 @pytest.mark.interpreter
@@ -149,7 +149,7 @@ def test_what_is_not_finite_is_where_eager_torch_has_it(
 def test_in_triton_too(spec: Spec, sample_name: str) -> None:
     # The interpreter takes seconds for one call.
     sample = _named(spec, sample_name, torch.float32)
-    _check(spec, sample, ("triton",), ("mixed", "nan", "-inf", "inf in a row"))
+    _assert_as_eager(spec, sample, ("triton",), ("mixed", "nan", "-inf", "inf in a row"))
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"])
@@ -161,7 +161,7 @@ def test_a_row_without_deviation_is_torchs_where_eps_is_zero(name: str, dtype: t
     parameters = [torch.randn(33).to(dtype).requires_grad_() for _ in range(1 + ("layer" in name))]
     args = (x.requires_grad_(), *residual, (33,), *parameters)
     sample = Sample("constant rows", args, {"eps": 0.0})
-    _check_call(all_specs()[name], sample, ("cpp", "torch"))
+    _assert_call_as_eager(all_specs()[name], sample, ("cpp", "torch"))
 
 
 def test_a_difference_is_named() -> None:

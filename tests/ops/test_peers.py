@@ -61,7 +61,7 @@ def test_an_absent_peer_says_so(spec: Spec, label: str, monkeypatch: pytest.Monk
         peer(*sample.args, **sample.kwargs)
 
 
-def values(spec: Spec, label: str, sample: Sample) -> None:
+def assert_matches_float64(spec: Spec, label: str, sample: Sample) -> None:
     """Compare a peer with float64, twice, on inputs that it leaves as they were or says so."""
     peer = installed(spec, label)
     exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
@@ -112,7 +112,7 @@ def test_values_of_liger_in_the_interpreter(spec: Spec, label: str) -> None:
         found = samples_for(spec, label, "cpu", torch.float32)
         assert found
         for sample in found:
-            values(spec, label, sample)
+            assert_matches_float64(spec, label, sample)
     except InterpreterError as error:
         pytest.skip(f"the interpreter cannot run it: {error}")
 
@@ -135,4 +135,4 @@ def test_values_on_a_gpu(spec: Spec, label: str) -> None:
     found = samples_for(spec, label, "cuda", torch.bfloat16)
     assert found
     for sample in found:
-        values(spec, label, sample)
+        assert_matches_float64(spec, label, sample)

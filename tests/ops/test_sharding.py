@@ -31,7 +31,9 @@ def _distribute(sample: Sample, mesh: Any, placements: dict[tuple[int, ...], Any
     return sample.map(place)
 
 
-def _check(spec: Spec, sample: Sample, mesh: Any, placements: dict[Any, Any], expect: Any) -> None:
+def _assert_as_one_process(
+    spec: Spec, sample: Sample, mesh: Any, placements: dict[Any, Any], expect: Any
+) -> None:
     from torch.distributed.tensor import distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -68,8 +70,8 @@ def _rows_worker(rank: int, names: list[str]) -> None:
             if sample.random or len(shape) < 2 or shape[0] < WORLD or shape[-1] < 2:
                 continue
             if all(output.shape[:1] == shape[:1] for output in run(spec.op, fresh(sample)).outputs):
-                _check(spec, sample, mesh, {shape: Shard(0)}, Shard(0))
-            _check(spec, sample, mesh, {}, Replicate())
+                _assert_as_one_process(spec, sample, mesh, {shape: Shard(0)}, Shard(0))
+            _assert_as_one_process(spec, sample, mesh, {}, Replicate())
 
 
 # Two parts, for two workers: starting two processes takes longer (8 s of processor time) than ops.
@@ -94,9 +96,9 @@ def _column_worker(rank: int) -> None:
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((5, 12), (8, 12), (8,))]
     sample = Sample("columns", tuple(leaves))
     placements = {(8, 12): Shard(0), (8,): Shard(0)}
-    _check(all_specs()["linear_act"], sample, mesh, placements, Shard(1))
+    _assert_as_one_process(all_specs()["linear_act"], sample, mesh, placements, Shard(1))
     gated = Sample("columns", (*leaves[:2], torch.randn(8, 12, requires_grad=True)))
-    _check(all_specs()["linear_glu"], gated, mesh, {(8, 12): Shard(0)}, Shard(1))
+    _assert_as_one_process(all_specs()["linear_glu"], gated, mesh, {(8, 12): Shard(0)}, Shard(1))
 
 
 @pytest.mark.distributed
@@ -115,11 +117,11 @@ def _batch_worker(rank: int) -> None:
     shapes = ((4, 1, 7), (2, 4, 5, 6), (2, 4, 6, 7))
     sample = Sample("heads", tuple(torch.randn(*shape, requires_grad=True) for shape in shapes))
     heads = {shapes[0]: Shard(0), shapes[1]: Shard(1), shapes[2]: Shard(1)}
-    _check(all_specs()["baddbmm"], sample, mesh, heads, Shard(1))
+    _assert_as_one_process(all_specs()["baddbmm"], sample, mesh, heads, Shard(1))
     batch = {shapes[1]: Shard(0), shapes[2]: Shard(0)}
-    _check(all_specs()["baddbmm"], sample, mesh, batch, Shard(0))
+    _assert_as_one_process(all_specs()["baddbmm"], sample, mesh, batch, Shard(0))
     columns = {shapes[0]: Shard(2), shapes[2]: Shard(3)}
-    _check(all_specs()["baddbmm"], sample, mesh, columns, Shard(3))
+    _assert_as_one_process(all_specs()["baddbmm"], sample, mesh, columns, Shard(3))
 
 
 @pytest.mark.distributed
@@ -139,8 +141,8 @@ def _moe_worker(rank: int) -> None:
         for sample in spec.samples(torch.device("cpu"), torch.float32):
             rows, columns = sample.args[0].shape
             if rows >= WORLD and columns >= WORLD and columns % WORLD == 0:
-                _check(spec, sample, mesh, {(rows, columns): Shard(1)}, Shard(1))
-            _check(spec, sample, mesh, {}, Replicate())
+                _assert_as_one_process(spec, sample, mesh, {(rows, columns): Shard(1)}, Shard(1))
+            _assert_as_one_process(spec, sample, mesh, {}, Replicate())
 
     gathered = torch.ops.fusedops.moe_relayout.default
     wide = torch.randn(6, 8)
@@ -189,16 +191,16 @@ def _experts_worker(rank: int) -> None:
     ends = torch.tensor([4, 4, 7], dtype=torch.int32)
     sample = Sample("columns", (x, weight, ends, bias), {"activation": "silu"})
     columns = {shapes[1]: Shard(2), shapes[2]: Shard(1)}
-    _check(all_specs()["grouped_mm"], sample, mesh, columns, Shard(1))
-    _check(all_specs()["grouped_mm"], sample, mesh, {}, Replicate())
+    _assert_as_one_process(all_specs()["grouped_mm"], sample, mesh, columns, Shard(1))
+    _assert_as_one_process(all_specs()["grouped_mm"], sample, mesh, {}, Replicate())
 
     # Tensor parallel experts: a hidden column, its gate and its factor lie on one rank.
     spec = all_specs()["moe_mlp"]
     plan = _routing.plan(9, 2, 3, device=torch.device("cpu"), dtype=torch.float32)
     w1, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((3, 6, 16), (3, 8, 10)))
     sample = Sample("inner", (x, plan, w1, w2), {"interleaved": True})
-    _check(spec, sample, mesh, {}, Replicate())
-    _check(spec, sample, mesh, {(3, 8, 10): Shard(2)}, Shard(1))
+    _assert_as_one_process(spec, sample, mesh, {}, Replicate())
+    _assert_as_one_process(spec, sample, mesh, {(3, 8, 10): Shard(2)}, Shard(1))
     placed = _distribute(sample, mesh, {(3, 6, 16): Shard(2), (3, 8, 10): Shard(1)})
     with CommDebugMode() as communication:
         output = spec.op(*placed.args, **placed.kwargs)

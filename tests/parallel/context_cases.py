@@ -129,7 +129,7 @@ def in_shards(
     return gradients(attend, case, [*mine, slopes, sinks])
 
 
-def check(
+def assert_as_one_process(
     function: Callable[..., Any], group: dist.ProcessGroup, case: Case, dtype: torch.dtype
 ) -> None:
     """Assert that each rank's results lie within the error budget of one process."""

@@ -59,7 +59,9 @@ class _Block:
         return moe_combine(self.experts(arrived, local_plan), handle)
 
 
-def _same(eager: Any, compiled: Any, args: tuple[torch.Tensor, ...], leaves: Any) -> None:
+def _assert_same_bits(
+    eager: Any, compiled: Any, args: tuple[torch.Tensor, ...], leaves: Any
+) -> None:
     """Compare values and gradients, bit for bit; ``args[0]`` is the input."""
     leaves = [args[0], *leaves]
     results = []
@@ -85,7 +87,7 @@ def _adversarial(world: World, shape: Shape, options: dict[str, Any]) -> int:
     for name in SAME_TOKENS:
         ids, _ = CASES[name].choose(TOKENS, NUM_EXPERTS)
         x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-        _same(block.given, step, (x, ids.long()), block.parameters)
+        _assert_same_bits(block.given, step, (x, ids.long()), block.parameters)
     return counter.frame_count
 
 
@@ -141,7 +143,9 @@ def _some_compiled(world: World) -> None:
     if world.member(4):
         step, _ = _compiled(block.routed)
         x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-        _same(block.routed, step if world.rank in (1, 2) else block.routed, (x,), block.parameters)
+        _assert_same_bits(
+            block.routed, step if world.rank in (1, 2) else block.routed, (x,), block.parameters
+        )
 
 
 def test_a_compiled_rank_and_one_that_is_not_understand_each_other(on_ranks: OnRanks) -> None:
@@ -156,7 +160,7 @@ def _growing(world: World) -> int:
     step, counter = _compiled(block.routed)
     for tokens in (6, 7, 4):
         x = torch.randn(tokens, HIDDEN, requires_grad=True)
-        _same(block.routed, step, (x,), block.parameters)
+        _assert_same_bits(block.routed, step, (x,), block.parameters)
     return counter.frame_count
 
 
@@ -170,7 +174,7 @@ def _uneven(world: World, shape: Shape, tokens: list[int]) -> None:
         step, counter = _compiled(block.routed)
         for _ in range(2):
             x = torch.randn(tokens[world.rank], HIDDEN, requires_grad=True)
-            _same(block.routed, step, (x,), block.parameters)
+            _assert_same_bits(block.routed, step, (x,), block.parameters)
         assert counter.frame_count == 1
 
 
@@ -199,7 +203,7 @@ def _ignoring(world: World, shape: Shape) -> None:
         return expert_parallel(input, plan, here, group, chunks=3, weighted=True)
 
     step, _ = _compiled(layer)
-    _same(layer, step, (mine.input, mine.probs), [mine.probs])
+    _assert_same_bits(layer, step, (mine.input, mine.probs), [mine.probs])
 
 
 @over_both
@@ -219,7 +223,7 @@ def _float8(world: World, shape: Shape, options: dict[str, Any]) -> None:
         return moe_combine(rows, handle, weighted=True)
 
     step, _ = _compiled(layer)
-    _same(layer, step, (mine.input, mine.probs), [mine.probs])
+    _assert_same_bits(layer, step, (mine.input, mine.probs), [mine.probs])
 
 
 @over_both
@@ -434,7 +438,7 @@ def _inductor(world: World, shape: Shape) -> None:
         step, counter = _compiled(block.routed, "inductor")
         for _ in range(2):
             x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-            _same(block.routed, step, (x,), block.parameters)
+            _assert_same_bits(block.routed, step, (x,), block.parameters)
         assert counter.frame_count == 1
 
 

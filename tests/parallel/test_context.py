@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from context_cases import CASES, Case, check, gradients, in_shards, on_one_process, problem, shard
+from context_cases import (
+    CASES,
+    Case,
+    assert_as_one_process,
+    gradients,
+    in_shards,
+    on_one_process,
+    problem,
+    shard,
+)
 from process_pool import World
 from torch import distributed as dist
 from torch import nn
@@ -41,7 +50,7 @@ FUNCTIONS = {"ring": ring_attention, "all_to_all": ulysses_attention}
 def _all_cases(rank: int, kind: str, dtype: torch.dtype) -> None:
     for case in CASES.values():
         if case.length % dist.get_world_size() == 0:
-            check(FUNCTIONS[kind], dist.group.WORLD, case, dtype)
+            assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, case, dtype)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +74,7 @@ def _some_cases(world: World) -> None:
     if world.member(4):
         for name in ("causal", "window", "packed_rows"):
             for function in FUNCTIONS.values():
-                check(function, world.group(4), CASES[name], torch.float32)
+                assert_as_one_process(function, world.group(4), CASES[name], torch.float32)
 
 
 def test_shards_on_processes_equal_one(on_ranks: OnRanks) -> None:
@@ -74,7 +83,7 @@ def test_shards_on_processes_equal_one(on_ranks: OnRanks) -> None:
 
 def _on_the_reference(rank: int) -> None:
     for name in ("alibi_both_sides", "sinks_softcap", "packed_rows"):
-        check(ring_attention, dist.group.WORLD, CASES[name], torch.float64)
+        assert_as_one_process(ring_attention, dist.group.WORLD, CASES[name], torch.float64)
 
 
 def test_ring_runs_on_the_reference() -> None:
@@ -85,7 +94,7 @@ def test_ring_runs_on_the_reference() -> None:
 
 def _on_triton(rank: int) -> None:
     for name, dtype in (("alibi", torch.float32), ("packed_rows", torch.bfloat16)):
-        check(ring_attention, dist.group.WORLD, CASES[name], dtype)
+        assert_as_one_process(ring_attention, dist.group.WORLD, CASES[name], dtype)
 
 
 @pytest.mark.interpreter
@@ -177,13 +186,15 @@ def _dropped(rank: int, kind: str) -> None:
     dropout = {"dropout_p": 0.3, "seed": torch.tensor([2**50 + 3, 8])}
     names = ("causal_contiguous", "grouped_heads", "alibi", "packed_document", "packed_rows")
     for case in (CASES[name] for name in names):
-        check(FUNCTIONS[kind], dist.group.WORLD, _with(case, **dropout), torch.float64)
+        assert_as_one_process(
+            FUNCTIONS[kind], dist.group.WORLD, _with(case, **dropout), torch.float64
+        )
     # Heads of a part of a larger batch, which has two sequences before these.
     case = CASES["causal"]
     square = case.length**2
     place = torch.tensor((2 * 8 * square, 8 * square, square))
     dropout["seed"] = torch.cat((dropout["seed"], place))
-    check(FUNCTIONS[kind], dist.group.WORLD, _with(case, **dropout), torch.float64)
+    assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, _with(case, **dropout), torch.float64)
 
 
 def _with(case: Case, **more: Any) -> Case:

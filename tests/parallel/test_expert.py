@@ -44,7 +44,7 @@ def _layer(p: Problem, group: Any, **options: Any) -> torch.Tensor:
     return expert_parallel(p.input, p.plan(), here, group, weighted=True, **options)
 
 
-def _check_case(name: str, group: Any, dtype: torch.dtype, **options: Any) -> None:
+def _assert_case(name: str, group: Any, dtype: torch.dtype, **options: Any) -> None:
     rank, size = group.rank(), group.size()
     whole, known = problem(name, size, dtype), expected(name, size, dtype)
     mine = whole.part(rank, size)
@@ -64,7 +64,7 @@ def _check_case(name: str, group: Any, dtype: torch.dtype, **options: Any) -> No
 
 def _same_bits(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     for name in CASES:
-        _check_case(name, dist.group.WORLD, dtype, **options)
+        _assert_case(name, dist.group.WORLD, dtype, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
@@ -80,7 +80,7 @@ def test_chunks_give_the_same_bits(chunks: int) -> None:
 
 def _on_processes(world: World) -> None:
     for name in CASES:
-        _check_case(name, world.groups[8], torch.float32, chunks=2)
+        _assert_case(name, world.groups[8], torch.float32, chunks=2)
 
 
 def test_experts_on_processes_give_the_bits_of_one(on_ranks: OnRanks) -> None:
@@ -224,7 +224,7 @@ def _one_is_wrong(world: World, fault: str) -> str:
     except (TypeError, ValueError) as error:
         # The group still works: nobody is left in a collective.
         dist.barrier(world.groups[8])
-        _check_case("uneven", world.groups[8], torch.float32)
+        _assert_case("uneven", world.groups[8], torch.float32)
         return f"{type(error).__name__}: {error}"
     return "no error"
 

@@ -207,7 +207,7 @@ def _disagree(
     return good, errors
 
 
-def _check_errors(results: list[tuple[float, list[str]]], ranks: int) -> None:
+def _assert_all_ranks_raise(results: list[tuple[float, list[str]]], ranks: int) -> None:
     for good, errors in results[:ranks]:
         assert good == ranks
         assert len(errors) == 2, errors
@@ -220,13 +220,13 @@ def _check_errors(results: list[tuple[float, list[str]]], ranks: int) -> None:
 @pytest.mark.parametrize("what", list(DISAGREEMENTS))
 def test_disagreement_is_an_error_of_all_ranks(on_ranks: OnRanks, what: str) -> None:
     ranks, order = {0: (2, "first"), 1: (4, "between"), 2: (8, "between")}[len(what) % 3]
-    _check_errors(on_ranks(_disagree, ranks, PLAIN, DISAGREEMENTS[what], order), ranks)
+    _assert_all_ranks_raise(on_ranks(_disagree, ranks, PLAIN, DISAGREEMENTS[what], order), ranks)
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "shift"])
 def test_disagreement_about_a_root(on_ranks: OnRanks, kind: str) -> None:
     common = replace(PLAIN, kind=kind)
-    _check_errors(on_ranks(_disagree, 4, common, replace(common, root=2), "first"), 4)
+    _assert_all_ranks_raise(on_ranks(_disagree, 4, common, replace(common, root=2), "first"), 4)
 
 
 def _waits_in_other_orders(world: World) -> list[float]:

@@ -24,7 +24,9 @@ def _config(name: str, **changes: Any) -> Any:
     return tiny(preset(name), **({"num_layers": 4} | sizes | changes))
 
 
-def check(rank: int, name: str, values: dict[str, Any], changes: dict[str, Any]) -> list[str]:
+def assert_stage(
+    rank: int, name: str, values: dict[str, Any], changes: dict[str, Any]
+) -> list[str]:
     """Compare a step of this rank's part with one process; return the names of its parameters."""
     return assert_one_process(rank, _config(name, **changes), values)
 
@@ -32,7 +34,7 @@ def check(rank: int, name: str, values: dict[str, Any], changes: dict[str, Any])
 def _assert_stages(name: str, values: dict[str, Any], **changes: Any) -> None:
     """Compare all ranks; their parts make the complete model."""
     ranks = ParallelConfig(**values).sizes.ranks
-    parts = threads.run(check, ranks, name, values, changes)
+    parts = threads.run(assert_stage, ranks, name, values, changes)
     parameters = dict(Transformer(_config(name, **changes)).named_parameters())
     assert {name for part in parts for name in part} == parameters.keys()
 
@@ -78,7 +80,9 @@ def test_it_goes_with_the_other_modes(case: str) -> None:
 
 def _query_layer(rank: int) -> None:
     values = {"pp": 2, "microbatches": 2, "pipeline_balance": "measured"}
-    check(rank, "tiny-gpt2", values, {"query_layer": True, "position_tables": 2, "tied": False})
+    assert_stage(
+        rank, "tiny-gpt2", values, {"query_layer": True, "position_tables": 2, "tied": False}
+    )
 
 
 def test_the_query_layer_stays_with_its_norm_on_the_last_stage() -> None:

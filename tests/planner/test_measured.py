@@ -25,16 +25,16 @@ SIZES = ((128, 3, 4, 128, 512), (64, 2, 2, 128, 4096), (128, 2, 1, 32, 512))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_measured_peaks_are_within_a_tenth_of_the_estimate(family: str, kernels: str) -> None:
     for size in SIZES:
-        check(measure(family, size, kernels, "float32", "none"))
-    check(measure(family, SIZES[0], kernels, "bfloat16", "none"))
+        assert_estimate_matches(measure(family, size, kernels, "float32", "none"))
+    assert_estimate_matches(measure(family, SIZES[0], kernels, "bfloat16", "none"))
 
 
 @pytest.mark.parametrize("kernels", ["stock", "fused"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_so_they_are_with_recomputation_and_with_accumulation(family: str, kernels: str) -> None:
-    check(measure(family, SIZES[0], kernels, "float32", "full"))
+    assert_estimate_matches(measure(family, SIZES[0], kernels, "float32", "full"))
     for size in SIZES[1:]:
-        check(measure(family, size, kernels, "float32", "none", microbatches=2))
+        assert_estimate_matches(measure(family, size, kernels, "float32", "none", microbatches=2))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_so_they_are_under_autocast(family: str, kernels: str) -> None:
     assert abs(found.error) < PEAK and abs(found.error_of_temporary) < PEAK, found
 
 
-def check(found: MeasuredStep) -> None:
+def assert_estimate_matches(found: MeasuredStep) -> None:
     hidden, layers, batch, seq_len, vocabulary = found.size
     assert abs(found.error) < PEAK and abs(found.error_of_temporary) < PEAK, found
     item = getattr(torch, found.dtype).itemsize

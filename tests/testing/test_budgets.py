@@ -57,7 +57,9 @@ def said(ranks: int) -> Budget:
     return budgets.all_reduces(ranks, [BYTES, 2 * BYTES])
 
 
-def check(found: list[collectives.Log], budget: Budget, *, exact: bool = True) -> None:
+def assert_within_budget(
+    found: list[collectives.Log], budget: Budget, *, exact: bool = True
+) -> None:
     for log in found:
         assert not budget.exceeded(log), (budget.exceeded(log), log.counts())
         assert log.counts() == dict(budget.calls)
@@ -71,7 +73,9 @@ def check(found: list[collectives.Log], budget: Budget, *, exact: bool = True) -
 def test_tensor_parallel(ranks: int, halves: int) -> None:
     ends = budgets.vocabulary_ends(ranks, ACTIVATION, STATISTICS, sequence=False)
     layer = budgets.tensor_layer(ranks, ACTIVATION, halves=halves)
-    check(logs("tiny-gpt2", 3, {"tp": ranks}, overlap_microbatches=halves == 2), layer * 3 + ends)
+    assert_within_budget(
+        logs("tiny-gpt2", 3, {"tp": ranks}, overlap_microbatches=halves == 2), layer * 3 + ends
+    )
 
 
 def test_heads_that_ranks_share_add_up_their_gradients() -> None:
@@ -79,7 +83,7 @@ def test_heads_that_ranks_share_add_up_their_gradients() -> None:
     shared = budgets.all_reduces(4, [width * HIDDEN * BYTES] * 2)
     layer = budgets.tensor_layer(4, ACTIVATION) + shared
     ends = budgets.vocabulary_ends(4, ACTIVATION, STATISTICS, sequence=False)
-    check(logs("tiny-llama", 2, {"tp": 4}), layer * 2 + ends)
+    assert_within_budget(logs("tiny-llama", 2, {"tp": 4}), layer * 2 + ends)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,9 @@ def test_sequence_parallel(ranks: int, overlap: bool, halves: int) -> None:
     ends += budgets.all_reduces(ranks, [2 * vector, 64 * vector])  # norm, table of positions
     layer = budgets.sequence_layer(ranks, ACTIVATION, overlap=overlap, halves=halves)
     options: Any = {"sp": True, "overlap": overlap, "overlap_microbatches": halves == 2}
-    check(logs("tiny-gpt2", 3, {"tp": ranks}, **options), (layer + norms + biases) * 3 + ends)
+    assert_within_budget(
+        logs("tiny-gpt2", 3, {"tp": ranks}, **options), (layer + norms + biases) * 3 + ends
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -109,7 +115,7 @@ def test_context_parallel(kind: str, ranks: int) -> None:
     marks = BYTES * len(list(model.parameters()))
     sums = budgets.replicas(ranks, size_of(model), marks, buckets=1)
     found = logs("tiny-gpt2", 3, {"cp": ranks}, context=kind)
-    check(found, layer * 3 + sums + said(ranks), exact=kind != "ring")
+    assert_within_budget(found, layer * 3 + sums + said(ranks), exact=kind != "ring")
 
 
 def add_up(counts: torch.Tensor, gate: nn.Module, given: Any, made: Any) -> None:
@@ -147,7 +153,7 @@ def test_expert_parallel(ranks: int, halves: int) -> None:
         words = budgets.expert_layer(ranks, 0, 0, row=0, result=0, halves=halves)
         tokens = budgets.all_reduces(ranks, [8] * layers)  # how many there are: the router's loss
         assert [call.label for call in log.calls].count("router loss") == layers
-        check([log], exchange + words * (layers - 1) + tokens + sums + said(ranks))
+        assert_within_budget([log], exchange + words * (layers - 1) + tokens + sums + said(ranks))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -159,7 +165,9 @@ def test_data_parallel(stage: int) -> None:
     if stage == 0:
         marks = BYTES * len(list(model.parameters()))
         budget = budgets.replicas(2, size_of(model), marks, buckets=1)
-    check(logs("tiny-gpt2", 3, {"dp": 2}, zero=stage), budget + said(2), exact=stage == 0)
+    assert_within_budget(
+        logs("tiny-gpt2", 3, {"dp": 2}, zero=stage), budget + said(2), exact=stage == 0
+    )
 
 
 def second_step(rank: int, subject: Subject, case: Case) -> collectives.Log:
@@ -184,7 +192,7 @@ def test_pipeline_parallel(schedule: str, name: str) -> None:
     words = WORDS * HIDDEN * BYTES if shared else 0
     for rank, log in enumerate(found):
         budget = budgets.pipeline(order.boundaries(rank), parts, ACTIVATION, words=words)
-        check([log], budget + budgets.all_reduces(2, [2 * BYTES]))
+        assert_within_budget([log], budget + budgets.all_reduces(2, [2 * BYTES]))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
