@@ -24,32 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedops._core import backends, dtypes, philox
+from fusedops._core import backends, dtypes
+from fusedops.parallel.context._checks import Request
 from fusedops.parallel.context.layout import Range
 from fusedops.parallel.context.plan import AttentionBlock, ContextCall
 
 LOG2E = 1.0 / math.log(2.0)
-
-
-class Scores(NamedTuple):
-    """How scores are computed, besides the products."""
-
-    scale: float
-    softcap: float
-    slopes: Tensor | None
-    dropout_p: float
-    seed: Tensor | None
-
-    def at(self, call: ContextCall, rows: Tensor, columns: Tensor, length: int) -> Scores:
-        """Return the scores of a call: the seed has their indices.
-
-        ``rows`` and ``columns`` are the tokens of the batch that the queries of this rank, and the
-        keys that were sent, are; ``length`` the tokens of a row.
-        """
-        assert self.seed is not None
-        rows = rows[indices(call.rows, rows.device)]
-        columns = columns[indices(call.columns, rows.device)]
-        return self._replace(seed=philox.at_tokens(self.seed, rows, columns, length))
 
 
 class Incoming(NamedTuple):
@@ -67,11 +47,6 @@ class Incoming(NamedTuple):
         remainder = function(self.remainder) if self.remainder.numel() else self.remainder
         rest = function(self.output), remainder, function(self.parts)
         return Incoming(function(self.grad_output), grad_lse, *rest)
-
-    @property
-    def lse(self) -> Tensor:
-        """The log-sum-exp ``[B, H, Sq]``."""
-        return self.parts.sum(-1) / LOG2E
 
     @property
     def unrounded(self) -> Tensor:
@@ -97,11 +72,6 @@ class Attended:
         self.parts = query.new_zeros((batch, heads, rows, 2), dtype=wide)
         self.parts[..., 0] = -torch.inf
 
-    @property
-    def lse(self) -> Tensor:
-        """The log-sum-exp ``[B, H, Sq]``."""
-        return self.parts.sum(-1) / LOG2E
-
     def add(self, rows: tuple[Range, ...], output: Tensor, parts: Tensor) -> None:
         """Merge attention of some of the rows over other keys."""
         if self._empty and rows == self._all_rows:
@@ -121,24 +91,19 @@ class Attended:
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Merge one more score per head, of a key without value."""
-        score = (sinks * LOG2E).view(1, -1, 1).expand(self.parts.shape[:-1])
-        parts = torch.stack([score, torch.zeros_like(score)], -1)
-        self.add(((0, self.output.shape[2]),), torch.zeros_like(self.output), parts)
+        scores = sinks.view(1, -1, 1).expand(self.parts.shape[:-1])
+        self.add(self._all_rows, torch.zeros_like(self.output), _one_part(scores))
 
 
-def indices(rows: tuple[Range, ...], device: torch.device) -> Tensor:
-    """Return the numbers in ``rows``."""
-    cuts = [torch.arange(start, stop, device=device) for start, stop in rows]
-    return torch.cat(cuts) if cuts else torch.arange(0, device=device)
+def lse_of(parts: Tensor) -> Tensor:
+    """Return the log-sum-exp ``[B, H, Sq]`` of its two parts."""
+    return parts.sum(-1) / LOG2E
 
 
-def take(tensor: Tensor, rows: tuple[Range, ...]) -> Tensor:
-    """Return the tokens (dim 2) in ``rows``: a view where they are one range."""
-    if not rows:
-        return tensor[:, :, :0]
-    if len(rows) == 1:
-        return tensor[:, :, rows[0][0] : rows[0][1]]
-    return torch.cat([tensor[:, :, start:stop] for start, stop in rows], 2)
+def take(tensor: Tensor, rows: tuple[Range, ...], dim: int = 2) -> Tensor:
+    """Return the tokens in ``rows``: a view where they are one range."""
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in rows or ((0, 0),)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _put(into: Tensor, rows: tuple[Range, ...], values: Tensor) -> None:
@@ -154,23 +119,16 @@ def add_to(into: Tensor, rows: tuple[Range, ...], values: Tensor) -> None:
         into[:, :, start:stop] += part
 
 
-def forward(
-    call: ContextCall, query: Tensor, key: Tensor, value: Tensor, scores: Scores, attended: Attended
-) -> None:
-    """Merge the blocks of a call into ``attended``."""
-    q, k, v = take(query, call.rows), take(key, call.columns), take(value, call.columns)
+def forward(call: ContextCall, a: Request, attended: Attended) -> None:
+    """Merge the blocks of a call into ``attended``; ``a`` has its queries, keys and values."""
     if len(call.blocks) == 1:
-        block = call.blocks[0]
-        mask, slopes, shift = _places(block, q, scores)
-        numbers = (scores.dropout_p, scores.scale, block.left, block.right, scores.softcap, True)
-        output, lse, remainder, parts = torch.ops.fusedops.attention(
-            q, k, v, mask, slopes, None, scores.seed, *numbers
-        )
+        inputs, numbers, shift = _dense(call.blocks[0], a)
+        output, lse, remainder, parts = torch.ops.fusedops.attention(*inputs, *numbers)
         parts = parts if parts.numel() else _one_part(lse)
         if shift is not None:
             parts = _shifted(parts, -shift)
     else:
-        packed = _Packed(call, q, k, v, scores)
+        packed = _Packed(call, a)
         output, lse, remainder = torch.ops.fusedops.attention_varlen(
             *packed.tensors, *packed.numbers
         )
@@ -180,26 +138,15 @@ def forward(
     attended.add(call.rows, wide + remainder if remainder.numel() else wide, parts)
 
 
-def backward(
-    call: ContextCall, query: Tensor, key: Tensor, value: Tensor, scores: Scores, incoming: Incoming
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(call: ContextCall, a: Request, incoming: Incoming) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a call's queries, keys and values, in the order of its blocks."""
-    q, k, v = take(query, call.rows), take(key, call.columns), take(value, call.columns)
     here = incoming.map(lambda tensor: take(tensor, call.rows))
-    if len(call.blocks) == 1:
-        return _backward_dense(call.blocks[0], q, k, v, scores, here)
-    return _Packed(call, q, k, v, scores).backward(here)
-
-
-def _backward_dense(
-    block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor, scores: Scores, here: Incoming
-) -> tuple[Tensor, Tensor, Tensor]:
-    mask, slopes, shift = _places(block, q, scores)
+    if len(call.blocks) > 1:
+        return _Packed(call, a).backward(here)
+    inputs, numbers, shift = _dense(call.blocks[0], a)
     parts = here.parts if shift is None else _shifted(here.parts, shift)
-    inputs = (q, k, v, mask, slopes, None, scores.seed)
-    numbers = (scores.dropout_p, scores.scale, block.left, block.right, scores.softcap, True)
     needed = [True, True, True, False, False]
-    saved = (here.output, parts.sum(-1) / LOG2E, here.remainder, parts)
+    saved = (here.output, lse_of(parts), here.remainder, parts)
     args = (here.grad_output, here.grad_lse, *inputs, *saved, *numbers, needed)
     if backends.resolve("attention", *args, backward=True).backend == "torch":
         output, lse, remainder, own = torch.ops.fusedops.attention(*inputs, *numbers)
@@ -212,19 +159,18 @@ def _backward_dense(
 class _Packed:
     """The blocks of a call one after another, as ``attention_varlen`` takes them."""
 
-    def __init__(self, call: ContextCall, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
-        self.batch = q.shape[0]
+    def __init__(self, call: ContextCall, a: Request) -> None:
+        self.batch = a.query.shape[0]
         sides = zip(*((block.rows, block.columns) for block in call.blocks), strict=True)
         sizes = [tuple(stop - start for start, stop in side) for side in sides]
-        ends = [_ends(side * self.batch, q.device) for side in sizes]
+        ends = [_ends(side * self.batch, a.query.device) for side in sizes]
         longest = [max(side) for side in sizes]
-        tokens = map(self._tokens_of, (q, k, v))
-        first, slopes = call.blocks[0], scores.slopes
+        tokens = map(self._tokens_of, a[:3])
+        slopes = a.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.repeat_interleave(len(call.blocks), 0)
-        self.tensors = (*tokens, *ends, slopes, None, self._seed(scores.seed, q.shape[2]))
-        dropout_p, scale, softcap = scores.dropout_p, scores.scale, scores.softcap
-        self.numbers = (*longest, dropout_p, scale, first.left, first.right, softcap, True)
+        self.tensors = (*tokens, *ends, slopes, None, self._seed(a.seed, a.query.shape[2]))
+        self.numbers = (*longest, *_numbers(call.blocks[0], a))
 
     def _seed(self, seed: Tensor | None, rows: int) -> Tensor | None:
         """Return the seed with an index for each token of the batch."""
@@ -239,7 +185,8 @@ class _Packed:
         """Return the gradients of queries, keys and values."""
         grads: tuple[Any, ...] = (here.grad_output, here.grad_lse)
         needed = [True, True, True, False]
-        saved = [*map(self._tokens_of, (here.output, here.lse, here.remainder))]
+        lse = lse_of(here.parts)
+        saved = [*map(self._tokens_of, (here.output, lse, here.remainder))]
         args = (*map(self._tokens_of, grads), *self.tensors, *saved, *self.numbers, needed)
         if backends.resolve("attention_varlen", *args, backward=True).backend == "torch":
             saved = list(torch.ops.fusedops.attention_varlen(*self.tensors, *self.numbers))
@@ -287,8 +234,21 @@ def _own_share(here: Incoming, output: Tensor, own: Tensor, parts: Tensor) -> tu
     return (grad * weight.unsqueeze(-1)).to(output.dtype), grad_lse * weight
 
 
+def _numbers(block: AttentionBlock, a: Request) -> tuple[Any, ...]:
+    """Return the arguments of both kernels that are no tensors, of one block."""
+    return a.dropout_p, a.scale, block.left, block.right, a.softcap, True
+
+
+def _dense(
+    block: AttentionBlock, a: Request
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Tensor | None]:
+    """Return the tensors and numbers of ``attention`` for a block, and the shift of ``_places``."""
+    mask, slopes, shift = _places(block, a)
+    return (*a[:3], mask, slopes, None, a.seed), _numbers(block, a), shift
+
+
 def _places(
-    block: AttentionBlock, query: Tensor, scores: Scores
+    block: AttentionBlock, a: Request
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return additive mask, slopes and shift that make ALiBi of a block.
 
@@ -298,17 +258,17 @@ def _places(
     row, drops out of the softmax, and is the shift ``[H, Sq]`` (in units of log2) by which the
     kernel's log-sum-exp is too large.
     """
-    if scores.slopes is None or block.distance == 0:
-        return None, scores.slopes, None
-    rows = torch.arange(query.shape[2], device=query.device)
+    slopes = a.alibi_slopes
+    if slopes is None or block.distance == 0:
+        return None, slopes, None
+    rows = torch.arange(a.query.shape[2], device=slopes.device)
     width = block.columns[1] - block.columns[0]
-    columns = torch.arange(width, device=query.device)
+    columns = torch.arange(width, device=slopes.device)
     if block.distance > 0:
         rows, columns = rows + block.distance - (width - 1), width - 1 - columns
     else:
         rows = -block.distance - rows
-    slopes = scores.slopes if scores.slopes.dim() == 2 else scores.slopes.unsqueeze(0)
-    slopes = slopes.unsqueeze(-1)
+    slopes = (slopes if slopes.dim() == 2 else slopes.unsqueeze(0)).unsqueeze(-1)
     mask = (-slopes * columns).unsqueeze(2)
     return mask, None, slopes * rows * LOG2E
 

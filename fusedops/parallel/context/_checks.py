@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from fusedops.parallel.context.layout import SequenceLayout, layout_of
 
 
 class Request(NamedTuple):
-    """A call of attention over shards, its arguments in the types of the operators."""
+    """A call of attention over shards: the arguments of ``ring_attention``'s op, in their order."""
 
     query: Tensor
     key: Tensor
@@ -22,48 +23,49 @@ class Request(NamedTuple):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     seed: Tensor | None
-    layout: SequenceLayout
+    ends: Sequence[int]  # of the documents, as ``SequenceLayout`` has them
+    balance: str
     dropout_p: float
     scale: float
     window_left: int
     window_right: int
     softcap: float
     keep_remainder: bool
+    group: str
 
 
 def request(
     op: str,
-    query: Any,
-    key: Any,
-    value: Any,
-    group: Any,
+    tensors: tuple[Any, Any, Any],
     *,
-    is_causal: Any,
-    dropout_p: Any,
-    balance: Any,
-    cu_seqlens: Any,
-    scale: Any,
-    enable_gqa: Any,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    return_lse: Any,
-    seed: Any,
-) -> Request:
-    """Return the request; raise unless the arguments fit and are shards of one sequence."""
+    shards: tuple[Any, Any, Any],
+    flags: Mapping[str, Any],
+    dropout: tuple[Any, Any],
+    scores: tuple[Any, Any, Any, Any, Any],
+) -> tuple[Request, SequenceLayout]:
+    """Return the request and its layout; raise unless the arguments are shards of one sequence.
+
+    Args:
+        op: the name of the public function, for messages.
+        tensors: query, key and value.
+        shards: group, balance and cu_seqlens.
+        flags: ``enable_gqa``, ``is_causal`` and ``return_lse``.
+        dropout: dropout_p and seed.
+        scores: window, softcap, alibi_slopes, sinks and scale.
+    """
+    query, key, value = tensors
+    group, balance, cu_seqlens = shards
+    dropout_p, seed = dropout
+    _, _, alibi_slopes, sinks, _ = scores
     check_group(op, group)
-    flags = {"enable_gqa": enable_gqa, "is_causal": is_causal, "return_lse": return_lse}
     for name, flag in flags.items():
         checks.flag(op, name, flag)
-    _check_tensors(op, query, key, value, enable_gqa)
+    _check_tensors(op, query, key, value, flags["enable_gqa"])
     checks.probability(op, "dropout_p", dropout_p)
     rows, heads = query.shape[:2]
     ends, length = ends_of(op, cu_seqlens), query.shape[2] * group.size()
     layout = layout_of(op, length, group.size(), balance, ends, rows)
-    left, right, cap, factor = math.check_options(
-        op, query, heads, rows, window, softcap, alibi_slopes, sinks, scale
-    )
+    left, right, cap, factor = math.check_options(op, query, heads, rows, *scores)
     if alibi_slopes is not None and alibi_slopes.dim() == 2 and not layout.complete_rows:
         raise checks.UnsupportedError(
             f"{op}: alibi_slopes must be [{heads}] with cu_seqlens, got a line per row"
@@ -76,21 +78,24 @@ def request(
     elif seed is None:
         seed = philox.new_seed(query.device)
     wide = dtypes.statistics_dtype(query.dtype)
-    return Request(
+    a = Request(
         query,
         key,
         value,
         alibi_slopes.to(wide) if alibi_slopes is not None else None,
         sinks.to(wide) if sinks is not None else None,
         seed,
-        layout,
+        list(layout.ends),
+        layout.balance,
         float(dropout_p),
         factor,
         left,
-        0 if is_causal else right,
+        0 if flags["is_causal"] else right,
         cap,
         math.wants_gradient(query, key, value, sinks),
+        group.group_name,
     )
+    return a, layout
 
 
 def _check_tensors(op: str, query: Any, key: Any, value: Any, enable_gqa: bool) -> None:

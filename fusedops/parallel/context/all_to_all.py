@@ -97,24 +97,13 @@ def ulysses_attention(
         >>> dist.destroy_process_group()
     """
     op = "ulysses_attention"
-    a = request(
+    a, layout = request(
         op,
-        query,
-        key,
-        value,
-        group,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        balance=balance,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        return_lse=return_lse,
-        seed=seed,
+        (query, key, value),
+        shards=(group, balance, cu_seqlens),
+        flags={"enable_gqa": enable_gqa, "is_causal": is_causal, "return_lse": return_lse},
+        dropout=(dropout_p, seed),
+        scores=(window, softcap, alibi_slopes, sinks, scale),
     )
     ranks, rank = group.size(), group.rank()
     heads, key_heads = a.query.shape[1], a.key.shape[1]
@@ -126,51 +115,40 @@ def ulysses_attention(
             expected = f"of a number of heads that {ranks} ranks divide, or that divides {ranks}"
             checks.fail(op, "key", expected, key_heads)
         key, value = (x.repeat_interleave(ranks // key_heads, 1) for x in (key, value))
-    inputs = _to_heads([a.query, key, value], a.layout, group)
-    output, lse = _attend(_here(a, inputs, rank, ranks))
-    output = _to_tokens(output, a.layout, group)
+    if a.alibi_slopes is not None:
+        a = a._replace(alibi_slopes=a.alibi_slopes.chunk(ranks, -1)[rank])
+    if a.sinks is not None:
+        a = a._replace(sinks=a.sinks.chunk(ranks)[rank])
+    if a.seed is not None:
+        a = a._replace(seed=_seed_of_heads(a.seed, layout, heads, rank * (heads // ranks)))
+    query, key, value = _to_heads([a.query, key, value], layout, group)
+    output, lse = _attend(a._replace(query=query, key=key, value=value), layout)
+    output = _to_tokens(output, layout, group)
     if not return_lse:
         return output
-    return output, _to_tokens(lse.unsqueeze(-1), a.layout, group).squeeze(-1)
+    return output, _to_tokens(lse.unsqueeze(-1), layout, group).squeeze(-1)
 
 
-def _here(a: Request, inputs: list[Tensor], rank: int, ranks: int) -> Request:
-    """Return the request of this rank: its heads, with their slopes, sinks and seed."""
-    slopes, sinks, seed = a.alibi_slopes, a.sinks, a.seed
-    if slopes is not None:
-        slopes = slopes.chunk(ranks, -1)[rank]
-    if sinks is not None:
-        sinks = sinks.chunk(ranks)[rank]
-    if seed is not None:
-        seed = _heads_of(seed, a, rank, ranks)
-    query, key, value = inputs
-    return a._replace(
-        query=query, key=key, value=value, alibi_slopes=slopes, sinks=sinks, seed=seed
-    )
-
-
-def _heads_of(seed: Tensor, a: Request, rank: int, ranks: int) -> Tensor:
-    """Return the seed with the indices of the scores of this rank's heads."""
-    length, heads = a.layout.length, a.query.shape[1]
-    seed = philox.placed_scores(seed, heads, length)
-    first = seed[2:3] + rank * (heads // ranks) * seed[4:]
-    seed = torch.cat((seed[:2], first, seed[3:]))
-    if a.layout.complete_rows:
+def _seed_of_heads(seed: Tensor, layout: SequenceLayout, heads: int, first_head: int) -> Tensor:
+    """Return the seed with the indices of the scores of the heads from ``first_head`` on."""
+    seed = philox.placed_scores(seed, heads, layout.length)
+    seed = torch.cat((seed[:2], seed[2:3] + first_head * seed[4:], seed[3:]))
+    if layout.complete_rows:
         return seed
-    tokens = torch.arange(a.layout.ends[-1], device=seed.device)
-    return philox.at_tokens(seed, tokens, tokens, length)
+    tokens = torch.arange(layout.ends[-1], device=seed.device)
+    return philox.at_tokens(seed, tokens, tokens, layout.length)
 
 
-def _attend(a: Request) -> tuple[Tensor, Tensor]:
+def _attend(a: Request, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """Attend over complete sequences ``[B, H / n, S, D]``."""
     options = (a.alibi_slopes, a.sinks, a.seed)
     numbers = (a.dropout_p, a.scale, a.window_left, a.window_right, a.softcap, a.keep_remainder)
     inputs = (a.query, a.key, a.value)
-    if a.layout.complete_rows:
+    if layout.complete_rows:
         output, lse, *_ = torch.ops.fusedops.attention(*inputs, None, *options, *numbers)
         return output, lse
     batch, device = a.query.shape[0], a.query.device
-    ends = torch.tensor(a.layout.ends, dtype=torch.int64)
+    ends = torch.tensor(layout.ends, dtype=torch.int64)
     longest = int(ends.diff().max())
     packed = (x.transpose(1, 2).flatten(0, 1) for x in inputs)
     output, lse, _ = torch.ops.fusedops.attention_varlen(

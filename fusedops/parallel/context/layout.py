@@ -18,7 +18,7 @@ which leave most of them on one rank, send fewer keys.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -161,16 +161,14 @@ def places(layout: SequenceLayout, rank: int, device: torch.device) -> torch.Ten
 @functools.lru_cache(maxsize=256)
 def pieces(layout: SequenceLayout, rank: int) -> tuple[Piece, ...]:
     """Return the ranges of a rank, cut where documents end."""
-    return tuple(_pieces(layout, rank))
-
-
-def _pieces(layout: SequenceLayout, rank: int) -> Iterator[Piece]:
+    cut: list[Piece] = []
     ends, document, local = layout.ends, 0, 0
     for start, stop in ranges(layout, rank):
         while start < stop:
             while ends[document + 1] <= start:
                 document += 1
             until = min(stop, ends[document + 1])
-            yield Piece(document, start, until, local)
+            cut.append(Piece(document, start, until, local))
             local += until - start
             start = until
+    return tuple(cut)

@@ -14,7 +14,7 @@ each of ``n`` ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,8 @@ from fusedops.ops import _attention_math as math
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.context import _blocks, _flops, plan
-from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
-from fusedops.parallel.context._checks import request
+from fusedops.parallel.context._blocks import Attended, Incoming, add_to, lse_of, take
+from fusedops.parallel.context._checks import Request, request
 from fusedops.parallel.context.layout import SequenceLayout, places
 from fusedops.parallel.context.plan import ContextCall, ContextPattern, Step
 
@@ -113,54 +113,22 @@ def ring_attention(
                   [0.5000, 0.5000]]]])
         >>> dist.destroy_process_group()
     """
-    a = request(
+    a, _ = request(
         "ring_attention",
-        query,
-        key,
-        value,
-        group,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        balance=balance,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        return_lse=return_lse,
-        seed=seed,
+        (query, key, value),
+        shards=(group, balance, cu_seqlens),
+        flags={"enable_gqa": enable_gqa, "is_causal": is_causal, "return_lse": return_lse},
+        dropout=(dropout_p, seed),
+        scores=(window, softcap, alibi_slopes, sinks, scale),
     )
-    layout = list(a.layout.ends), a.layout.balance
-    output, lse, *_ = _RING(*a[:6], *layout, *a[7:], group.group_name)
+    output, lse, *_ = _RING(*a)
     return (output, lse) if return_lse else output
-
-
-class _Arguments(NamedTuple):
-    """The arguments of the registered op, in the order of its schema."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    seed: Tensor | None
-    ends: Sequence[int]
-    balance: str
-    dropout_p: float
-    scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    keep_remainder: bool
-    group: str
 
 
 class _Ring:
     """What forward and backward have in common: who sends what to whom."""
 
-    def __init__(self, a: _Arguments) -> None:
+    def __init__(self, a: Request) -> None:
         self.group = collectives.group_of(a.group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         batch, _, tokens, _ = a.query.shape
@@ -173,8 +141,8 @@ class _Ring:
         seed = a.seed
         if seed is not None:
             seed = philox.placed_scores(seed, a.query.shape[1], layout.length)
-        self.scores = Scores(a.scale, a.softcap, a.alibi_slopes, a.dropout_p, seed)
         self.query, self.key, self.value = (self.joined(tensor) for tensor in a[:3])
+        self._request = a._replace(seed=seed)
 
     def joined(self, tensor: Tensor) -> Tensor:
         """Return ``[B, H, S, ...]`` as one row ``[1, H, B * S, ...]`` where rows are not alike."""
@@ -209,17 +177,27 @@ class _Ring:
         """Return the rank whose keys arrive."""
         return (self.rank - shift) % self.ranks
 
-    def calls(self, shift: int, step: Step) -> Iterator[tuple[ContextCall, Scores]]:
-        """Yield the calls of a step, with the dropout of one process."""
-        if self.scores.seed is None:
-            yield from ((call, self.scores) for call in step.calls)
-            return
-        device = self.scores.seed.device
-        rows = places(self.layout, self.rank, device)
-        columns = places(self.layout, self.source(shift), device)
-        columns = columns[_blocks.indices(step.columns, device)]
+    def calls(
+        self, shift: int, step: Step, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[ContextCall, Request]]:
+        """Yield the calls of a step and their requests, with the dropout of one process."""
+        seed = self._request.seed
+        if seed is not None:
+            rows = places(self.layout, self.rank, seed.device)
+            columns = take(places(self.layout, self.source(shift), seed.device), step.columns, 0)
         for call in step.calls:
-            yield call, self.scores.at(call, rows, columns, self.layout.length)
+            if self._request.seed is not None:
+                tokens = take(rows, call.rows, 0), take(columns, call.columns, 0)
+                seed = philox.at_tokens(self._request.seed, *tokens, self.layout.length)
+            yield (
+                call,
+                self._request._replace(
+                    query=take(self.query, call.rows),
+                    key=take(key, call.columns),
+                    value=take(value, call.columns),
+                    seed=seed,
+                ),
+            )
 
     def _send_keys(self, shift: int) -> Pending | None:
         """Start to send keys and values; nothing after the last step."""
@@ -271,17 +249,17 @@ class _Ring:
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
+    a = Request(*args)
     ring = _Ring(a)
     attended = Attended(ring.query, ring.value.shape[3])
     for shift, step, key, value in ring.steps():
         with collectives.computing(f"attend {shift}"):
-            for call, scores in ring.calls(shift, step):
-                _blocks.forward(call, ring.query, key, value, scores, attended)
+            for call, call_request in ring.calls(shift, step, key, value):
+                _blocks.forward(call, call_request, attended)
     if a.sinks is not None:
         attended.add_sinks(a.sinks)
     output, remainder = math.rounded(attended.output, a.query.dtype, a.keep_remainder)
-    results = (output, attended.lse, remainder, attended.parts)
+    results = (output, lse_of(attended.parts), remainder, attended.parts)
     output, lse, remainder, parts = (
         ring.parted(result, a.query) if result.numel() else result for result in results
     )
@@ -290,7 +268,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake(*args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
+    a = Request(*args)
     query, wide = a.query, dtypes.statistics_dtype(a.query.dtype)
     batch, heads, rows, _ = query.shape
     shape = (batch, heads, rows, a.value.shape[3])
@@ -320,7 +298,7 @@ def _gradients(ctx: Any, grad_output: Any, grad_lse: Any, *_: Any) -> tuple[Any,
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args[5:])
+    a = Request(*args[5:])
     ring = _Ring(a)
     incoming = Incoming(*args[:5]).map(ring.joined)
     inputs = ring.query, ring.key, ring.value
@@ -355,8 +333,8 @@ def _step_gradients(
 ) -> list[Tensor]:
     """Add a step's gradient of the queries, and return those of its keys and values."""
     grads: list[Tensor] = []
-    for call, scores in ring.calls(shift, step):
-        grad, *others = _blocks.backward(call, ring.query, key, value, scores, incoming)
+    for call, call_request in ring.calls(shift, step, key, value):
+        grad, *others = _blocks.backward(call, call_request, incoming)
         add_to(grad_query, call.rows, grad)
         if len(step.calls) == 1 and call.columns == ((0, key.shape[2]),):
             return others  # of all keys and values, rounded once
@@ -379,12 +357,12 @@ def _sinks_gradient(sinks: Tensor | None, rows: Incoming) -> Tensor:
     delta = (rows.unrounded * rows.grad_output).sum(-1)
     if rows.grad_lse is not None:
         delta = delta - rows.grad_lse
-    weights = torch.exp(sinks[:, None] - rows.lse)
+    weights = torch.exp(sinks[:, None] - lse_of(rows.parts))
     return -(weights * delta).sum((0, 2))
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    incoming, a = Incoming(*args[:5]), _Arguments(*args[5:])
+    incoming, a = Incoming(*args[:5]), Request(*args[5:])
     grads = [math.new_heads_inside(tensor, *tensor.shape) for tensor in a[:3]]
     return *grads, incoming.parts.new_empty(0 if a.sinks is None else a.sinks.shape)
 

@@ -50,8 +50,7 @@ def shard_sequence(
         tensor([[3, 1, 4, 1]])
         >>> dist.destroy_process_group()
     """
-    dim = _check("shard_sequence", tensor, group, dim)
-    layout = _layout("shard_sequence", tensor, dim, group, 1, balance, cu_seqlens)
+    layout, dim = _layout("shard_sequence", tensor, dim, group, balance, cu_seqlens)
     share = layout.ends[-1] // layout.ranks
     mine = order(layout, tensor.device)[group.rank() * share :][:share]
     return _parted(_joined(tensor, dim).index_select(0, mine), tensor, dim)
@@ -90,36 +89,35 @@ def unshard_sequence(
         tensor([[3, 1, 4, 1]])
         >>> dist.destroy_process_group()
     """
-    dim = _check("unshard_sequence", tensor, group, dim)
-    layout = _layout("unshard_sequence", tensor, dim, group, group.size(), balance, cu_seqlens)
+    op = "unshard_sequence"
+    layout, dim = _layout(op, tensor, dim, group, balance, cu_seqlens, is_shard=True)
     from fusedops.parallel.tensor.layers import gather_from_sequence  # DTensor: a second to import
 
     by_rank = gather_from_sequence(_joined(tensor, dim), group, 0)
     return _parted(by_rank.index_select(0, order_back(layout, tensor.device)), tensor, dim)
 
 
-def _check(op: str, tensor: Any, group: Any, dim: Any) -> int:
+def _layout(
+    op: str,
+    tensor: Any,
+    dim: Any,
+    group: Any,
+    balance: Any,
+    cu_seqlens: Any,
+    *,
+    is_shard: bool = False,
+) -> tuple[SequenceLayout, int]:
+    """Check the arguments; return the layout of complete sequences and their dim, from 0 on."""
     check_group(op, group)
     checks.tensor(op, "tensor", tensor, floating=False)
     checks.integer(op, "dim", dim)
     if not -tensor.dim() <= dim < tensor.dim():
         checks.fail(op, "dim", f"one of the {tensor.dim()} dims of tensor", dim)
-    return dim % tensor.dim()
-
-
-def _layout(
-    op: str,
-    tensor: Tensor,
-    dim: int,
-    group: dist.ProcessGroup,
-    times: int,
-    balance: Any,
-    cu_seqlens: Any,
-) -> SequenceLayout:
-    """Return the layout of sequences ``times`` as long as those of the tensor."""
+    dim %= tensor.dim()
     rows = 1 if dim == 0 else tensor.shape[0]
-    length, ends = tensor.shape[dim] * times, ends_of(op, cu_seqlens)
-    return layout_of(op, length, group.size(), balance, ends, rows)
+    length = tensor.shape[dim] * (group.size() if is_shard else 1)
+    ends = ends_of(op, cu_seqlens)
+    return layout_of(op, length, group.size(), balance, ends, rows), dim
 
 
 def _joined(tensor: Tensor, dim: int) -> Tensor:
