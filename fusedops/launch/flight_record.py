@@ -121,6 +121,5 @@ def _entry(call: shared_memory.CollectiveCall) -> dict[str, Any]:
 
 def _words(entry: dict[str, Any]) -> str:
     kind = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-    name, description = entry["process_group"]
-    group = name if description in ("", "undefined") else description
+    group = shared_memory.shown_group(*entry["process_group"])
     return f"{kind} {entry['collective_seq_id']} of the group {group}"

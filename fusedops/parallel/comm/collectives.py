@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,14 +32,7 @@ from fusedops._core import checks, collectives, dtypes
 from fusedops._core.collectives import all_gather_single
 from fusedops.parallel.comm import shared_memory
 
-KINDS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "all_to_all",
-    "send_receive",
-)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 OPS = ("sum", "avg", "max", "min", "product")
 COMPUTE = "compute"
 
@@ -191,7 +185,8 @@ def all_reduce(
     finish = shared_memory.all_reduce(buffer, group, op)
     if finish is None and tensor.numel() > 0:
         kind = getattr(dist.ReduceOp, op.upper())
-        finish = _wait_for(dist.all_reduce(buffer, kind, group, async_op=True), buffer)
+        work = dist.all_reduce(buffer, kind, group, async_op=True)
+        finish = partial(_waited, work, buffer)
     return Pending(_copied_back(tensor, buffer, finish), started)
 
 
@@ -233,7 +228,7 @@ def all_gather(
     gather = shared_memory.exchange("all_gather", tensor, buffer, group)
     if gather is None and tensor.numel() > 0:
         work = all_gather_single(buffer, tensor, group=group, async_op=True)
-        gather = _wait_for(work, tensor)
+        gather = partial(_waited, work, tensor)
     finish_parts = _copied_back(parts, buffer, gather)
 
     def finish() -> torch.Tensor:
@@ -293,7 +288,7 @@ def broadcast(
     finish = shared_memory.exchange("broadcast", buffer, buffer, group, source, name)
     if finish is None and tensor.numel() > 0:
         work = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
-        finish = _wait_for(work, buffer)
+        finish = partial(_waited, work, buffer)
     return Pending(_copied_back(tensor, buffer, finish), started)
 
 
@@ -330,12 +325,13 @@ def all_to_all(
     buffer = _dense(result)
     row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
     started = _start("all_to_all", label, (sum(send) - send[group.rank()]) * row_bytes, ranks)
-    exchanged = shared_memory.exchange("all_to_all", rows, buffer, group) if equal else None
-    if exchanged is not None:
-        return Pending(_copied_back(result, buffer, exchanged), started)
-    announced = (
-        None if equal else shared_memory.announce("all_to_all of unequal parts", rows, group)
-    )
+    announced = None
+    if equal:
+        exchanged = shared_memory.exchange("all_to_all", rows, buffer, group)
+        if exchanged is not None:
+            return Pending(_copied_back(result, buffer, exchanged), started)
+    else:
+        announced = shared_memory.announce("all_to_all of unequal parts", rows, group)
     work = dist.all_to_all_single(
         buffer, rows, list(receive), list(send), group=group, async_op=True
     )
@@ -493,10 +489,6 @@ def _copied_back(
         return tensor
 
     return finished
-
-
-def _wait_for(work: Any, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: _waited(work, tensor)
 
 
 def _waited(work: Any, tensor: torch.Tensor) -> torch.Tensor:

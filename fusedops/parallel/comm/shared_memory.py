@@ -77,14 +77,14 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") 
     Sums of floating-point numbers are added in the rings. For everything else each rank gathers the
     others' tensors and reduces them itself.
     """
-    channel = _channel(group, tensor)
-    if channel is None:
-        return None
-    text = _text(f"all_reduce ({op})", tensor)
+    name = f"all_reduce ({op})"
     if op == "sum" and tensor.dtype in _SUMMED:
-        return _started(channel, "all_reduce", tensor, tensor, lambda: tensor, text=text)
+        return exchange("all_reduce", tensor, tensor, group, name=name)
+    if _channel(group, tensor) is None:
+        return None
     parts = tensor.new_empty((group.size(), *tensor.shape))
-    gathered = _started(channel, "all_gather", tensor, parts, lambda: parts, text=text)
+    gathered = exchange("all_gather", tensor, parts, group, name=name)
+    assert gathered is not None
     return lambda: tensor.copy_(_reduced(gathered(), op))
 
 
@@ -116,11 +116,8 @@ def announce(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Finis
 
     The result waits until all ranks have announced the same, and raises if one calls another.
     """
-    channel = _channel(group, tensor)
-    if channel is None:
-        return None
     empty = tensor.new_empty(0)
-    return _started(channel, "sync", empty, empty, lambda: empty, text=f"{name} of {tensor.dtype}")
+    return _start("sync", f"{name} of {tensor.dtype}", empty, empty, group)
 
 
 def exchange(
@@ -134,36 +131,31 @@ def exchange(
     """Start a collective from one tensor to another; ``None`` where the backend must do it.
 
     Args:
-        kind: ``"all_gather"``; ``"all_to_all"`` of equal parts; ``"reduce_scatter"``; ``"shift"``,
-            whose ranks are each the source of one other; ``"broadcast"``.
+        kind: ``"all_gather"``; ``"all_reduce"``; ``"all_to_all"`` of equal parts;
+            ``"reduce_scatter"``; ``"shift"``, whose ranks are each the source of one other;
+            ``"broadcast"``.
         sent: what this rank gives.
-        received: the result; ``sent`` of a broadcast.
+        received: the result; ``sent`` of an all-reduce or a broadcast.
         group: all of its ranks take part, with tensors of one shape.
         source: the rank whose tensor comes, of a shift or a broadcast.
         name: for the messages of ranks that call different collectives.
     """
+    text = f"{name or kind} of {sent.numel()} elements of {sent.dtype}"
+    return _start(kind, text, sent, received, group, source)
+
+
+def _start(
+    kind: str,
+    text: str,
+    sent: torch.Tensor,
+    received: torch.Tensor,
+    group: dist.ProcessGroup,
+    source: int = 0,
+) -> Finish | None:
+    """Start a collective whose description, ``text``, must be the same on all ranks."""
     channel = _channel(group, sent)
     if channel is None:
         return None
-    text = _text(name or kind, sent)
-    return _started(channel, kind, sent, received, lambda: received, source, text=text)
-
-
-def _text(name: str, tensor: torch.Tensor) -> str:
-    """Return a description of the call, which must be the same on all ranks."""
-    return f"{name} of {tensor.numel()} elements of {tensor.dtype}"
-
-
-def _started(
-    channel: Channel,
-    kind: str,
-    sent: torch.Tensor,
-    received: torch.Tensor,
-    result: Finish,
-    source: int = 0,
-    *,
-    text: str,
-) -> Finish:
     tensors = sent.detach(), received.detach()
     number = _checked(channel, lambda: channel.rings.start(kind, text, *tensors, source))
     name = text.partition(" ")[0]
@@ -177,7 +169,7 @@ def _started(
         _checked(channel, lambda: channel.rings.finish(number, timeout))
         call.state = "completed"
         _changes[0] += 1
-        return result()
+        return received
 
     return finish
 
@@ -193,9 +185,12 @@ def _checked(channel: Channel, call: Callable[[], Any]) -> Any:
 
 
 def _message(channel: Channel, error: Exception) -> str:
-    name, description = channel.group
-    group = name if description in ("", "undefined") else description
-    return f"{str(error).splitlines()[0]} (group {group})"
+    return f"{str(error).splitlines()[0]} (group {shown_group(*channel.group)})"
+
+
+def shown_group(name: str, description: str) -> str:
+    """Return how messages name a group: by its description if it has one."""
+    return name if description in ("", "undefined") else description
 
 
 def _channel(group: dist.ProcessGroup, tensor: torch.Tensor) -> Channel | None:
