@@ -7,11 +7,12 @@ see different tokens, are divided differently.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import distributed as dist
 
 from fusedops._core import checks
@@ -51,10 +52,7 @@ def rank_groups(sizes: Sizes) -> dict[str, list[list[int]]]:
     dense = tuple(getattr(sizes, name) for name in DENSE)
     sparse = (sizes.pp, sizes.edp, sizes.ep, sizes.tp)
     return {
-        "pp": _along(dense, (0,)),
-        "dp": _along(dense, (1,)),
-        "cp": _along(dense, (2,)),
-        "tp": _along(dense, (3,)),
+        **{name: _along(dense, (axis,)) for axis, name in enumerate(DENSE)},
         "data": _along(dense, (1, 2)),
         "stage": _along(dense, (1, 2, 3)),
         "edp": _along(sparse, (1,)),
@@ -63,19 +61,11 @@ def rank_groups(sizes: Sizes) -> dict[str, list[list[int]]]:
     }
 
 
-def _along(shape: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
+def _along(shape: Sequence[int], axes: tuple[int, ...]) -> list[list[int]]:
     """Return the groups of row-major numbers that differ along these axes only."""
-    strides = [1] * len(shape)
-    for axis in reversed(range(len(shape) - 1)):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
-
-    def offsets(chosen: Sequence[int]) -> list[int]:
-        steps = [range(0, shape[axis] * strides[axis], strides[axis]) for axis in chosen]
-        return [sum(offset) for offset in itertools.product(*steps)]
-
-    others = [axis for axis in range(len(shape)) if axis not in axes]
-    members = offsets(axes)
-    return [[first + member for member in members] for first in offsets(others)]
+    numbers = torch.arange(math.prod(shape), device="cpu").view(*shape)
+    members = math.prod(shape[axis] for axis in axes)
+    return numbers.movedim(axes, tuple(range(-len(axes), 0))).reshape(-1, members).tolist()
 
 
 @dataclass(frozen=True)
