@@ -152,7 +152,7 @@ class _Buffers:
 
 
 class _AllGather(_Buffers):
-    """FSDP2's all-gather, by ``collectives``."""
+    """FSDP2's all-gather, by ``collectives``. It waits, which FSDP2 takes for synchronous."""
 
     def __call__(
         self,
@@ -160,13 +160,8 @@ class _AllGather(_Buffers):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> _Work | None:
-        label = "weights"
-        pending = collectives.all_gather(input_tensor, group, out=output_tensor, label=label)
-        if async_op:
-            return _Work(pending)
-        pending.wait()
-        return None
+    ) -> None:
+        collectives.all_gather(input_tensor, group, out=output_tensor, label="weights").wait()
 
 
 class _ReduceScatter(_Buffers):
@@ -183,15 +178,3 @@ class _ReduceScatter(_Buffers):
         assert op == dist.ReduceOp.SUM and not async_op
         summed = collectives.reduce_scatter(input_tensor, group, label="gradients").wait()
         output_tensor.copy_(summed.view_as(output_tensor))
-
-
-class _Work:
-    """A pending collective in the form that FSDP2 waits for."""
-
-    def __init__(self, pending: collectives.Pending) -> None:
-        self._pending = pending
-
-    def wait(self) -> bool:
-        """Wait for it."""
-        self._pending.wait()
-        return True
