@@ -14,7 +14,7 @@ the stage's backward and is not communicated.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -105,11 +105,8 @@ class Driver:
             device: of what is received.
             key: of a micro-batch: two with one key send tensors of the same shape and dtype.
         """
-        step = _Step(self, compute, device, key)
         self.most_alive.clear()
-        for action in self._lists:
-            step.do(action)
-        step.settle()
+        _Step(self, compute, device, key).run(self._lists)
         for sync in self.data.values():
             sync.finish()
 
@@ -118,10 +115,7 @@ class Driver:
         self, compute: Computes, device: torch.device, key: Callable[[int], Hashable]
     ) -> None:
         """Run the forwards alone; the rest as of ``step``."""
-        step = _Step(self, compute, device, key)
-        for action in self._forwards:
-            step.do(action)
-        step.settle()
+        _Step(self, compute, device, key).run(self._forwards)
 
 
 class _Step:
@@ -145,8 +139,16 @@ class _Step:
         self._outgoing: dict[tuple[int, int], torch.Tensor] = {}
         self._sent: dict[str, Pending] = {}
 
-    def do(self, action: Action) -> None:
-        """Run an action."""
+    def run(self, actions: Iterable[Action]) -> None:
+        """Run the actions, and wait for the sends that are under way."""
+        for action in actions:
+            self._run_action(action)
+        for pending in self._sent.values():
+            pending.wait()
+        self._sent.clear()
+        assert not (self._in_flight or self._forward or self._backward or self._outgoing)
+
+    def _run_action(self, action: Action) -> None:
         kind, stage, microbatch = action
         place = stage, microbatch
         if kind in (SEND_FORWARD, SEND_BACKWARD):
@@ -161,13 +163,6 @@ class _Step:
                 self._run(kind, place, received)
             if kind in (BACKWARD, WEIGHT):
                 self._ended(stage)
-
-    def settle(self) -> None:
-        """Wait for the sends that are under way."""
-        for pending in self._sent.values():
-            pending.wait()
-        self._sent.clear()
-        assert not (self._in_flight or self._forward or self._backward or self._outgoing)
 
     def _wait(self, kind: str, place: tuple[int, int]) -> torch.Tensor | None:
         """Return the tensor of another stage that this action needs."""
@@ -186,29 +181,25 @@ class _Step:
         state = self._in_flight[place] if kind == INPUT else self._in_flight.pop(place)
         if received is not None:
             state.grads.insert(0, received)
-        if kind == BACKWARD:
-            data = self._driver.data.get(place[0])
-            if data is not None:
-                data.begin(last=self._is_last(place[0]))
-            torch.autograd.backward(state.roots, state.grads)
-            self._pass_back(place, state)
-        else:
-            self._run_part(kind, place, state)
-
-    def _run_part(self, kind: str, place: tuple[int, int], state: _InFlight) -> None:
-        """Compute, of a backward, the gradient of the input, or later those of the weights."""
-        stage = place[0]
-        data = self._driver.data.get(stage)
         if kind == INPUT and state.input is None:  # the first stage has no gradient of an input
             return
-        if data is not None:
+        stage = place[0]
+        data = self._driver.data.get(stage)
+        last = self._backwards[stage] == self._table.microbatches - 1
+        if data is not None and kind == BACKWARD:
+            data.begin(last=last)
+        elif data is not None:
             data.begin_part()
         if kind == INPUT:
-            self._run_input(place, state)
+            self._run_input(stage, state)
+        elif kind == WEIGHT and state.groups is not None:
+            self._run_weight(stage, state.groups)
         else:
-            self._run_weight(stage, state)
-        if data is not None:
-            data.end_part(weights=kind == WEIGHT, last=self._is_last(stage))
+            torch.autograd.backward(state.roots, state.grads)
+        if kind != WEIGHT:
+            self._pass_back(place, state)
+        if data is not None and kind != BACKWARD:
+            data.end_part(weights=kind == WEIGHT, last=last)
 
     def _run_forward(self, place: tuple[int, int], input: torch.Tensor | None) -> None:
         stage, microbatch = place
@@ -229,25 +220,17 @@ class _Step:
         most = self._driver.most_alive
         most[stage] = max(most[stage], self._alive[stage])
 
-    def _run_input(self, place: tuple[int, int], state: _InFlight) -> None:
+    def _run_input(self, stage: int, state: _InFlight) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
 
-        weights = self._driver.stages[place[0]].parameters()
+        weights = self._driver.stages[stage].parameters()
         _, state.groups = stage_backward_input(state.roots, state.grads, [state.input], weights)
         state.roots, state.grads = [], []
-        self._pass_back(place, state)
 
-    def _run_weight(self, stage: int, state: _InFlight) -> None:
-        if state.groups is None:
-            torch.autograd.backward(state.roots, state.grads)
-            return
+    def _run_weight(self, stage: int, groups: list[dict[str, Any]]) -> None:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        stage_backward_weight(self._driver.stages[stage].parameters(), state.groups)
-
-    def _is_last(self, stage: int) -> bool:
-        """Whether the backward that runs is the last one of a stage."""
-        return self._backwards[stage] == self._table.microbatches - 1
+        stage_backward_weight(self._driver.stages[stage].parameters(), groups)
 
     def _pass_back(self, place: tuple[int, int], state: _InFlight) -> None:
         stage, microbatch = place

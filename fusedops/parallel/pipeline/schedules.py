@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -117,20 +117,23 @@ class ScheduleTable:
             return [Action(FORWARD, stage, microbatch)]
         return [Action(backward, stage + 1, microbatch) for backward in (BACKWARD, INPUT)]
 
+    @cached_property
+    def in_order(self) -> tuple[tuple[int, Action], ...]:
+        """Ranks and actions of all ranks, in an order in which they can run one by one."""
+        return tuple(_in_order(self, self.actions))
+
     def with_transfers(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of each rank with sends and receives."""
-        return _with_transfers(self, self.actions)
+        return _with_transfers(self, self.in_order)
 
     def forwards(self) -> tuple[tuple[Action, ...], ...]:
         """Return the forwards alone, with transfers: for validation."""
         microbatches = range(self.microbatches)
-        return _with_transfers(
-            self,
-            [
-                [Action(FORWARD, stage, i) for i in microbatches for stage in self.stages_of(rank)]
-                for rank in range(self.ranks)
-            ],
-        )
+        actions = [
+            [Action(FORWARD, stage, i) for i in microbatches for stage in self.stages_of(rank)]
+            for rank in range(self.ranks)
+        ]
+        return _with_transfers(self, _in_order(self, actions))
 
 
 def table(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> ScheduleTable:
@@ -245,12 +248,11 @@ def _flat(actions: Iterable[Any]) -> Iterable[Action]:
             yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
 
 
-def _with_transfers(
+def _in_order(
     table: ScheduleTable, actions: Iterable[Iterable[Action]]
-) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions, each send after what is sent, each receive at the same moment."""
+) -> Iterator[tuple[int, Action]]:
+    """Yield ranks and actions of all ranks, in an order in which they can run one by one."""
     left = [deque(of_rank) for of_rank in actions]
-    ordered: list[list[Action]] = [[] for _ in left]
     done: set[Action] = set()
     while any(left):
         before = len(done)
@@ -258,18 +260,26 @@ def _with_transfers(
             needs = table.needs(waiting[0]) if waiting else []
             if not waiting or (needs and not done.intersection(needs)):
                 continue
-            action = waiting.popleft()
-            ordered[rank].append(action)
-            done.add(action)
-            kind, stage, microbatch = action
-            forward = kind == FORWARD
-            other = stage + 1 if forward else stage - 1
-            if kind == WEIGHT or not 0 <= other < table.stages or table.rank_of(other) == rank:
-                continue
-            send, receive = SEND_BACKWARD, RECEIVE_BACKWARD
-            if forward:
-                send, receive = SEND_FORWARD, RECEIVE_FORWARD
-            ordered[rank].append(Action(send, stage, microbatch))
-            ordered[table.rank_of(other)].append(Action(receive, other, microbatch))
+            done.add(waiting[0])
+            yield rank, waiting.popleft()
         assert len(done) > before, f"{table.schedule.name} waits in a circle"
+
+
+def _with_transfers(
+    table: ScheduleTable, in_order: Iterable[tuple[int, Action]]
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the actions, each send after what is sent, each receive at the same moment."""
+    ordered: list[list[Action]] = [[] for _ in range(table.ranks)]
+    for rank, action in in_order:
+        ordered[rank].append(action)
+        kind, stage, microbatch = action
+        forward = kind == FORWARD
+        other = stage + 1 if forward else stage - 1
+        if kind == WEIGHT or not 0 <= other < table.stages or table.rank_of(other) == rank:
+            continue
+        send, receive = SEND_BACKWARD, RECEIVE_BACKWARD
+        if forward:
+            send, receive = SEND_FORWARD, RECEIVE_FORWARD
+        ordered[rank].append(Action(send, stage, microbatch))
+        ordered[table.rank_of(other)].append(Action(receive, other, microbatch))
     return tuple(map(tuple, ordered))

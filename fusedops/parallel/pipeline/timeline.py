@@ -7,7 +7,6 @@ costs of its actions, without running anything.
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,7 @@ from fusedops.parallel.pipeline.schedules import (
 _LABEL = re.compile(r"(\d+)([FBIW])(\d+)")
 # Of forwards, backwards and their halves; of the second stage of a rank and on darker.
 _COLOURS = {FORWARD: "#4c78a8", BACKWARD: "#f58518", INPUT: "#eeca3b", WEIGHT: "#54a24b"}
-_NAMES = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT: "of inputs",
-    WEIGHT: "of weights",
-}
+_NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "of inputs", WEIGHT: "of weights"}
 _LEFT, _TOP, _ROW, _HEIGHT, _WIDTH = 58, 44, 30, 24, 860
 
 
@@ -193,25 +187,17 @@ def _computed(
     factors = [1.0] * order.stages if stages is None else list(stages)
     if len(factors) != order.stages:
         checks.fail("timeline", "stages", f"{order.stages} costs, one a stage", len(factors))
-    left = [deque(actions) for actions in order.actions]
     free = [0.0] * order.ranks
     ended: dict[Action, float] = {}
-    spans: list[list[ActionSpan]] = [[] for _ in left]
-    while any(left):
-        for rank, waiting in enumerate(left):
-            while waiting:
-                action = waiting[0]
-                needs = order.needs(action)
-                done = [need for need in needs if need in ended]
-                if needs and not done:
-                    break
-                waiting.popleft()
-                begin = free[rank]
-                for need in done:
-                    is_remote = order.rank_of(need.stage) != rank
-                    begin = max(begin, ended[need] + (transfer if is_remote else 0.0))
-                free[rank] = ended[action] = begin + costs[action.kind] * factors[action.stage]
-                spans[rank].append(ActionSpan(action, begin, free[rank]))
+    spans: list[list[ActionSpan]] = [[] for _ in free]
+    for rank, action in order.in_order:
+        begin = free[rank]
+        for need in order.needs(action):
+            if need in ended:
+                is_remote = order.rank_of(need.stage) != rank
+                begin = max(begin, ended[need] + (transfer if is_remote else 0.0))
+        free[rank] = ended[action] = begin + costs[action.kind] * factors[action.stage]
+        spans[rank].append(ActionSpan(action, begin, free[rank]))
     return Timeline(tuple(map(tuple, spans)), order.schedule.title)
 
 
