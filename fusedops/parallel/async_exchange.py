@@ -90,8 +90,15 @@ class RowCounts(NamedTuple):
         return RowCounts(self.receive, self.send)
 
 
-class Transfer:
-    """An all-to-all of rows, started by the constructor.
+def send_rows(
+    rows: torch.Tensor,
+    counts: RowCounts,
+    group: dist.ProcessGroup,
+    num_rows: int | None = None,
+    *,
+    label: str,
+) -> Pending:
+    """Start an all-to-all of rows; the result is those that arrive.
 
     Args:
         rows: ``[sum(counts.send), ...]``, those for rank 0 first.
@@ -100,34 +107,18 @@ class Transfer:
         num_rows: rows of the result, at least ``sum(counts.receive)``; those after are not written.
         label: for the log of communications.
     """
+    arriving = sum(counts.receive)
+    rows = rows.contiguous()
+    result = rows.new_empty((arriving if num_rows is None else num_rows, *rows.shape[1:]))
+    out = _as_words(result[:arriving])
+    send, receive = counts
+    pending = all_to_all(_as_words(rows), group, send=send, receive=receive, out=out, label=label)
 
-    def __init__(
-        self,
-        rows: torch.Tensor,
-        counts: RowCounts,
-        group: dist.ProcessGroup,
-        num_rows: int | None = None,
-        *,
-        label: str,
-    ) -> None:
-        arriving = sum(counts.receive)
-        rows = rows.contiguous()
-        self._result = rows.new_empty((arriving if num_rows is None else num_rows, *rows.shape[1:]))
-        self._arriving: Pending | None = all_to_all(
-            _as_words(rows),
-            group,
-            send=counts.send,
-            receive=counts.receive,
-            out=_as_words(self._result[:arriving]),
-            label=label,
-        )
+    def finish() -> torch.Tensor:
+        pending.wait()
+        return result
 
-    def wait(self) -> torch.Tensor:
-        """Return the received rows; raises when a rank or a link failed."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None:
-            arriving.wait()
-        return self._result
+    return Pending(finish)
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:

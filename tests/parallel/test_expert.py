@@ -26,7 +26,7 @@ from fusedops import RoutingPlan, moe_mlp
 from fusedops._core import dtypes
 from fusedops.nn import MoE
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
-from fusedops.parallel.async_exchange import Transfer
+from fusedops.parallel.async_exchange import send_rows
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.expert import all_to_all
 from fusedops.testing import threads
@@ -377,45 +377,46 @@ def test_compile_does_not_break_around_it(on_ranks: OnRanks) -> None:
     on_ranks(_compiled)
 
 
-class _Recorded(Transfer):
-    """Writes down when an exchange starts and when it is waited for."""
+_EVENTS: list[str] = []
 
-    events: list[str] = []
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.name = f"exchange {sum(each.startswith('start') for each in self.events)}"
-        self.events.append(f"start {self.name}")
-        super().__init__(*args, **kwargs)
+def _recorded(*args: Any, **kwargs: Any) -> collectives.Pending:
+    """Write down when an exchange starts and when it is waited for."""
+    name = f"exchange {sum(event.startswith('start') for event in _EVENTS)}"
+    _EVENTS.append(f"start {name}")
+    pending = send_rows(*args, **kwargs)
 
-    def wait(self) -> torch.Tensor:
-        self.events.append(f"wait {self.name}")
-        return super().wait()
+    def finish() -> torch.Tensor:
+        _EVENTS.append(f"wait {name}")
+        return pending.wait()
+
+    return collectives.Pending(finish)
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        _Recorded.events.append("experts")
+        _EVENTS.append("experts")
         return 2 * rows
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        _Recorded.events.append("experts backward")
+        _EVENTS.append("experts backward")
         return 2 * grad
 
 
 def _timeline(world: World) -> list[str]:
     mine = problem("random", 8, torch.float32).part(world.rank, 8)
-    _Recorded.events.clear()
-    before, all_to_all.Transfer = all_to_all.Transfer, _Recorded
+    _EVENTS.clear()
+    all_to_all.send_rows = _recorded
     try:
         output = expert_parallel(
             mine.input, mine.plan(), lambda rows, _: _Compute.apply(rows), world.groups[8], chunks=2
         )
         output.sum().backward()
     finally:
-        all_to_all.Transfer = before
-    return list(_Recorded.events)
+        all_to_all.send_rows = send_rows
+    return list(_EVENTS)
 
 
 def test_exchanges_overlap_with_the_experts(on_ranks: OnRanks) -> None:

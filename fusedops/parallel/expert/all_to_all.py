@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fusedops.ops import moe_pack, moe_unpack, moe_unpermute
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.ops._routing_plan import RoutingPlan
-from fusedops.parallel.async_exchange import RowCounts, Transfer
+from fusedops.parallel.async_exchange import RowCounts, send_rows
 from fusedops.parallel.collective_errors import ErrorCode, ErrorVote
 
 
@@ -85,7 +85,6 @@ class DispatchAllToAll:
     ) -> None:
         self._order, self._layout = order, layout
         self._get_counts, self._group, self._limit = get_counts, group, limit
-        self._transfer: Any = None
         self._like: Any = None
         self.ids: Any = None  # int32 [rows, pairs], once finished
 
@@ -107,18 +106,12 @@ class DispatchAllToAll:
         if self._limit is not None:
             self._limit.check(sum(counts.receive), input.device)
             num_rows = self._limit.rows
-        self._transfer = Transfer(
-            payload[: sum(counts.send)],
-            counts,
-            self._group,
-            num_rows,
-            label="tokens to experts",
-        )
+        payload = payload[: sum(counts.send)]
+        self._pending = send_rows(payload, counts, self._group, num_rows, label="tokens to experts")
 
     def finish(self) -> tuple[torch.Tensor, ...]:
         """Return rows ``[R, H]`` and probabilities ``[R, pairs]`` as they arrived."""
-        payload, layout = self._transfer.wait(), self._layout
-        self._transfer = None
+        payload, layout = self._pending.wait(), self._layout
         arrived = sum(self._get_counts().receive)
         payload[arrived:].zero_()
         # Copies also of a single row, where a view would do: results share no memory.
@@ -135,14 +128,13 @@ class DispatchAllToAll:
         grad_rows, grad_probs = (grad[: sum(counts.receive)] for grad in grads)
         payload = moe_pack(grad_rows, grad_probs.to(self._layout.prob_dtype))
         num_slots = self._order.plan.permutation.numel()
-        self._transfer = Transfer(
+        self._pending = send_rows(
             payload, counts.reverse, self._group, num_slots, label="gradients of tokens"
         )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradients of ``input`` and ``probs``."""
-        payload = self._transfer.wait()
-        self._transfer = None
+        payload = self._pending.wait()
         plan, sent = self._order.plan, self._layout
         layout = PayloadLayout(sent.hidden_size, sent.dtype, sent.prob_dtype, sent.pairs)
         grad_input = moe_unpermute(layout.rows(payload), plan, weighted=False)
@@ -178,7 +170,6 @@ class CombineAllToAll:
         self._counts, self._num_slots, self._group = counts, num_slots, group
         self._num_results = num_results
         self._order = None if order is None else order[: sum(counts.receive)].long()
-        self._transfer: Any = None
 
     def start(self, *tensors: torch.Tensor) -> None:
         """Send the results."""
@@ -187,32 +178,26 @@ class CombineAllToAll:
             rows = rows[: sum(counts.receive)]
         else:
             rows = rows.index_select(0, self._order)
-        self._transfer = Transfer(
+        self._pending = send_rows(
             rows, counts.reverse, self._group, self._num_slots, label="experts' results"
         )
 
     def finish(self) -> tuple[torch.Tensor, ...]:
         """Return the results in the order in which their rows were dispatched."""
-        rows = self._transfer.wait()
-        self._transfer = None
-        return (rows,)
+        return (self._pending.wait(),)
 
     def start_backward(self, *grads: torch.Tensor) -> None:
         """Send the gradients of the results to the ranks that computed them."""
         counts = self._counts
         num_results = self._num_results if self._order is None else None
-        self._transfer = Transfer(
-            grads[0][: sum(counts.send)],
-            counts,
-            self._group,
-            num_results,
-            label="gradients of results",
+        rows = grads[0][: sum(counts.send)]
+        self._pending = send_rows(
+            rows, counts, self._group, num_results, label="gradients of results"
         )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradient of the results."""
-        grad = self._transfer.wait()
-        self._transfer = None
+        grad = self._pending.wait()
         if self._order is not None:
             results = grad.new_zeros((self._num_results, grad.shape[1]))
             return (results.index_copy_(0, self._order, grad),)

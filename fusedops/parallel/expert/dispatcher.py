@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from fusedops._core import checks
 from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
 from fusedops.parallel.async_exchange import RowCounts, begin, end
 from fusedops.parallel.collective_errors import ErrorCode, ErrorVote
+from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.comm.host_groups import connect, hosts_of
 from fusedops.parallel.expert.all_to_all import (
     CombineAllToAll,
@@ -57,13 +58,6 @@ class DispatchedRows(NamedTuple):
     rows: torch.Tensor
     probs: torch.Tensor
     ids: torch.Tensor
-
-
-class PendingRows(Protocol):
-    """Results that are sent back over one group."""
-
-    def wait(self) -> torch.Tensor:
-        """Return the results in the order in which the rows were dispatched."""
 
 
 class Hop(ABC):
@@ -107,8 +101,11 @@ class Hop(ABC):
         """Start the hop within the node."""
 
     @abstractmethod
-    def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> PendingRows:
-        """Start the exchange of results: one per row, or in an order one per slot."""
+    def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> Pending:
+        """Start the exchange of results: one per row, or in an order one per slot.
+
+        They return in the order in which the rows were dispatched.
+        """
 
 
 class TokenDispatcher:
@@ -247,7 +244,7 @@ class _EagerHop(Hop):
         grads = wants_gradient(rows, plan.probs)
         return start_in_node(self.options, rows, plan, dropped, grads=grads, anchor=self.anchor)
 
-    def combine_start(self, output: Any, order: torch.Tensor | None = None) -> PendingRows:
+    def combine_start(self, output: Any, order: torch.Tensor | None = None) -> Pending:
         vote = None
         if not self.to_nodes:  # the other hop only passes results on
             num_rows = sum(self.row_counts.receive)
@@ -255,24 +252,27 @@ class _EagerHop(Hop):
         counts = self.row_counts if order is None else self.slot_counts
         num_slots = self.plan.permutation.numel()
         exchange = CombineAllToAll(counts, num_slots, self.group, output.shape[0], order)
-        return PendingExchange(exchange, begin(exchange, output, anchor=self.anchor), vote)
+        return send_results(exchange, output, vote, self.anchor)
 
 
-class PendingExchange(NamedTuple):
-    """A started ``CombineAllToAll``, and the vote on the output where there is one."""
+def send_results(
+    exchange: CombineAllToAll,
+    output: torch.Tensor,
+    vote: ErrorVote | None,
+    anchor: torch.Tensor | None = None,
+) -> Pending:
+    """Start to send results; waiting raises on every rank if the vote says so."""
+    ticket = begin(exchange, output, anchor=anchor)
 
-    exchange: CombineAllToAll
-    ticket: torch.Tensor
-    vote: ErrorVote | None
-
-    def wait(self) -> torch.Tensor:
-        """Return the results; raises on every rank if the output of one does not fit."""
-        if self.vote is not None:
-            self.vote.second_hop()  # while rows travel
-        rows, _ = end(self.exchange, self.ticket)
-        if self.vote is not None:
-            self.vote.wait()
+    def finish() -> torch.Tensor:
+        if vote is not None:
+            vote.second_hop()  # while rows travel
+        rows, _ = end(exchange, ticket)
+        if vote is not None:
+            vote.wait()
         return rows
+
+    return Pending(finish)
 
 
 def vote_on_output(

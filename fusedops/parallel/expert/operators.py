@@ -21,16 +21,15 @@ from torch import Tensor
 from fusedops._core.library import define_exchange
 from fusedops.ops import RoutingPlan
 from fusedops.ops._moe_payload import PayloadLayout
-from fusedops.parallel.async_exchange import RowCounts, begin
-from fusedops.parallel.comm.collectives import group_of
+from fusedops.parallel.async_exchange import RowCounts
+from fusedops.parallel.comm.collectives import Pending, group_of
 from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchAllToAll, SendOrder
 from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.parallel.expert.dispatcher import (
     DispatchedRows,
     Hop,
-    PendingExchange,
-    PendingRows,
     TokenDispatcher,
+    send_results,
     start_chunks,
     start_in_node,
     vote_on_output,
@@ -228,7 +227,7 @@ def _combine(a: CombineArguments) -> CombineResults:
         num_rows = sum(counts.receive) if a.max_rows is None else a.max_rows
         output, vote = vote_on_output(output, num_rows, a.like, groups[::-1])
     exchange = CombineAllToAll(counts, a.num_slots, groups[a.level], output.shape[0], a.order)
-    return CombineResults(PendingExchange(exchange, begin(exchange, output), vote).wait())
+    return CombineResults(send_results(exchange, output, vote).wait())
 
 
 def _combine_fake(a: CombineArguments) -> CombineResults:
@@ -371,7 +370,7 @@ class _OperatorHop(Hop):
     def next(self, rows: torch.Tensor, plan: RoutingPlan) -> _OperatorHop:
         return _OperatorHop(self.options, rows, plan, self)
 
-    def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> PendingRows:
+    def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> Pending:
         arguments = CombineArguments(
             output=output,
             anchor=self._results.anchor,
@@ -383,11 +382,5 @@ class _OperatorHop(Hop):
             groups=self._names,
             level=self.level,
         )
-        return _Rows(_COMBINE(*arguments))
-
-
-class _Rows(NamedTuple):
-    rows: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.rows
+        rows = _COMBINE(*arguments)
+        return Pending(lambda: rows)
