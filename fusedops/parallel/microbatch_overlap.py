@@ -18,7 +18,8 @@ Reference: Ren et al.: PanGu-Sigma, arXiv:2303.10845; Jangda et al.: CoCoNet, AS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -26,12 +27,12 @@ import torch.distributed as dist
 
 from fusedops.parallel.async_exchange import begin, end
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.comm.collectives import ComputeSpan, Pending
+from fusedops.parallel.comm.collectives import ComputeSpan
+from fusedops.parallel.tensor.layers import TRANSPOSES, start
 
 T = TypeVar("T")
 # Yields the name of its next phase, and returns the tensors that its backward starts from.
 Phases: TypeAlias = Generator[str, None, tuple[torch.Tensor, T]]
-_Start: TypeAlias = Callable[[torch.Tensor], Pending]
 
 
 def run_interleaved(halves: Sequence[Phases[T]], *, lead: int) -> list[tuple[torch.Tensor, T]]:
@@ -43,9 +44,7 @@ def run_interleaved(halves: Sequence[Phases[T]], *, lead: int) -> list[tuple[tor
     phase: ``"half 0: norm"``.
     """
     trace = _Trace()
-    running = {number: _Running(number, half, trace) for number, half in enumerate(halves)}
-    assert len(running) == 2
-    first, second = running.values()
+    first, second = (_Running(number, half, trace) for number, half in enumerate(halves))
     for _ in range(lead):
         first.run_phase()
     while not (first.is_done and second.is_done):
@@ -68,12 +67,11 @@ class _Running:
         """Run until the generator yields or returns; do nothing if it has returned."""
         if self.is_done:
             return
-        span = self._trace.begin(f"half {self._number}: {self._next}")
-        try:
-            self._next = next(self._phases)
-        except StopIteration as end:
-            self.is_done, self.result = True, end.value
-        self._trace.end(span)
+        with self._trace.phase(f"half {self._number}: {self._next}"):
+            try:
+                self._next = next(self._phases)
+            except StopIteration as stop:
+                self.is_done, self.result = True, stop.value
 
 
 class _Trace:
@@ -89,24 +87,19 @@ class _Trace:
         if self._on and torch.is_grad_enabled():
             self._link = torch.zeros((), requires_grad=True)
 
-    def begin(self, label: str) -> ComputeSpan | None:
-        """Mark the start of a phase."""
+    @contextmanager
+    def phase(self, label: str) -> Iterator[None]:
+        """Mark what it encloses as a phase."""
         if not self._on:
-            return None
-        span, back = ComputeSpan(label), ComputeSpan(f"{label}, backward")
-        self._back = back
-        if self._link is not None:
-            self._link = _Tick.apply(self._link, back, "end")
-        span.mark("start")
-        return span
-
-    def end(self, span: ComputeSpan | None) -> None:
-        """Mark the end of a phase."""
-        if span is None:
+            yield
             return
-        span.mark("end")
+        backward = ComputeSpan(f"{label}, backward")
         if self._link is not None:
-            self._link = _Tick.apply(self._link, self._back, "start")
+            self._link = _Tick.apply(self._link, backward, "end")
+        with collectives.computing(label):
+            yield
+        if self._link is not None:
+            self._link = _Tick.apply(self._link, backward, "start")
 
     def tied_to(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, connected to the chain: the backward of ``x`` runs that of the chain."""
@@ -137,10 +130,10 @@ class _Tie(torch.autograd.Function):
 
 
 class PendingTensor:
-    """A tensor that is being communicated, in the forward or in the backward."""
+    """``communicate`` of ``tensor/layers.py`` in two steps, in the forward and in the backward."""
 
-    def __init__(self, tensor: torch.Tensor, forward: _Start, backward: _Start) -> None:
-        self._exchange = _TensorExchange(forward, backward)
+    def __init__(self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._exchange = _TensorExchange(name, group)
         self._ticket = begin(self._exchange, tensor)
 
     def wait(self) -> torch.Tensor:
@@ -152,48 +145,30 @@ def start_to_tensor_parallel(
     input: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
 ) -> PendingTensor:
     """Start ``to_tensor_parallel`` of ``tensor/layers.py``."""
-    return PendingTensor(input, _gather(group, sequence), _sum(group, sequence))
+    return PendingTensor("gather_from_sequence" if sequence else "copy_to", input, group)
 
 
 def start_from_tensor_parallel(
     partial: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
 ) -> PendingTensor:
     """Start ``from_tensor_parallel`` of ``tensor/layers.py``."""
-    return PendingTensor(partial, _sum(group, sequence), _gather(group, sequence))
+    return PendingTensor("scatter_to_sequence" if sequence else "reduce_from", partial, group)
 
 
 class _TensorExchange:
     """An ``AsyncExchange`` of one tensor: a collective in the forward, another in the backward."""
 
-    def __init__(self, forward: _Start, backward: _Start) -> None:
-        self._forward, self._backward = forward, backward
-        self._pending: Any = None
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+        self._name, self._group = name, group
 
     def start(self, *tensors: torch.Tensor) -> None:
         # Detached: the result of ``finish`` must not be a tensor of the graph already.
-        self._pending = self._forward(tensors[0].detach())
+        self._pending = start(self._name, tensors[0].detach(), self._group)
 
     def finish(self) -> tuple[torch.Tensor, ...]:
-        pending, self._pending = self._pending, None
-        return (pending.wait(),)
+        return (self._pending.wait(),)
 
     def start_backward(self, *grads: torch.Tensor) -> None:
-        self._pending = self._backward(grads[0])
+        self._pending = start(TRANSPOSES[self._name], grads[0], self._group)
 
     finish_backward = finish
-
-
-def _gather(group: dist.ProcessGroup, sequence: bool) -> _Start:
-    """Return what starts an all-gather; nothing where tokens are not sharded."""
-    if sequence:
-        return lambda tensor: collectives.all_gather(tensor, group, dim=-2)
-    return lambda tensor: Pending(lambda: tensor)
-
-
-def _sum(group: dist.ProcessGroup, sequence: bool) -> _Start:
-    """Return what starts a reduce-scatter; an all-reduce where tokens are not sharded."""
-    if sequence:
-        return lambda tensor: collectives.reduce_scatter(tensor, group, dim=-2)
-    return lambda tensor: collectives.all_reduce(
-        tensor.clone(memory_format=torch.contiguous_format), group
-    )

@@ -19,7 +19,7 @@ Deep Learning Models, ASPLOS 2023.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def all_gather_linear(
         ValueError: a shape does not fit, or ``activation`` is unknown.
     """
     checks.choice("all_gather_linear", "activation", activation, ACTIVATIONS)
-    return _GatherProduct.apply("linear_act", group, activation, *_lower(input, weight, bias))
+    return _GatherProduct.apply("linear_act", group, activation, *lowered(input, weight, bias))
 
 
 def all_gather_glu(
@@ -68,7 +68,7 @@ def all_gather_glu(
         ValueError: a shape does not fit, or ``activation`` is unknown.
     """
     checks.choice("all_gather_glu", "activation", activation, ACTIVATIONS)
-    tensors = _lower(input, gate_weight, up_weight)
+    tensors = lowered(input, gate_weight, up_weight)
     return _GatherProduct.apply("linear_glu", group, activation, *tensors)
 
 
@@ -84,7 +84,7 @@ def linear_reduce_scatter(
         ValueError: a shape does not fit, or the group does not divide the sequence.
     """
     collectives.check_divides("linear_reduce_scatter", input, _DIM, group.size())
-    return _ProductScatter.apply(group, *_lower(input, weight))
+    return _ProductScatter.apply(group, *lowered(input, weight))
 
 
 class _GatherProduct(torch.autograd.Function):
@@ -121,20 +121,21 @@ class _GatherProduct(torch.autograd.Function):
         grad_parameters: list[Any] = [None] * len(needed)
         leaving = None
         if needs_input:
-            leaving = _Leaving(group)
-            for rank in leaving.order:
+
+            def product(rank: int) -> torch.Tensor:
                 block = _block(grad, rank, group)
                 z = [_block(tensor, rank, group) for tensor in saved]
                 with computing(f"gradient of block {rank}"):
-                    result = backward(block, part, *parameters, *z, *numbers, [True, *none])[0]
-                leaving.send(rank, result)
+                    return backward(block, part, *parameters, *z, *numbers, [True, *none])[0]
+
+            leaving = _leaving(product, group)
         if again is not None:
             input = again.wait()
             with computing("gradients of the parameters"):
                 _, *grad_parameters = backward(
                     grad, input, *parameters, *saved, *numbers, [False, *needed]
                 )
-        grad_input = leaving.total() if leaving is not None else None
+        grad_input = leaving.wait() if leaving is not None else None
         return None, None, None, grad_input, *grad_parameters
 
 
@@ -145,13 +146,13 @@ class _ProductScatter(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.group = group
         ctx.save_for_backward(input, weight)
-        leaving = _Leaving(group)
-        for rank in leaving.order:
+
+        def product(rank: int) -> torch.Tensor:
             block = _block(input, rank, group)
             with computing(f"block {rank}"):
-                result = _op("linear_act")(block, weight, None, "identity", False)[0]
-            leaving.send(rank, result)
-        return leaving.total()
+                return _op("linear_act")(block, weight, None, "identity", False)[0]
+
+        return _leaving(product, group).wait()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -195,33 +196,24 @@ def _arriving(part: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[in
         yield (rank - step) % ranks, block
 
 
-class _Leaving:
-    """Blocks of partial sums sent to their ranks, and those that arrive here."""
+def _leaving(product: Callable[[int], torch.Tensor], group: dist.ProcessGroup) -> Pending:
+    """Send each rank its block, a partial sum that ``product`` computes, our own last.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._pending: dict[int, Pending] = {}
-        self._own: torch.Tensor | None = None
-        rank, ranks = group.rank(), group.size()
-        self.order = [(rank + step) % ranks for step in (*range(1, ranks), 0)]
+    The result is the ordered sum of the blocks that arrive here and of our own, rounded once.
+    """
+    rank, ranks = group.rank(), group.size()
+    arriving: dict[int, Pending] = {}
+    for step in range(1, ranks):
+        target, source = (rank + step) % ranks, (rank - step) % ranks
+        label = f"block {target} leaves"
+        arriving[source] = collectives.shift(product(target), group, by=step, label=label)
+    own = product(rank)
 
-    def send(self, rank: int, block: torch.Tensor) -> None:
-        """Send the block of a rank; to be called in ``order``, our own last."""
-        here, ranks = self._group.rank(), self._group.size()
-        if rank == here:
-            self._own = block
-            return
-        source = (2 * here - rank) % ranks  # as far behind as `rank` is ahead
-        self._pending[source] = collectives.shift(
-            block, self._group, by=(rank - here) % ranks, label=f"block {rank} leaves"
-        )
+    def finish() -> torch.Tensor:
+        blocks = {source: pending.wait() for source, pending in arriving.items()} | {rank: own}
+        return collectives.ordered_sum([blocks[source] for source in sorted(blocks)])
 
-    def total(self) -> torch.Tensor:
-        """Return the ordered sum of all blocks, rounded once."""
-        assert self._own is not None
-        blocks = {rank: pending.wait() for rank, pending in self._pending.items()}
-        blocks[self._group.rank()] = self._own
-        return collectives.ordered_sum([blocks[rank] for rank in sorted(blocks)])
+    return Pending(finish)
 
 
 def _block(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -238,11 +230,9 @@ def _op(name: str) -> Any:
     return getattr(torch.ops.fusedops, name)
 
 
-def _lower(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+def lowered(input: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
     """Return the tensors as autocast passes them to a linear layer."""
-    first = tensors[0]
-    assert first is not None
-    lower = dtypes.autocast_dtype(first.device)
-    if lower is None or first.dtype == torch.float64:
-        return list(tensors)
-    return [None if tensor is None else tensor.to(lower) for tensor in tensors]
+    lower = dtypes.autocast_dtype(input.device)
+    if lower is None or input.dtype == torch.float64:
+        return [input, *others]
+    return [None if tensor is None else tensor.to(lower) for tensor in (input, *others)]

@@ -39,6 +39,7 @@ from fusedops._core import checks
 from fusedops.nn import MLP, GatedMLP, LinearAct
 from fusedops.ops import linear_act, linear_glu, mlp
 from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.tensor.async_linear import (
     all_gather_glu,
     all_gather_linear,
@@ -87,25 +88,29 @@ class _Communicate(torch.autograd.Function):
         ctx: Any, name: str, input: torch.Tensor, group: dist.ProcessGroup, dim: int
     ) -> torch.Tensor:
         ctx.name, ctx.group, ctx.dim = name, group, dim
-        if name == "copy_to":
-            return input.view_as(input)
-        if name == "reduce_from":
-            summed = input.clone(memory_format=torch.contiguous_format)
-            return collectives.all_reduce(summed, group).wait()
-        if name == "gather_from_sequence":
-            return collectives.all_gather(input, group, dim=dim).wait()
-        if name == "scatter_to_sequence":
-            return collectives.reduce_scatter(input, group, dim=dim).wait()
-        if name == "gather_tokens":
-            return collectives.all_gather(input, group, dim=dim, label="tokens").wait()
-        return input.chunk(group.size(), dim)[group.rank()].contiguous()
+        return start(name, input, group, dim).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, communicate(_TRANSPOSES[ctx.name], grads[0], ctx.group, ctx.dim), None, None
+        return None, communicate(TRANSPOSES[ctx.name], grads[0], ctx.group, ctx.dim), None, None
 
 
-_TRANSPOSES = {
+def start(name: str, input: torch.Tensor, group: dist.ProcessGroup, dim: int = -2) -> Pending:
+    """Start what ``communicate`` does, without a gradient."""
+    if name == "copy_to":
+        return Pending(lambda: input.view_as(input))
+    if name == "reduce_from":
+        return collectives.all_reduce(input.clone(memory_format=torch.contiguous_format), group)
+    if name == "gather_from_sequence":
+        return collectives.all_gather(input, group, dim=dim)
+    if name == "scatter_to_sequence":
+        return collectives.reduce_scatter(input, group, dim=dim)
+    if name == "gather_tokens":
+        return collectives.all_gather(input, group, dim=dim, label="tokens")
+    return Pending(lambda: input.chunk(group.size(), dim)[group.rank()].contiguous())
+
+
+TRANSPOSES = {
     "copy_to": "reduce_from",
     "reduce_from": "copy_to",
     "gather_from_sequence": "scatter_to_sequence",
@@ -241,19 +246,9 @@ class ParallelLayer(nn.Module):
             self._cache[name] = make()
         return self._cache[name]
 
-    def reduce(self, partial: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Reduce the partial sums of a row-parallel product and add its bias."""
-        output = from_tensor_parallel(partial, self.group, sequence=self.sequence)
-        return self.add_bias(output, bias)
-
-    def row_parallel(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Multiply by a weight whose input features are sharded, reduce, and add the bias."""
-        if self.overlap:
-            output = linear_reduce_scatter(input, local(weight), self.group)
-            return self.add_bias(output, bias)
-        return self.reduce(linear_act(input, local(weight), activation="identity"), bias)
+    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Reduce the partial sums of a row-parallel product."""
+        return from_tensor_parallel(partial, self.group, sequence=self.sequence)
 
     def add_bias(self, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Add a replicated bias; with a sharded sequence each rank adds it to its own tokens."""
@@ -380,7 +375,9 @@ class RowLinear(ParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the outputs ``[B, S, H]``, or ``[B, s, H]`` with a sharded sequence."""
-        return self.row_parallel(input, self.weight, self.bias)
+        if self.overlap:
+            return self.biased(linear_reduce_scatter(input, local(self.weight), self.group))
+        return self.biased(self.reduce(self.product(input)))
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sum that ``forward`` reduces."""
@@ -437,9 +434,9 @@ class ParallelMLP(ParallelLayer):
         if self.overlap:
             w1, b1 = local(self.w1), local(self.b1)
             hidden = all_gather_linear(input, w1, self.group, b1, activation=self.activation)
-            return self.row_parallel(hidden, self.w2, self.b2)
+            return self.biased(linear_reduce_scatter(hidden, local(self.w2), self.group))
         x = to_tensor_parallel(input, self.group, sequence=self.sequence)
-        return self.reduce(self.product(self.inner(x)), self.b2)
+        return self.biased(self.reduce(self.product(self.inner(x))))
 
     def inner(self, input: torch.Tensor) -> torch.Tensor:
         """Return the input of ``product``: hidden features, if they are saved, else ``input``."""

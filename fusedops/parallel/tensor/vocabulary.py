@@ -24,12 +24,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusedops._core import checks, dtypes
+from fusedops._core import checks
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.nn import LinearCrossEntropyLoss
 from fusedops.ops import _cross_entropy_math as math_of
 from fusedops.ops.linear_cross_entropy import DEFAULT_CHUNK, check_chunks, keeps_logits
 from fusedops.parallel.comm import collectives
+from fusedops.parallel.tensor.async_linear import lowered
 from fusedops.parallel.tensor.layers import (
     ParallelLayer,
     check_type,
@@ -100,13 +101,8 @@ def vocab_parallel_cross_entropy(
     local_target = torch.where(target == ignore_index, _IGNORED, local_target)
     keep = keeps_logits(recompute, hidden, weight, bias)
     numbers = (label_smoothing, z_loss, softcap or 0.0, chunk_size or DEFAULT_CHUNK, keep)
-    lower = dtypes.autocast_dtype(hidden.device)
-    if lower is not None and hidden.dtype != torch.float64:
-        hidden, weight = hidden.to(lower), weight.to(lower)
-        bias = None if bias is None else bias.to(lower)
-    loss = _VocabParallelCrossEntropy.apply(
-        hidden, weight, bias, local_target, group, vocab_size, numbers
-    )
+    tensors = lowered(hidden, weight, bias)
+    loss = _VocabParallelCrossEntropy.apply(*tensors, local_target, group, vocab_size, numbers)
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (local_target != _IGNORED).sum()
