@@ -331,7 +331,7 @@ def all_to_all(
         if exchanged is not None:
             return Pending(_copied_back(result, buffer, exchanged), started)
     else:
-        announced = shared_memory.announce("all_to_all of unequal parts", rows, group)
+        announced = shared_memory.announce_all_to_all(rows, group)
     work = dist.all_to_all_single(
         buffer, rows, list(receive), list(send), group=group, async_op=True
     )

@@ -111,13 +111,14 @@ def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> Finish | No
     return lambda: _reduced(exchanged(), "sum")
 
 
-def announce(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Finish | None:
-    """Announce a collective that the backend runs; ``None`` where the ranks share no memory.
+def announce_all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> Finish | None:
+    """Announce an all-to-all of unequal parts, by the backend; ``None`` without shared memory.
 
     The result waits until all ranks have announced the same, and raises if one calls another.
     """
     empty = tensor.new_empty(0)
-    return _start("sync", f"{name} of {tensor.dtype}", empty, empty, group)
+    text = f"all_to_all of unequal parts of {tensor.dtype}"
+    return _start("sync", text, empty, empty, group)
 
 
 def exchange(
