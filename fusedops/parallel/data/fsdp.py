@@ -74,7 +74,7 @@ def shard(
             mesh=mesh,
             # None: all but the model itself, whose own parameters the backward needs first.
             reshard_after_forward=None if stage == 3 and gather_again else False,
-            shard_placement_fn=_placement_for(mesh),
+            shard_placement_fn=lambda parameter: Shard(_shard_dim(parameter, mesh.size(-1))),
             ignored_params=whole,
         )
         first: FSDPModule = block[0] if isinstance(block, list) else block  # type: ignore[assignment]
@@ -93,11 +93,6 @@ def divides(parameter: torch.Tensor, ranks: int) -> bool:
     shards = _shards_by_dim(parameter)
     dim = _shard_dim(parameter, ranks)
     return dim not in shards or parameter.shape[dim] % (shards[dim] * ranks) == 0
-
-
-def _placement_for(mesh: DeviceMesh) -> Any:
-    ranks = mesh.size(-1)
-    return lambda parameter: Shard(_shard_dim(parameter, ranks))
 
 
 def _shard_dim(parameter: torch.Tensor, ranks: int) -> int:
