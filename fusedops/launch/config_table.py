@@ -156,8 +156,6 @@ def _fitting(hint: Any, value: Any) -> tuple[bool, Any]:
         return good, float(value) if good else value
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool), value
-    if hint is type(None):
-        return value is None, value
     return isinstance(value, hint), value
 
 

@@ -31,23 +31,16 @@ _WAITING = (
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What a rank is doing.
-
-    Attributes:
-        what: its activity: a step, validation, a checkpoint.
-        waits: the communication that it waits in, in words; ``None`` if it does not wait.
-        groups: by name of the group, the number of the last collective that it has begun.
-        stack: of its main thread, the innermost call last.
-    """
+    """What a rank is doing."""
 
     rank: int
     host: str
     pid: int
     step: int
-    what: str
-    waits: str | None
-    groups: dict[str, int]
-    stack: str
+    what: str  # its activity: a step, validation, a checkpoint
+    waits: str | None  # the communication that it waits in, in words; ``None`` if it does not wait
+    groups: dict[str, int]  # by name, the number of the last collective that it has begun
+    stack: str  # of its main thread, the innermost call last
 
     def text(self) -> str:
         """Return it as JSON."""

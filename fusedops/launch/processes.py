@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -39,18 +40,14 @@ _FOR_EVER = timedelta(days=365)
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
 
+@dataclass(eq=False)
 class Ranks:
-    """The processes that train together.
+    """The processes that train together."""
 
-    Attributes:
-        rank: the rank of this process.
-        size: the number of processes.
-        device: the device of this process.
-        store: the rendezvous store.
-    """
-
-    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
-        self.rank, self.size, self.device, self.store = rank, size, device, store
+    rank: int  # of this process
+    size: int  # the number of processes
+    device: torch.device  # of this process
+    store: dist.Store  # of the rendezvous
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

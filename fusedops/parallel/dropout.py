@@ -23,15 +23,6 @@ from fusedops._core import checks, philox
 class Place:
     """Which part a rank has, of parts of the same size.
 
-    Attributes:
-        batch_part: of the sequences: the rank among those that have others.
-        sequence_part: of the tokens of a shard of each sequence, which are contiguous.
-        sequence_parts: how many parts those have.
-        head_part: of the heads of attention.
-        head_parts: how many parts those have.
-        context_part: which shard of each sequence, of ``shard_sequence``.
-        context_parts: how many shards there are.
-
     Raises:
         ValueError: a part is not below the number of parts.
         TypeError: one is no int.
@@ -43,13 +34,13 @@ class Place:
         tensor([24, 48, 24, 24])
     """
 
-    batch_part: int = 0
-    sequence_part: int = 0
-    sequence_parts: int = 1
-    head_part: int = 0
-    head_parts: int = 1
-    context_part: int = 0
-    context_parts: int = 1
+    batch_part: int = 0  # of the sequences: the rank among those that have others
+    sequence_part: int = 0  # of the tokens of a shard of each sequence, which are contiguous
+    sequence_parts: int = 1  # how many parts those have
+    head_part: int = 0  # of the heads of attention
+    head_parts: int = 1  # how many parts those have
+    context_part: int = 0  # which shard of each sequence, of ``shard_sequence``
+    context_parts: int = 1  # how many shards there are
 
     def __post_init__(self) -> None:
         checks.integer("Place", "batch_part", self.batch_part, least=0)

@@ -46,22 +46,15 @@ class DispatchHandle:
     Over a mesh of two dimensions the rows are those of the exchange between nodes. In a compiled
     graph, and with ``max_rows``, the counts are int64 tensors on the CPU: scalars, and one number
     per rank.
-
-    Attributes:
-        plan: the routing of the tokens of this rank.
-        num_dropped: slots of this rank that no expert computes.
-        num_dropped_in_group: the same, summed over all ranks.
-        rows_sent: packed rows for each rank of the group, or for each node.
-        rows_received: packed rows from each.
-        row_bytes: bytes of a packed row.
     """
 
-    plan: RoutingPlan
-    num_dropped: int | torch.Tensor
-    num_dropped_in_group: int | torch.Tensor
+    plan: RoutingPlan  # of the tokens of this rank
+    num_dropped: int | torch.Tensor  # slots of this rank that no expert computes
+    num_dropped_in_group: int | torch.Tensor  # the same, summed over all ranks
+    # Packed rows for each rank of the group, or for each node, and from each
     rows_sent: tuple[int, ...] | torch.Tensor
     rows_received: tuple[int, ...] | torch.Tensor
-    row_bytes: int
+    row_bytes: int  # of a packed row
     _dispatcher: TokenDispatcher
 
 
