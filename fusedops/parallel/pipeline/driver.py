@@ -49,6 +49,10 @@ Computes: TypeAlias = Callable[
 ]
 
 
+# By stage and micro-batch.
+_Received: TypeAlias = "dict[tuple[int, int], Pending | torch.Tensor]"
+
+
 class Reduces(Protocol):
     """What sums the gradients of a stage over its replicas: ``data.grad_sync.GradientSync``."""
 
@@ -118,35 +122,31 @@ class Driver:
         _Step(self, compute, device, key).run(self._forwards)
 
 
+@dataclass
 class _Step:
-    """One pass over the list."""
+    """One pass over the list; its state by stage and micro-batch."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        compute: Computes,
-        device: torch.device,
-        key: Callable[[int], Hashable],
-    ) -> None:
-        self._driver, self._table, self._group = driver, driver.table, driver.group
-        self._compute, self._device, self._key = compute, device, key
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._alive: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
-        # From other stages: tensors of this rank's own, and pending receives.
-        self._forward: dict[tuple[int, int], Pending | torch.Tensor] = {}
-        self._backward: dict[tuple[int, int], Pending | torch.Tensor] = {}
-        self._outgoing: dict[tuple[int, int], torch.Tensor] = {}
-        self._sent: dict[str, Pending] = {}
+    driver: Driver
+    compute: Computes
+    device: torch.device
+    key: Callable[[int], Hashable]
+    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    alive: Counter[int] = field(default_factory=Counter)
+    backwards: Counter[int] = field(default_factory=Counter)
+    # From other stages: tensors of this rank's own, and pending receives.
+    forward: _Received = field(default_factory=dict)
+    backward: _Received = field(default_factory=dict)
+    outgoing: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    sent: dict[str, Pending] = field(default_factory=dict)
 
     def run(self, actions: Iterable[Action]) -> None:
         """Run the actions, and wait for the sends that are under way."""
         for action in actions:
             self._run_action(action)
-        for pending in self._sent.values():
+        for pending in self.sent.values():
             pending.wait()
-        self._sent.clear()
-        assert not (self._in_flight or self._forward or self._backward or self._outgoing)
+        self.sent.clear()
+        assert not (self.in_flight or self.forward or self.backward or self.outgoing)
 
     def _run_action(self, action: Action) -> None:
         kind, stage, microbatch = action
@@ -154,9 +154,9 @@ class _Step:
         if kind in (SEND_FORWARD, SEND_BACKWARD):
             self._send(action)
         elif kind == RECEIVE_FORWARD:
-            self._forward[place] = self._receive(action, stage - 1)
+            self.forward[place] = self._receive(action, stage - 1)
         elif kind == RECEIVE_BACKWARD:
-            self._backward[place] = self._receive(action, stage + 1)
+            self.backward[place] = self._receive(action, stage + 1)
         else:
             received = self._wait(kind, place)
             with collectives.computing(str(action)):
@@ -169,23 +169,23 @@ class _Step:
         stage = place[0]
         received: Pending | torch.Tensor | None = None
         if kind == FORWARD:
-            received = self._forward.pop(place) if stage else None
-        elif kind != WEIGHT and stage < self._table.stages - 1:
-            received = self._backward.pop(place)
+            received = self.forward.pop(place) if stage else None
+        elif kind != WEIGHT and stage < self.driver.table.stages - 1:
+            received = self.backward.pop(place)
         return received.wait() if isinstance(received, Pending) else received
 
     def _run(self, kind: str, place: tuple[int, int], received: torch.Tensor | None) -> None:
         if kind == FORWARD:
             self._run_forward(place, received)
             return
-        state = self._in_flight[place] if kind == INPUT else self._in_flight.pop(place)
+        state = self.in_flight[place] if kind == INPUT else self.in_flight.pop(place)
         if received is not None:
             state.grads.insert(0, received)
         if kind == INPUT and state.input is None:  # the first stage has no gradient of an input
             return
         stage = place[0]
-        data = self._driver.data.get(stage)
-        last = self._backwards[stage] == self._table.microbatches - 1
+        data = self.driver.data.get(stage)
+        last = self.backwards[stage] == self.driver.table.microbatches - 1
         if data is not None and kind == BACKWARD:
             data.begin(last=last)
         elif data is not None:
@@ -206,80 +206,81 @@ class _Step:
         training = torch.is_grad_enabled()
         if input is not None:
             input = input.detach().requires_grad_(training)
-        passed, share = self._compute(stage, microbatch, input)
+        passed, share = self.compute(stage, microbatch, input)
         if passed is not None:
             if training and passed._is_view():  # the split backward cuts its roots off in place
                 passed = passed.clone()
-            self._put(self._forward, (stage + 1, microbatch), passed.detach(), place)
+            self._put(self.forward, (stage + 1, microbatch), passed.detach(), place)
         if not training:
             return
         roots = [root for root in (passed, share) if root is not None and root.requires_grad]
         grads = [torch.ones_like(share)] if share is not None and share.requires_grad else []
-        self._in_flight[place] = _InFlight(input, roots, grads)
-        self._alive[stage] += 1
-        most = self._driver.most_alive
-        most[stage] = max(most[stage], self._alive[stage])
+        self.in_flight[place] = _InFlight(input, roots, grads)
+        self.alive[stage] += 1
+        most = self.driver.most_alive
+        most[stage] = max(most[stage], self.alive[stage])
 
     def _run_input(self, stage: int, state: _InFlight) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
 
-        weights = self._driver.stages[stage].parameters()
+        weights = self.driver.stages[stage].parameters()
         _, state.groups = stage_backward_input(state.roots, state.grads, [state.input], weights)
         state.roots, state.grads = [], []
 
     def _run_weight(self, stage: int, groups: list[dict[str, Any]]) -> None:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        stage_backward_weight(self._driver.stages[stage].parameters(), groups)
+        stage_backward_weight(self.driver.stages[stage].parameters(), groups)
 
     def _pass_back(self, place: tuple[int, int], state: _InFlight) -> None:
         stage, microbatch = place
         if state.input is not None:
             assert state.input.grad is not None
-            self._put(self._backward, (stage - 1, microbatch), state.input.grad, place)
+            self._put(self.backward, (stage - 1, microbatch), state.input.grad, place)
             state.input = None
 
     def _put(
         self,
-        here: dict[tuple[int, int], Pending | torch.Tensor],
+        here: _Received,
         target: tuple[int, int],
         tensor: torch.Tensor,
         place: tuple[int, int],
     ) -> None:
         """Keep a tensor for another stage of this rank, or for the send that follows."""
-        if target[0] in self._driver.stages:
+        if target[0] in self.driver.stages:
             here[target] = tensor
         else:
-            self._outgoing[place] = tensor
+            self.outgoing[place] = tensor
 
     def _ended(self, stage: int) -> None:
         """Note the end of a backward; after the last one gradients are summed."""
-        self._alive[stage] -= 1
-        self._backwards[stage] += 1
-        data = self._driver.data.get(stage)
-        if data is not None and self._backwards[stage] == self._table.microbatches:
+        self.alive[stage] -= 1
+        self.backwards[stage] += 1
+        data = self.driver.data.get(stage)
+        if data is not None and self.backwards[stage] == self.driver.table.microbatches:
             data.start()
 
     def _send(self, action: Action) -> None:
         """Send the result of the previous action, after the previous send of this kind ended."""
         kind, stage, microbatch = action
-        tensor = self._outgoing.pop((stage, microbatch)).contiguous()
+        group = self.driver.group
+        tensor = self.outgoing.pop((stage, microbatch)).contiguous()
         forward = kind == SEND_FORWARD
-        to = self._table.rank_of(stage + 1 if forward else stage - 1)
-        if kind in self._sent:
-            self._sent.pop(kind).wait()
+        to = self.driver.table.rank_of(stage + 1 if forward else stage - 1)
+        if kind in self.sent:
+            self.sent.pop(kind).wait()
         if forward and self._learns(stage + 1, microbatch, tensor):
             header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
             header += [0] * (_HEADER - len(header))
-            sent = torch.tensor(header, device=self._device)
-            collectives.send_receive(sent, self._group, to=to, source=None, label="shape").wait()
-        self._sent[kind] = collectives.send_receive(
-            tensor, self._group, to=to, source=None, label=str(action)
+            sent = torch.tensor(header, device=self.device)
+            collectives.send_receive(sent, group, to=to, source=None, label="shape").wait()
+        self.sent[kind] = collectives.send_receive(
+            tensor, group, to=to, source=None, label=str(action)
         )
 
     def _learns(self, stage: int, microbatch: int, tensor: torch.Tensor) -> bool:
         """Whether a stage needs the header; raise if it expects something else."""
-        known, key = self._driver._known, (stage, self._key(microbatch))
+        known, key = self.driver._known, (stage, self.key(microbatch))
         what = tensor.shape, tensor.dtype
         if key in known and known[key] != what:
             raise RuntimeError(
@@ -291,19 +292,19 @@ class _Step:
     def _receive(self, action: Action, other: int) -> Pending:
         """Begin to receive what a stage sends."""
         kind, stage, microbatch = action
-        source = self._table.rank_of(other)
+        source = self.driver.table.rank_of(other)
         # A gradient is as large as what was sent.
-        key = (stage if kind == RECEIVE_FORWARD else stage + 1, self._key(microbatch))
-        known = self._driver._known
+        key = (stage if kind == RECEIVE_FORWARD else stage + 1, self.key(microbatch))
+        known = self.driver._known
         if key not in known:
-            header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
+            header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
             pending = collectives.send_receive(
-                header, self._group, to=None, source=source, out=header, label="shape"
+                header, self.driver.group, to=None, source=source, out=header, label="shape"
             )
             dims, dtype, *sizes = pending.wait().tolist()
             known[key] = torch.Size(sizes[:dims]), _DTYPES[dtype]
         shape, dtype = known[key]
-        out = torch.empty(shape, dtype=dtype, device=self._device)
+        out = torch.empty(shape, dtype=dtype, device=self.device)
         return collectives.send_receive(
-            out, self._group, to=None, source=source, out=out, label=str(action)
+            out, self.driver.group, to=None, source=source, out=out, label=str(action)
         )
