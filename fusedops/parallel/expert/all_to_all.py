@@ -9,7 +9,7 @@ Both are an ``AsyncExchange``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,55 +64,43 @@ class RowLimit:
         vote.wait()
 
 
+@dataclass(eq=False)
 class DispatchAllToAll:
-    """The exchange of one chunk of tokens towards the experts.
+    """The exchange of one chunk of tokens towards the experts."""
 
-    Args:
-        order: which rows are sent.
-        layout: of a packed row.
-        get_counts: returns how many rows are sent and received; may wait for the metadata.
-        group: the process group.
-        limit: the number of rows of the result, or ``None`` for those that arrive.
-    """
-
-    def __init__(
-        self,
-        order: SendOrder,
-        layout: PayloadLayout,
-        get_counts: Callable[[], RowCounts],
-        group: dist.ProcessGroup,
-        limit: RowLimit | None = None,
-    ) -> None:
-        self._order, self._layout = order, layout
-        self._get_counts, self._group, self._limit = get_counts, group, limit
-        self._like: Any = None
-        self.ids: Any = None  # int32 [rows, pairs], once finished
+    order: SendOrder
+    layout: PayloadLayout  # of a packed row
+    # Returns how many rows are sent and received; may wait for the metadata
+    get_counts: Callable[[], RowCounts]
+    group: dist.ProcessGroup
+    limit: RowLimit | None = None  # of the result's rows; ``None``: those that arrive
+    ids: Any = field(default=None, init=False)  # int32 ``[rows, pairs]``, once finished
 
     def start(self, *tensors: torch.Tensor) -> None:
         """Pack ``input`` and ``probs`` while the metadata is exchanged, then send."""
         input, probs = tensors
-        plan = self._order.plan
+        plan = self.order.plan
         payload = moe_pack(
             input,
             probs,
-            self._order.expert_ids,
+            self.order.expert_ids,
             index=plan.permutation,
             num_rows=plan.offsets[-1:],
-            span=self._order.span,
-            quantized=self._layout.quantized,
+            span=self.order.span,
+            quantized=self.layout.quantized,
         )
         self._like = input.new_empty((0, input.shape[1]))
-        counts, num_rows = self._get_counts(), None
-        if self._limit is not None:
-            self._limit.check(sum(counts.receive), input.device)
-            num_rows = self._limit.rows
+        counts, num_rows = self.get_counts(), None
+        if self.limit is not None:
+            self.limit.check(sum(counts.receive), input.device)
+            num_rows = self.limit.rows
         payload = payload[: sum(counts.send)]
-        self._pending = send_rows(payload, counts, self._group, num_rows, label="tokens to experts")
+        self._pending = send_rows(payload, counts, self.group, num_rows, label="tokens to experts")
 
     def finish(self) -> tuple[torch.Tensor, ...]:
         """Return rows ``[R, H]`` and probabilities ``[R, pairs]`` as they arrived."""
-        payload, layout = self._pending.wait(), self._layout
-        arrived = sum(self._get_counts().receive)
+        payload, layout = self._pending.wait(), self.layout
+        arrived = sum(self.get_counts().receive)
         payload[arrived:].zero_()
         # Copies also of a single row, where a view would do: results share no memory.
         self.ids = layout.ids(payload).clone(memory_format=torch.contiguous_format)
@@ -124,22 +112,22 @@ class DispatchAllToAll:
 
     def start_backward(self, *grads: torch.Tensor) -> None:
         """Send the gradients of rows and probabilities to where the rows came from."""
-        counts = self._get_counts()
+        counts = self.get_counts()
         grad_rows, grad_probs = (grad[: sum(counts.receive)] for grad in grads)
-        payload = moe_pack(grad_rows, grad_probs.to(self._layout.prob_dtype))
-        num_slots = self._order.plan.permutation.numel()
+        payload = moe_pack(grad_rows, grad_probs.to(self.layout.prob_dtype))
+        num_slots = self.order.plan.permutation.numel()
         self._pending = send_rows(
-            payload, counts.reverse, self._group, num_slots, label="gradients of tokens"
+            payload, counts.reverse, self.group, num_slots, label="gradients of tokens"
         )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradients of ``input`` and ``probs``."""
         payload = self._pending.wait()
-        plan, sent = self._order.plan, self._layout
+        plan, sent = self.order.plan, self.layout
         layout = PayloadLayout(sent.hidden_size, sent.dtype, sent.prob_dtype, sent.pairs)
         grad_input = moe_unpermute(layout.rows(payload), plan, weighted=False)
         probs = layout.probs(payload)
-        row = self._order.row_of_slot.long()
+        row = self.order.row_of_slot.long()
         pair = torch.arange(row.shape[1], device=row.device) if sent.pairs > 1 else 0
         is_sent = row < plan.offsets[-1]
         row = torch.where(is_sent, row, 0)
@@ -148,38 +136,31 @@ class DispatchAllToAll:
         return grad_input, torch.where(is_sent, probs[row, pair], 0.0)
 
 
+@dataclass(eq=False)
 class CombineAllToAll:
-    """The exchange of results, in the reverse direction of the rows that were dispatched.
+    """The exchange of results, in the reverse direction of the rows that were dispatched."""
 
-    Args:
-        counts: of the dispatch: of rows, or of slots where a result is sent for each slot.
-        num_slots: rows of what returns; those after the results are undefined.
-        group: the process group.
-        num_results: rows of the experts' output, at least those that are sent.
-        order: int32, begins with the results to send; ``None``: the first ones, in their order.
-    """
+    # Of the dispatch: of rows, or of slots where a result is sent for each slot
+    counts: RowCounts
+    num_slots: int  # rows of what returns; those after the results are undefined
+    group: dist.ProcessGroup
+    num_results: int  # rows of the experts' output, at least those that are sent
+    # Int32, begins with the results to send; ``None``: the first ones, in their order
+    order: torch.Tensor | None = None
 
-    def __init__(
-        self,
-        counts: RowCounts,
-        num_slots: int,
-        group: dist.ProcessGroup,
-        num_results: int,
-        order: torch.Tensor | None = None,
-    ) -> None:
-        self._counts, self._num_slots, self._group = counts, num_slots, group
-        self._num_results = num_results
-        self._order = None if order is None else order[: sum(counts.receive)].long()
+    def __post_init__(self) -> None:
+        if self.order is not None:
+            self.order = self.order[: sum(self.counts.receive)].long()
 
     def start(self, *tensors: torch.Tensor) -> None:
         """Send the results."""
-        counts, (rows,) = self._counts, tensors
-        if self._order is None:
+        counts, (rows,) = self.counts, tensors
+        if self.order is None:
             rows = rows[: sum(counts.receive)]
         else:
-            rows = rows.index_select(0, self._order)
+            rows = rows.index_select(0, self.order)
         self._pending = send_rows(
-            rows, counts.reverse, self._group, self._num_slots, label="experts' results"
+            rows, counts.reverse, self.group, self.num_slots, label="experts' results"
         )
 
     def finish(self) -> tuple[torch.Tensor, ...]:
@@ -188,18 +169,18 @@ class CombineAllToAll:
 
     def start_backward(self, *grads: torch.Tensor) -> None:
         """Send the gradients of the results to the ranks that computed them."""
-        counts = self._counts
-        num_results = self._num_results if self._order is None else None
+        counts = self.counts
+        num_results = self.num_results if self.order is None else None
         rows = grads[0][: sum(counts.send)]
         self._pending = send_rows(
-            rows, counts, self._group, num_results, label="gradients of results"
+            rows, counts, self.group, num_results, label="gradients of results"
         )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradient of the results."""
         grad = self._pending.wait()
-        if self._order is not None:
-            results = grad.new_zeros((self._num_results, grad.shape[1]))
-            return (results.index_copy_(0, self._order, grad),)
-        grad[sum(self._counts.receive) :].zero_()
+        if self.order is not None:
+            results = grad.new_zeros((self.num_results, grad.shape[1]))
+            return (results.index_copy_(0, self.order, grad),)
+        grad[sum(self.counts.receive) :].zero_()
         return (grad,)

@@ -201,25 +201,24 @@ class _EagerHop(Hop):
         limit = None if max_rows is None else RowLimit(op, max_rows, self._waiting_groups)
         self._metadata, self._chunk = metadata, chunk
         self._exchange = DispatchAllToAll(
-            self.order, self.layout, lambda: metadata.wait()[0][chunk], self.group, limit
+            self.order, self.layout, lambda: metadata.wait().rows[chunk], self.group, limit
         )
         self._ticket = begin(self._exchange, self.input, self.plan.probs, anchor=anchor)
 
     @property
     def row_counts(self) -> RowCounts:
         """Rows that are sent and received."""
-        return self._metadata.wait()[0][self._chunk]
+        return self._metadata.wait().rows[self._chunk]
 
     @property
     def slot_counts(self) -> RowCounts:
         """Slots that they carry, where a row carries several."""
-        return self._metadata.wait()[1][self._chunk]
+        return self._metadata.wait().slots[self._chunk]
 
     @property
     def dropped(self) -> list[int]:
         """Slots that no expert computes, per rank."""
-        self._metadata.wait()
-        return self._metadata.dropped
+        return self._metadata.wait().dropped
 
     @property
     def origin_plan(self) -> RoutingPlan:

@@ -61,6 +61,14 @@ class Metadata:
     faults: torch.Tensor  # int32 scalar: 0 where ids and offsets of the plan are in range, else 1
 
 
+class MetadataCounts(NamedTuple):
+    """The counts of an exchange of metadata."""
+
+    rows: list[RowCounts]  # per chunk
+    slots: list[RowCounts]  # per chunk
+    dropped: list[int]  # per rank, the slots that no expert computes
+
+
 class MetadataExchange:
     """An exchange of metadata, started by the constructor.
 
@@ -70,8 +78,6 @@ class MetadataExchange:
         device: a device from which the backend of the group can send.
         metadata: of this rank, or the error that replaces it.
         code: what is reported of an error; by default the code of its type.
-
-    After ``wait``, ``dropped`` has per rank the slots that no expert computes.
     """
 
     def __init__(
@@ -95,41 +101,32 @@ class MetadataExchange:
         self._pending: Pending | None = all_to_all(
             message, group, out=self._received, label="expert metadata"
         )
-        self._counts: tuple[list[RowCounts], list[RowCounts]] | None = None
-        self.dropped: list[int] = []
+        self._counts: MetadataCounts | None = None
 
-    def wait(self) -> tuple[list[RowCounts], list[RowCounts]]:
-        """Return the counts of rows and of slots per chunk; raises on every rank if one must."""
+    def wait(self) -> MetadataCounts:
+        """Return the counts; raises on every rank if one must."""
         if self._counts is None:
             pending, self._pending = self._pending, None
             if pending is not None:
                 pending.wait()
             # The only wait for the device: the backends need the numbers on the host.
-            sent, received = torch.stack((self._sent, self._received)).tolist()
-            self._raise(sent, received)
-            self.dropped = [message[1] for message in received]
-            rows, slots = (self._columns(first, sent, received) for first in (_ROWS, _SLOTS))
-            self._counts = rows, slots
+            sent, received = torch.stack((self._sent, self._received)).mT.tolist()
+            self._raise(sent[0][0], received)
+            columns = [RowCounts(*column) for column in zip(sent, received, strict=True)]
+            rows, slots = (columns[first : first + self._chunks] for first in (_ROWS, _SLOTS))
+            self._counts = MetadataCounts(rows, slots, received[1])
         return self._counts
 
-    def _columns(
-        self, first: int, sent: list[list[int]], received: list[list[int]]
-    ) -> list[RowCounts]:
-        return [
-            RowCounts([message[i] for message in sent], [message[i] for message in received])
-            for i in range(first, first + self._chunks)
-        ]
-
-    def _raise(self, sent: list[list[int]], received: list[list[int]]) -> None:
+    def _raise(self, own_code: int, received: list[list[int]]) -> None:
+        """Raise if a rank must; ``received`` has the numbers of all ranks, column by column."""
         if self._error is not None:
             raise self._error
-        if sent[0][0] != ErrorCode.NONE:
+        if own_code != ErrorCode.NONE:
             raise bad_plan(self._op)
-        error = error_of(self._op, [message[0] for message in received])
+        error = error_of(self._op, received[0])
         if error is not None:
             raise error
-        for i, name in enumerate(CallSignature._fields, _SIGNATURE):
-            values = [message[i] for message in received]
+        for name, values in zip(CallSignature._fields, received[_SIGNATURE:_ROWS], strict=True):
             if len(set(values)) > 1:
                 shown = [_VALUES[name][value] if name in _VALUES else value for value in values]
                 raise ValueError(f"{self._op}: the ranks must agree on {name}, got {shown}")
