@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from fusedops.parallel.async_exchange import begin, end
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.comm.collectives import ComputeSpan
+from fusedops.parallel.comm.collectives import ComputeSpan, Pending
 from fusedops.parallel.tensor.layers import TRANSPOSES, start
 
 T = TypeVar("T")
@@ -129,30 +129,25 @@ class _Tie(torch.autograd.Function):
         return grads[0], torch.zeros_like(ctx.link)
 
 
-class PendingTensor:
-    """``communicate`` of ``tensor/layers.py`` in two steps, in the forward and in the backward."""
-
-    def __init__(self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._exchange = _TensorExchange(name, group)
-        self._ticket = begin(self._exchange, tensor)
-
-    def wait(self) -> torch.Tensor:
-        """Return the result; its backward starts to communicate the gradient."""
-        return end(self._exchange, self._ticket)[0]
-
-
 def start_to_tensor_parallel(
     input: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
-) -> PendingTensor:
+) -> Pending:
     """Start ``to_tensor_parallel`` of ``tensor/layers.py``."""
-    return PendingTensor("gather_from_sequence" if sequence else "copy_to", input, group)
+    return _start("gather_from_sequence" if sequence else "copy_to", input, group)
 
 
 def start_from_tensor_parallel(
     partial: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
-) -> PendingTensor:
+) -> Pending:
     """Start ``from_tensor_parallel`` of ``tensor/layers.py``."""
-    return PendingTensor("scatter_to_sequence" if sequence else "reduce_from", partial, group)
+    return _start("scatter_to_sequence" if sequence else "reduce_from", partial, group)
+
+
+def _start(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Start ``communicate`` of ``tensor/layers.py``; the gradient is communicated in two steps."""
+    exchange = _TensorExchange(name, group)
+    ticket = begin(exchange, tensor)
+    return Pending(lambda: end(exchange, ticket)[0])
 
 
 class _TensorExchange:

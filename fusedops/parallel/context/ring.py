@@ -189,15 +189,9 @@ class _Ring:
             if self._request.seed is not None:
                 tokens = take(rows, call.rows, 0), take(columns, call.columns, 0)
                 seed = philox.at_tokens(self._request.seed, *tokens, self.layout.length)
-            yield (
-                call,
-                self._request._replace(
-                    query=take(self.query, call.rows),
-                    key=take(key, call.columns),
-                    value=take(value, call.columns),
-                    seed=seed,
-                ),
-            )
+            query, keys = take(self.query, call.rows), take(key, call.columns)
+            values = take(value, call.columns)
+            yield call, self._request._replace(query=query, key=keys, value=values, seed=seed)
 
     def _send_keys(self, shift: int) -> Pending | None:
         """Start to send keys and values; nothing after the last step."""

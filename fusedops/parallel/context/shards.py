@@ -91,9 +91,9 @@ def unshard_sequence(
     """
     op = "unshard_sequence"
     layout, dim = _layout(op, tensor, dim, group, balance, cu_seqlens, is_shard=True)
-    from fusedops.parallel.tensor.layers import gather_from_sequence  # DTensor: a second to import
+    from fusedops.parallel.tensor.layers import communicate  # DTensor: a second to import
 
-    by_rank = gather_from_sequence(_joined(tensor, dim), group, 0)
+    by_rank = communicate("gather_from_sequence", _joined(tensor, dim), group, 0)
     return _parted(by_rank.index_select(0, order_back(layout, tensor.device)), tensor, dim)
 
 

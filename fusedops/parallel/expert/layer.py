@@ -24,7 +24,7 @@ from fusedops.parallel.expert.api import (
 )
 from fusedops.parallel.expert.arguments import DispatchOptions, Group, groups_of
 from fusedops.parallel.tensor.layers import check_type, distribute, local
-from fusedops.parallel.tensor.replicated import parameters_of, substitute_parameters, substituted
+from fusedops.parallel.tensor.replicated import ParameterSubstitution, parameters_of, substituted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,7 +72,7 @@ def split_experts(
         experts.forward = _OrderedForward(experts, group)
         return
     over: Any = group if nodes is None else nodes
-    substitute_parameters(
+    experts.forward = ParameterSubstitution(
         experts,
         lambda parameters: [_OwnTensor.apply(local(parameter)) for parameter in parameters],
         ExpertExchange(over, chunks),
@@ -130,22 +130,22 @@ def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh |
             )
 
 
+@dataclass(eq=False)
 class _OrderedForward:
     """The ``forward`` of experts that computes the rows of each rank separately."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self._module = module
-        self._group = group
+    module: nn.Module
+    group: dist.ProcessGroup
 
     @torch.compiler.disable(reason="how many rows each rank sent is known on the host alone")
     def __call__(self, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]`` for ``[tokens, hidden_size]``."""
-        rows, local_plan, handle = moe_dispatch(lowered(input)[0], plan, self._group)
+        rows, local_plan, handle = moe_dispatch(lowered(input)[0], plan, self.group)
         counts = list(handle.rows_received)
-        names = [(owner, name) for owner, name, _ in parameters_of(self._module)]
+        names = [(owner, name) for owner, name, _ in parameters_of(self.module)]
         weights = [
             _RepeatedWeight.apply(local(parameter), len(counts))
-            for *_, parameter in parameters_of(self._module)
+            for *_, parameter in parameters_of(self.module)
         ]
         num_experts = local_plan.num_experts
         ids, probs = local_plan.expert_ids.split(counts), local_plan.probs.split(counts)
@@ -155,7 +155,7 @@ class _OrderedForward:
             part_plan = RoutingPlan(ids[rank], probs[rank], *order, None, num_experts)
             of_rank = [weight[rank] for weight in weights]
             with substituted(dict(zip(names, of_rank, strict=True))):
-                outputs.append(type(self._module).forward(self._module, part, part_plan))
+                outputs.append(type(self.module).forward(self.module, part, part_plan))
         return moe_combine(torch.cat(outputs), handle)
 
 

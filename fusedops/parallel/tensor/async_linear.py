@@ -4,11 +4,11 @@ With a sharded sequence a column-parallel product waits for an all-gather and a 
 for a row-parallel product. Here each is cut into the blocks of the ranks: while a block is
 multiplied the next one arrives, or the previous one is sent.
 
-    all_gather_linear     own block first; block k arrives while block k - 1 is multiplied
+    all_gather_product    own block first; block k arrives while block k - 1 is multiplied
     linear_reduce_scatter the others' blocks first; each is sent while the next is multiplied
 
 The backward of each is the other, for the gradient of the input; the gradient of a weight is one
-product over all tokens, for which the blocks have arrived by then (``all_gather_linear`` saves its
+product over all tokens, for which the blocks have arrived by then (``all_gather_product`` saves its
 own block only, and gathers again). Rows of a product do not depend on other rows and sums over
 ranks are those of ``ordered_sum``, so bits and bytes sent are those of ``gather_from_sequence`` and
 ``scatter_to_sequence`` with an undivided product.
@@ -33,43 +33,23 @@ from fusedops.parallel.comm.collectives import Pending, computing
 _DIM = -2  # the sequence
 
 
-def all_gather_linear(
+def all_gather_product(
+    op: str,
     input: torch.Tensor,
-    weight: torch.Tensor,
     group: dist.ProcessGroup,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str = "identity",
+    *parameters: torch.Tensor | None,
+    activation: str,
 ) -> torch.Tensor:
-    """Compute ``fusedops.linear_act`` of the ranks' parts ``[..., s, H]`` of a sequence, joined.
+    """Compute a product of the ranks' parts ``[..., s, H]`` of a sequence, joined.
 
-    ``weight`` ``[f, H]`` and ``bias`` ``[f]`` are local. Returns ``[..., S, f]``, all tokens.
+    ``op`` is ``"linear_act"``, of a weight ``[f, H]`` and a bias ``[f]`` or ``None``, or
+    ``"linear_glu"``, of two weights. Parameters are local. Returns ``[..., S, f]``, all tokens.
 
     Raises:
         ValueError: a shape does not fit, or ``activation`` is unknown.
     """
-    checks.choice("all_gather_linear", "activation", activation, ACTIVATIONS)
-    return _GatherProduct.apply("linear_act", group, activation, *lowered(input, weight, bias))
-
-
-def all_gather_glu(
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    group: dist.ProcessGroup,
-    *,
-    activation: str = "silu",
-) -> torch.Tensor:
-    """Compute ``fusedops.linear_glu`` of the ranks' parts ``[..., s, H]`` of a sequence, joined.
-
-    The weights ``[f, H]`` are local. Returns ``[..., S, f]``, all tokens.
-
-    Raises:
-        ValueError: a shape does not fit, or ``activation`` is unknown.
-    """
-    checks.choice("all_gather_glu", "activation", activation, ACTIVATIONS)
-    tensors = lowered(input, gate_weight, up_weight)
-    return _GatherProduct.apply("linear_glu", group, activation, *tensors)
+    checks.choice("all_gather_product", "activation", activation, ACTIVATIONS)
+    return _GatherProduct.apply(op, group, activation, *lowered(input, *parameters))
 
 
 def linear_reduce_scatter(

@@ -40,45 +40,13 @@ from fusedops.nn import MLP, GatedMLP, LinearAct
 from fusedops.ops import linear_act, linear_glu, mlp
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Pending
-from fusedops.parallel.tensor.async_linear import (
-    all_gather_glu,
-    all_gather_linear,
-    linear_reduce_scatter,
-)
-
-
-def copy_to(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the replicated ``input``; its gradient is the sum of the ranks' gradients.
-
-    For an activation that enters the sharded features, and for a replicated parameter that is
-    applied to sharded activations.
-    """
-    return communicate("copy_to", input, group)
-
-
-def reduce_from(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of the ranks' ``input``; the gradient of each is the sum's."""
-    return communicate("reduce_from", input, group)
-
-
-def gather_from_sequence(
-    input: torch.Tensor, group: dist.ProcessGroup, dim: int = -2
-) -> torch.Tensor:
-    """Return the ranks' parts of a sequence joined; the gradient of a part is summed over ranks."""
-    return communicate("gather_from_sequence", input, group, dim)
-
-
-def scatter_to_sequence(
-    input: torch.Tensor, group: dist.ProcessGroup, dim: int = -2
-) -> torch.Tensor:
-    """Return this rank's part of the sum of the ranks' ``input``; gradients are joined."""
-    return communicate("scatter_to_sequence", input, group, dim)
+from fusedops.parallel.tensor.async_linear import all_gather_product, linear_reduce_scatter
 
 
 def communicate(
     name: str, input: torch.Tensor, group: dist.ProcessGroup, dim: int = -2
 ) -> torch.Tensor:
-    """Communicate ``input`` as ``name`` says, and its gradient as the transpose does."""
+    """Communicate ``input`` as the node of this name does, and its gradient in the backward."""
     return _Communicate.apply(name, input, group, dim) if group.size() > 1 else input
 
 
@@ -127,14 +95,14 @@ def to_tensor_parallel(
 
     Layers that read one input (query, key and value) share one call and its communication.
     """
-    return gather_from_sequence(input, group) if sequence else copy_to(input, group)
+    return communicate("gather_from_sequence" if sequence else "copy_to", input, group)
 
 
 def from_tensor_parallel(
     partial: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
 ) -> torch.Tensor:
     """Return the sum of the ranks' ``[B, S, H]``: ``[B, S, H]``, or scattered ``[B, s, H]``."""
-    return scatter_to_sequence(partial, group) if sequence else reduce_from(partial, group)
+    return communicate("scatter_to_sequence" if sequence else "reduce_from", partial, group)
 
 
 def distribute(
@@ -187,7 +155,8 @@ def replicated(
     With ``partial_grad`` each rank applies it to other tokens or features, so that gradients are
     summed. Otherwise all ranks have the sum.
     """
-    return copy_to(local(parameter), group) if partial_grad else local(parameter)
+    parameter = local(parameter)
+    return communicate("copy_to", parameter, group) if partial_grad else parameter
 
 
 class ParallelLayer(nn.Module):
@@ -323,7 +292,9 @@ class ColumnLinear(ParallelLayer):
         """Return this rank's outputs ``[B, S, f]`` of the full sequence."""
         weight, bias = self.cached("rows", lambda: [self._rows(self.weight), self._rows(self.bias)])
         if self.overlap and self.communicate:
-            return all_gather_linear(input, weight, self.group, bias, activation=self.activation)
+            return all_gather_product(
+                "linear_act", input, self.group, weight, bias, activation=self.activation
+            )
         if self.communicate:
             input = to_tensor_parallel(input, self.group, sequence=self.sequence)
         return linear_act(input, weight, bias, activation=self.activation)
@@ -432,8 +403,10 @@ class ParallelMLP(ParallelLayer):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape and sharding of ``input``."""
         if self.overlap:
-            w1, b1 = local(self.w1), local(self.b1)
-            hidden = all_gather_linear(input, w1, self.group, b1, activation=self.activation)
+            parameters = local(self.w1), local(self.b1)
+            hidden = all_gather_product(
+                "linear_act", input, self.group, *parameters, activation=self.activation
+            )
             return self.biased(linear_reduce_scatter(hidden, local(self.w2), self.group))
         x = to_tensor_parallel(input, self.group, sequence=self.sequence)
         return self.biased(self.reduce(self.product(self.inner(x))))
@@ -495,7 +468,9 @@ class ParallelGatedMLP(ParallelLayer):
         """Return a tensor of the shape and sharding of ``input``."""
         if self.overlap:
             weights = local(self.gate_proj.weight), local(self.up_proj.weight)
-            hidden = all_gather_glu(input, *weights, self.group, activation=self.activation)
+            hidden = all_gather_product(
+                "linear_glu", input, self.group, *weights, activation=self.activation
+            )
             return self.down_proj(hidden)
         return self.down_proj(
             self.inner(to_tensor_parallel(input, self.group, sequence=self.sequence))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,44 +38,26 @@ def allreduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     for owner, name, parameter in list(parameters_of(module)):
         setattr(owner, name, distribute("allreduce_gradients", name, parameter, mesh, None))
-    substitute_parameters(
-        module,
-        lambda parameters: replicated_parameters([local(p) for p in parameters], group),
+    module.forward = ParameterSubstitution(
+        module, lambda parameters: replicated_parameters([local(p) for p in parameters], group)
     )
 
 
-MakeTensors = Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
-
-
-def substitute_parameters(
-    module: nn.Module, make: MakeTensors, call: Callable[..., Any] | None = None
-) -> None:
-    """Let a module's forward read other tensors in place of its parameters.
-
-    ``torch.func.functional_call`` does not serve: it calls the module with its hooks, and this is
-    what such a call runs as ``forward``.
-
-    Args:
-        module: the module, whose ``forward`` is replaced.
-        make: returns the tensors for all of its parameters; called once per forward.
-        call: ``call(forward, *args, **kwargs)`` runs the module; the default calls ``forward``.
-    """
-    module.forward = ParameterSubstitution(module, make, call)
-
-
+@dataclass(eq=False)
 class ParameterSubstitution:
-    """The ``forward`` of a module with substituted parameters.
+    """A module's ``forward`` that reads other tensors in place of the module's parameters.
 
     It is an object and no closure, so that a copy of the module gets its own.
+    ``torch.func.functional_call`` does not serve: it calls the module with its hooks, and this is
+    what such a call runs as ``forward``.
     """
 
-    def __init__(
-        self, module: nn.Module, make: MakeTensors, call: Callable[..., Any] | None
-    ) -> None:
-        self.call = call
-        self._module = module
-        self._make = make
-        self._is_substituted = False
+    module: nn.Module
+    # Returns the tensors for all parameters; called once per forward.
+    make: Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
+    # ``call(forward, *args, **kwargs)`` runs the module; ``None`` calls ``forward``.
+    call: Callable[..., Any] | None = None
+    _is_substituted: bool = field(default=False, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -86,8 +69,8 @@ class ParameterSubstitution:
     @contextmanager
     def reuse_parameters(self) -> Iterator[None]:
         """Substitute the parameters once for all calls inside."""
-        parameters = list(parameters_of(self._module))
-        tensors = self._make([parameter for *_, parameter in parameters])
+        parameters = list(parameters_of(self.module))
+        tensors = self.make([parameter for *_, parameter in parameters])
         names = [(owner, name) for owner, name, _ in parameters]
         with substituted(dict(zip(names, tensors, strict=True))):
             self._is_substituted = True
@@ -98,7 +81,7 @@ class ParameterSubstitution:
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, inside of ``reuse_parameters``."""
-        return type(self._module).forward(self._module, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

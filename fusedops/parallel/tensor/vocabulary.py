@@ -70,7 +70,7 @@ def vocab_parallel_cross_entropy(
 
     ``hidden`` ``[..., hidden_size]`` and ``target`` ``[...]`` are the same on every rank; the
     gradient of ``hidden`` is this rank's part of a sum, so it is the result of
-    ``to_tensor_parallel`` or ``copy_to``. ``weight`` and ``bias`` are the rows in ``vocab_range``
+    ``to_tensor_parallel``. ``weight`` and ``bias`` are the rows in ``vocab_range``
     of this rank. Targets and ``vocab_size`` count all classes. The options are those of
     ``linear_cross_entropy``.
 
