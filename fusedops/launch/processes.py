@@ -32,7 +32,7 @@ from fusedops.parallel.comm import collectives
 # What the other processes get to end by themselves when one has ended badly after a signal: as
 # torchrun's.
 _GRACE_SECONDS = 30.0
-# Collectives that a process remembers, for the record that a fault leaves (``flight.py``).
+# Collectives that a process remembers, for the record that a fault leaves (``flight_record.py``).
 _REMEMBERED = 1000
 # A process gets one Ctrl-C twice, from its terminal and from its parent.
 _SAME_REQUEST_SECONDS = 2.0

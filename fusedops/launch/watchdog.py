@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -212,10 +213,9 @@ def find_stragglers(
 
 def _behind(records: Mapping[int, FlightRecord]) -> list[int]:
     """Return the ranks that began fewer collectives of a group than others of it."""
-    most: dict[str, int] = {}
+    most: Counter[str] = Counter()
     for record in records.values():
-        for name, number in record.groups.items():
-            most[name] = max(most.get(name, 0), number)
+        most |= Counter(record.groups)  # the larger of both numbers of each group
     return [
         rank
         for rank, record in sorted(records.items())

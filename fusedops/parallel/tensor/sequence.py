@@ -31,7 +31,7 @@ def replicated_parameters(
 ) -> list[torch.Tensor | None]:
     """Return replicated parameters, for a forward on sharded tokens or heads.
 
-    ``copy_to`` of each, with one all-reduce of all their gradients, summed in float32 at least.
+    As the node ``copy_to`` does, with one all-reduce of all gradients, summed in float32 at least.
     """
     present = [parameter for parameter in parameters if parameter is not None]
     if group.size() == 1 or not present:
