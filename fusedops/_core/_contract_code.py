@@ -93,10 +93,7 @@ class _Encoder:
         if isinstance(step, contract.Requirement):
             return self._expression(step.expression)
         if isinstance(step, contract.Range):
-            self.bounds += [
-                float("-inf") if step.low is None else step.low,
-                float("inf") if step.high is None else step.high,
-            ]
+            self.bounds += [step.low, step.high]
             return [step.argument, len(self.bounds) - 2, step.low_open, step.high_open]
         if isinstance(step, contract.Choice):
             words = [self._word(word) for word in step.words]
@@ -108,6 +105,7 @@ class _Encoder:
         ]
 
     def _tensor(self, rule: contract.TensorRule) -> list[int]:
+        assert rule.argument is not None
         binds = -1 if rule.binds is None else self._number("letter", rule.binds)
         code = [rule.argument, int(rule.optional), int(rule.dense), binds, len(rule.atoms)]
         for atom in rule.atoms:

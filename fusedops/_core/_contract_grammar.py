@@ -57,6 +57,7 @@ def programs(
     returns: Collection[str] = (),
     backward: Sequence[tuple[str, str]] | None = None,
     gradients: Gradients | None = None,
+    inputs: Collection[str] = (),
 ) -> tuple[Program, Program | None]:
     """Return the programs of an op and of its backward.
 
@@ -67,17 +68,19 @@ def programs(
         returns: names of the results, which have rules as well.
         backward: likewise, ``None`` without a backward.
         gradients: what the backward's mask needs.
+        inputs: names of the arguments whose gradients the backward returns.
 
     Raises:
         ValueError: a rule cannot be read, or an argument has none.
     """
     builder = _Builder(op, forward, rules, returns)
-    first = Program(op, tuple(forward), builder.steps(forward, backward=False))
+    steps = builder.steps(forward, backward=False)
+    first = Program(op, tuple(forward), steps, builder.results(returns))
     if backward is None:
         return first, None
     assert gradients is not None
     steps = (gradients, *builder.steps(backward, backward=True))
-    return first, Program(f"{op}_backward", tuple(backward), steps)
+    return first, Program(f"{op}_backward", tuple(backward), steps, builder.results(inputs))
 
 
 class _Builder:
@@ -121,6 +124,11 @@ class _Builder:
             steps.insert(of_elements[0][0], elements)
         return tuple(step for step in steps if step is not None)
 
+    def results(self, names: Collection[str]) -> tuple[TensorRule, ...]:
+        """Return what results must be, by the rules of these names; call ``steps`` before."""
+        rules = dict(self.rules)
+        return tuple(self._tensor(name, False, str(rules[name])) for name in names)
+
     def _name(self, name: str, rule: str) -> Step | None:
         expression = self._expression(rule)
         if expression is None:
@@ -153,7 +161,7 @@ class _Builder:
         if after.strip() not in ("", "dense"):
             raise ValueError(f"contract of {self.op}: cannot read {after.strip()!r} of {name}")
         return TensorRule(
-            self.places[name],
+            self.places.get(name),
             name,
             optional,
             binds or None,
@@ -184,8 +192,8 @@ class _Builder:
         return Range(
             place,
             name,
-            None if low is None else float(low),
-            None if high is None else float(high),
+            float(low or "-inf"),
+            float(high or "inf"),
             low_sign == "<",
             high_sign == "<",
             rule,

@@ -15,7 +15,8 @@ rules, ``_contract_code.py`` encodes them for C++.
     }
 
 Keys are names of arguments and results; a result's rule holds for it, and for its gradient, where
-the backward receives them. Rules are read in order. Of a tensor: dtype, then shape.
+the backward receives them. A result of one dtype and one shape needs no fake kernel of its own: its
+rule makes the empty tensor. Rules are read in order. Of a tensor: dtype, then shape.
 
 | dtype | means |
 |---|---|
@@ -52,9 +53,8 @@ depend on a tensor that is not given are skipped.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,7 @@ class SizeRule:
 class TensorRule:
     """What one tensor must be."""
 
-    argument: int
+    argument: int | None  # ``None`` for a result that is no argument
     name: str
     optional: bool
     binds: str | None  # the letter that its dtype gets
@@ -147,12 +147,12 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a float; ``None`` is none. A NaN is never inside."""
+    """Bounds of a float, possibly infinite. A NaN is never inside."""
 
     argument: int
     name: str
-    low: float | None
-    high: float | None
+    low: float
+    high: float
     low_open: bool
     high_open: bool
     text: str
@@ -191,7 +191,7 @@ Step = TensorRule | Definition | Requirement | Range | Choice | Gradients | Elem
 
 
 @dataclass
-class _Known:
+class Known:
     """Sizes, lists and dtypes that the arguments checked so far have bound."""
 
     args: Sequence[Any]
@@ -213,9 +213,11 @@ class Program:
     op: str  # for messages
     arguments: tuple[tuple[str, str], ...]  # kind and name of each argument, as the schema has them
     steps: tuple[Step, ...]  # what is looked at, in order
+    results: tuple[TensorRule, ...] = ()
 
-    def check(self, args: Sequence[Any]) -> None:
-        known = _Known(args)
+    def check(self, args: Sequence[Any]) -> Known:
+        """Raise unless the arguments fit; return what they say of sizes and dtypes."""
+        known = Known(args)
         self._check_devices(args)
         for (kind, name), value in zip(self.arguments, args, strict=True):
             if kind == "ScalarType":
@@ -225,6 +227,49 @@ class Program:
                 known.lists[name] = tuple(value)
         for step in self.steps:
             _CHECKS[type(step)](self, step, known)
+        return known
+
+    def empty_results(
+        self,
+        known: Known,
+        requested: Sequence[bool] | None,
+        layouts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    ) -> list[torch.Tensor | None]:
+        """Return empty results, as the rules describe them.
+
+        A gradient whose input is an argument has its dtype and shape.
+
+        Args:
+            known: what ``check`` returned.
+            requested: which results are made, by default all.
+            layouts: result -> makes the empty tensor from the argument of its name.
+        """
+        args = known.args
+        _, like = next(self._tensors(args))
+        results: list[torch.Tensor | None] = []
+        for i, rule in enumerate(self.results):
+            given = None if rule.argument is None else args[rule.argument]
+            if requested is not None and not requested[i]:
+                results.append(None)
+            elif given is None:
+                results.append(self._empty(rule, known, like))
+            else:
+                layout = layouts.get(rule.name)
+                results.append(given.new_empty(given.shape) if layout is None else layout(given))
+        return results
+
+    def _empty(self, rule: TensorRule, known: Known, like: torch.Tensor) -> torch.Tensor:
+        allowed = self._allowed(rule, known)
+        if len(allowed) != 1 or len(rule.shapes) != 1:
+            what = f"{rule.name} has several dtypes or shapes: give a fake"
+            raise ValueError(f"contract of {self.op}: {what}")
+        sizes: list[Any] = []
+        for size in rule.shapes[0]:
+            if size.is_list:
+                sizes += known.lists[size.expression]
+            else:
+                sizes.append(_value(size.expression, known))
+        return like.new_empty(sizes, dtype=allowed[0])
 
     def _check_devices(self, args: Sequence[Any]) -> None:
         owner = device = None
@@ -251,7 +296,8 @@ class Program:
         if value not in FLOATS:
             raise TypeError(f"{self.op}: {name} must be a floating dtype, got {value}")
 
-    def _check_tensor(self, rule: TensorRule, known: _Known) -> None:
+    def _check_tensor(self, rule: TensorRule, known: Known) -> None:
+        assert rule.argument is not None
         value, name = known.args[rule.argument], rule.name + known.place
         if value is None:
             if not rule.optional:
@@ -271,7 +317,7 @@ class Program:
         if rule.dense:
             self._check_layout(name, value, known)
 
-    def _check_layout(self, name: str, value: torch.Tensor, known: _Known) -> None:
+    def _check_layout(self, name: str, value: torch.Tensor, known: Known) -> None:
         first = known.layout = value if known.layout is None else known.layout
         if value.is_contiguous() and first.is_contiguous():
             return
@@ -279,7 +325,7 @@ class Program:
             expected = f"without gaps and of strides {list(first.stride())}"
             checks.fail(self.op, name, expected, f"strides {list(value.stride())}")
 
-    def _check_elements(self, step: Elements, known: _Known) -> None:
+    def _check_elements(self, step: Elements, known: Known) -> None:
         counts = [len(known.args[argument]) for argument, _, _ in step.lists]
         first = step.lists[0][1]
         for (_, name, may_be_empty), count in zip(step.lists, counts, strict=True):
@@ -292,17 +338,17 @@ class Program:
             for argument, *_ in step.lists:
                 row[argument] = known.args[argument][number] if known.args[argument] else None
             sizes = {**known.sizes, "number": number}
-            element = _Known(row, sizes, dict(known.lists), dict(known.letters), f"[{number}]")
+            element = Known(row, sizes, dict(known.lists), dict(known.letters), f"[{number}]")
             for inner in step.steps:
                 _CHECKS[type(inner)](self, inner, element)
 
     @staticmethod
-    def _allowed(rule: TensorRule, known: _Known) -> list[torch.dtype]:
+    def _allowed(rule: TensorRule, known: Known) -> list[torch.dtype]:
         if rule.binds is not None and rule.binds in known.letters:
             return [known.letters[rule.binds]]
         return [dtype for atom in rule.atoms for dtype in atom.allowed(known.letters)]
 
-    def _define(self, step: Definition, known: _Known) -> None:
+    def _define(self, step: Definition, known: Known) -> None:
         try:
             if step.expression[0] == "broadcast":
                 pair = [known.lists.get(name) for name in step.expression[1:]]
@@ -319,7 +365,7 @@ class Program:
             checks.fail(self.op, name, f"sizes that broadcast with {list(first)}", list(second))
         return wide
 
-    def _require(self, step: Requirement, known: _Known) -> None:
+    def _require(self, step: Requirement, known: Known) -> None:
         try:
             holds = _holds(_value(step.expression, known))
         except _UnknownError:
@@ -334,19 +380,17 @@ class Program:
             values = (_shown(word, given[word]) for word in _names(step) if word in given)
             checks.fail(self.op, step.name, f"such that {step.text}", ", ".join(values))
 
-    def _check_range(self, step: Range, known: _Known) -> None:
+    def _check_range(self, step: Range, known: Known) -> None:
         value = known.args[step.argument]
-        low = -math.inf if step.low is None else step.low
-        high = math.inf if step.high is None else step.high
-        above = low < value if step.low_open else low <= value
-        below = value < high if step.high_open else value <= high
+        above = step.low < value if step.low_open else step.low <= value
+        below = value < step.high if step.high_open else value <= step.high
         if not (above and below):
             checks.fail(self.op, step.name, f"a number such that {step.text}", value)
 
-    def _check_choice(self, step: Choice, known: _Known) -> None:
+    def _check_choice(self, step: Choice, known: Known) -> None:
         checks.choice(self.op, step.name, known.args[step.argument], step.words)
 
-    def _check_gradients(self, step: Gradients, known: _Known) -> None:
+    def _check_gradients(self, step: Gradients, known: Known) -> None:
         names = [name for _, name in self.arguments]
         if all(known.args[index] is None for index in step.incoming):
             expected = " or ".join(names[index] for index in step.incoming)
@@ -406,7 +450,7 @@ def _fits(sizes: Sequence[Any], others: Sequence[Any], broadcast: bool = True) -
     )
 
 
-def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: _Known) -> bool:
+def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: Known) -> bool:
     """Return whether a shape matches ``sizes``; if so, bind the names that it defines."""
     bound, lists = dict(known.sizes), dict(known.lists)
     open_ended = [rule.is_list and (rule.shorter or rule.expression not in lists) for rule in sizes]
@@ -438,7 +482,7 @@ def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: _Known) -> 
             bound[rule.expression[1]] = size
             continue
         try:
-            value = _value(rule.expression, _Known(known.args, bound, lists))
+            value = _value(rule.expression, Known(known.args, bound, lists))
         except _UnknownError:
             continue
         except IndexError:
@@ -449,7 +493,7 @@ def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: _Known) -> 
     return True
 
 
-def _value(expression: Expression, known: _Known) -> Any:
+def _value(expression: Expression, known: Known) -> Any:
     if not isinstance(expression, tuple):
         return expression
     kind, *operands = expression
@@ -496,7 +540,7 @@ _COMPUTE: dict[str, Any] = {
 }
 
 
-def _rendered(sizes: tuple[SizeRule, ...], known: _Known) -> str:
+def _rendered(sizes: tuple[SizeRule, ...], known: Known) -> str:
     """Return a shape for a message: numbers where they are known."""
     parts = []
     for rule in sizes:

@@ -23,7 +23,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,12 @@ class Gradient:
             (or ``None``) per differentiable output, what was saved, the non-tensor arguments in
             schema order, and ``output_mask``; it returns a tensor or ``None`` per differentiable
             input. Saved *outputs* must not be used as constants: it is also the double backward.
-        fake: returns empty tensors. It receives those of the same arguments that it names.
+        fake: returns empty tensors. It receives those of the same arguments that it names. By
+            default each gradient that is asked for has the dtype and shape of its input.
+        layouts: input -> makes its empty gradient from it, where that is not contiguous.
+        computed: returns which gradients the backward computes, by default those of
+            ``output_mask``. It receives those of the same arguments that it names; in DTensor rules
+            specs stand for the tensors.
         same: differentiable input -> another one, or ``"grad_<output>"``. Where the backward
             returns ``None`` for an input that was asked for, its gradient is that of the other
             input, or that incoming gradient, unchanged. An op must not return one tensor twice or
@@ -70,7 +75,9 @@ class Gradient:
     outputs: tuple[str, ...]
     saves: tuple[str, ...]
     reference: Callable[..., Any]
-    fake: Callable[..., Any]
+    fake: Callable[..., Any] | None = None
+    layouts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    computed: Callable[..., Sequence[bool]] | None = None
     same: Mapping[str, str] = field(default_factory=dict)
     saved_for: Mapping[str, str] = field(default_factory=dict)
 
@@ -103,7 +110,7 @@ def define_op(
     *,
     contract: Rules,
     reference: Callable[..., Any],
-    fake: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
     gradient: Gradient | None = None,
     autocast: str = "keep",
     triton: str | None = None,
@@ -123,13 +130,14 @@ def define_op(
             Every call is checked against it, before kernels and fakes run.
         reference: eager torch, the specification; also the backend ``"torch"``.
         fake: returns empty tensors of the right shapes, dtypes and strides. It receives the
-            arguments that it names, and so do ``gradient.fake`` and the DTensor rules.
+            arguments that it names, and so do ``gradient.fake`` and the DTensor rules. By default
+            the results are contiguous and as the contract describes them.
         gradient: how it is differentiated; ``None`` for an op without gradient.
         autocast: a word of ``dtypes.AUTOCAST_RULES``.
         triton: import path of the module with ``forward`` and ``backward``; ``supports`` and
             ``supports_backward``, if it has them, return why they cannot run, or ``None``.
         shard: DTensor rule of the forward, see ``sharding.Rule``.
-        shard_backward: DTensor rule of the backward.
+        shard_backward: DTensor rule of the backward; by default that of the forward, transposed.
         part_of: name of the op whose public function calls this one: it has no spec of its own.
         check: takes the op's arguments and raises for those that do not fit, in the words of the
             public function. For ops of which small calls matter: the compiled kernels then refuse
@@ -145,9 +153,8 @@ def define_op(
     if gradient is not None:
         _check_names(name, parsed, gradient)
     programs = _programs(name, parsed, gradient, contract)
-    arguments = [argument for _, argument in parsed.arguments]
-    fake = _after(programs[0].check, _selecting(name, fake, arguments), packed=True)
-    op = _define(name, schema, fake if check is None else _after(check, fake))
+    checked_fake = _checked_fake(programs[0], fake)
+    op = _define(name, schema, checked_fake if check is None else _after(check, checked_fake))
     native = extension.cpu_library() is None
     derivative = gradient.reference if gradient else None
     kernels = backends.Kernels(name, reference, derivative, triton, part_of, check, programs)
@@ -157,11 +164,7 @@ def define_op(
         assert programs[1] is not None
         backward_name = f"{name}_backward"
         backward_schema = _backward_schema(parsed, gradient)
-        backward_arguments = [argument for _, argument in _backward_arguments(parsed, gradient)]
-        backward_fake = _selecting(backward_name, gradient.fake, backward_arguments)
-        _define(
-            backward_name, backward_schema, _after(programs[1].check, backward_fake, packed=True)
-        )
+        _define(backward_name, backward_schema, _checked_fake(programs[1], gradient.fake, gradient))
         _route(name, programs[1], native=native, schema=backward_schema)
         _LIBRARY.define(f"{backward_name}_composite{backward_schema}")
         _LIBRARY.impl(f"{backward_name}_composite", gradient.reference, "CompositeImplicitAutograd")
@@ -169,13 +172,14 @@ def define_op(
             _differentiate_native(name, parsed, gradient)
         else:
             _differentiate_python(name, parsed, gradient)
-        if shard_backward is not None:
-            rule = _selecting(backward_name, shard_backward, backward_arguments)
-            sharding.register(getattr(torch.ops.fusedops, backward_name).default, rule)
+        if shard is not None:
+            rule = shard_backward or _transposed_rule(programs[1], shard, parsed, gradient)
+            backward_op = getattr(torch.ops.fusedops, backward_name).default
+            sharding.register(backward_op, _complete_rule(programs[1], rule, gradient))
     if autocast != "keep":
         _autocast(name, autocast, native)
     if shard is not None:
-        sharding.register(op, _selecting(name, shard, arguments))
+        sharding.register(op, _complete_rule(programs[0], shard))
     return op if check is None else _explaining(op, check)
 
 
@@ -230,24 +234,97 @@ def define_exchange(
     return op
 
 
-def _selecting(op: str, function: Callable[..., Any], arguments: list[str]) -> Callable[..., Any]:
+def _selecting(program: Program, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of all arguments of an op that gives ``function`` those that it names."""
     parameters = inspect.signature(function).parameters
+    arguments = [argument for _, argument in program.arguments]
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
         return function
     for name in parameters:
-        checks.choice(f"define_op({op!r})", f"argument of {function.__name__}", name, arguments)
+        owner = f"define_op({program.op!r})"
+        checks.choice(owner, f"argument of {function.__name__}", name, arguments)
     positions = [arguments.index(name) for name in parameters]
     return lambda *args: function(*(args[position] for position in positions))
 
 
-def _after(
-    check: Callable[..., None], function: Callable[..., Any], *, packed: bool = False
+def _checked_fake(
+    program: Program, fake: Callable[..., Any] | None, gradient: Gradient | None = None
 ) -> Callable[..., Any]:
-    """Return ``function`` that calls ``check`` first, ``packed``: with one tuple of arguments."""
+    """Return the fake kernel of an op, or of the backward of ``gradient``: it checks arguments."""
+    selected = None if fake is None else _selecting(program, fake)
+    computed = None if gradient is None else _computed(program, gradient)
+    layouts = {} if gradient is None else gradient.layouts
 
     def checked(*args: Any) -> Any:
-        check(args) if packed else check(*args)
+        known = program.check(args)
+        if selected is not None:
+            return selected(*args)
+        requested = None if computed is None else computed(*args)
+        results = program.empty_results(known, requested, layouts)
+        return tuple(results) if len(results) > 1 else next(iter(results), None)
+
+    return checked
+
+
+def _computed(program: Program, gradient: Gradient) -> Callable[..., Sequence[bool]]:
+    """Return a function of all arguments of a backward that says which gradients it computes."""
+
+    def output_mask(*args: Any) -> Sequence[bool]:
+        return args[-1]
+
+    return _selecting(program, gradient.computed or output_mask)
+
+
+def _complete_rule(
+    program: Program, rule: sharding.Rule, gradient: Gradient | None = None
+) -> sharding.CompleteRule:
+    """Return the rule of all arguments of an op, or of the backward of ``gradient``."""
+    selected = _selecting(program, rule)
+    computed = None if gradient is None else _computed(program, gradient)
+    tensors = [i for i, (kind, _) in enumerate(program.arguments) if kind.startswith("Tensor")]
+
+    def complete(*args: Any) -> list[sharding.Sharding]:
+        shardings: list[sharding.Sharding] = []
+        for outputs, inputs in selected(*args):
+            placements: list[sharding.Placement] = [None] * len(args)
+            for place, placement in zip(tensors, inputs, strict=True):
+                placements[place] = None if args[place] is None else placement
+            if computed is not None:
+                pairs = zip(outputs, computed(*args), strict=True)
+                outputs = [placement if on else None for placement, on in pairs]
+            shardings.append((outputs, placements))
+        return shardings
+
+    return complete
+
+
+def _transposed_rule(
+    backward: Program, rule: sharding.Rule, schema: _Schema, gradient: Gradient
+) -> sharding.Rule:
+    """Return the rule of the backward of an op whose own is ``rule``."""
+    selected = _selecting(backward, rule)
+    returns = [result for _, result in schema.returns]
+    tensors = [name for kind, name in backward.arguments if kind.startswith("Tensor")]
+
+    def transposed(*args: Any) -> list[sharding.Sharding]:
+        shardings = []
+        for outputs, inputs in selected(*args):
+            placed = dict(zip([*schema.tensors, *returns], [*inputs, *outputs], strict=True))
+            for output in gradient.outputs:
+                placed[f"grad_{output}"] = sharding.of_gradient(placed[output], sharded=False)
+            sharded = any(placement != sharding.REPLICATE for placement in outputs)
+            gradients = [sharding.of_gradient(placed[name], sharded) for name in gradient.inputs]
+            shardings.append((gradients, [placed[name] for name in tensors]))
+        return shardings
+
+    return transposed
+
+
+def _after(check: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` that calls ``check`` first."""
+
+    def checked(*args: Any) -> Any:
+        check(*args)
         return function(*args)
 
     return checked
@@ -312,7 +389,13 @@ def _programs(
         needs=tuple((i, places[argument]) for i, argument in needs),
     )
     return _contract_grammar.programs(
-        name, schema.arguments, rules, returns=returns, backward=backward, gradients=step
+        name,
+        schema.arguments,
+        rules,
+        returns=returns,
+        backward=backward,
+        gradients=step,
+        inputs=gradient.inputs,
     )
 
 

@@ -7,56 +7,44 @@ before), because that import costs about a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fusedops._core import imports
 
-# rule(*schema_args) -> [(output placements, input placements)], one placement per tensor output
-# and one per argument (None for what is not a tensor). Written with the words of this module:
-# an int shards that dim, "replicate", or "partial" (a sum over ranks).
+# rule(arguments that it names) -> [(output placements, input placements)], one placement per output
+# and one per argument of the schema that is a tensor, whether or not it is given or asked for.
+# Written with the words of this module: an int shards that dim, "replicate", or "partial" (a sum
+# over ranks); None for a gradient that is not computed.
 Placement = int | str | None
-Sharding = tuple[list[Placement], list[Placement]]
-Rule = Callable[..., Sequence[tuple[Sequence[Placement], Sequence[Placement]]]]
+Sharding = tuple[Sequence[Placement], Sequence[Placement]]
+Rule = Callable[..., Sequence[Sharding]]
+# The same with one placement per argument, None for one that is absent or no tensor.
+CompleteRule = Callable[..., Sequence[Sharding]]
 
 REPLICATE = "replicate"
 PARTIAL = "partial"
 
-# Only in ``row_shardings``: the dim that is sharded, and a sum over it.
-ROW = "row"
-ROW_SUM = "row sum"
-
-_WAITING: list[tuple[Any, Rule]] = []
+_WAITING: list[tuple[Any, CompleteRule]] = []
 
 
-def where(present: Iterable[Any], placements: Sequence[Placement]) -> list[Placement]:
-    """Return the placements, ``None`` for a result not asked for or an argument that is absent.
+def meta(tensor: Any) -> Any:
+    """Return a tensor, or in a rule what has the shape and dtype of the one that a spec is of."""
+    return getattr(tensor, "tensor_meta", tensor)
 
-    A flag that is ``False`` says so, and a tensor that is ``None``.
+
+def of_gradient(placement: Placement, sharded: bool) -> Placement:
+    """Return the placement of the gradient of a tensor, ``sharded``: of an op with sharded results.
+
+    What all ranks of a sharded op read gets a part of its gradient from each. The gradient of a sum
+    over ranks is that of each summand.
     """
-    return [
-        None if value is None or value is False else placement
-        for value, placement in zip(present, placements, strict=True)
-    ]
+    if placement == PARTIAL:
+        return REPLICATE
+    return PARTIAL if placement == REPLICATE and sharded else placement
 
 
-def row_shardings(
-    dims: Iterable[Placement], outputs: Sequence[Placement], inputs: Sequence[Placement]
-) -> list[Sharding]:
-    """Return one sharding per dim of ``dims``, written for the placements ``ROW`` and ``ROW_SUM``.
-
-    Where the rows are replicated, so is the sum.
-    """
-
-    def placed(placements: Sequence[Placement], dim: Placement) -> list[Placement]:
-        row_sum = REPLICATE if dim == REPLICATE else PARTIAL
-        meaning: dict[Placement, Placement] = {ROW: dim, ROW_SUM: row_sum}
-        return [meaning.get(word, word) for word in placements]
-
-    return [(placed(outputs, dim), placed(inputs, dim)) for dim in dims]
-
-
-def register(op: Any, rule: Rule) -> None:
+def register(op: Any, rule: CompleteRule) -> None:
     """Register ``rule`` for the overload ``op`` with DTensor, now or when DTensor is imported."""
     _WAITING.append((op, rule))
     imports.after("torch.distributed.tensor", flush)
@@ -73,7 +61,7 @@ def flush() -> None:
         register_sharding(op)(_translated(rule))
 
 
-def _translated(rule: Rule) -> Callable[..., Any]:
+def _translated(rule: CompleteRule) -> Callable[..., Any]:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def placement(word: Placement) -> Any:

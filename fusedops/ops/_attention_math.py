@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, dtypes, philox
+from fusedops._core.sharding import REPLICATE, Placement
 from fusedops._core.tracing import is_traced, plain_size
 
 
@@ -314,9 +315,24 @@ def heads_inside(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def new_heads_inside(like: torch.Tensor, batch: Any, heads: Any, rows: Any, size: Any) -> Any:
+def new_heads_inside(
+    like: torch.Tensor, batch: int, heads: int, rows: int, size: int
+) -> torch.Tensor:
     """Return an empty tensor of the layout of ``heads_inside``."""
     return like.new_empty(batch, rows, heads, size).transpose(1, 2)
+
+
+def empty_heads_inside(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of the shape of ``tensor``, laid out as ``heads_inside`` does."""
+    batch, heads, rows, size = tensor.shape
+    return new_heads_inside(tensor, batch, heads, rows, size)
+
+
+def option_placements(word: Placement, alibi_slopes: Any) -> list[Placement]:
+    """Return those of slopes and sinks where the batch (0) or the heads (1) are sharded."""
+    of_heads: Placement = 0 if word == 1 else REPLICATE
+    per_sequence = alibi_slopes is not None and len(alibi_slopes.shape) == 2
+    return [word if per_sequence else of_heads, of_heads]
 
 
 def check_heads(op: str, names: tuple[str, str], query_heads: int, key_heads: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import gradient, value
-from fusedops._core.sharding import REPLICATE, ROW, Sharding, row_shardings, where
+from fusedops._core.sharding import REPLICATE, Sharding
 
 
 def check(op: str, gate: Any, up: Any) -> None:
@@ -27,11 +27,6 @@ def forward(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
     """Return the result in torch operations: the specification of the forward."""
     wide = dtypes.statistics_dtype(gate.dtype)
     return (value(gate.to(wide), act) * up.to(wide)).to(gate.dtype).contiguous()
-
-
-def forward_fake(gate: torch.Tensor) -> torch.Tensor:
-    """Return an empty result."""
-    return gate.new_empty(gate.shape)
 
 
 def backward(
@@ -52,22 +47,6 @@ def backward(
     return grad_gate, grad_up
 
 
-def backward_fake(
-    gate: torch.Tensor, output_mask: Sequence[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return empty gradients."""
-    grad_gate, grad_up = (gate.new_empty(gate.shape) if needed else None for needed in output_mask)
-    return grad_gate, grad_up
-
-
-def shard(gate: Any, others: int) -> list[Sharding]:
-    """Elements are independent: any dim may be sharded. ``others`` arguments are no tensors."""
-    inputs = [ROW, ROW, *[None] * others]
-    return row_shardings((REPLICATE, *range(gate.ndim)), [ROW], inputs)
-
-
-def shard_backward(gate: Any, output_mask: Sequence[bool], others: int) -> list[Sharding]:
-    """The same of the backward; ``others`` counts ``output_mask`` too."""
-    inputs = [ROW, ROW, ROW, *[None] * others]
-    outputs = where(output_mask, [ROW, ROW])
-    return row_shardings((REPLICATE, *range(gate.ndim)), outputs, inputs)
+def shard(gate: Any) -> list[Sharding]:
+    """Elements are independent: any dim may be sharded."""
+    return [([dim], [dim, dim]) for dim in (REPLICATE, *range(gate.ndim))]

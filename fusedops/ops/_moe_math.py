@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, dtypes
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.ops._routing_plan import RoutingPlan, check_plan
 
 
@@ -113,3 +114,9 @@ def _kept_only(probs: torch.Tensor, positions: torch.Tensor, offsets: torch.Tens
     """Return the weights, 0 for a dropped slot whatever stands there."""
     kept = kept_slots(positions, offsets)
     return torch.where(kept, probs, probs.new_zeros(()))
+
+
+def shard_columns() -> list[Sharding]:
+    """Shard the columns of a linear op, which are independent; rows need the unsharded plan."""
+    words: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
+    return [([word], [word, REPLICATE, REPLICATE]) for word in words]

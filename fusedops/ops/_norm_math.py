@@ -156,7 +156,7 @@ def affine(
     return values if bias is None else values + bias.to(values.dtype)
 
 
-def input_gradient(
+def _input_gradient(
     grad: torch.Tensor,
     normalized: Normalized,
     weight: torch.Tensor | None,
@@ -173,19 +173,46 @@ def input_gradient(
     return (scaled - across - normalized.values * along) * normalized.rstd
 
 
-def sum_rows(values: torch.Tensor, normalized_shape: Sequence[int]) -> torch.Tensor:
+def norm_gradients(
+    grad_normed: torch.Tensor,
+    normalized: Normalized,
+    weight: torch.Tensor | None,
+    normalized_shape: Sequence[int],
+    parameter: torch.dtype,
+    requested: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Return the gradients of the rows, not rounded, and of weight and bias, if asked for.
+
+    Args:
+        grad_normed: of the result.
+        normalized: the rows.
+        weight: their factor.
+        normalized_shape: sizes of a row.
+        parameter: dtype of the gradients of weight and bias.
+        requested: a flag for each of two gradients, or of three where there is a bias.
+    """
+    grad = grad_normed.to(normalized.values.dtype)
+    gradients: list[torch.Tensor | None] = [None] * len(requested)
+    if requested[0]:
+        gradients[0] = _input_gradient(grad, normalized, weight, normalized_shape)
+    if requested[1]:
+        gradients[1] = _sum_rows(grad * normalized.values, normalized_shape).to(parameter)
+    if any(requested[2:]):
+        gradients[2] = _sum_rows(grad, normalized_shape).to(parameter)
+    return gradients
+
+
+def _sum_rows(values: torch.Tensor, normalized_shape: Sequence[int]) -> torch.Tensor:
     """Return the sum over the leading dims: a parameter's gradient."""
     dims = tuple(range(values.dim() - len(normalized_shape)))
     return values.sum(dims) if dims else values.clone()
 
 
-def row_placements(input: Any, normalized_shape: Sequence[int]) -> list[Placement]:
-    """Return the shardings of ``input``: rows are independent, a row is not sharded."""
-    return [REPLICATE, *range(input.ndim - len(normalized_shape))]
-
-
-def counted_row_placements(
-    input: Any, normalized_shape: Sequence[int], seed: Any
+def row_placements(
+    input: Any, normalized_shape: Sequence[int], seed: Any = None
 ) -> list[Placement]:
-    """Return the same where dropout, with a seed, counts elements from the tensor's beginning."""
-    return row_placements(input, normalized_shape) if seed is None else [REPLICATE]
+    """Return the shardings of ``input``: rows are independent, a row is not sharded.
+
+    Nothing is sharded where dropout, with a seed, counts elements from the tensor's beginning.
+    """
+    return [REPLICATE, *(range(input.ndim - len(normalized_shape)) if seed is None else ())]

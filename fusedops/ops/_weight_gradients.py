@@ -1,4 +1,4 @@
-"""Gradients of stacks of weights: how they lie in memory, and the sum of those of several calls.
+"""Gradients of stacks of weights: the sum of what several calls give.
 
 Autograd adds what a weight gets from several calls in the weight's dtype: in half precision each
 gradient is rounded, and each sum of two again. Inside of ``summed`` grouped_mm and moe_mlp read
@@ -20,22 +20,9 @@ import torch
 from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from fusedops._core import dtypes
-from fusedops.ops.linear_act import wants_gradient
+from fusedops.ops.linear_act import empty_gradient, wants_gradient
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def is_stack_transposed(stack: torch.Tensor) -> bool:
-    """Return whether the matrices are transposed views of dense ones: so is the gradient then."""
-    return not stack.is_contiguous() and stack.mT.is_contiguous()
-
-
-def empty_stack_gradient(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return an empty tensor in the layout that the gradient of ``weight`` has."""
-    groups, rows, columns = weight.shape
-    if is_stack_transposed(weight):
-        return weight.new_empty((groups, columns, rows), dtype=dtype).mT
-    return weight.new_empty((groups, rows, columns), dtype=dtype)
 
 
 class GradientSum:
@@ -253,7 +240,7 @@ class _Anchor(torch.autograd.Function):
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     wide = dtypes.statistics_dtype(parameter.dtype)
     if parameter.dim() == 3:
-        return empty_stack_gradient(parameter, wide).zero_()
+        return empty_gradient(parameter, wide).zero_()
     return parameter.new_zeros(parameter.shape, dtype=wide)
 
 

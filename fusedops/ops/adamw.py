@@ -280,10 +280,6 @@ def _store(to: torch.Tensor, value: torch.Tensor, words: torch.Tensor | None, sh
     to.copy_(torch.where(value.isnan(), value, rounded.view(torch.float32)))
 
 
-def _fake(*args: object) -> None:
-    return None
-
-
 _OP = define_op(
     "adamw",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
@@ -308,7 +304,6 @@ _OP = define_op(
         "pitch": "each (draws[4 * number + 3] if len(draws) > 0 else 1) >= 0",
     },
     reference=_reference,
-    fake=_fake,
     triton="fusedops.kernels.adamw",
     part_of="optim",
 )

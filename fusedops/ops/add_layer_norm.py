@@ -15,21 +15,19 @@ from typing import Any
 
 import torch
 
-from fusedops._core import dtypes, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, ROW, ROW_SUM, Sharding, row_shardings, where
+from fusedops._core.sharding import REPLICATE, Sharding
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math, _residual
 from fusedops.ops._norm_math import (
     affine,
-    counted_row_placements,
     in_float32,
-    input_gradient,
+    norm_gradients,
     normalize,
+    row_placements,
     rows,
-    sum_rows,
 )
-from fusedops.ops._residual import needed_gradients
+from fusedops.ops._residual import computed_gradients
 
 
 def add_layer_norm(
@@ -122,53 +120,23 @@ def _reference(
     dropout_p: float,
     input_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    accumulation = dtypes.statistics_dtype(residual.dtype)
-    added = philox.dropout(input.to(accumulation), seed, dropout_p)
-    summed = (residual.to(accumulation) + added).to(residual.dtype).contiguous()
+    summed = _residual.add(input, residual, seed, dropout_p)
     normalized = normalize(summed, normalized_shape, eps)
     normed = affine(normalized.values, weight, bias).to(summed.dtype)
     leading = rows(summed, normalized_shape)
     return normed, summed, normalized.mean.reshape(leading), normalized.rstd.reshape(leading)
 
 
-def _fake(
-    residual: torch.Tensor, normalized_shape: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    leading = rows(residual, normalized_shape)
-    statistics = dtypes.statistics_dtype(residual.dtype)
-    return (
-        residual.new_empty(residual.shape),
-        residual.new_empty(residual.shape),
-        residual.new_empty(leading, dtype=statistics),
-        residual.new_empty(leading, dtype=statistics),
-    )
-
-
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_normed, grad_summed, summed, weight, _, _, seed = args[:7]
-    normalized_shape, eps, dropout_p, input_dtype, output_mask = args[7:]
-    # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
-    accumulation = dtypes.statistics_dtype(summed.dtype)
-    needed = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
-    total = torch.zeros_like(summed, dtype=accumulation)
-    grad_input = grad_residual = grad_weight = grad_bias = None
-    if grad_normed is not None:
-        grad = grad_normed.to(accumulation)
+    normalized_shape, eps, *numbers = args[7:]
+
+    def of_norm(grad: torch.Tensor, requested: Sequence[bool]) -> list[torch.Tensor | None]:
         normalized = normalize(summed, normalized_shape, eps)
         parameter = summed.dtype if weight is None else weight.dtype
-        if needed[0] or needed[1]:
-            total = input_gradient(grad, normalized, weight, normalized_shape)
-        if needed[2]:
-            grad_weight = sum_rows(grad * normalized.values, normalized_shape).to(parameter)
-        if needed[3]:
-            grad_bias = sum_rows(grad, normalized_shape).to(parameter)
-    if grad_summed is not None:
-        total = total + grad_summed.to(accumulation)
-    if needed[0]:
-        grad_input = philox.dropout(total, seed, dropout_p).to(input_dtype).contiguous()
-    if needed[1]:
-        grad_residual = total.to(summed.dtype).contiguous()
-    return grad_input, grad_residual, grad_weight, grad_bias
+        return norm_gradients(grad, normalized, weight, normalized_shape, parameter, requested)
+
+    return _residual.backward(grad_normed, grad_summed, summed, seed, *numbers, of_norm)
 
 
 def _backward_fake(
@@ -180,7 +148,7 @@ def _backward_fake(
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    needed = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
+    needed = computed_gradients(grad_normed, summed, dropout_p, input_dtype, output_mask)
     parameter = summed.dtype if weight is None else weight.dtype
     return (
         summed.new_empty(summed.shape, dtype=input_dtype) if needed[0] else None,
@@ -190,24 +158,13 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, seed: Any
-) -> list[Sharding]:
-    options = where((weight, bias, seed), [REPLICATE] * 3)
-    dims = counted_row_placements(input, normalized_shape, seed)
-    return row_shardings(dims, [ROW] * 4, [ROW, ROW, None, *options, *[None] * 3])
+def _shard(input: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
+    dims = row_placements(input, normalized_shape, seed)
+    return [([dim] * 4, [dim, dim, REPLICATE, REPLICATE, REPLICATE]) for dim in dims]
 
 
-def _shard_backward(*args: Any) -> list[Sharding]:
-    """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
-    grad_normed, _, summed, *_, seed = tensors = args[:7]
-    normalized_shape, _, dropout_p, input_dtype, output_mask = args[7:]
-    dtype = summed.tensor_meta.dtype
-    needed = needed_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
-    dims = counted_row_placements(summed, normalized_shape, seed)
-    outputs = where(needed, (ROW, ROW, ROW_SUM, ROW_SUM))
-    inputs = where(tensors, (ROW, ROW, ROW, REPLICATE, ROW, ROW, REPLICATE))
-    return row_shardings(dims, outputs, [*inputs, *[None] * 5])
+def _shard_backward(summed: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
+    return _residual.shard_backward(summed, normalized_shape, seed, 2)
 
 
 _OP = define_op(
@@ -229,13 +186,13 @@ _OP = define_op(
     },
     check=_check,
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("input", "residual", "weight", "bias"),
         outputs=("normed", "summed"),
         saves=("summed", "weight", "mean", "rstd", "seed"),
         reference=_backward_reference,
         fake=_backward_fake,
+        computed=computed_gradients,
         same={"input": "residual"},
     ),
     triton="fusedops.kernels.add_layer_norm",

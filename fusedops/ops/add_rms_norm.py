@@ -15,24 +15,22 @@ from typing import Any
 
 import torch
 
-from fusedops._core import dtypes, philox
+from fusedops._core import dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, ROW, ROW_SUM, Sharding, row_shardings, where
+from fusedops._core.sharding import REPLICATE, Sharding
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math, _residual
 from fusedops.ops._norm_math import (
-    counted_row_placements,
     default_eps,
     in_float32,
-    input_gradient,
+    norm_gradients,
     normalize_rms,
     offset,
+    row_placements,
     rows,
     scale,
     scaled_dtype,
-    sum_rows,
 )
-from fusedops.ops._residual import needed_gradients
 
 
 def add_rms_norm(
@@ -140,9 +138,7 @@ def _reference(
     dropout_p: float,
     input_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    accumulation = dtypes.statistics_dtype(residual.dtype)
-    added = philox.dropout(input.to(accumulation), seed, dropout_p)
-    summed = (residual.to(accumulation) + added).to(residual.dtype).contiguous()
+    summed = _residual.add(input, residual, seed, dropout_p)
     normalized = normalize_rms(summed, normalized_shape, eps)
     normed = scale(normalized.values, weight, weight_offset, rounding, summed.dtype)
     return normed, summed, normalized.rstd.reshape(rows(summed, normalized_shape))
@@ -166,63 +162,24 @@ def _fake(
 
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_normed, grad_summed, summed, weight, _, seed = args[:6]
-    normalized_shape, eps, weight_offset, _, dropout_p, input_dtype, output_mask = args[6:]
-    # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
-    accumulation = dtypes.statistics_dtype(summed.dtype)
-    needed = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
-    total = torch.zeros_like(summed, dtype=accumulation)
-    grad_input = grad_residual = grad_weight = None
-    if grad_normed is not None:
-        grad = grad_normed.to(accumulation)
+    normalized_shape, eps, weight_offset, _, *numbers = args[6:]
+
+    def of_norm(grad: torch.Tensor, requested: Sequence[bool]) -> list[torch.Tensor | None]:
         normalized = normalize_rms(summed, normalized_shape, eps)
+        factor = offset(weight, weight_offset, normalized.values.dtype)
         parameter = summed.dtype if weight is None else weight.dtype
-        if needed[0] or needed[1]:
-            factor = offset(weight, weight_offset, accumulation)
-            total = input_gradient(grad, normalized, factor, normalized_shape)
-        if needed[2]:
-            grad_weight = sum_rows(grad * normalized.values, normalized_shape).to(parameter)
-    if grad_summed is not None:
-        total = total + grad_summed.to(accumulation)
-    if needed[0]:
-        grad_input = philox.dropout(total, seed, dropout_p).to(input_dtype).contiguous()
-    if needed[1]:
-        grad_residual = total.to(summed.dtype).contiguous()
-    return grad_input, grad_residual, grad_weight
+        return norm_gradients(grad, normalized, factor, normalized_shape, parameter, requested)
+
+    return _residual.backward(grad_normed, grad_summed, summed, seed, *numbers, of_norm)
 
 
-def _backward_fake(
-    grad_normed: torch.Tensor | None,
-    summed: torch.Tensor,
-    weight: torch.Tensor | None,
-    normalized_shape: Sequence[int],
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    needed = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
-    parameter = summed.dtype if weight is None else weight.dtype
-    return (
-        summed.new_empty(summed.shape, dtype=input_dtype) if needed[0] else None,
-        summed.new_empty(summed.shape) if needed[1] else None,
-        summed.new_empty(normalized_shape, dtype=parameter) if needed[2] else None,
-    )
+def _shard(input: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
+    dims = row_placements(input, normalized_shape, seed)
+    return [([dim] * 3, [dim, dim, REPLICATE, REPLICATE]) for dim in dims]
 
 
-def _shard(input: Any, normalized_shape: Sequence[int], weight: Any, seed: Any) -> list[Sharding]:
-    options = where((weight, seed), (REPLICATE, REPLICATE))
-    dims = counted_row_placements(input, normalized_shape, seed)
-    return row_shardings(dims, [ROW] * 3, [ROW, ROW, None, *options, *[None] * 5])
-
-
-def _shard_backward(*args: Any) -> list[Sharding]:
-    """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
-    grad_normed, _, summed, *_, seed = tensors = args[:6]
-    normalized_shape, *_, dropout_p, input_dtype, output_mask = args[6:]
-    dtype = summed.tensor_meta.dtype
-    needed = needed_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
-    dims = counted_row_placements(summed, normalized_shape, seed)
-    inputs = where(tensors, (ROW, ROW, ROW, REPLICATE, ROW, REPLICATE))
-    return row_shardings(dims, where(needed, (ROW, ROW, ROW_SUM)), [*inputs, *[None] * 7])
+def _shard_backward(summed: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:
+    return _residual.shard_backward(summed, normalized_shape, seed, 1)
 
 
 _OP = define_op(
@@ -251,7 +208,7 @@ _OP = define_op(
         outputs=("normed", "summed"),
         saves=("summed", "weight", "rstd", "seed"),
         reference=_backward_reference,
-        fake=_backward_fake,
+        computed=_residual.computed_gradients,
         same={"input": "residual"},
     ),
     triton="fusedops.kernels.add_rms_norm",

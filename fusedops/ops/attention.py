@@ -17,7 +17,7 @@ import torch
 
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import REPLICATE, Placement, Sharding, meta
 from fusedops.ops import _attention_math as math
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -360,112 +360,40 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return math.backward(*given)
 
 
-def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    call, _, output_mask = _of_backward(args)
-
-    def inside(tensor: torch.Tensor) -> torch.Tensor:
-        batch, heads, rows, size = tensor.shape
-        return math.new_heads_inside(tensor, batch, heads, rows, size)
-
-    mask, sinks = call.attn_mask, call.sinks
-    return (
-        inside(call.query) if output_mask[0] else None,
-        inside(call.key) if output_mask[1] else None,
-        inside(call.value) if output_mask[2] else None,
-        mask.new_empty(mask.shape) if output_mask[3] and mask is not None else None,
-        sinks.new_empty(sinks.shape) if output_mask[4] and sinks is not None else None,
-    )
-
-
-def _words(
-    query: Any, key: Any, alibi_slopes: Any, seed: Any, numbers: Sequence[Any]
-) -> list[Placement]:
+def _shard(
+    query: Any,
+    key: Any,
+    attn_mask: Any,
+    alibi_slopes: Any,
+    seed: Any,
+    window_left: int,
+    window_right: int,
+    keep_remainder: bool,
+) -> list[Sharding]:
     """Batch (0) and heads (1) may be sharded, unless dropout counts from the tensor's beginning.
 
     So may the queries (2) of keys that every rank has, where nothing depends on a query's place.
     """
-    if seed is not None:
-        return [REPLICATE]
-    ranks = query.mesh.size()
-    heads_divide = query.shape[1] % ranks == 0 and key.shape[1] % ranks == 0
-    _, _, left, right, *_ = numbers
-    placeless = left < 0 and right < 0 and alibi_slopes is None
-    return [REPLICATE, 0, *([1] if heads_divide else []), *([2] if placeless else [])]
-
-
-def _keys_word(word: Placement) -> Placement:
-    return REPLICATE if word == 2 else word
-
-
-def _placements(
-    word: Placement, attn_mask: Any, alibi_slopes: Any, sinks: Any, seed: Any
-) -> list[Placement]:
-    """Return the placements of mask, slopes, sinks and seed."""
-    mask: Placement = REPLICATE
-    slopes: Placement = REPLICATE
-    bonds: Placement = REPLICATE
-    if isinstance(word, int):
-        mask = word if attn_mask is not None and attn_mask.shape[word] != 1 else REPLICATE
-        if alibi_slopes is not None and len(alibi_slopes.shape) == 2:
-            slopes = word
-        elif word == 1:
-            slopes = 0
-        bonds = 0 if word == 1 else REPLICATE
-    given = (attn_mask, alibi_slopes, sinks, seed)
-    words = (mask, slopes, bonds, REPLICATE)
-    return [None if tensor is None else where for tensor, where in zip(given, words, strict=True)]
-
-
-def _remainder_word(word: Placement, query: Any, numbers: Sequence[Any]) -> Placement:
-    kept = math.keeps(query.tensor_meta.dtype, numbers[-1])
-    return word if kept else REPLICATE
-
-
-def _parts_word(word: Placement, query: Any, attn_mask: Any, numbers: Sequence[Any]) -> Placement:
-    mask = None if attn_mask is None else attn_mask.tensor_meta
-    kept = math.keeps_parts(query.tensor_meta.dtype, mask, numbers[-1])
-    return word if kept else REPLICATE
-
-
-def _shard(*args: Any) -> list[Sharding]:
-    query, key, _, attn_mask, alibi_slopes, sinks, seed, *numbers = args
-    return [
-        (
-            [
-                word,
-                word,
-                _remainder_word(word, query, numbers),
-                _parts_word(word, query, attn_mask, numbers),
-            ],
-            [
-                word,
-                *[_keys_word(word)] * 2,
-                *_placements(word, attn_mask, alibi_slopes, sinks, seed),
-                *[None] * len(numbers),
-            ],
-        )
-        for word in _words(query, key, alibi_slopes, seed, numbers)
-    ]
-
-
-def _shard_backward(*args: Any) -> list[Sharding]:
-    """What is shared by the ranks of a shard gets a part of its gradient from each."""
-    *grads, query, key, _ = args[:5]
-    attn_mask, alibi_slopes, sinks, seed, *_ = args[5:]
-    numbers = args[13:]
-    rules = []
-    for word in _words(query, key, alibi_slopes, seed, numbers):
-        options = _placements(word, attn_mask, alibi_slopes, sinks, seed)
-        keys = _keys_word(word)
-        outputs = [
-            PARTIAL if isinstance(word, int) and placement == REPLICATE else placement
-            for placement in (word, keys, keys, options[0], options[2])
-        ]
-        rest = _remainder_word(word, query, numbers[:-1])
-        parts = _parts_word(word, query, attn_mask, numbers[:-1])
-        saved = [word, keys, keys, *options, word, word, rest, parts]
-        inputs = [*where(grads, [word, word]), *saved, *[None] * len(numbers)]
-        rules.append((where(numbers[-1], outputs), inputs))
+    words: list[Placement] = [REPLICATE]
+    if seed is None:
+        ranks = query.mesh.size()
+        heads_divide = query.shape[1] % ranks == 0 and key.shape[1] % ranks == 0
+        placeless = window_left < 0 and window_right < 0 and alibi_slopes is None
+        words += [0, *([1] if heads_divide else []), *([2] if placeless else [])]
+    dtype = meta(query).dtype
+    has_remainder = math.keeps(dtype, keep_remainder)
+    has_parts = math.keeps_parts(dtype, meta(attn_mask), keep_remainder)
+    rules: list[Sharding] = []
+    for word in words:
+        keys = REPLICATE if word == 2 else word
+        mask: Placement = REPLICATE
+        if isinstance(word, int) and attn_mask is not None and attn_mask.shape[word] != 1:
+            mask = word
+        remainder = word if has_remainder else REPLICATE
+        parts = word if has_parts else REPLICATE
+        options = math.option_placements(word, alibi_slopes)
+        inputs = [word, keys, keys, mask, *options, REPLICATE]
+        rules.append(([word, word, remainder, parts], inputs))
     return rules
 
 
@@ -510,9 +438,8 @@ _OP = define_op(
             "lse_parts",
         ),
         reference=_backward_reference,
-        fake=_backward_fake,
+        layouts=dict.fromkeys(("query", "key", "value"), math.empty_heads_inside),
     ),
     triton="fusedops.kernels.attention",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

@@ -112,7 +112,7 @@ def attention_decode(
 def _check(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> None:
     op = "attention_decode"
     if _fits(query, key_cache, value_cache, cache_seqlens):
-        _check_lengths(key_cache.shape[2], cache_seqlens)
+        _check_lengths(cache_seqlens, key_cache.shape[2])
         return
     checks.tensor(op, "query", query)
     same = dtypes.autocast_dtype(query.device) is None
@@ -138,7 +138,7 @@ def _check(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> 
     if cache_seqlens.device != query.device:
         checks.fail(op, name, f"on {query.device}, the device of query", cache_seqlens.device)
     checks.shape(op, name, cache_seqlens, (query.shape[0],), "one per sequence")
-    _check_lengths(key_cache.shape[2], cache_seqlens)
+    _check_lengths(cache_seqlens, key_cache.shape[2])
 
 
 def _fits(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> bool:
@@ -167,14 +167,9 @@ def _fits(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> b
     )
 
 
-def _check_lengths(capacity: int, lengths: torch.Tensor) -> None:
-    op, name = "attention_decode", "cache_seqlens"
-    if lengths.numel() == 0 or not checks.readable(lengths):
-        return
-    least, most = (int(value) for value in torch.aminmax(lengths))
-    if least < 0 or most > capacity:
-        wrong = least if least < 0 else most
-        checks.fail(op, name, f"from 0 to {capacity}, the cache's capacity", wrong)
+def _check_lengths(lengths: torch.Tensor, capacity: int) -> None:
+    expected = f"from 0 to {capacity}, the cache's capacity"
+    checks.indices("attention_decode", "cache_seqlens", lengths, capacity + 1, expected)
 
 
 def _reference(
@@ -188,9 +183,7 @@ def _reference(
     window_left: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, lse = _fake(
-        query, key_cache, value_cache, cache_seqlens, alibi_slopes, sinks, scale, window_left, 0.0
-    )
+    output, lse = _fake(query, value_cache)
     for n, length in enumerate(cache_seqlens.tolist()):
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
@@ -203,8 +196,7 @@ def _reference(
     return output, lse
 
 
-def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    query, _, value_cache, *_ = args
+def _fake(query: torch.Tensor, value_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, rows, _ = query.shape
     return (
         math.new_heads_inside(query, batch, heads, rows, value_cache.shape[3]),
@@ -212,22 +204,16 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _shard(*args: Any) -> list[Sharding]:
+def _shard(query: Any, key_cache: Any, alibi_slopes: Any) -> list[Sharding]:
     """Batch and heads may be sharded."""
-    query, key_cache, _, _, alibi_slopes, sinks, *numbers = args
     ranks = query.mesh.size()
     heads_divide = query.shape[1] % ranks == 0 and key_cache.shape[1] % ranks == 0
     rules: list[Sharding] = []
     words: list[Placement] = [REPLICATE, 0, *([1] if heads_divide else [])]
     for word in words:
-        lengths: Placement = 0 if word == 0 else REPLICATE
-        slopes: Placement = None
-        if alibi_slopes is not None:
-            per_sequence = len(alibi_slopes.shape) == 2
-            slopes = word if per_sequence else (0 if word == 1 else REPLICATE)
-        bonds: Placement = None if sinks is None else (0 if word == 1 else REPLICATE)
-        inputs: list[Placement] = [*[word] * 3, lengths, slopes, bonds, *[None] * len(numbers)]
-        rules.append(([word, word], inputs))
+        lengths = 0 if word == 0 else REPLICATE
+        options = math.option_placements(word, alibi_slopes)
+        rules.append(([word, word], [word, word, word, lengths, *options]))
     return rules
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import REPLICATE, Placement, Sharding, meta
 from fusedops.ops import _attention_math as math
 from fusedops.ops._attention_math import AttentionOptions
 
@@ -276,63 +276,21 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return (*(torch.cat(part) if needed else None for part, needed in pairs), grad_sinks)
 
 
-def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    call, _, output_mask = _of_backward(args)
-    inputs = (*call[:3], call.sinks)
-    return tuple(
-        tensor.new_empty(tensor.shape) if needed and tensor is not None else None
-        for tensor, needed in zip(inputs, output_mask, strict=True)
-    )
-
-
-def _words(query: Any, key: Any, seed: Any) -> list[Placement]:
+def _shard(
+    query: Any, key: Any, alibi_slopes: Any, seed: Any, keep_remainder: bool
+) -> list[Sharding]:
     """Heads (dim 1) may be sharded, unless dropout counts from the tensor's beginning."""
     ranks = query.mesh.size()
     replicated = seed is not None or query.shape[1] % ranks or key.shape[1] % ranks
-    return [REPLICATE] if replicated else [REPLICATE, 1]
-
-
-def _options(word: Placement, alibi_slopes: Any, sinks: Any, seed: Any) -> list[Placement]:
-    """Return the placements of both tables, slopes, sinks and seed."""
-    slopes: Placement = REPLICATE
-    if word == 1 and alibi_slopes is not None:
-        slopes = len(alibi_slopes.shape) - 1
-    bonds = 0 if word == 1 else REPLICATE
-    given = zip((alibi_slopes, sinks, seed), (slopes, bonds, REPLICATE), strict=True)
-    optional = [placement if tensor is not None else None for tensor, placement in given]
-    return [REPLICATE, REPLICATE, *optional]
-
-
-def _remainder_word(word: Placement, query: Any, numbers: Sequence[Any]) -> Placement:
-    return word if math.keeps(query.tensor_meta.dtype, numbers[-1]) else REPLICATE
-
-
-def _lse_word(word: Placement) -> Placement:
-    return 0 if word == 1 else word
-
-
-def _shard(*args: Any) -> list[Sharding]:
-    query, key, _, _, _, alibi_slopes, sinks, seed, *numbers = args
-    return [
-        (
-            [word, _lse_word(word), _remainder_word(word, query, numbers)],
-            [*[word] * 3, *_options(word, alibi_slopes, sinks, seed), *[None] * len(numbers)],
-        )
-        for word in _words(query, key, seed)
-    ]
-
-
-def _shard_backward(*args: Any) -> list[Sharding]:
-    *grads, query, key = args[:4]
-    alibi_slopes, sinks, seed, _, _, _, *numbers = args[7:]
-    rules = []
-    for word in _words(query, key, seed):
-        options = _options(word, alibi_slopes, sinks, seed)
-        outputs = where(numbers[-1], [word, word, word, options[3]])
-        remainder_word = _remainder_word(word, query, numbers[:-1])
-        saved = [*[word] * 3, *options, word, _lse_word(word), remainder_word]
-        incoming = where(grads, [word, _lse_word(word)])
-        rules.append((outputs, [*incoming, *saved, *[None] * len(numbers)]))
+    words: list[Placement] = [REPLICATE] if replicated else [REPLICATE, 1]
+    has_remainder = math.keeps(meta(query).dtype, keep_remainder)
+    rules: list[Sharding] = []
+    for word in words:
+        lse = 0 if word == 1 else REPLICATE
+        remainder = word if has_remainder else REPLICATE
+        options = math.option_placements(word, alibi_slopes)
+        inputs = [word, word, word, REPLICATE, REPLICATE, *options, REPLICATE]
+        rules.append(([word, lse, remainder], inputs))
     return rules
 
 
@@ -379,9 +337,7 @@ _OP = define_op(
             "remainder",
         ),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.attention_varlen",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

@@ -18,7 +18,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
-from fusedops.ops.linear_act import check_parameter
+from fusedops.ops.linear_act import check_parameter, empty_gradient, is_transposed
 
 
 def baddbmm(
@@ -152,11 +152,6 @@ def _fake(batch1: torch.Tensor, batch2: torch.Tensor) -> torch.Tensor:
     return batch1.new_empty((*leading, batch1.shape[-2], batch2.shape[-1]))
 
 
-def is_transposed(operand: torch.Tensor) -> bool:
-    """Return whether the matrices are transposed views of dense ones: so is the gradient then."""
-    return not operand.is_contiguous() and operand.mT.is_contiguous()
-
-
 def _like(gradient: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     if is_transposed(operand):
         return gradient.mT.contiguous().mT
@@ -172,11 +167,18 @@ def _operand_gradient(
     return _like(gradient.to(operand.dtype), operand)
 
 
+def _computed(
+    beta: float, broadcast: Sequence[int], output_mask: Sequence[bool]
+) -> tuple[bool, ...]:
+    """Return which gradients differ from the incoming one."""
+    return (output_mask[0] and (any(broadcast) or beta != 1), *output_mask[1:])
+
+
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, batch1, batch2, beta, alpha, broadcast, output_mask = args
     grad_input = None
-    dims = [dim for dim, is_broadcast in enumerate(broadcast) if is_broadcast]
-    if output_mask[0] and (dims or beta != 1):
+    if _computed(beta, broadcast, output_mask)[0]:
+        dims = [dim for dim, is_broadcast in enumerate(broadcast) if is_broadcast]
         wide = dtypes.statistics_dtype(grad_output.dtype)
         summed = grad_output.to(wide)
         summed = summed.sum(dims, keepdim=True) if dims else summed
@@ -197,77 +199,33 @@ def _backward_fake(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     grad_input = None
-    if output_mask[0] and (any(broadcast) or beta != 1):
+    if _computed(beta, broadcast, output_mask)[0]:
         sizes = zip(grad_output.shape, broadcast, strict=True)
         grad_input = batch1.new_empty([1 if is_broadcast else size for size, is_broadcast in sizes])
-
-    def empty(operand: torch.Tensor) -> torch.Tensor:
-        if is_transposed(operand):
-            return operand.new_empty(operand.mT.shape).mT
-        return operand.new_empty(operand.shape)
-
     return (
         grad_input,
-        empty(batch1) if output_mask[1] else None,
-        empty(batch2) if output_mask[2] else None,
+        empty_gradient(batch1) if output_mask[1] else None,
+        empty_gradient(batch2) if output_mask[2] else None,
     )
 
 
-def _splits(
-    batch1: Any, batch2: Any, broadcast: Sequence[int]
-) -> list[tuple[Placement, Placement, Placement, Placement]]:
-    """Return the placements of input, batch1, batch2 and result that need no communication."""
+def _shard(batch1: Any, batch2: Any, broadcast: Sequence[int]) -> list[Sharding]:
+    """Shard a batch dimension, the rows or the columns; or the sum, when the addend is a sum."""
     rows, columns = batch1.ndim - 2, batch1.ndim - 1
 
     def addend(dim: int) -> Placement:
         return REPLICATE if broadcast[dim] else dim
 
-    splits: list[tuple[Placement, Placement, Placement, Placement]] = [
-        (REPLICATE, REPLICATE, REPLICATE, REPLICATE),
-        (addend(rows), rows, REPLICATE, rows),
-        (addend(columns), REPLICATE, columns, columns),
+    rules: list[Sharding] = [
+        ([REPLICATE], [REPLICATE, REPLICATE, REPLICATE]),
+        ([rows], [addend(rows), rows, REPLICATE]),
+        ([columns], [addend(columns), REPLICATE, columns]),
+        ([PARTIAL], [PARTIAL, columns, rows]),
     ]
     for dim in range(rows):
         sizes = (batch1.shape[dim], batch2.shape[dim])
         first, second = (REPLICATE if size == 1 and max(sizes) > 1 else dim for size in sizes)
-        splits.append((addend(dim), first, second, dim))
-    return splits
-
-
-def _shard(
-    input: Any, batch1: Any, batch2: Any, beta: float, alpha: float, broadcast: Sequence[int]
-) -> list[Sharding]:
-    """Shard a batch dimension, the rows or the columns; or the sum, when the addend is a sum."""
-    splits = _splits(batch1, batch2, broadcast)
-    splits.append((PARTIAL, batch1.ndim - 1, batch2.ndim - 2, PARTIAL))
-    return [
-        ([result], [addend, first, second, None, None, None])
-        for addend, first, second, result in splits
-    ]
-
-
-def _shard_backward(
-    batch1: Any, batch2: Any, beta: float, broadcast: Sequence[int], output_mask: Sequence[bool]
-) -> list[Sharding]:
-    has_input = any(broadcast) or beta != 1
-    needed = (output_mask[0] and has_input, *output_mask[1:])
-
-    def rule(
-        results: Sequence[Placement], grad: Placement, first: Placement, second: Placement
-    ) -> Sharding:
-        masked = [word if on else None for word, on in zip(results, needed, strict=True)]
-        return masked, [grad, first, second, None, None, None, None]
-
-    rules = []
-    for addend, first, second, grad in _splits(batch1, batch2, broadcast):
-        # The gradient of a replicated operand is a partial sum on each rank.
-        results = [
-            PARTIAL if word == REPLICATE and grad != REPLICATE else word
-            for word in (addend, first, second)
-        ]
-        rules.append(rule(results, grad, first, second))
-    first, second = batch1.ndim - 1, batch2.ndim - 2
-    rules.append(rule((REPLICATE, first, second), REPLICATE, first, second))
+        rules.append(([dim], [addend(dim), first, second]))
     return rules
 
 
@@ -291,10 +249,10 @@ _OP = define_op(
         saves=("batch1", "batch2"),
         reference=_backward_reference,
         fake=_backward_fake,
+        computed=_computed,
         same={"input": "grad_output"},
     ),
     autocast="lower",
     triton="fusedops.kernels.baddbmm",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import checks, dtypes, philox
+from fusedops._core import checks, dtypes, philox, sharding
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.ops import _residual
@@ -90,31 +90,25 @@ def _reference(
     p: float,
     input_dtype: torch.dtype,
 ) -> torch.Tensor:
-    accumulation = dtypes.statistics_dtype(residual.dtype)
-    x = input.to(accumulation)
+    x = input.to(dtypes.statistics_dtype(residual.dtype))
     if bias is not None:
-        x = x + bias.to(accumulation)
-    output = residual.to(accumulation) + philox.dropout(x, seed, p)
-    return output.to(residual.dtype).contiguous()
+        x = x + bias.to(x.dtype)
+    return _residual.add(x, residual, seed, p)
 
 
-def _fake(residual: torch.Tensor) -> torch.Tensor:
-    return residual.new_empty(residual.shape)
-
-
-def _wants_input(
-    dtype: torch.dtype, p: float, input_dtype: torch.dtype, output_mask: Sequence[bool]
-) -> bool:
-    """Return whether the gradient of ``input`` differs from the incoming one, of ``dtype``."""
-    same = philox.threshold(p) == 0 and input_dtype == dtype
-    return output_mask[0] and not same
+def _computed(
+    grad_output: Any, p: float, input_dtype: torch.dtype, output_mask: Sequence[bool]
+) -> tuple[bool, bool, bool]:
+    """Return which gradients differ from the incoming one, which is that of ``residual``."""
+    same = philox.threshold(p) == 0 and input_dtype == sharding.meta(grad_output).dtype
+    return output_mask[0] and not same, output_mask[1], False
 
 
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, bias, seed, p, input_dtype, output_mask = args
     grad = philox.dropout(grad_output.to(dtypes.statistics_dtype(grad_output.dtype)), seed, p)
     grad_input = grad_bias = None
-    if _wants_input(grad_output.dtype, p, input_dtype, output_mask):
+    if _computed(grad_output, p, input_dtype, output_mask)[0]:
         grad_input = grad.to(input_dtype).contiguous()
     if output_mask[1]:
         assert bias is not None
@@ -123,60 +117,25 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return grad_input, grad_bias, None
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    bias: torch.Tensor | None,
-    p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    grad_input = grad_bias = None
-    if _wants_input(grad_output.dtype, p, input_dtype, output_mask):
-        grad_input = grad_output.new_empty(grad_output.shape, dtype=input_dtype)
-    if output_mask[1]:
-        assert bias is not None
-        grad_bias = bias.new_empty(bias.shape)
-    return grad_input, grad_bias, None
-
-
-def _cuts(ndim: int, seed: Any) -> list[tuple[Placement, Placement, Placement]]:
+def _cuts(elements: Any, seed: Any) -> list[tuple[Placement, Placement, Placement]]:
     """Return placements of the elements, the bias, and the sum that is the bias gradient.
 
     Elements are independent, unless dropout counts them from the tensor's beginning.
     """
-    replicated: list[tuple[Placement, Placement, Placement]] = [(REPLICATE, REPLICATE, REPLICATE)]
-    if seed is not None or ndim == 0:
-        return replicated
-    return [*replicated, *((dim, REPLICATE, PARTIAL) for dim in range(ndim - 1)), (ndim - 1, 0, 0)]
+    cuts: list[tuple[Placement, Placement, Placement]] = [(REPLICATE, REPLICATE, REPLICATE)]
+    if seed is None and elements.ndim > 0:
+        last = elements.ndim - 1
+        cuts += [*((dim, REPLICATE, PARTIAL) for dim in range(last)), (last, 0, 0)]
+    return cuts
 
 
-def _shard(
-    input: Any, bias: Any, residual: Any, seed: Any, p: float, input_dtype: torch.dtype
-) -> list[Sharding]:
-    drawn = REPLICATE if seed is not None else None
-    return [
-        ([word], [word, parameter if bias is not None else None, word, drawn, None, None])
-        for word, parameter, _ in _cuts(input.ndim, seed)
-    ]
+def _shard(input: Any, seed: Any) -> list[Sharding]:
+    return [([dim], [dim, bias, dim, REPLICATE]) for dim, bias, _ in _cuts(input, seed)]
 
 
-def _shard_backward(
-    grad_output: Any,
-    bias: Any,
-    seed: Any,
-    p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> list[Sharding]:
-    drawn = REPLICATE if seed is not None else None
-    needs_input = _wants_input(grad_output.tensor_meta.dtype, p, input_dtype, output_mask)
-    return [
-        (
-            [word if needs_input else None, summed if output_mask[1] else None, None],
-            [word, parameter if bias is not None else None, drawn, None, None, None],
-        )
-        for word, parameter, summed in _cuts(grad_output.ndim, seed)
-    ]
+def _shard_backward(grad_output: Any, seed: Any) -> list[Sharding]:
+    cuts = _cuts(grad_output, seed)
+    return [([dim, summed, dim], [dim, bias, REPLICATE]) for dim, bias, summed in cuts]
 
 
 _OP = define_op(
@@ -192,13 +151,12 @@ _OP = define_op(
         "p": "0 <= p <= 1",
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("input", "bias", "residual"),
         outputs=("output",),
         saves=("bias", "seed"),
         reference=_backward_reference,
-        fake=_backward_fake,
+        computed=_computed,
         same={"input": "grad_output", "residual": "grad_output"},
     ),
     triton="fusedops.kernels.bias_dropout_add",

@@ -9,7 +9,6 @@ specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +16,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import (
-    REPLICATE,
-    ROW,
-    ROW_SUM,
-    Sharding,
-    row_shardings,
-    where,
-)
+from fusedops._core.sharding import REPLICATE, Sharding
 
 
 def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -83,10 +75,6 @@ def _reference(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> tor
     return value(_sum(input, bias), GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
-def _fake(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
-    return input.new_empty(input.shape)
-
-
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_output, input, bias, approximate, output_mask = args
     x = _sum(input, bias)
@@ -100,29 +88,11 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor |
     return grad_input, grad_bias
 
 
-def _backward_fake(
-    input: torch.Tensor, bias: torch.Tensor, output_mask: Sequence[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (
-        input.new_empty(input.shape) if output_mask[0] else None,
-        bias.new_empty(bias.shape) if output_mask[1] else None,
-    )
-
-
-def _shard(input: Any, bias: Any, approximate: str) -> list[Sharding]:
+def _shard(input: Any) -> list[Sharding]:
     """Rows are independent, and so are columns, with the bias cut as they are."""
     last = input.ndim - 1
-    rules = row_shardings((REPLICATE, *range(last)), [ROW], [ROW, REPLICATE, None])
-    return [*rules, ([last], [last, 0, None])]
-
-
-def _shard_backward(input: Any, output_mask: Sequence[bool]) -> list[Sharding]:
-    """With rows sharded, each rank has a part of the sum that is the bias gradient."""
-    last = input.ndim - 1
-    outputs = where(output_mask, (ROW, ROW_SUM))
-    inputs = (ROW, ROW, REPLICATE, None, None)
-    rules = row_shardings((REPLICATE, *range(last)), outputs, inputs)
-    return [*rules, (where(output_mask, (last, 0)), [last, last, 0, None, None])]
+    rules: list[Sharding] = [([dim], [dim, REPLICATE]) for dim in (REPLICATE, *range(last))]
+    return [*rules, ([last], [last, 0])]
 
 
 _OP = define_op(
@@ -134,16 +104,13 @@ _OP = define_op(
         "approximate": tuple(GELU_VARIANTS),
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("input", "bias"),
         outputs=("output",),
         saves=("input", "bias"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     autocast="promote",
     triton="fusedops.kernels.bias_gelu",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

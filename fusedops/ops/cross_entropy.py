@@ -16,7 +16,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
+from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.kernels._loss_arguments import CrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as math_of
 
@@ -157,11 +157,6 @@ def _backward_reference(*args: Any) -> torch.Tensor | None:
     return grad.to(call.logits.dtype).contiguous()
 
 
-def _backward_fake(*args: Any) -> torch.Tensor | None:
-    _, call, _, output_mask = of_backward(CrossEntropy, args)
-    return call.logits.new_empty(call.logits.shape) if output_mask[0] else None
-
-
 def _shard(*args: Any) -> list[Sharding]:
     """Rows are independent, their sum and their count are partial sums; classes are unsharded.
 
@@ -169,26 +164,22 @@ def _shard(*args: Any) -> list[Sharding]:
     """
     call = CrossEntropy(*args)
 
-    def rule(loss: Placement, count: Placement, rows: Placement) -> Sharding:
-        return [loss, count, rows], [rows, rows, *[None] * 6]
-
-    rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
+    rules: list[Sharding] = [([REPLICATE] * 3, [REPLICATE] * 2)]
     if call.reduction == "mean":
         return rules
     for dim in range(call.logits.ndim - 1):
-        rules.append(rule(dim if call.reduction == "none" else PARTIAL, PARTIAL, dim))
+        loss = dim if call.reduction == "none" else PARTIAL
+        rules.append(([loss, PARTIAL, dim], [dim, dim]))
     return rules
 
 
 def _shard_backward(*args: Any) -> list[Sharding]:
     _, call, _, _ = of_backward(CrossEntropy, args)
 
-    def rule(grad: Placement, rows: Placement) -> Sharding:
-        return [rows], [grad, rows, rows, rows, REPLICATE, *[None] * 7]
-
-    rules = [rule(REPLICATE, REPLICATE)]
+    rules: list[Sharding] = [([REPLICATE], [REPLICATE] * 5)]
     for dim in range(call.logits.ndim - 1):
-        rules.append(rule(dim if call.reduction == "none" else REPLICATE, dim))
+        grad = dim if call.reduction == "none" else REPLICATE
+        rules.append(([dim], [grad, dim, dim, dim, REPLICATE]))
     return rules
 
 
@@ -216,7 +207,6 @@ _OP = define_op(
         outputs=("loss",),
         saves=("logits", "target", "lse", "count"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.cross_entropy",
     shard=_shard,

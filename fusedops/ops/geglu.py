@@ -8,7 +8,6 @@ with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/elementwise/glu.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ import torch
 from fusedops._core import checks
 from fusedops._core.activation import GELU_VARIANTS
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import Sharding
 from fusedops.ops import _glu_math
 
 
@@ -60,27 +58,9 @@ def _reference(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.
     return _glu_math.forward(gate, up, GELU_VARIANTS[approximate])
 
 
-def _fake(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.Tensor:
-    return _glu_math.forward_fake(gate)
-
-
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_output, gate, up, approximate, output_mask = args
     return _glu_math.backward(grad_output, gate, up, GELU_VARIANTS[approximate], output_mask)
-
-
-def _backward_fake(
-    gate: torch.Tensor, output_mask: Sequence[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return _glu_math.backward_fake(gate, output_mask)
-
-
-def _shard(gate: Any, up: Any, approximate: str) -> list[Sharding]:
-    return _glu_math.shard(gate, 1)
-
-
-def _shard_backward(gate: Any, output_mask: Sequence[bool]) -> list[Sharding]:
-    return _glu_math.shard_backward(gate, output_mask, 2)
 
 
 _OP = define_op(
@@ -91,15 +71,12 @@ _OP = define_op(
         "approximate": tuple(GELU_VARIANTS),
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("gate", "up"),
         outputs=("output",),
         saves=("gate", "up"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.geglu",
-    shard=_shard,
-    shard_backward=_shard_backward,
+    shard=_glu_math.shard,
 )

@@ -19,7 +19,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, ROW, Sharding, row_shardings, where
+from fusedops._core.sharding import REPLICATE, Sharding
 
 
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -70,10 +70,6 @@ def _reference(input: torch.Tensor, approximate: str) -> torch.Tensor:
     return value(x, GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
-def _fake(input: torch.Tensor, approximate: str) -> torch.Tensor:
-    return input.new_empty(input.shape)
-
-
 def _backward_reference(
     grad_output: torch.Tensor, input: torch.Tensor, approximate: str, output_mask: Sequence[bool]
 ) -> torch.Tensor | None:
@@ -84,20 +80,9 @@ def _backward_reference(
     return grad.to(input.dtype).contiguous()
 
 
-def _backward_fake(
-    grad_output: torch.Tensor, input: torch.Tensor, approximate: str, output_mask: Sequence[bool]
-) -> torch.Tensor | None:
-    return input.new_empty(input.shape) if output_mask[0] else None
-
-
-def _shard(input: Any, approximate: str) -> list[Sharding]:
+def _shard(input: Any) -> list[Sharding]:
     """Elements are independent: any dim may be sharded."""
-    return row_shardings((REPLICATE, *range(input.ndim)), [ROW], [ROW, None])
-
-
-def _shard_backward(input: Any, output_mask: Sequence[bool]) -> list[Sharding]:
-    outputs = where(output_mask, [ROW])
-    return row_shardings((REPLICATE, *range(input.ndim)), outputs, [ROW, ROW, None, None])
+    return [([dim], [dim]) for dim in (REPLICATE, *range(input.ndim))]
 
 
 _OP = define_op(
@@ -108,15 +93,12 @@ _OP = define_op(
         "approximate": tuple(GELU_VARIANTS),
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("input",),
         outputs=("output",),
         saves=("input",),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.gelu",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

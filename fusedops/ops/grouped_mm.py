@@ -19,16 +19,18 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.kernels._grouped_arguments import GroupedMM, of_backward
 from fusedops.ops import _weight_gradients
-from fusedops.ops._weight_gradients import (
-    Form,
-    Into,
-    empty_stack_gradient,
-    is_stack_transposed,
+from fusedops.ops._weight_gradients import Form, Into
+from fusedops.ops.linear_act import (
+    activate,
+    activation_gradient,
+    check_parameter,
+    empty_gradient,
+    is_transposed,
+    wants_gradient,
 )
-from fusedops.ops.linear_act import activate, activation_gradient, check_parameter, wants_gradient
 
 
 def grouped_mm(
@@ -194,7 +196,7 @@ def grouped_weight_gradient(
     pairs = [(input[begin:end], grad[begin:end]) for begin, end in groups]
     if not pairs:
         return torch.zeros_like(weight)
-    if is_stack_transposed(weight):
+    if is_transposed(weight):
         return torch.stack([dy.t() @ x for x, dy in pairs]).mT
     return torch.stack([x.t() @ dy for x, dy in pairs])
 
@@ -259,42 +261,27 @@ def _sums_gradient(
     return activation_gradient(grad, z, call.activation)
 
 
-def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    _, (input, weight, *_), _, output_mask = of_backward(GroupedMM, args)
-    return (
-        input.new_empty(input.shape) if output_mask[0] else None,
-        empty_stack_gradient(weight) if output_mask[1] else None,
-        weight.new_empty((weight.shape[0], weight.shape[2])) if output_mask[2] else None,
-    )
-
-
 def _shard(*args: Any) -> list[Sharding]:
     """Shard the columns of the weights; or, where it is linear, the sum."""
     call = GroupedMM(*args)
-
-    def rule(output: Placement, x: Placement, w: Placement, b: Placement) -> Sharding:
-        kept = output if call.keeps else REPLICATE
-        return [output, kept], [x, w, REPLICATE, b if call.bias is not None else None, None, None]
-
-    rules = [rule(*(REPLICATE,) * 4), rule(1, REPLICATE, 2, 1)]
+    rules: list[Sharding] = [
+        ([REPLICATE] * 2, [REPLICATE] * 4),
+        ([1, 1 if call.keeps else REPLICATE], [REPLICATE, 2, REPLICATE, 1]),
+    ]
     if call.activation == "identity" and call.bias is None:
-        rules.append(rule(PARTIAL, 1, 1, None))
+        rules.append(([PARTIAL, REPLICATE], [1, 1, REPLICATE, REPLICATE]))
     return rules
 
 
 def _shard_backward(*args: Any) -> list[Sharding]:
-    _, call, _, output_mask = of_backward(GroupedMM, args)
-
-    def rule(results: Sequence[Placement], *inputs: Placement) -> Sharding:
-        grad, x, w, b = inputs
-        kept = grad if call.keeps else REPLICATE
-        first_bias = b if call.bias is not None else None
-        placements = [grad, x, w, REPLICATE, first_bias, kept, None, None, None]
-        return where(output_mask, results), placements
-
-    rules = [rule([REPLICATE] * 3, *[REPLICATE] * 4), rule((PARTIAL, 2, 1), 1, REPLICATE, 2, 1)]
+    _, call, _, _ = of_backward(GroupedMM, args)
+    kept = 1 if call.keeps else REPLICATE
+    rules: list[Sharding] = [
+        ([REPLICATE] * 3, [REPLICATE] * 6),
+        ([PARTIAL, 2, 1], [1, REPLICATE, 2, REPLICATE, 1, kept]),
+    ]
     if call.activation == "identity":
-        rules.append(rule((1, 1, REPLICATE), REPLICATE, 1, 1, REPLICATE))
+        rules.append(([1, 1, REPLICATE], [REPLICATE, 1, 1, REPLICATE, REPLICATE, REPLICATE]))
     return rules
 
 
@@ -318,7 +305,7 @@ _OP = define_op(
         outputs=("output",),
         saves=("input", "weight", "offsets", "bias", "preactivation"),
         reference=_backward_reference,
-        fake=_backward_fake,
+        layouts={"weight": empty_gradient},
     ),
     autocast="lower",
     triton="fusedops.kernels.grouped_mm",

@@ -15,19 +15,12 @@ from typing import Any
 
 import torch
 
-from fusedops._core import checks, dtypes
+from fusedops._core import checks
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, ROW, ROW_SUM, Sharding, row_shardings, where
+from fusedops._core.sharding import REPLICATE, Sharding
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math
-from fusedops.ops._norm_math import (
-    affine,
-    input_gradient,
-    normalize,
-    row_placements,
-    rows,
-    sum_rows,
-)
+from fusedops.ops._norm_math import affine, norm_gradients, normalize, row_placements, rows
 
 
 def layer_norm(
@@ -93,32 +86,16 @@ def _reference(
     return output, normalized.mean.reshape(leading), normalized.rstd.reshape(leading)
 
 
-def _fake(
-    input: torch.Tensor, normalized_shape: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    leading = rows(input, normalized_shape)
-    statistics = dtypes.statistics_dtype(input.dtype)
-    return (
-        input.new_empty(input.shape),
-        input.new_empty(leading, dtype=statistics),
-        input.new_empty(leading, dtype=statistics),
-    )
-
-
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, input, weight, *_, normalized_shape, eps, output_mask = args
     normalized = normalize(input, normalized_shape, eps)
-    grad = grad_output.to(normalized.values.dtype)
     parameter = input.dtype if weight is None else weight.dtype
-    grad_input = grad_weight = grad_bias = None
-    if output_mask[0]:
-        grad_input = input_gradient(grad, normalized, weight, normalized_shape)
+    grad_input, *grad_parameters = norm_gradients(
+        grad_output, normalized, weight, normalized_shape, parameter, output_mask
+    )
+    if grad_input is not None:
         grad_input = grad_input.to(input.dtype).contiguous()
-    if output_mask[1]:
-        grad_weight = sum_rows(grad * normalized.values, normalized_shape).to(parameter)
-    if output_mask[2]:
-        grad_bias = sum_rows(grad, normalized_shape).to(parameter)
-    return grad_input, grad_weight, grad_bias
+    return grad_input, *grad_parameters
 
 
 def _backward_fake(
@@ -135,20 +112,10 @@ def _backward_fake(
     )
 
 
-def _shard(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any) -> list[Sharding]:
+def _shard(input: Any, normalized_shape: Sequence[int]) -> list[Sharding]:
     """Rows are independent: any leading dim may be sharded, parameters are replicated."""
-    parameters = where((weight, bias), (REPLICATE, REPLICATE))
     dims = row_placements(input, normalized_shape)
-    return row_shardings(dims, [ROW] * 3, [ROW, None, *parameters, None])
-
-
-def _shard_backward(*args: Any) -> list[Sharding]:
-    """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
-    tensors, normalized_shape, output_mask = args[:5], args[5], args[-1]
-    dims = row_placements(tensors[1], normalized_shape)
-    outputs = where(output_mask, (ROW, ROW_SUM, ROW_SUM))
-    inputs = where(tensors, (ROW, ROW, REPLICATE, ROW, ROW))
-    return row_shardings(dims, outputs, [*inputs, *[None] * 3])
+    return [([dim] * 3, [dim, REPLICATE, REPLICATE]) for dim in dims]
 
 
 _OP = define_op(
@@ -162,7 +129,6 @@ _OP = define_op(
         "normalized_shape": "len(normalized_shape) >= 1",
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("input", "weight", "bias"),
         outputs=("output",),
@@ -173,6 +139,5 @@ _OP = define_op(
     autocast="norm",
     triton="fusedops.kernels.layer_norm",
     shard=_shard,
-    shard_backward=_shard_backward,
     check=_check,
 )

@@ -9,7 +9,6 @@ has the public function, the specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops._core.tracing import is_traced
 
 
@@ -131,9 +130,9 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
-def is_transposed(weight: torch.Tensor) -> bool:
-    """Return whether a weight is the transposed view of a dense matrix, as ``Conv1D``'s is."""
-    return not weight.is_contiguous() and weight.t().is_contiguous()
+def is_transposed(matrices: torch.Tensor) -> bool:
+    """Return whether matrices are transposed views of dense ones: so is the gradient then."""
+    return not matrices.is_contiguous() and matrices.mT.is_contiguous()
 
 
 def weight_gradient(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -144,11 +143,11 @@ def weight_gradient(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tenso
     return (grad.t() @ input).contiguous()
 
 
-def empty_weight_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor in the layout that ``weight_gradient`` gives."""
-    if is_transposed(weight):
-        return weight.new_empty((weight.shape[1], weight.shape[0])).t()
-    return weight.new_empty(weight.shape)
+def empty_gradient(matrices: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an empty tensor in the layout that the gradient of ``matrices`` has."""
+    if is_transposed(matrices):
+        return matrices.new_empty(matrices.mT.shape, dtype=dtype).mT
+    return matrices.new_empty(matrices.shape, dtype=dtype)
 
 
 def bias_gradient(grad: torch.Tensor) -> torch.Tensor:
@@ -211,48 +210,31 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _backward_fake(
-    input: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]
-) -> tuple[torch.Tensor | None, ...]:
-    return (
-        input.new_empty(input.shape) if output_mask[0] else None,
-        empty_weight_gradient(weight) if output_mask[1] else None,
-        weight.new_empty(weight.shape[0]) if output_mask[2] else None,
-    )
-
-
 def _shard(input: Any, bias: Any, activation: str, keep_preactivation: bool) -> list[Sharding]:
     """Shard the rows; or the outputs (column parallel); or, when it is linear, the sum."""
     last = input.ndim - 1
     keeps = _keeps(activation, keep_preactivation)
-
-    def rule(output: Placement, x: Placement, w: Placement, b: Placement) -> Sharding:
-        kept = output if keeps else REPLICATE
-        return [output, kept], [x, w, b if bias is not None else None, None, None]
-
-    rules = [rule(dim, dim, REPLICATE, REPLICATE) for dim in (REPLICATE, *range(last))]
-    rules.append(rule(last, REPLICATE, 0, 0))
+    rules: list[Sharding] = [
+        ([dim, dim if keeps else REPLICATE], [dim, REPLICATE, REPLICATE])
+        for dim in (REPLICATE, *range(last))
+    ]
+    rules.append(([last, last if keeps else REPLICATE], [REPLICATE, 0, 0]))
     if activation == "identity" and bias is None:
-        rules.append(rule(PARTIAL, last, 1, None))
+        rules.append(([PARTIAL, REPLICATE], [last, 1, REPLICATE]))
     return rules
 
 
-def _shard_backward(
-    input: Any, bias: Any, activation: str, keep_preactivation: bool, output_mask: Sequence[bool]
-) -> list[Sharding]:
+def _shard_backward(input: Any, activation: str, keep_preactivation: bool) -> list[Sharding]:
     last = input.ndim - 1
     keeps = _keeps(activation, keep_preactivation)
-
-    def rule(results: Sequence[Placement], *inputs: Placement) -> Sharding:
-        grad, x, w, b = inputs
-        tensors = [grad, x, w, b if bias is not None else None, grad if keeps else REPLICATE]
-        return where(output_mask, results), [*tensors, None, None, None]
-
-    rules = [rule([REPLICATE] * 3, *[REPLICATE] * 4)]
-    rules += [rule((dim, PARTIAL, PARTIAL), dim, dim, REPLICATE, REPLICATE) for dim in range(last)]
-    rules.append(rule((PARTIAL, 0, 0), last, REPLICATE, 0, 0))
+    rules: list[Sharding] = [([REPLICATE] * 3, [REPLICATE] * 5)]
+    for dim in range(last):
+        kept = dim if keeps else REPLICATE
+        rules.append(([dim, PARTIAL, PARTIAL], [dim, dim, REPLICATE, REPLICATE, kept]))
+    kept = last if keeps else REPLICATE
+    rules.append(([PARTIAL, 0, 0], [last, REPLICATE, 0, 0, kept]))
     if activation == "identity":
-        rules.append(rule((last, 1, REPLICATE), REPLICATE, last, 1, REPLICATE))
+        rules.append(([last, 1, REPLICATE], [REPLICATE, last, 1, REPLICATE, REPLICATE]))
     return rules
 
 
@@ -275,7 +257,7 @@ _OP = define_op(
         outputs=("output",),
         saves=("input", "weight", "bias", "preactivation"),
         reference=_backward_reference,
-        fake=_backward_fake,
+        layouts={"weight": empty_gradient},
     ),
     autocast="lower",
     triton="fusedops.kernels.linear_act",

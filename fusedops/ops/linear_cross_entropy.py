@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops._core.tracing import holds_for_all
 from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as math_of
@@ -234,42 +234,12 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return grad_hidden, grad_weight, grad_bias
 
 
-def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    _, call, _, output_mask = of_backward(LinearCrossEntropy, args)
-    hidden, weight = call.hidden, call.weight
-    return (
-        hidden.new_empty(hidden.shape) if output_mask[0] else None,
-        weight.new_empty(weight.shape) if output_mask[1] else None,
-        weight.new_empty(weight.shape[0]) if output_mask[2] else None,
-    )
-
-
-def _shard(*args: Any) -> list[Sharding]:
+def _shard(hidden: Any, reduction: str) -> list[Sharding]:
     """Rows are independent, their sum and count are partial sums; parameters are replicated."""
-    call = LinearCrossEntropy(*args)
-    bias_word = REPLICATE if call.bias is not None else None
-
-    def rule(loss: Placement, count: Placement, rows: Placement) -> Sharding:
-        return [loss, count, rows, rows], [rows, REPLICATE, rows, bias_word, *[None] * 8]
-
-    rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
-    for dim in range(call.hidden.ndim - 1):
-        rules.append(rule(dim if call.reduction == "none" else PARTIAL, PARTIAL, dim))
-    return rules
-
-
-def _shard_backward(*args: Any) -> list[Sharding]:
-    """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
-    _, call, _, output_mask = of_backward(LinearCrossEntropy, args)
-    bias_word = REPLICATE if call.bias is not None else None
-
-    def rule(grad: Placement, rows: Placement, summed: Placement) -> Sharding:
-        results = where(output_mask, (rows, summed, summed))
-        return results, [grad, rows, REPLICATE, rows, bias_word, rows, rows, *[None] * 9]
-
-    rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
-    for dim in range(call.hidden.ndim - 1):
-        rules.append(rule(dim if call.reduction == "none" else REPLICATE, dim, PARTIAL))
+    rules: list[Sharding] = [([REPLICATE] * 4, [REPLICATE] * 4)]
+    for dim in range(hidden.ndim - 1):
+        loss = dim if reduction == "none" else PARTIAL
+        rules.append(([loss, PARTIAL, dim, dim], [dim, REPLICATE, dim, REPLICATE]))
     return rules
 
 
@@ -302,10 +272,8 @@ _OP = define_op(
         outputs=("loss",),
         saves=("hidden", "weight", "target", "bias", "lse", "logits"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     autocast="lower",
     triton="fusedops.kernels.linear_cross_entropy",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

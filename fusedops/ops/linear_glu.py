@@ -10,7 +10,6 @@ specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ import torch.nn.functional as F
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import REPLICATE, Sharding
 from fusedops.ops.linear_act import (
     check_linear,
     check_parameter,
-    empty_weight_gradient,
+    empty_gradient,
     preactivation_of,
     wants_gradient,
     weight_gradient,
@@ -124,46 +123,14 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _backward_fake(
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    return (
-        input.new_empty(input.shape) if output_mask[0] else None,
-        empty_weight_gradient(gate_weight) if output_mask[1] else None,
-        empty_weight_gradient(up_weight) if output_mask[2] else None,
-    )
-
-
 def _shard(input: Any, keep_preactivations: bool) -> list[Sharding]:
     """Shard the rows; or the outputs (column parallel)."""
     last = input.ndim - 1
-
-    def rule(output: Placement, x: Placement, weights: Placement) -> Sharding:
+    rows = ((dim, dim, REPLICATE) for dim in (REPLICATE, *range(last)))
+    rules: list[Sharding] = []
+    for output, x, weight in (*rows, (last, REPLICATE, 0)):
         kept = output if keep_preactivations else REPLICATE
-        return [output, kept, kept], [x, weights, weights, None, None]
-
-    rows = (REPLICATE, *range(last))
-    return [*(rule(dim, dim, REPLICATE) for dim in rows), rule(last, REPLICATE, 0)]
-
-
-def _shard_backward(
-    input: Any, keep_preactivations: bool, output_mask: Sequence[bool]
-) -> list[Sharding]:
-    last = input.ndim - 1
-
-    def rule(
-        grad_x: Placement, grads: Placement, grad: Placement, x: Placement, weights: Placement
-    ) -> Sharding:
-        kept = grad if keep_preactivations else REPLICATE
-        inputs = [grad, x, weights, weights, kept, kept, None, None, None]
-        return where(output_mask, (grad_x, grads, grads)), inputs
-
-    rules = [rule(*[REPLICATE] * 5)]
-    rules += [rule(dim, PARTIAL, dim, dim, REPLICATE) for dim in range(last)]
-    rules.append(rule(PARTIAL, 0, last, REPLICATE, 0))
+        rules.append(([output, kept, kept], [x, weight, weight]))
     return rules
 
 
@@ -185,10 +152,12 @@ _OP = define_op(
         outputs=("output",),
         saves=("input", "gate_weight", "up_weight", "gate", "up"),
         reference=_backward_reference,
-        fake=_backward_fake,
+        layouts={
+            "gate_weight": empty_gradient,
+            "up_weight": empty_gradient,
+        },
     ),
     autocast="lower",
     triton="fusedops.kernels.linear_glu",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

@@ -10,7 +10,6 @@ file has the public function, the specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,22 +18,14 @@ import torch.nn.functional as F
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import (
-    PARTIAL,
-    REPLICATE,
-    ROW,
-    ROW_SUM,
-    Sharding,
-    row_shardings,
-    where,
-)
+from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.ops.linear_act import (
     activate,
     activation_gradient,
     bias_gradient,
     check_linear,
     check_parameter,
-    empty_weight_gradient,
+    empty_gradient,
     preactivation_of,
     wants_gradient,
     weight_gradient,
@@ -147,43 +138,27 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return grad_input, grad_w1, grad_b1, grad_w2, grad_b2
 
 
-def _backward_fake(
-    input: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, output_mask: Sequence[bool]
-) -> tuple[torch.Tensor | None, ...]:
-    return (
-        input.new_empty(input.shape) if output_mask[0] else None,
-        empty_weight_gradient(w1) if output_mask[1] else None,
-        w1.new_empty(w1.shape[0]) if output_mask[2] else None,
-        empty_weight_gradient(w2) if output_mask[3] else None,
-        w2.new_empty(w2.shape[0]) if output_mask[4] else None,
-    )
-
-
-def _shard(*args: Any) -> list[Sharding]:
+def _shard(input: Any, b2: Any, keep_preactivation: bool) -> list[Sharding]:
     """Shard the rows; or the hidden layer (column then row parallel), a sum where b2 is absent."""
-    tensors, keep_preactivation = args[:5], args[-1]
-    last, b2 = tensors[0].ndim - 1, tensors[4]
-    rows = where(tensors, (ROW, *[REPLICATE] * 4))
-    kept = ROW if keep_preactivation else REPLICATE
-    rules = row_shardings((REPLICATE, *range(last)), [ROW, kept], [*rows, None, None])
+    last = input.ndim - 1
+    rules: list[Sharding] = [
+        ([dim, dim if keep_preactivation else REPLICATE], [dim, *[REPLICATE] * 4])
+        for dim in (REPLICATE, *range(last))
+    ]
     if b2 is None:
-        kept_columns = last if keep_preactivation else REPLICATE
-        columns = where(tensors, (REPLICATE, 0, 0, 1, None))
-        rules.append(([PARTIAL, kept_columns], [*columns, None, None]))
+        kept = last if keep_preactivation else REPLICATE
+        rules.append(([PARTIAL, kept], [REPLICATE, 0, 0, 1, REPLICATE]))
     return rules
 
 
-def _shard_backward(*args: Any) -> list[Sharding]:
-    tensors, keep_preactivation, output_mask = args[:6], args[-2], args[-1]
-    last = tensors[1].ndim - 1
-    kept = ROW if keep_preactivation else REPLICATE
-    outputs = where(output_mask, (ROW, *[ROW_SUM] * 4))
-    rows = where(tensors, (ROW, ROW, *[REPLICATE] * 4))
-    rules = row_shardings((REPLICATE, *range(last)), outputs, [*rows, kept, *[None] * 3])
-    kept_columns = last if keep_preactivation else REPLICATE
-    columns = where(tensors, (REPLICATE, REPLICATE, 0, 0, 1, REPLICATE))
-    grads = where(output_mask, (PARTIAL, 0, 0, 1, REPLICATE))
-    rules.append((grads, [*columns, kept_columns, *[None] * 3]))
+def _shard_backward(input: Any, keep_preactivation: bool) -> list[Sharding]:
+    last = input.ndim - 1
+    rules: list[Sharding] = [([REPLICATE] * 5, [REPLICATE] * 7)]
+    for dim in range(last):
+        kept = dim if keep_preactivation else REPLICATE
+        rules.append(([dim, *[PARTIAL] * 4], [dim, dim, *[REPLICATE] * 4, kept]))
+    kept = last if keep_preactivation else REPLICATE
+    rules.append(([PARTIAL, 0, 0, 1, REPLICATE], [REPLICATE, REPLICATE, 0, 0, 1, REPLICATE, kept]))
     return rules
 
 
@@ -208,7 +183,7 @@ _OP = define_op(
         outputs=("output",),
         saves=("input", "w1", "b1", "w2", "b2", "preactivation"),
         reference=_backward_reference,
-        fake=_backward_fake,
+        layouts={"w1": empty_gradient, "w2": empty_gradient},
     ),
     autocast="lower",
     triton="fusedops.kernels.mlp",

@@ -19,12 +19,12 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
 from fusedops.ops import _moe_math, _weight_gradients
 from fusedops.ops._moe_gate import GATES, hidden_of, preactivation_gradient
 from fusedops.ops._routing_plan import RoutingPlan, check_probs
-from fusedops.ops._weight_gradients import Form, Into, empty_stack_gradient
+from fusedops.ops._weight_gradients import Form, Into
 from fusedops.ops.grouped_mm import (
     add_grouped_sum,
     add_weight_gradient,
@@ -36,7 +36,7 @@ from fusedops.ops.grouped_mm import (
     grouped_weight_gradient,
     lowered,
 )
-from fusedops.ops.linear_act import check_parameter, wants_gradient
+from fusedops.ops.linear_act import check_parameter, empty_gradient, wants_gradient
 
 
 def moe_mlp(
@@ -280,58 +280,15 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    _, call, _, output_mask = of_backward(MoeMLP, args)
-    w1, w2 = call.w1, call.w2
-    return (
-        call.input.new_empty(call.input.shape) if output_mask[0] else None,
-        call.probs.new_empty(call.probs.shape) if output_mask[1] else None,
-        empty_stack_gradient(w1) if output_mask[2] else None,
-        empty_stack_gradient(w2) if output_mask[3] else None,
-        w1.new_empty((w1.shape[0], w1.shape[2])) if output_mask[4] else None,
-        w2.new_empty((w2.shape[0], w2.shape[2])) if output_mask[5] else None,
-    )
-
-
-def _splits(call: MoeMLP) -> bool:
-    """Whether the hidden layer can be sharded: gate and up on one rank, no bias added twice."""
-    return (call.interleaved or not call.gated) and call.b2 is None
-
-
-def _placements(call: MoeMLP, first: Placement, second: Placement) -> list[Placement]:
-    """Return those of the op's tensors, given those of the weights; the biases follow them."""
-    biases: list[Placement] = [
-        (REPLICATE if first == REPLICATE else 1) if call.b1 is not None else None,
-        (1 if second == 2 else REPLICATE) if call.b2 is not None else None,
-    ]
-    return [*([REPLICATE] * 5), first, second, *biases]
-
-
-def _shard(*args: Any) -> list[Sharding]:
+def _shard(b2: Any, gated: bool, interleaved: bool) -> list[Sharding]:
     """Replicate; or shard the hidden layers (a sum), or the columns of the output."""
-    call = MoeMLP(*args)
-
-    def rule(output: Placement, kept: Placement, first: Placement, second: Placement) -> Sharding:
-        return [output, kept], [*_placements(call, first, second), *([None] * 4)]
-
-    rules = [rule(REPLICATE, REPLICATE, REPLICATE, REPLICATE), rule(1, REPLICATE, REPLICATE, 2)]
-    if _splits(call):
-        rules.append(rule(PARTIAL, 1, 2, 1))
-    return rules
-
-
-def _shard_backward(*args: Any) -> list[Sharding]:
-    _, call, _, output_mask = of_backward(MoeMLP, args)
-
-    def rule(results: Sequence[Placement], *inputs: Placement) -> Sharding:
-        grad, kept, first, second = inputs
-        placements = [grad, *_placements(call, first, second), kept, *([None] * 5)]
-        return where(output_mask, results), placements
-
-    columns = (PARTIAL, PARTIAL, PARTIAL, 2, PARTIAL, 1)
-    rules = [rule([REPLICATE] * 6, *[REPLICATE] * 4), rule(columns, 1, REPLICATE, REPLICATE, 2)]
-    if _splits(call):
-        rules.append(rule((PARTIAL, PARTIAL, 2, 1, 1, REPLICATE), REPLICATE, 1, 2, 1))
+    rules: list[Sharding] = [
+        ([REPLICATE] * 2, [REPLICATE] * 9),
+        ([1, REPLICATE], [*[REPLICATE] * 6, 2, REPLICATE, 1]),
+    ]
+    # Gate and up must be on one rank, and no bias may be added twice.
+    if (interleaved or not gated) and b2 is None:
+        rules.append(([PARTIAL, 1], [*[REPLICATE] * 5, 2, 1, 1, REPLICATE]))
     return rules
 
 
@@ -365,11 +322,10 @@ _OP = define_op(
             *("w1", "w2", "b1", "b2", "preactivation"),
         ),
         reference=_backward_reference,
-        fake=_backward_fake,
+        layouts={"w1": empty_gradient, "w2": empty_gradient},
     ),
     triton="fusedops.kernels.moe_mlp",
     shard=_shard,
-    shard_backward=_shard_backward,
 )
 
 

@@ -155,11 +155,6 @@ def _reference(*args: Any) -> torch.Tensor:
     return torch.where(real[:, None], payload, 0)
 
 
-def _fake(*args: Any) -> torch.Tensor:
-    call = PackArguments(*args)
-    return call.input.new_empty((call.rows, call.layout[3]), dtype=torch.uint8)
-
-
 _OP = define_op(
     "moe_pack",
     "(Tensor input, Tensor probs, Tensor? expert_ids, Tensor? index, Tensor? num_rows,"
@@ -181,6 +176,5 @@ _OP = define_op(
         " and layout[3] == (layout[2] + 4 * quantized + 15) // 16 * 16",
     },
     reference=_reference,
-    fake=_fake,
     triton="fusedops.kernels.moe_pack",
 )

@@ -9,12 +9,10 @@ the backward of each is the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.ops import _moe_math as math
 from fusedops.ops._routing_plan import RoutingPlan
 
@@ -64,10 +62,6 @@ def _reference(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tens
     return math.scatter(input, None, positions, offsets)
 
 
-def _fake(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return input.new_empty(positions.shape[0] * positions.shape[1], input.shape[1])
-
-
 def _backward_reference(
     grad_output: torch.Tensor,
     positions: torch.Tensor,
@@ -75,30 +69,6 @@ def _backward_reference(
     output_mask: Sequence[bool],
 ) -> torch.Tensor | None:
     return math.combine(grad_output, None, positions, offsets) if output_mask[0] else None
-
-
-def _backward_fake(
-    grad_output: torch.Tensor, positions: torch.Tensor, output_mask: Sequence[bool]
-) -> torch.Tensor | None:
-    if not output_mask[0]:
-        return None
-    return grad_output.new_empty(positions.shape[0], grad_output.shape[1])
-
-
-_WORDS: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
-
-
-def _shard(input: Any, positions: Any, offsets: Any) -> list[Sharding]:
-    """Columns are independent, and the op is linear; rows need the unsharded plan."""
-    return [([word], [word, REPLICATE, REPLICATE]) for word in _WORDS]
-
-
-def _shard_backward(
-    grad_output: Any, positions: Any, offsets: Any, output_mask: Sequence[bool]
-) -> list[Sharding]:
-    return [
-        ([word if output_mask[0] else None], [word, REPLICATE, REPLICATE, None]) for word in _WORDS
-    ]
 
 
 _OP = define_op(
@@ -112,15 +82,13 @@ _OP = define_op(
         "output": "T [tokens * top_k, features]",
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("input",),
         outputs=("output",),
         saves=("positions", "offsets"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.moe_permute",
-    shard=_shard,
-    shard_backward=_shard_backward,
+    shard=math.shard_columns,
+    shard_backward=math.shard_columns,
 )

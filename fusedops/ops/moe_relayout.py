@@ -16,7 +16,6 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.ops import _moe_math as math
 from fusedops.ops._routing_plan import RoutingPlan, check_plan
 from fusedops.ops.moe_sort import moe_sort
@@ -163,10 +162,6 @@ def _reference(input: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) 
     return torch.where((index >= 0).unsqueeze(1), rows, input.new_zeros(()))
 
 
-def _fake(input: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    return input.new_empty(index.shape[0], input.shape[1])
-
-
 def _backward_reference(
     grad_output: torch.Tensor,
     index: torch.Tensor,
@@ -174,31 +169,6 @@ def _backward_reference(
     output_mask: Sequence[bool],
 ) -> torch.Tensor | None:
     return _reference(grad_output, inverse, index) if output_mask[0] else None
-
-
-def _backward_fake(
-    grad_output: torch.Tensor,
-    index: torch.Tensor,
-    inverse: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
-    return _fake(grad_output, inverse, index) if output_mask[0] else None
-
-
-_WORDS: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
-
-
-def _shard(input: Any, index: Any, inverse: Any) -> list[Sharding]:
-    """Columns are independent, and the op is linear; rows need the unsharded plan."""
-    return [([word], [word, REPLICATE, REPLICATE]) for word in _WORDS]
-
-
-def _shard_backward(
-    grad_output: Any, index: Any, inverse: Any, output_mask: Sequence[bool]
-) -> list[Sharding]:
-    return [
-        ([word if output_mask[0] else None], [word, REPLICATE, REPLICATE, None]) for word in _WORDS
-    ]
 
 
 _OP = define_op(
@@ -211,15 +181,13 @@ _OP = define_op(
         "output": "T [rows, features]",
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("input",),
         outputs=("output",),
         saves=("index", "inverse"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.moe_relayout",
-    shard=_shard,
-    shard_backward=_shard_backward,
+    shard=math.shard_columns,
+    shard_backward=math.shard_columns,
 )

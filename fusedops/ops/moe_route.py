@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from fusedops._core import checks, dtypes, philox
+from fusedops._core import checks, philox
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import REPLICATE, Placement, Sharding
 from fusedops._core.tracing import plain_size
 from fusedops.kernels._moe_drop import drop
 from fusedops.ops import _route_math as math
@@ -317,17 +317,6 @@ def _no_mask(ids: torch.Tensor) -> torch.Tensor:
     return ids.new_empty((0, ids.shape[1]), dtype=torch.bool)
 
 
-def _fake(*args: Any) -> Outputs:
-    logits, _, _, _, _, top_k, *options = args
-    rule = SelectionRule(*options)
-    tokens, experts = logits.shape
-    slots = experts if rule.drop_policy == "expert_choice" else top_k
-    ids = logits.new_empty((tokens, slots), dtype=torch.int32)
-    probs = logits.new_empty((tokens, slots), dtype=dtypes.statistics_dtype(logits.dtype))
-    kept = _no_mask(ids) if rule.capacity < 0 else torch.empty_like(ids, dtype=torch.bool)
-    return probs, ids, kept
-
-
 def _backward_reference(*args: Any) -> torch.Tensor | None:
     grad_probs, logits, seed, expert_ids, kept, _, *options = args
     *given, output_mask = options
@@ -343,36 +332,12 @@ def _backward_reference(*args: Any) -> torch.Tensor | None:
     return grad.to(logits.dtype).contiguous()
 
 
-def _backward_fake(*args: Any) -> torch.Tensor | None:
-    _, logits, _, _, _, _, *options = args
-    return logits.new_empty(logits.shape) if options[-1][0] else None
-
-
-def _splits(seed: Any, rule: SelectionRule) -> list[Placement]:
+def _shard(seed: Any, capacity: int) -> list[Sharding]:
     """Tokens are independent, unless jitter counts them or a capacity is shared among them."""
-    return [REPLICATE] if seed is not None or rule.capacity >= 0 else [REPLICATE, 0]
-
-
-def _shard(*args: Any) -> list[Sharding]:
-    tensors, options = args[:5], args[6:]
-    rules = []
-    for word in _splits(tensors[2], SelectionRule(*options)):
-        inputs = where(tensors, (word, REPLICATE, REPLICATE, word, REPLICATE))
-        # The mask is empty, or has all rows.
-        rules.append(([word, word, REPLICATE], [*inputs, None, *[None] * len(options)]))
-    return rules
-
-
-def _shard_backward(*args: Any) -> list[Sharding]:
-    _, _, seed, _, _, _, *options = args
-    *given, output_mask = options
-    rule = SelectionRule(*given)
+    words: list[Placement] = [REPLICATE] if seed is not None or capacity >= 0 else [REPLICATE, 0]
+    # The mask is empty, or has all rows.
     return [
-        (
-            [word if output_mask[0] else None],
-            [word, word, None if seed is None else REPLICATE, word, REPLICATE, *[None] * 11],
-        )
-        for word in _splits(seed, rule)
+        ([word, word, REPLICATE], [word, REPLICATE, REPLICATE, word, REPLICATE]) for word in words
     ]
 
 
@@ -403,15 +368,12 @@ _OP = define_op(
         "jitter": "0 <= jitter < 1",
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("logits",),
         outputs=("probs",),
         saves=("logits", "seed", "expert_ids", "kept"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.moe_route",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

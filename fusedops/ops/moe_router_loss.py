@@ -16,7 +16,7 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
+from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.kernels._moe_arguments import RouterLossArguments
 from fusedops.ops._routing_plan import RoutingPlan
 
@@ -231,11 +231,6 @@ def _reference(*args: Any) -> torch.Tensor:
     return rows.sum()
 
 
-def _fake(*args: Any) -> torch.Tensor:
-    logits = RouterLossArguments(*args).logits
-    return logits.new_empty((), dtype=dtypes.statistics_dtype(logits.dtype))
-
-
 def _backward_reference(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
     """Softmax: dx = p (w - sum w p); sigmoid: dx = s (1 - s) / S (w - sum w p), S = sum s."""
     *inputs, output_mask = args
@@ -257,41 +252,12 @@ def _backward_reference(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | N
     return grad.to(logits.dtype).contiguous()
 
 
-def _backward_fake(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
-    *inputs, output_mask = args
-    logits = RouterLossArguments(*inputs).logits
-    return logits.new_empty(logits.shape) if output_mask[0] else None
-
-
-def _placements(call: RouterLossArguments) -> list[list[Placement]]:
-    """Return placements of logits, weights, z_weight and mask: tokens may be sharded."""
-    words: list[Placement] = [REPLICATE]
-    if call.weights is None or call.weights.shape[0] == 1:
-        words.append(0)
-    return [
-        [
-            word,
-            None if call.weights is None else REPLICATE,
-            None if call.z_weight is None else REPLICATE,
-            None if call.mask is None else word,
-        ]
-        for word in words
-    ]
-
-
-def _shard(*args: Any) -> list[Sharding]:
-    return [
-        ([PARTIAL if inputs[0] == 0 else REPLICATE], [*inputs, None])
-        for inputs in _placements(RouterLossArguments(*args))
-    ]
-
-
-def _shard_backward(grad_loss: Any, *args: Any) -> list[Sharding]:
-    *call, output_mask = args
-    return [
-        ([inputs[0] if output_mask[0] else None], [REPLICATE, *inputs, None, None])
-        for inputs in _placements(RouterLossArguments(*call))
-    ]
+def _shard(weights: Any) -> list[Sharding]:
+    """Tokens may be sharded, unless sequences have weights of their own."""
+    rules: list[Sharding] = [([REPLICATE], [REPLICATE] * 4)]
+    if weights is None or weights.shape[0] == 1:
+        rules.append(([PARTIAL], [0, REPLICATE, REPLICATE, 0]))
+    return rules
 
 
 _OP = define_op(
@@ -307,15 +273,12 @@ _OP = define_op(
         "score": _SCORES,
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("logits",),
         outputs=("loss",),
         saves=("logits", "weights", "z_weight", "mask"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.moe_router_loss",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

@@ -14,7 +14,7 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.library import define_op
-from fusedops._core.sharding import REPLICATE, Placement, Sharding
+from fusedops._core.sharding import REPLICATE, Sharding
 from fusedops._core.tracing import holds_for_all
 
 MOST_EXPERTS = 1 << 24
@@ -121,19 +121,9 @@ def _reference(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts:
     return permutation, positions, counts.contiguous(), offsets
 
 
-def _fake(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts: int) -> Sorted:
-    return (
-        expert_ids.new_empty(expert_ids.numel(), dtype=torch.int32),
-        expert_ids.new_empty(expert_ids.shape, dtype=torch.int32),
-        expert_ids.new_empty(num_experts, dtype=torch.int32),
-        expert_ids.new_empty(num_experts, dtype=torch.int32),
-    )
-
-
-def _shard(expert_ids: Any, kept: Any, num_experts: int) -> list[Sharding]:
+def _shard() -> list[Sharding]:
     """The order of all slots needs all of them: nothing is sharded."""
-    inputs: list[Placement] = [REPLICATE, REPLICATE if kept is not None else None, None]
-    return [([REPLICATE] * 4, inputs)]
+    return [([REPLICATE] * 4, [REPLICATE] * 2)]
 
 
 _OP = define_op(
@@ -149,7 +139,6 @@ _OP = define_op(
         "tokens_per_expert, offsets": "int32 [num_experts]",
     },
     reference=_reference,
-    fake=_fake,
     triton="fusedops.kernels.moe_sort",
     shard=_shard,
 )

@@ -74,10 +74,6 @@ def _reference(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int])
     return dequantize(payload[:, : like.shape[-1]].contiguous(), scales, like.dtype)
 
 
-def _fake(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty((payload.shape[0], like.shape[-1]))
-
-
 _OP = define_op(
     "moe_unpack",
     "(Tensor payload, Tensor like, SymInt[] layout) -> (Tensor rows)",
@@ -89,6 +85,5 @@ _OP = define_op(
         " and layout[1] <= layout[2] and layout[2] + 4 <= layout[3]",
     },
     reference=_reference,
-    fake=_fake,
     triton="fusedops.kernels.moe_unpack",
 )

@@ -7,14 +7,13 @@ Kernels: ``csrc/cpu/moe/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.ops import _moe_math as math
 from fusedops.ops._routing_plan import RoutingPlan, check_probs
 
@@ -76,12 +75,6 @@ def _reference(
     return math.combine(input, probs, positions, offsets)
 
 
-def _fake(
-    input: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    return input.new_empty(positions.shape[0], input.shape[1])
-
-
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_output, input, probs, positions, offsets, output_mask = args
     grad_input = grad_probs = None
@@ -96,44 +89,10 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor |
     return grad_input, grad_probs
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    probs: torch.Tensor | None,
-    positions: torch.Tensor,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    grad_input = grad_probs = None
-    if output_mask[0]:
-        rows = positions.shape[0] * positions.shape[1]
-        grad_input = grad_output.new_empty(rows, grad_output.shape[1])
-    if output_mask[1] and probs is not None:
-        grad_probs = probs.new_empty(probs.shape)
-    return grad_input, grad_probs
-
-
-def _shard(input: Any, probs: Any, positions: Any, offsets: Any) -> list[Sharding]:
+def _shard() -> list[Sharding]:
     """Columns are independent, and the sum is linear in ``input``; rows need the unsharded plan."""
-    weights = REPLICATE if probs is not None else None
     words: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
-    return [([word], [word, weights, REPLICATE, REPLICATE]) for word in words]
-
-
-def _shard_backward(input: Any, probs: Any, output_mask: Sequence[bool]) -> list[Sharding]:
-    # Gradient of the output, input -> gradients of input and probs. A product of row and gradient
-    # over a part of the columns, or with a part of the row, is a part of the sum.
-    cases: tuple[tuple[Placement, ...], ...] = (
-        (REPLICATE, REPLICATE, REPLICATE, REPLICATE),
-        (1, 1, 1, PARTIAL),
-        (REPLICATE, PARTIAL, REPLICATE, PARTIAL),
-    )
-    needed = (output_mask[0], output_mask[1] and probs is not None)
-    return [
-        (
-            where(needed, grads),
-            [grad, *where((input, probs), (rows, REPLICATE)), REPLICATE, REPLICATE, None],
-        )
-        for grad, rows, *grads in cases
-    ]
+    return [([word], [word, REPLICATE, REPLICATE, REPLICATE]) for word in words]
 
 
 _OP = define_op(
@@ -148,16 +107,13 @@ _OP = define_op(
         "probs": "stat(T) [tokens, top_k]",
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("input", "probs"),
         outputs=("output",),
         saves=("input", "probs", "positions", "offsets"),
         saved_for={"input": "probs"},
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.moe_unpermute",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

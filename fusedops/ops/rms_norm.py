@@ -16,20 +16,19 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, ROW, ROW_SUM, Sharding, row_shardings, where
+from fusedops._core.sharding import REPLICATE, Sharding
 from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math
 from fusedops.ops._norm_math import (
     default_eps,
     in_float32,
-    input_gradient,
+    norm_gradients,
     normalize_rms,
     offset,
     row_placements,
     rows,
     scale,
     scaled_dtype,
-    sum_rows,
 )
 
 ROUNDINGS = _norm_math.ROUNDINGS
@@ -132,44 +131,20 @@ def _fake(
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad_output, input, weight, _, normalized_shape, eps, weight_offset, _, output_mask = args
     normalized = normalize_rms(input, normalized_shape, eps)
-    grad = grad_output.to(normalized.values.dtype)
-    grad_input = grad_weight = None
-    if output_mask[0]:
-        factor = offset(weight, weight_offset, grad.dtype)
-        grad_input = input_gradient(grad, normalized, factor, normalized_shape)
+    factor = offset(weight, weight_offset, normalized.values.dtype)
+    parameter = input.dtype if weight is None else weight.dtype
+    grad_input, grad_weight = norm_gradients(
+        grad_output, normalized, factor, normalized_shape, parameter, output_mask
+    )
+    if grad_input is not None:
         grad_input = grad_input.to(input.dtype).contiguous()
-    if output_mask[1]:
-        parameter = input.dtype if weight is None else weight.dtype
-        grad_weight = sum_rows(grad * normalized.values, normalized_shape).to(parameter)
     return grad_input, grad_weight
 
 
-def _backward_fake(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    normalized_shape: Sequence[int],
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    parameter = input.dtype if weight is None else weight.dtype
-    return (
-        input.new_empty(input.shape) if output_mask[0] else None,
-        input.new_empty(normalized_shape, dtype=parameter) if output_mask[1] else None,
-    )
-
-
-def _shard(input: Any, normalized_shape: Sequence[int], weight: Any) -> list[Sharding]:
+def _shard(input: Any, normalized_shape: Sequence[int]) -> list[Sharding]:
     """Rows are independent: any leading dim may be sharded, the weight is replicated."""
-    parameter = REPLICATE if weight is not None else None
     dims = row_placements(input, normalized_shape)
-    return row_shardings(dims, [ROW] * 2, [ROW, None, parameter, *[None] * 3])
-
-
-def _shard_backward(*args: Any) -> list[Sharding]:
-    """With rows sharded, each rank has a part of the sum that is the weight's gradient."""
-    tensors, normalized_shape, output_mask = args[:4], args[4], args[-1]
-    dims = row_placements(tensors[1], normalized_shape)
-    inputs = where(tensors, (ROW, ROW, REPLICATE, ROW))
-    return row_shardings(dims, where(output_mask, (ROW, ROW_SUM)), [*inputs, *[None] * 5])
+    return [([dim] * 2, [dim, REPLICATE]) for dim in dims]
 
 
 _OP = define_op(
@@ -191,9 +166,7 @@ _OP = define_op(
         outputs=("output",),
         saves=("input", "weight", "rstd"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.rms_norm",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

@@ -17,7 +17,7 @@ import torch
 
 from fusedops._core import backends, checks, dtypes
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Placement, Sharding, where
+from fusedops._core.sharding import REPLICATE, Placement, Sharding
 
 
 def rotary_embedding(
@@ -157,53 +157,46 @@ def _reference(
     )
 
 
-def _fake(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty(query), _empty(key)
 
 
-def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    grad_rotated_query, grad_rotated_key, cos, sin, interleaved, output_mask = args
-    query, key = (
-        _rotate(grad, cos, sin, interleaved, True) if needed and grad is not None else None
-        for grad, needed in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
+def _computed(
+    grad_rotated_query: Any, grad_rotated_key: Any, output_mask: Sequence[bool]
+) -> tuple[bool, bool]:
+    """Return which gradients are asked for and have an incoming one."""
+    return (
+        output_mask[0] and grad_rotated_query is not None,
+        output_mask[1] and grad_rotated_key is not None,
     )
-    return query, key
 
 
-def _backward_fake(
-    grad_rotated_query: torch.Tensor | None,
-    grad_rotated_key: torch.Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    query, key = (
-        _empty(grad) if needed and grad is not None else None
-        for grad, needed in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    *grads, cos, sin, interleaved, output_mask = args
+    return tuple(
+        _rotate(grad, cos, sin, interleaved, True) if computed else None
+        for grad, computed in zip(grads, _computed(*grads, output_mask), strict=True)
     )
-    return query, key
 
 
-def _words(cos: Any) -> list[tuple[Placement, Placement]]:
-    """Return the placements of query, key and results, each with that of the tables.
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    *grads, _, _, _, output_mask = args
+    return tuple(
+        _empty(grad) if computed else None
+        for grad, computed in zip(grads, _computed(*grads, output_mask), strict=True)
+    )
 
-    Batch entries, heads and positions are independent; a table of all entries is replicated.
-    """
+
+def _shard(cos: Any) -> list[Sharding]:
+    """Batch entries, heads and positions are independent; a table of all entries is replicated."""
     of_entries = 0 if cos.ndim == 3 and cos.shape[0] != 1 else REPLICATE
-    return [(REPLICATE, REPLICATE), (0, of_entries), (1, REPLICATE), (2, cos.ndim - 2)]
-
-
-def _shard(query: Any, key: Any, cos: Any, sin: Any, interleaved: bool) -> list[Sharding]:
-    return [([word, word], [word, word, table, table, None]) for word, table in _words(cos)]
-
-
-def _shard_backward(*args: Any) -> list[Sharding]:
-    *grads, cos, _, _, output_mask = args
-    needed = [asked and grad is not None for grad, asked in zip(grads, output_mask, strict=True)]
-    return [
-        (where(needed, [word] * 2), [*where(grads, [word] * 2), table, table, None, None])
-        for word, table in _words(cos)
+    cuts: list[tuple[Placement, Placement]] = [
+        (REPLICATE, REPLICATE),
+        (0, of_entries),
+        (1, REPLICATE),
+        (2, cos.ndim - 2),
     ]
+    return [([dim, dim], [dim, dim, table, table]) for dim, table in cuts]
 
 
 _OP = define_op(
@@ -225,8 +218,8 @@ _OP = define_op(
         saves=("cos", "sin"),
         reference=_backward_reference,
         fake=_backward_fake,
+        computed=_computed,
     ),
     triton="fusedops.kernels.rotary_embedding",
     shard=_shard,
-    shard_backward=_shard_backward,
 )

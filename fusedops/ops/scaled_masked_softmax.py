@@ -9,7 +9,6 @@ the public function, the specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,12 +111,6 @@ def _reference(
     return (e / total.masked_fill(total == 0.0, 1.0)).to(input.dtype).contiguous()
 
 
-def _fake(
-    input: torch.Tensor, mask: torch.Tensor | None, scale: float, is_causal: bool
-) -> torch.Tensor:
-    return input.new_empty(input.shape)
-
-
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad_output, mask, output, scale, _, output_mask = args
     # `output` is differentiable itself, so this is the second derivative too. Its sum is 1 but for
@@ -137,51 +130,28 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor |
     return grad_input, grad_mask
 
 
-def _backward_fake(
-    mask: torch.Tensor | None, output: torch.Tensor, output_mask: Sequence[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (
-        output.new_empty(output.shape) if output_mask[0] else None,
-        mask.new_empty(mask.shape) if output_mask[1] and mask is not None else None,
-    )
-
-
-def _words(input: Any, mask: Any, is_causal: bool) -> list[tuple[Placement, Placement, Placement]]:
-    """Return placements of the input, of the mask and of the mask's gradient.
+def _cuts(scores: Any, mask: Any, is_causal: bool) -> list[tuple[Placement, Placement, Placement]]:
+    """Return placements of the scores, of the mask and of the mask's gradient.
 
     Rows are independent; causality needs to know which query a row is.
     """
-    words: list[tuple[Placement, Placement, Placement]] = [
-        (REPLICATE, None if mask is None else REPLICATE, None if mask is None else REPLICATE)
-    ]
-    for dim in range(input.ndim - (2 if is_causal else 1)):
-        if mask is None:
-            words.append((dim, None, None))
-            continue
-        of_mask = dim - (input.ndim - mask.ndim)
+    cuts: list[tuple[Placement, Placement, Placement]] = [(REPLICATE, REPLICATE, REPLICATE)]
+    for dim in range(scores.ndim - (2 if is_causal else 1)):
+        of_mask = -1 if mask is None else dim - (scores.ndim - mask.ndim)
         if of_mask >= 0 and mask.shape[of_mask] != 1:
-            words.append((dim, of_mask, of_mask))
+            cuts.append((dim, of_mask, of_mask))
         else:
-            words.append((dim, REPLICATE, PARTIAL))
-    return words
+            cuts.append((dim, REPLICATE, PARTIAL))
+    return cuts
 
 
-def _shard(input: Any, mask: Any, scale: float, is_causal: bool) -> list[Sharding]:
-    return [
-        ([word], [word, of_mask, None, None]) for word, of_mask, _ in _words(input, mask, is_causal)
-    ]
+def _shard(input: Any, mask: Any, is_causal: bool) -> list[Sharding]:
+    return [([dim], [dim, of_mask]) for dim, of_mask, _ in _cuts(input, mask, is_causal)]
 
 
-def _shard_backward(
-    mask: Any, output: Any, is_causal: bool, output_mask: Sequence[bool]
-) -> list[Sharding]:
-    return [
-        (
-            [word if output_mask[0] else None, summed if output_mask[1] else None],
-            [word, of_mask, word, None, None, None],
-        )
-        for word, of_mask, summed in _words(output, mask, is_causal)
-    ]
+def _shard_backward(mask: Any, output: Any, is_causal: bool) -> list[Sharding]:
+    cuts = _cuts(output, mask, is_causal)
+    return [([dim, summed], [dim, of_mask, dim]) for dim, of_mask, summed in cuts]
 
 
 _OP = define_op(
@@ -193,13 +163,11 @@ _OP = define_op(
         "shape": "len(shape) >= 2",
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("input", "mask"),
         outputs=("output",),
         saves=("mask", "output"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.scaled_masked_softmax",
     shard=_shard,

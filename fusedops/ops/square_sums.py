@@ -82,16 +82,11 @@ def _reference(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.double().square().sum() for tensor in inputs])
 
 
-def _fake(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return inputs[0].new_empty((len(inputs),), dtype=torch.float64)
-
-
 _OP = define_op(
     "square_sums",
     "(Tensor[] inputs) -> (Tensor sums)",
     contract={"inputs": "each float [*shape]", "sums": "float64 [len(inputs)]"},
     reference=_reference,
-    fake=_fake,
     triton="fusedops.kernels.square_sums",
     part_of="optim",
 )

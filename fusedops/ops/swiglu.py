@@ -9,12 +9,10 @@ formulae are in ``ops/_glu_math.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import Sharding
 from fusedops.ops import _glu_math
 
 
@@ -55,30 +53,10 @@ def _reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _glu_math.forward(gate, up, "silu")
 
 
-def _fake(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return _glu_math.forward_fake(gate)
-
-
 def _backward_reference(
     grad_output: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, output_mask: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return _glu_math.backward(grad_output, gate, up, "silu", output_mask)
-
-
-def _backward_fake(
-    grad_output: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, output_mask: Sequence[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return _glu_math.backward_fake(gate, output_mask)
-
-
-def _shard(gate: Any, up: Any) -> list[Sharding]:
-    return _glu_math.shard(gate, 0)
-
-
-def _shard_backward(
-    grad_output: Any, gate: Any, up: Any, output_mask: Sequence[bool]
-) -> list[Sharding]:
-    return _glu_math.shard_backward(gate, output_mask, 1)
 
 
 _OP = define_op(
@@ -88,15 +66,12 @@ _OP = define_op(
         "gate, up, output": "T [*shape]",
     },
     reference=_reference,
-    fake=_fake,
     gradient=Gradient(
         inputs=("gate", "up"),
         outputs=("output",),
         saves=("gate", "up"),
         reference=_backward_reference,
-        fake=_backward_fake,
     ),
     triton="fusedops.kernels.swiglu",
-    shard=_shard,
-    shard_backward=_shard_backward,
+    shard=_glu_math.shard,
 )
