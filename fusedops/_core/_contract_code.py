@@ -105,7 +105,6 @@ class _Encoder:
         ]
 
     def _tensor(self, rule: contract.TensorRule) -> list[int]:
-        assert rule.argument is not None
         binds = -1 if rule.binds is None else self._number("letter", rule.binds)
         code = [rule.argument, int(rule.optional), int(rule.dense), binds, len(rule.atoms)]
         for atom in rule.atoms:

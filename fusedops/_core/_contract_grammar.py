@@ -161,7 +161,7 @@ class _Builder:
         if after.strip() not in ("", "dense"):
             raise ValueError(f"contract of {self.op}: cannot read {after.strip()!r} of {name}")
         return TensorRule(
-            self.places.get(name),
+            self.places.get(name, -1),
             name,
             optional,
             binds or None,

@@ -118,7 +118,7 @@ class SizeRule:
 class TensorRule:
     """What one tensor must be."""
 
-    argument: int | None  # ``None`` for a result that is no argument
+    argument: int  # -1 for a result that is no argument
     name: str
     optional: bool
     binds: str | None  # the letter that its dtype gets
@@ -248,7 +248,7 @@ class Program:
         _, like = next(self._tensors(args))
         results: list[torch.Tensor | None] = []
         for i, rule in enumerate(self.results):
-            given = None if rule.argument is None else args[rule.argument]
+            given = args[rule.argument] if rule.argument >= 0 else None
             if requested is not None and not requested[i]:
                 results.append(None)
             elif given is None:
@@ -297,7 +297,6 @@ class Program:
             raise TypeError(f"{self.op}: {name} must be a floating dtype, got {value}")
 
     def _check_tensor(self, rule: TensorRule, known: Known) -> None:
-        assert rule.argument is not None
         value, name = known.args[rule.argument], rule.name + known.place
         if value is None:
             if not rule.optional:

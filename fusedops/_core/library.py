@@ -307,7 +307,7 @@ def _transposed_rule(
     tensors = [name for kind, name in backward.arguments if kind.startswith("Tensor")]
 
     def transposed(*args: Any) -> list[sharding.Sharding]:
-        shardings = []
+        shardings: list[sharding.Sharding] = []
         for outputs, inputs in selected(*args):
             placed = dict(zip([*schema.tensors, *returns], [*inputs, *outputs], strict=True))
             for output in gradient.outputs:

@@ -112,21 +112,24 @@ def computed_gradients(
 
 
 def backward(
-    grad_normed: torch.Tensor | None,
-    grad_summed: torch.Tensor | None,
+    grads: Sequence[torch.Tensor | None],
     summed: torch.Tensor,
     seed: torch.Tensor | None,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
+    numbers: Sequence[Any],
     norm_gradients: Callable[[torch.Tensor, Sequence[bool]], list[torch.Tensor | None]],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of input, residual and the norm's parameters.
 
-    ``norm_gradients`` returns, from that of ``normed``, the gradients of the sum and of the
-    parameters that are asked for. ``summed`` is an output, but not a constant: autograd knows how
-    it depends on the inputs.
+    Args:
+        grads: of ``normed`` and of ``summed``.
+        summed: an output, but not a constant: autograd knows how it depends on the inputs.
+        seed: of dropout.
+        numbers: ``dropout_p``, ``input_dtype`` and ``output_mask``.
+        norm_gradients: returns, from that of ``normed``, the gradients of the sum and of the
+            parameters that are asked for.
     """
+    grad_normed, grad_summed = grads
+    dropout_p, input_dtype, output_mask = numbers
     needs = computed_gradients(grad_normed, summed, dropout_p, input_dtype, output_mask)
     total = torch.zeros_like(summed, dtype=dtypes.statistics_dtype(summed.dtype))
     parameters: list[torch.Tensor | None] = [None] * len(needs[2:])

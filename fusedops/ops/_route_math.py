@@ -6,25 +6,10 @@ Everything works on logits that ``prepare`` has widened.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from fusedops._core import dtypes, philox
-
-
-class SelectionRule(NamedTuple):
-    """How one token chooses, in the order of the arguments of ``fusedops::moe_route``."""
-
-    score: str
-    normalize: bool
-    scaling: float
-    num_groups: int
-    topk_groups: int
-    group_score: str
-    jitter: float
-    capacity: int
-    drop_policy: str
+from fusedops.kernels._moe_arguments import RouteOptions
 
 
 def jitter_factors(logits: torch.Tensor, seed: torch.Tensor, jitter: float) -> torch.Tensor:
@@ -55,9 +40,7 @@ def scores(x: torch.Tensor, score: str) -> torch.Tensor:
     return torch.sigmoid(x) if score == "sigmoid" else softmax(x)
 
 
-def choose(
-    x: torch.Tensor, bias: torch.Tensor | None, top_k: int, rule: SelectionRule
-) -> torch.Tensor:
+def choose(x: torch.Tensor, bias: torch.Tensor | None, rule: RouteOptions) -> torch.Tensor:
     """Return the int32 ids ``[T, top_k]`` of the best experts, best first.
 
     Scores rise with the logits: unless something is added to them the logits decide, which makes
@@ -74,16 +57,16 @@ def choose(
         allowed = _allowed(keys, rule).gather(-1, order)
         first = allowed.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
         order = order.gather(-1, first)
-    return order[:, :top_k].to(torch.int32).contiguous()
+    return order[:, : rule.top_k].to(torch.int32).contiguous()
 
 
-def by_score(has_bias: bool, rule: SelectionRule) -> bool:
+def by_score(has_bias: bool, rule: RouteOptions) -> bool:
     """Return whether scores decide, not logits."""
     sums = rule.topk_groups < rule.num_groups and rule.group_score == "top2_sum"
     return has_bias or sums
 
 
-def _allowed(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
+def _allowed(keys: torch.Tensor, rule: RouteOptions) -> torch.Tensor:
     """Return which experts stand in the best groups, ``[T, E]`` bool."""
     tokens, experts = keys.shape
     groups = keys.view(tokens, rule.num_groups, experts // rule.num_groups)
@@ -97,7 +80,7 @@ def _allowed(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
     return allowed.repeat_interleave(groups.shape[-1], dim=1)
 
 
-def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
+def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: RouteOptions) -> torch.Tensor:
     """Return the weight of each choice before dropping."""
     ids = expert_ids.long()
     if rule.score == "sigmoid":
@@ -113,7 +96,7 @@ def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: SelectionRule
 
 
 def gradient(
-    grad_probs: torch.Tensor, x: torch.Tensor, expert_ids: torch.Tensor, rule: SelectionRule
+    grad_probs: torch.Tensor, x: torch.Tensor, expert_ids: torch.Tensor, rule: RouteOptions
 ) -> torch.Tensor:
     """Return the gradient of the prepared logits ``x`` from that of undropped weights.
 

@@ -128,7 +128,7 @@ def _reference(
 
 
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    grad_normed, grad_summed, summed, weight, _, _, seed = args[:7]
+    *grads, summed, weight, _, _, seed = args[:7]
     normalized_shape, eps, *numbers = args[7:]
 
     def of_norm(grad: torch.Tensor, requested: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -136,7 +136,7 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
         parameter = summed.dtype if weight is None else weight.dtype
         return norm_gradients(grad, normalized, weight, normalized_shape, parameter, requested)
 
-    return _residual.backward(grad_normed, grad_summed, summed, seed, *numbers, of_norm)
+    return _residual.backward(grads, summed, seed, numbers, of_norm)
 
 
 def _backward_fake(

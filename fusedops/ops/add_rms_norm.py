@@ -161,7 +161,7 @@ def _fake(
 
 
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    grad_normed, grad_summed, summed, weight, _, seed = args[:6]
+    *grads, summed, weight, _, seed = args[:6]
     normalized_shape, eps, weight_offset, _, *numbers = args[6:]
 
     def of_norm(grad: torch.Tensor, requested: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -170,7 +170,7 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
         parameter = summed.dtype if weight is None else weight.dtype
         return norm_gradients(grad, normalized, factor, normalized_shape, parameter, requested)
 
-    return _residual.backward(grad_normed, grad_summed, summed, seed, *numbers, of_norm)
+    return _residual.backward(grads, summed, seed, numbers, of_norm)
 
 
 def _shard(input: Any, normalized_shape: Sequence[int], seed: Any) -> list[Sharding]:

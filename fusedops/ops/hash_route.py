@@ -115,17 +115,11 @@ def _check(token_ids: Any, num_experts: Any, top_k: Any, table: Any, seed: Any) 
 def _looked_up(token_ids: torch.Tensor, table: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return the experts of each token that a table has, ``[T, k]``; on the CPU checked."""
     rows = len(table)
-    if checks.readable(token_ids) and token_ids.numel():
-        least, most = (int(extreme) for extreme in token_ids.aminmax())
-        if least < 0 or most >= rows:
-            expected = f"rows of table, at least 0 and less than {rows}"
-            checks.fail(_OP, "token_ids", expected, least if least < 0 else most)
+    expected = f"rows of table, at least 0 and less than {rows}"
+    checks.indices(_OP, "token_ids", token_ids, rows, expected)
     experts = table[token_ids]
-    if checks.readable(experts) and experts.numel():
-        least, most = (int(extreme) for extreme in experts.aminmax())
-        if least < 0 or most > num_experts:
-            expected = f"of experts from 0 to {num_experts - 1}, or {num_experts} for nobody"
-            checks.fail(_OP, "table", expected, least if least < 0 else most)
+    expected = f"of experts from 0 to {num_experts - 1}, or {num_experts} for nobody"
+    checks.indices(_OP, "table", experts, num_experts + 1, expected)
     return experts
 
 
@@ -145,11 +139,8 @@ def _check_domains(
     checks.shape(_OP, "domains", domains, token_ids.shape, "that of token_ids")
     if domains.device != token_ids.device:
         checks.fail(_OP, "domains", f"on {token_ids.device}, as token_ids", domains.device)
-    if checks.readable(domains) and domains.numel():
-        least, most = (int(extreme) for extreme in domains.aminmax())
-        if least < 0 or most >= len(sizes):
-            expected = f"from 0 to {len(sizes) - 1}, of domain_experts {sizes}"
-            checks.fail(_OP, "domains", expected, least if least < 0 else most)
+    expected = f"from 0 to {len(sizes) - 1}, of domain_experts {sizes}"
+    checks.indices(_OP, "domains", domains, len(sizes), expected)
     return sizes
 
 

@@ -126,11 +126,11 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
 def _shard(input: Any, keep_preactivations: bool) -> list[Sharding]:
     """Shard the rows; or the outputs (column parallel)."""
     last = input.ndim - 1
-    rows = ((dim, dim, REPLICATE) for dim in (REPLICATE, *range(last)))
     rules: list[Sharding] = []
-    for output, x, weight in (*rows, (last, REPLICATE, 0)):
-        kept = output if keep_preactivations else REPLICATE
-        rules.append(([output, kept, kept], [x, weight, weight]))
+    for dim in (REPLICATE, *range(last + 1)):
+        kept = dim if keep_preactivations else REPLICATE
+        inputs = [REPLICATE, 0, 0] if dim == last else [dim, REPLICATE, REPLICATE]
+        rules.append(([dim, kept, kept], inputs))
     return rules
 
 

@@ -16,10 +16,10 @@ from fusedops._core import checks, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement, Sharding
 from fusedops._core.tracing import plain_size
+from fusedops.kernels._moe_arguments import RouteOptions
 from fusedops.kernels._moe_drop import drop
 from fusedops.ops import _route_math as math
 from fusedops.ops import _routing_reuse
-from fusedops.ops._route_math import SelectionRule
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_sort import moe_sort
 
@@ -133,7 +133,7 @@ def moe_route(
     ids = kept = None
     if first is not None:
         ids, kept, seed = first
-    probs, ids, kept = _OP(logits, bias, seed, ids, kept, top_k, *rule)
+    probs, ids, kept = _OP(logits, bias, seed, ids, kept, *rule)
     mask = kept if rule.capacity >= 0 else None
     _routing_reuse.record(ids, mask, seed)
     experts = plain_size(logits.shape[1])
@@ -198,7 +198,7 @@ def _check(
     jitter: Any,
     softmax_after: Any,
     expert_choice: Any,
-) -> tuple[SelectionRule, bool]:
+) -> tuple[RouteOptions, bool]:
     """Raise unless the arguments fit; return the rule, and whether it draws random numbers."""
     checks.tensor(op, "logits", logits)
     if logits.dim() != 2:
@@ -248,7 +248,8 @@ def _check(
             checks.fail(op, "capacity_factor", f"at most {_MOST_FACTOR:.0e}", capacity_factor)
         capacity = plain_size(moe_capacity(top_k, tokens, capacity_factor, experts))
     normalize = normalize or softmax_after
-    rule = SelectionRule(
+    rule = RouteOptions(
+        top_k,
         score,
         normalize,
         float(scaling),
@@ -281,19 +282,15 @@ def _check_groups(
     return num_groups, topk_groups
 
 
-Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 def _reference(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
     seed: torch.Tensor | None,
     chosen: torch.Tensor | None,
     chosen_kept: torch.Tensor | None,
-    top_k: int,
     *options: Any,
-) -> Outputs:
-    rule = SelectionRule(*options)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rule = RouteOptions(*options)
     tokens, experts = logits.shape
     x = math.prepare(logits, seed, rule.jitter)
     if chosen is not None:
@@ -301,9 +298,9 @@ def _reference(
     elif rule.drop_policy == "expert_choice":
         ids = torch.arange(experts, dtype=torch.int32, device=x.device).repeat(tokens, 1)
     else:
-        ids = math.choose(x, bias, top_k, rule)
+        ids = math.choose(x, bias, rule)
     probs = math.probabilities(x, ids, rule)
-    kept = _no_mask(ids)
+    kept = ids.new_empty((0, ids.shape[1]), dtype=torch.bool)
     if chosen_kept is not None:
         kept = torch.clone(chosen_kept, memory_format=torch.contiguous_format)
     elif rule.capacity >= 0:
@@ -313,16 +310,11 @@ def _reference(
     return probs.contiguous(), ids, kept
 
 
-def _no_mask(ids: torch.Tensor) -> torch.Tensor:
-    return ids.new_empty((0, ids.shape[1]), dtype=torch.bool)
-
-
 def _backward_reference(*args: Any) -> torch.Tensor | None:
-    grad_probs, logits, seed, expert_ids, kept, _, *options = args
-    *given, output_mask = options
+    grad_probs, logits, seed, expert_ids, kept, *options, output_mask = args
     if not output_mask[0]:
         return None
-    rule = SelectionRule(*given)
+    rule = RouteOptions(*options)
     if rule.capacity >= 0:
         grad_probs = torch.where(kept, grad_probs, 0.0)
     x = math.prepare(logits, seed, rule.jitter)

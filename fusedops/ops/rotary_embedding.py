@@ -165,26 +165,24 @@ def _computed(
     grad_rotated_query: Any, grad_rotated_key: Any, output_mask: Sequence[bool]
 ) -> tuple[bool, bool]:
     """Return which gradients are asked for and have an incoming one."""
-    return (
-        output_mask[0] and grad_rotated_query is not None,
-        output_mask[1] and grad_rotated_key is not None,
-    )
+    query, key = grad_rotated_query is not None, grad_rotated_key is not None
+    return output_mask[0] and query, output_mask[1] and key
 
 
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    *grads, cos, sin, interleaved, output_mask = args
+    grad_query, grad_key, cos, sin, interleaved, output_mask = args
+    computed = _computed(grad_query, grad_key, output_mask)
     return tuple(
-        _rotate(grad, cos, sin, interleaved, True) if computed else None
-        for grad, computed in zip(grads, _computed(*grads, output_mask), strict=True)
+        _rotate(grad, cos, sin, interleaved, True) if on else None
+        for grad, on in zip((grad_query, grad_key), computed, strict=True)
     )
 
 
 def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    *grads, _, _, _, output_mask = args
-    return tuple(
-        _empty(grad) if computed else None
-        for grad, computed in zip(grads, _computed(*grads, output_mask), strict=True)
-    )
+    grad_query, grad_key, *_, output_mask = args
+    computed = _computed(grad_query, grad_key, output_mask)
+    pairs = zip((grad_query, grad_key), computed, strict=True)
+    return tuple(_empty(grad) if on else None for grad, on in pairs)
 
 
 def _shard(cos: Any) -> list[Sharding]:
