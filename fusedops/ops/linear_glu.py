@@ -129,8 +129,10 @@ def _shard(input: Any, keep_preactivations: bool) -> list[Sharding]:
     rules: list[Sharding] = []
     for dim in (REPLICATE, *range(last + 1)):
         kept = dim if keep_preactivations else REPLICATE
-        inputs = [REPLICATE, 0, 0] if dim == last else [dim, REPLICATE, REPLICATE]
-        rules.append(([dim, kept, kept], inputs))
+        if dim == last:
+            rules.append(([dim, kept, kept], [REPLICATE, 0, 0]))
+        else:
+            rules.append(([dim, kept, kept], [dim, REPLICATE, REPLICATE]))
     return rules
 
 
