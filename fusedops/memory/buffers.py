@@ -59,7 +59,8 @@ class _Owner:
 
     def rewind(self) -> None:
         """Let the module have these buffers, with the values of the copies."""
-        _replace(self.module, self.buffers)
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
         for name, copy in (self.copies or {}).items():
             _local(self.buffers[name]).copy_(copy)
 
@@ -161,11 +162,6 @@ class Buffers:
         return [
             (owner.name, owner.versions()) for owner in owners if owner.name not in self._written
         ]
-
-
-def _replace(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:
-    module._buffers.clear()
-    module._buffers.update(buffers)
 
 
 def _local(tensor: Any) -> torch.Tensor:

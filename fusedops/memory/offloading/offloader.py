@@ -108,17 +108,23 @@ class _Leaving:
 class OffloadedStorage(SharedStorage):
     """Device memory that is, or will be, in a host buffer. ``Offloader.put`` creates it."""
 
-    def __init__(self, tensor: torch.Tensor, offloader: Offloader, module: str) -> None:
+    leaving: _Leaving  # from when its copy has started
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        offloader: Offloader,
+        module: str,
+        buffer: torch.Tensor,
+        group: Group,
+    ) -> None:
         super().__init__(tensor)
-        self._offloader = offloader
-        self.module = module
+        self._offloader, self.module, self.group = offloader, module, group
         self.nbytes = tensor.untyped_storage().nbytes()
         self.here: torch.Tensor | None = None
-        self.buffer: torch.Tensor | None = None
-        self.leaving: _Leaving | None = None
+        self.buffer: torch.Tensor | None = buffer
         self.tickets: list[Any] = []  # of all copies that touch the buffer
         self.coming: tuple[torch.Tensor, Any] | None = None
-        self.group: Group | None = None
         self.checksum: int | None = None
 
     def make(self) -> torch.Tensor:
@@ -127,7 +133,7 @@ class OffloadedStorage(SharedStorage):
 
     def __del__(self) -> None:
         if self.buffer is not None:
-            self._offloader.drop(self.buffer, self.tickets, self.coming)
+            self._offloader.dropped.append((self.buffer, self.tickets, self.coming))
 
 
 class Offloader:
@@ -140,10 +146,12 @@ class Offloader:
         self._pool = Pool(self._engine, check=settings.check, limit=settings.host_bytes)
         self._leaving: deque[_Leaving] = deque()
         self._coming: list[tuple[torch.Tensor, Any]] = []
-        # The garbage collector may drop at any moment: what it drops is looked at later.
-        self._dropped: deque[tuple[torch.Tensor, list[Any]]] = deque()
-        self._abandoned: deque[tuple[torch.Tensor, Any]] = deque()
-        self._group: Group | None = None
+        # Buffer, tickets and copy back of memory that nobody can ask for any more. The garbage
+        # collector may drop it at any moment: it is looked at later.
+        self.dropped: deque[tuple[torch.Tensor, list[Any], tuple[torch.Tensor, Any] | None]] = (
+            deque()
+        )
+        self._group = Group(None)
         self.moved_bytes = 0
 
     @property
@@ -159,7 +167,7 @@ class Offloader:
 
     def new_group(self) -> None:
         """Begin another layer."""
-        if self._group is None or self._group.members:
+        if self._group.members:
             self._group = Group(self._group)
 
     def put(self, tensor: torch.Tensor, module: str = "") -> OffloadedStorage:
@@ -173,19 +181,14 @@ class Offloader:
         memory.set_(tensor.untyped_storage())
         self._let_go()
         buffer = self._pool.take(memory.nbytes)
-        away = OffloadedStorage(tensor, self, module)
+        away = OffloadedStorage(tensor, self, module, buffer, self._group)
         if self._settings.check:
             away.checksum = _checksum(memory)
-        away.buffer = buffer
         ticket = self._engine.copy(memory, buffer[: memory.nbytes], to_host=True)
         away.tickets.append(ticket)
         away.leaving = _Leaving(ticket, memory)
         self._leaving.append(away.leaving)
         self.moved_bytes += memory.nbytes
-        if self._group is None:
-            self.new_group()
-        assert self._group is not None
-        away.group = self._group
         self._group.members.append(weakref.ref(away))
         self._wait_for_room(module)
         return away
@@ -201,7 +204,7 @@ class Offloader:
         self._prefetch(away.group)
         if away.here is not None:
             return away.here
-        assert away.leaving is not None and away.buffer is not None
+        assert away.buffer is not None
         if away.leaving.source is not None:  # it has not left yet: it stays
             away.here = away.leaving.source
             self._pool.give_back(away.buffer, *away.tickets)
@@ -220,17 +223,6 @@ class Offloader:
             )
         return target
 
-    def drop(
-        self,
-        buffer: torch.Tensor,
-        tickets: list[Any],
-        coming: tuple[torch.Tensor, Any] | None,
-    ) -> None:
-        """Take back the buffer of memory that nobody can ask for any more."""
-        self._dropped.append((buffer, tickets))
-        if coming is not None:
-            self._abandoned.append(coming)
-
     def _prefetch(self, group: Group | None) -> None:
         for _ in range(1 + self._settings.prefetch_depth):
             if group is None:
@@ -245,7 +237,6 @@ class Offloader:
 
     def _start(self, away: OffloadedStorage) -> None:
         """Let memory come back, unless it does already or has not left."""
-        assert away.leaving is not None
         if away.coming is not None or away.here is not None or away.leaving.source is not None:
             return
         assert away.buffer is not None
@@ -262,11 +253,11 @@ class Offloader:
 
     def _let_go(self) -> None:
         done = self._engine.done
-        while self._abandoned:
-            self._coming.append(self._abandoned.popleft())
-        while self._dropped:
-            buffer, tickets = self._dropped.popleft()
+        while self.dropped:
+            buffer, tickets, coming = self.dropped.popleft()
             self._pool.give_back(buffer, *tickets)
+            if coming is not None:
+                self._coming.append(coming)
         for copy in self._leaving:
             if done(copy.ticket):
                 copy.source = None
