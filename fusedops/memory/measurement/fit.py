@@ -22,7 +22,6 @@ from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.measure import (
     Loss,
     checks_of,
-    clear,
     device_of,
     measured_peak,
     preserve_parameters,
@@ -140,10 +139,11 @@ def fit(
     leaves = device_of(model).type == "cuda" if with_offload is None else with_offload
     state = policy_state_of(model)
     settings = state.settings if state is not None else None
-    search = _Search(model, batch, loss, static_bytes(model) + state_bytes(optimizer), settings)
+    static = static_bytes(model) + state_bytes(optimizer)
+    search = _Search(model, batch, loss, settings, static, names, budget)
     try:
         with preserve_parameters(model):
-            return _search(search, names, budget, _treatments(leaves))
+            return search.run(_treatments(leaves))
     except BaseException:
         remove(model)
         raise
@@ -161,89 +161,82 @@ def _treatments(leaves: bool) -> dict[str, Any]:
     return made
 
 
-def _search(search: _Search, names: list[str], budget: int, treatments: dict[str, Any]) -> Fit:
-    before = search.peak(Policy()), search.seconds(Policy())
-    if before[0] <= budget:
-        return Fit(Policy(), *before, budget, before, ())
-    candidates: list[Candidate] = []
-    chosen: tuple[float, Policy, int] | None = None
-    smallest = before[0]
-    for name, rules in treatments.items():
-        policy = Policy(*rules(names))
-        peak, seconds = search.peak(policy), search.seconds(policy)
-        smallest = min(smallest, peak)
-        needed: int | None = None
-        if peak <= budget:
-            needed, peak_of_needed = _fewest(search, names, budget, rules, peak)
-            expected = before[1] + (seconds - before[1]) * needed / len(names)
-            if chosen is None or expected < chosen[0]:
-                chosen = (expected, Policy(*rules(names[:needed])), peak_of_needed)
-        candidates.append(Candidate(name, seconds, peak, needed))
-    if chosen is None:
-        raise MemoryError(
-            f"fit: no policy fits into {budget} bytes: without one a step takes {before[0]}, and "
-            f"{smallest} is the smallest that is possible ({search.static} of them weights, "
-            "buffers and optimizer states); a smaller batch takes less"
-        )
-    _, policy, peak = chosen
-    seconds = search.seconds(policy)
-    return Fit(policy, peak, seconds, budget, before, tuple(candidates))
-
-
-def _fewest(
-    search: _Search, names: list[str], budget: int, rules: Any, peak: int
-) -> tuple[int, int]:
-    """Return how many of the first layers need a treatment, and the peak then."""
-    least, enough = 0, len(names)
-    while enough - least > 1:
-        middle = (least + enough) // 2
-        middle_peak = search.peak(Policy(*rules(names[:middle])))
-        if middle_peak <= budget:
-            enough, peak = middle, middle_peak
-        else:
-            least = middle
-    return enough, peak
-
-
+@dataclass(frozen=True)
 class _Search:
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss | None,
-        static: int,
-        settings: OffloadSettings | None,
-    ) -> None:
-        self._model, self._batch, self._loss = model, batch, loss
-        self._settings = settings
-        self.static = static
+    """Measures a model's step with policies, and finds the fastest that fits."""
+
+    model: nn.Module
+    batch: Any
+    loss: Loss | None
+    settings: OffloadSettings | None
+    static: int  # bytes of weights, buffers and optimizer states
+    names: list[str]  # of the layers
+    budget: int
+
+    def run(self, treatments: dict[str, Any]) -> Fit:
+        budget = self.budget
+        before = self._peak(Policy()), self._seconds(Policy())
+        if before[0] <= budget:
+            return Fit(Policy(), *before, budget, before, ())
+        candidates: list[Candidate] = []
+        chosen: tuple[float, Policy, int] | None = None
+        smallest = before[0]
+        for name, rules in treatments.items():
+            policy = Policy(*rules(self.names))
+            peak, seconds = self._peak(policy), self._seconds(policy)
+            smallest = min(smallest, peak)
+            needed: int | None = None
+            if peak <= budget:
+                needed, peak_of_needed = self._fewest(rules, peak)
+                expected = before[1] + (seconds - before[1]) * needed / len(self.names)
+                if chosen is None or expected < chosen[0]:
+                    chosen = (expected, Policy(*rules(self.names[:needed])), peak_of_needed)
+            candidates.append(Candidate(name, seconds, peak, needed))
+        if chosen is None:
+            raise MemoryError(
+                f"fit: no policy fits into {budget} bytes: without one a step takes {before[0]}, "
+                f"and {smallest} is the smallest that is possible ({self.static} of them weights, "
+                "buffers and optimizer states); a smaller batch takes less"
+            )
+        _, policy, peak = chosen
+        return Fit(policy, peak, self._seconds(policy), budget, before, tuple(candidates))
+
+    def _fewest(self, rules: Any, peak: int) -> tuple[int, int]:
+        """Return how many of the first layers need a treatment, and the peak then."""
+        least, enough = 0, len(self.names)
+        while enough - least > 1:
+            middle = (least + enough) // 2
+            middle_peak = self._peak(Policy(*rules(self.names[:middle])))
+            if middle_peak <= self.budget:
+                enough, peak = middle, middle_peak
+            else:
+                least = middle
+        return enough, peak
+
+    def _peak(self, policy: Policy) -> int:
+        self._apply(policy)
+        dynamic = measured_peak("fit", self.model, self.batch, self.loss)
+        self.model.zero_grad()
+        return int(_largest(self.model, self.static + dynamic))
+
+    def _seconds(self, policy: Policy) -> float:
+        self._apply(policy)
+        return _largest(self.model, min(self._time_step() for _ in range(_ROUNDS)))
 
     def _apply(self, policy: Policy) -> None:
-        apply(self._model, policy, offload_settings=self._settings)
-        self._clear()
-        run_step("fit", self._model, self._batch, self._loss)
-        self._clear()
+        """Give the model a policy, and let a step with it settle."""
+        apply(self.model, policy, offload_settings=self.settings)
+        self.model.zero_grad()
+        self._time_step()
 
-    def _clear(self) -> None:
-        clear(list(self._model.parameters()))
-
-    def peak(self, policy: Policy) -> int:
-        self._apply(policy)
-        dynamic = measured_peak("fit", self._model, self._batch, self._loss)
-        self._clear()
-        return int(_largest(self._model, self.static + dynamic))
-
-    def seconds(self, policy: Policy) -> float:
-        self._apply(policy)
-        times: list[float] = []
-        for _ in range(_ROUNDS):
-            _synchronize(self._model)
-            begin = time.perf_counter()
-            run_step("fit", self._model, self._batch, self._loss)
-            _synchronize(self._model)
-            times.append(time.perf_counter() - begin)
-            self._clear()
-        return _largest(self._model, min(times))
+    def _time_step(self) -> float:
+        _synchronize(self.model)
+        begin = time.perf_counter()
+        run_step("fit", self.model, self.batch, self.loss)
+        _synchronize(self.model)
+        seconds = time.perf_counter() - begin
+        self.model.zero_grad()
+        return seconds
 
 
 def _largest(model: nn.Module, number: float) -> float:

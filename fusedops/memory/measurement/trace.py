@@ -9,7 +9,6 @@ their output arrives.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,13 +152,8 @@ class PlannedBlock:
         if trace.phase == FORWARD:
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._arrive())
+                    tensor.register_hook(self._begin_backward)
         return result
 
-    def _arrive(self) -> Callable[[torch.Tensor], None]:
-        trace, name = self._trace, self._name
-
-        def arrive(grad: torch.Tensor) -> None:
-            trace.layer = name
-
-        return arrive
+    def _begin_backward(self, grad: torch.Tensor) -> None:
+        self._trace.layer = self._name
