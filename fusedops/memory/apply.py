@@ -17,8 +17,8 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
 from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import OffloadSettings, offload_settings_of
-from fusedops.memory.policy import MemoryRule, Policy, recomputed
-from fusedops.memory.policy_state import PolicyState, keeps_results
+from fusedops.memory.policy import RECOMPUTE, MemoryRule, Policy, winning_rule
+from fusedops.memory.policy_state import PolicyState
 
 
 class WrappedLayer:
@@ -31,8 +31,7 @@ class WrappedLayer:
         self.name = name
         self._module = module
         self._rules = frozenset(rules)
-        self.region = recomputed([rule for rule in rules if not rule.of_tensors])
-        self._keeps = keeps_results(state.policy)
+        self.region = winning_rule([rule for rule in rules if not rule.of_tensors], RECOMPUTE)
         self._buffers = Buffers(module)
         self._make_contexts()
 
@@ -63,9 +62,7 @@ class WrappedLayer:
                 return call(*args, **kwargs)
             if self.region is not None:
                 _reshard(self._module, self.region)
-                return self.state.run_region(
-                    call, self.region, self._keeps, self._buffers, args, kwargs
-                )
+                return self.state.run_region(call, self.region, self._buffers, args, kwargs)
             with self.state.packing():
                 return call(*args, **kwargs)
 

@@ -29,8 +29,7 @@ from fusedops.memory.policy import (
     SAVE,
     MemoryRule,
     SavedTensorInfo,
-    recomputed,
-    saving_rule,
+    winning_rule,
 )
 from fusedops.memory.recomputation.selective import communicates
 
@@ -95,11 +94,11 @@ def _decide(
     if region is not None and communicates(word) and not region.communication.mp_comm_recompute:
         return CheckpointPolicy.MUST_SAVE
     fitting = _fitting(name, rules, word, context.op_output)
-    if recomputed(fitting) is not None:
+    if winning_rule(fitting, RECOMPUTE) is not None:
         return CheckpointPolicy.PREFER_RECOMPUTE if region else CheckpointPolicy.MUST_RECOMPUTE
     if region is None and not any(rule.treatment == SAVE for rule in fitting):
         return CheckpointPolicy.PREFER_SAVE
-    rule = saving_rule(fitting)
+    rule = winning_rule(fitting, OFFLOAD, LOWER)
     if rule is not None and rule.treatment == OFFLOAD:
         return CheckpointPolicy.MUST_CPU_OFFLOAD
     return CheckpointPolicy.MUST_SAVE

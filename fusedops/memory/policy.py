@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedops._core import checks
 
-SAVE, RECOMPUTE, OFFLOAD, LOWER = TREATMENTS = ("save", "recompute", "offload", "lower")
+SAVE, RECOMPUTE, OFFLOAD, LOWER = "save", "recompute", "offload", "lower"
 
 Modules = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 Ops = Any  # a name, an operator of torch.ops, or several of them
@@ -290,8 +290,9 @@ class Policy:
     1. Is it saved or recomputed? ``save`` and ``recompute`` answer; saved is the default.
     2. If it is saved, how? ``offload``, ``lower`` and ``save`` answer; unchanged is the default.
 
-    So recomputation wins where ``offload`` is asked for the same modules, and what a recomputed
-    module still keeps, its inputs and what ``save`` names inside, is offloaded.
+    So recomputation wins where ``offload`` is asked for the same modules, and the inputs that a
+    recomputed module still keeps are offloaded. What ``save`` names inside is saved unchanged, for
+    ``save`` answers the second question as well, unless ``offload`` wins there.
 
     Args:
         *rules: of ``save``, ``recompute``, ``offload`` and ``lower``.
@@ -326,35 +327,17 @@ class Policy:
     def __hash__(self) -> int:
         return hash(self.rules)
 
-    @property
-    def asks_ops(self) -> bool:
-        """Whether a rule must know which operator made a tensor."""
-        return any(rule.of_tensors for rule in self.rules)
 
+def winning_rule(fitting: Sequence[MemoryRule], *treatments: str) -> MemoryRule | None:
+    """Return the rule that answers one of the two questions, of all rules that fit a tensor.
 
-def recomputed(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
-    """Return the rule by which a tensor is computed again, of all rules that fit it, or ``None``.
-
-    Asked of the rules that name a module as a whole, it tells whether the module is a region.
+    ``treatments`` are the answers besides ``save``. ``None``: ``save`` wins, or no rule answers.
+    Of the rules that name a module as a whole, it tells whether the module is a region.
     """
-    rule = _last(fitting, (SAVE, RECOMPUTE))
-    return rule if rule is not None and rule.treatment == RECOMPUTE else None
-
-
-def saving_rule(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
-    """Return the rule that decides how a tensor is saved, of all rules that fit it.
-
-    ``None`` where it is saved unchanged.
-    """
-    rule = _last(fitting, (SAVE, OFFLOAD, LOWER))
-    return rule if rule is not None and rule.treatment != SAVE else None
-
-
-def _last(fitting: Sequence[MemoryRule], treatments: tuple[str, ...]) -> MemoryRule | None:
-    answers = [rule for rule in fitting if rule.treatment in treatments]
+    answers = [rule for rule in fitting if rule.treatment in (SAVE, *treatments)]
     single = [rule for rule in answers if rule.of_tensors]
     chosen = single or answers
-    return chosen[-1] if chosen else None
+    return chosen[-1] if chosen and chosen[-1].treatment != SAVE else None
 
 
 def _rule(
@@ -419,17 +402,17 @@ def _op_name(treatment: str, op: Any) -> str:
             f"{treatment}: ops must be names of operators or objects of torch.ops, "
             f"got {checks.shown(op)}"
         )
-    name = re.sub(r"^(\w+)(::|\.)", r"\1::", op, count=1) if re.search(r"::|\.", op) else op
-    name = name.partition("::")[0] + "::" + name.partition("::")[2].partition(".")[0]
-    if "::" not in op and "." not in op:
-        name = f"fusedops::{op}" if hasattr(torch.ops.fusedops, op) else f"aten::{op}"
-    namespace, _, bare = name.partition("::")
+    if re.search(r"::|\.", op):
+        namespace, name = re.split(r"::|\.", op, maxsplit=1)
+        bare = name.partition(".")[0]
+    else:
+        namespace, bare = "fusedops" if hasattr(torch.ops.fusedops, op) else "aten", op
     if not bare or not hasattr(getattr(torch.ops, namespace), bare):
         known = {name.rpartition("::")[2]: name for name in _known_ops()}
         near = difflib.get_close_matches(bare or namespace, known, n=1)
         hint = f"; did you mean {known[near[0]]!r}?" if near else ""
         raise ValueError(f"{treatment}: ops names {op!r}, which is no operator{hint}")
-    return name
+    return f"{namespace}::{bare}"
 
 
 def _known_ops() -> list[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,15 +26,13 @@ from fusedops.memory.policy import (
     MemoryRule,
     Policy,
     SavedTensorInfo,
-    recomputed,
-    saving_rule,
+    winning_rule,
 )
 from fusedops.memory.recomputation.checkpointed_region import Region
 from fusedops.memory.recomputation.producers import (
-    Producer,
     ProducerTracker,
+    RecomputedStorage,
     is_plain,
-    recomputed_storage,
 )
 from fusedops.memory.recomputation.selective import Keep, communicates
 from fusedops.memory.recomputation.slices import Slice, worth_slicing
@@ -69,7 +68,7 @@ class PolicyState:
         self._storages: weakref.WeakValueDictionary[Any, SharedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._offloaders: dict[torch.device, Offloader] = {}
+        self.offloaders: dict[torch.device, Offloader] = {}
         self._steady: frozenset[int] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,11 +79,6 @@ class PolicyState:
         self.__dict__.update(state)
         self._forget()
 
-    @property
-    def offloaders(self) -> dict[torch.device, Offloader]:
-        """What moves tensors, by device."""
-        return self._offloaders
-
     @contextlib.contextmanager
     def running(self, name: str, module: nn.Module, rules: frozenset[MemoryRule]) -> Iterator[None]:
         """Take what is saved inside as saved by this module."""
@@ -94,7 +88,7 @@ class PolicyState:
         self._steady = before | _memory_of(module.parameters())
         if not self._running:
             self._steady |= _memory_of(self.model.buffers())
-        for offloader in self._offloaders.values():
+        for offloader in self.offloaders.values():
             offloader.new_group()
         self._running.append((name, rules))
         try:
@@ -117,7 +111,7 @@ class PolicyState:
             yield
             return
         with contextlib.ExitStack() as stack:
-            if self.policy.asks_ops:
+            if any(rule.of_tensors for rule in self.policy.rules):
                 self._producers = stack.enter_context(ProducerTracker(self._repeats))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, take))
             self._packs = True
@@ -130,7 +124,6 @@ class PolicyState:
         self,
         call: ForwardCall,
         rule: MemoryRule,
-        keeps: bool,
         buffers: Buffers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -149,16 +142,16 @@ class PolicyState:
                 self._running = outside
 
         keep: Keep | None = None
-        if keeps or not comm.mp_comm_recompute:
+        saves = any(other.treatment == SAVE for other in self.policy.rules)
+        if saves or not comm.mp_comm_recompute:
 
             def keep(tensor: torch.Tensor, op: str, output: str | None) -> SavedTensor | None:
                 if communicates(op) and not comm.mp_comm_recompute:
                     return Resident(tensor)
                 fitting = self._fitting(tensor, op, output)
-                if recomputed(fitting) is not None:
+                if winning_rule(fitting, RECOMPUTE) is not None:
                     return None
-                saved = self._hold(tensor, saving_rule(fitting))
-                return Resident(saved) if isinstance(saved, torch.Tensor) else saved
+                return self._hold(tensor, fitting)
 
         def start(tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
             slices = comm.recompute_slice_activation and is_plain(tensor) and not lasting(tensor)
@@ -176,42 +169,36 @@ class PolicyState:
             return Resident(tensor)
         producer = self._producers.of(tensor) if self._producers is not None else None
         fitting = self._fitting(tensor, *(producer[:2] if producer is not None else (None, None)))
-        rule = recomputed(fitting)
-        if rule is not None and rule.of_tensors and _repeatable(tensor, producer):
-            assert producer is not None
-            source = self._known("again", tensor)
-            return SavedView(
-                source or self._know("again", recomputed_storage(tensor, producer, self.pack)),
-                tensor,
-            )
-        return self._hold(tensor, saving_rule(fitting))
+        rule = winning_rule(fitting, RECOMPUTE)
+        repeats = rule is not None and rule.of_tensors
+        if repeats and producer is not None and producer.can_repeat(tensor):
+            make = partial(RecomputedStorage, tensor, producer, self.pack)
+            return SavedView(self._shared("again", tensor, make), tensor)
+        return self._hold(tensor, fitting)
 
-    def _hold(self, tensor: torch.Tensor, rule: MemoryRule | None) -> SavedTensor:
+    def _hold(self, tensor: torch.Tensor, fitting: list[MemoryRule]) -> SavedTensor:
+        """Return what holds a tensor that is saved, given the rules that fit it."""
+        rule = winning_rule(fitting, OFFLOAD, LOWER)
         if rule is not None and rule.treatment == OFFLOAD and self._worth_moving(tensor):
-            source = self._known(OFFLOAD, tensor)
-            if source is None:
-                offloader = self._offloader(tensor.device)
-                source = self._know(OFFLOAD, offloader.put(tensor, self._running[-1][0]))
-            return SavedView(source, tensor)
-        if rule is not None and rule.treatment == LOWER and _narrows(tensor, rule.dtype):
-            assert rule.dtype is not None
+            if tensor.device not in self.offloaders:
+                self.offloaders[tensor.device] = Offloader(tensor.device, self.settings)
+            put = partial(self.offloaders[tensor.device].put, tensor, self._running[-1][0])
+            return SavedView(self._shared(OFFLOAD, tensor, put), tensor)
+        if rule is not None and rule.dtype is not None and _narrows(tensor, rule.dtype):
             kind = (rule.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-            source = self._known(kind, tensor)
-            return SavedView(source or self._know(kind, NarrowedStorage(tensor, rule.dtype)), None)
+            narrow = partial(NarrowedStorage, tensor, rule.dtype)
+            return SavedView(self._shared(kind, tensor, narrow), None)
         return Resident(tensor)
 
-    def _known(self, kind: Any, tensor: torch.Tensor) -> SharedStorage | None:
-        source = self._storages.get((tensor.untyped_storage()._cdata, kind))
-        return source if source is not None and source.fits(tensor) else None
-
-    def _know(self, kind: Any, source: SharedStorage) -> SharedStorage:
-        self._storages[source.memory, kind] = source
+    def _shared(
+        self, kind: Any, tensor: torch.Tensor, make: Callable[[], SharedStorage]
+    ) -> SharedStorage:
+        """Return what holds a tensor's memory in a form, made now if no other view has made it."""
+        key = tensor.untyped_storage()._cdata, kind
+        source = self._storages.get(key)
+        if source is None or not source.fits(tensor):
+            source = self._storages[key] = make()
         return source
-
-    def _offloader(self, device: torch.device) -> Offloader:
-        if device not in self._offloaders:
-            self._offloaders[device] = Offloader(device, self.settings)
-        return self._offloaders[device]
 
     def _worth_moving(self, tensor: torch.Tensor) -> bool:
         storage_bytes = tensor.untyped_storage().nbytes()
@@ -238,23 +225,11 @@ class PolicyState:
         ]
 
 
-def keeps_results(policy: Policy) -> bool:
-    """Return whether a region may have to keep results of operators inside."""
-    return any(rule.treatment == SAVE for rule in policy.rules)
-
-
 def _memory_of(tensors: Iterable[Any]) -> frozenset[int]:
     """Return the names of the memory that parameters or buffers, or their shards, lie in."""
     parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
     return frozenset(part.untyped_storage()._cdata for part in parts if is_plain(part))
 
 
-def _repeatable(tensor: torch.Tensor, producer: Producer | None) -> bool:
-    if producer is None or producer.call is None or producer.dtype != tensor.dtype:
-        return False
-    return producer.call.is_intact
-
-
-def _narrows(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    assert dtype is not None
+def _narrows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > dtype.itemsize

@@ -67,6 +67,10 @@ class SavedTensor:
         raise NotImplementedError
 
 
+# A pack hook: returns what holds a tensor, the tensor itself where it lives on anyway.
+Pack = Callable[[torch.Tensor], torch.Tensor | SavedTensor]
+
+
 class Resident(SavedTensor):
     """A saved tensor that stays in device memory."""
 
@@ -113,9 +117,7 @@ class SharedStorage:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.memory = storage._cdata
-        self._origin = StorageWeakRef(storage)
+        self._origin = StorageWeakRef(tensor.untyped_storage())
         self._probe = tensor.detach()  # shares the counter of writes,
         self._probe.data = tensor.new_empty(0)  # and not the memory
         self._version = tensor._version
@@ -204,23 +206,15 @@ class Arguments:
         hold: makes of a tensor what holds it.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        kwargs: Any,
-        hold: Callable[[torch.Tensor], torch.Tensor | SavedTensor],
-    ) -> None:
-        self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        tensors = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)}
-        self._held = {key: hold(tensor) for key, tensor in tensors.items()}
-        self._leaves = [
-            self._held[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in self._leaves
-        ]
+    def __init__(self, args: Any, kwargs: Any, hold: Pack) -> None:
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self._packed = {key: hold(tensor) for key, tensor in tensors.items()}
+        self._leaves = [self._packed.get(id(leaf), leaf) for leaf in leaves]
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional arguments and the others."""
-        values = {id(tensor): take(tensor) for tensor in self._held.values()}
+        values = {id(packed): take(packed) for packed in self._packed.values()}
         leaves = [values.get(id(leaf), leaf) for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._structure)
 

@@ -27,10 +27,15 @@ from torch.utils import _pytree as pytree
 
 from fusedops.memory.buffers import Buffers
 from fusedops.memory.recomputation.selective import Keep, ResultRecorder, ResultReplayer, Results
-from fusedops.memory.saved_tensors import Arguments, Rematerialized, SavedTensor, lasting, take
+from fusedops.memory.saved_tensors import (
+    Arguments,
+    Pack,
+    Rematerialized,
+    SavedTensor,
+    lasting,
+    take,
+)
 from fusedops.ops import keep_routing
-
-Pack = Callable[[torch.Tensor], torch.Tensor | SavedTensor]
 
 
 class _StopError(Exception):
@@ -150,7 +155,12 @@ class Region:
                 if slot is not None:
                     description = _description(tensor)
                     if description != slot.description:
-                        self._differs(place, slot.description, description)
+                        raise RuntimeError(
+                            f"recompute: the second forward of {self._name} kept "
+                            f"{_shown(description)} where the first kept "
+                            f"{_shown(slot.description)} (tensor {place}); it must do the same "
+                            "both times"
+                        )
                     # The buffer will have other values again.
                     is_buffer = self._written.owns(tensor)
                     slot.fill(tensor.detach().clone() if is_buffer else tensor.detach())
@@ -172,12 +182,6 @@ class Region:
                     f"recompute: the second forward of {self._name} kept {place} tensors for the "
                     f"backward, the first {len(self._slots)}; it must do the same both times"
                 )
-
-    def _differs(self, place: int, first: Any, second: Any) -> None:
-        raise RuntimeError(
-            f"recompute: the second forward of {self._name} kept {_shown(second)} where the first "
-            f"kept {_shown(first)} (tensor {place}); it must do the same both times"
-        )
 
 
 class _Input(SavedTensor):

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from fusedops.memory.policy import updates_statistics
-from fusedops.memory.saved_tensors import Arguments, SavedTensor, SharedStorage
+from fusedops.memory.saved_tensors import Arguments, Pack, SharedStorage
 
 
 class RecordedCall:
@@ -29,22 +29,18 @@ class RecordedCall:
         self._given = args, kwargs
         self._versions = _versions(args, kwargs)
         self._arguments: Arguments | None = None
-        self._sources: list[weakref.ref[RecomputedStorage]] = []
+        self.sources: list[weakref.ref[RecomputedStorage]] = []  # where the results go
 
     @property
     def is_intact(self) -> bool:
         """Whether the arguments are those of the call: saved, or not written to since."""
         return self._arguments is not None or self._versions == _versions(*self._given)
 
-    def hold(self, pack: Callable[[torch.Tensor], torch.Tensor | SavedTensor]) -> None:
+    def hold(self, pack: Pack) -> None:
         """Let the arguments be kept as what the graph saves is."""
         if self._arguments is None:
             self._arguments = Arguments(*self._given, pack)
             del self._given
-
-    def add(self, source: RecomputedStorage) -> None:
-        """Let a result of the next call go to this source as well."""
-        self._sources.append(weakref.ref(source))
 
     def recompute(self) -> None:
         """Call the operator and hand out its results."""
@@ -61,7 +57,7 @@ class RecordedCall:
         with torch.no_grad(), torch._C._DisableAutocast():
             result = self.func(*args, **kwargs)
         results = (result,) if isinstance(result, torch.Tensor) else result
-        for reference in self._sources:
+        for reference in self.sources:
             source = reference()
             if source is not None:
                 source.receive(results)
@@ -81,12 +77,14 @@ def _is_freed(given: Any) -> bool:
 
 
 class RecomputedStorage(SharedStorage):
-    """A result that is recomputed by calling its operator once more."""
+    """A result that is recomputed by calling its operator once more; ``pack`` keeps its inputs."""
 
-    def __init__(self, tensor: torch.Tensor, call: RecordedCall, place: int) -> None:
+    def __init__(self, tensor: torch.Tensor, producer: Producer, pack: Pack) -> None:
+        assert producer.call is not None
+        producer.call.hold(pack)
         super().__init__(tensor)
-        self._call, self._place = call, place
-        call.add(self)
+        self._call, self._place = producer.call, producer.place
+        self._call.sources.append(weakref.ref(self))
 
     def receive(self, results: Sequence[torch.Tensor]) -> None:
         """Take this result of a call, if somebody waits for it."""
@@ -108,6 +106,10 @@ class Producer(NamedTuple):
     call: RecordedCall | None  # to make it again, where a rule may ask for that
     place: int  # of the result among those of the operator
     dtype: torch.dtype  # of the result
+
+    def can_repeat(self, tensor: torch.Tensor) -> bool:
+        """Return whether a second call makes a tensor in this memory."""
+        return self.call is not None and self.dtype == tensor.dtype and self.call.is_intact
 
 
 class ProducerTracker(TorchDispatchMode):
@@ -189,12 +191,3 @@ def is_plain(value: Any) -> bool:
         and value.layout is torch.strided
         and not is_traceable_wrapper_subclass(value)
     )
-
-
-def recomputed_storage(
-    tensor: torch.Tensor, producer: Producer, pack: Callable[[torch.Tensor], Any]
-) -> SharedStorage:
-    """Return the source of a tensor that its producer makes again; ``pack`` keeps the arguments."""
-    assert producer.call is not None
-    producer.call.hold(pack)
-    return RecomputedStorage(tensor, producer.call, producer.place)

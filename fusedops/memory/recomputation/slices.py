@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fusedops._core.collectives import all_gather_single
-from fusedops.memory.saved_tensors import Rematerialized, SavedTensor
+from fusedops.memory.saved_tensors import Pack, Rematerialized, take
 
 
 class Slice(Rematerialized):
     """This rank's part of a contiguous tensor; the others' are gathered when it is asked for."""
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        group: Any,
-        pack: Callable[[torch.Tensor], torch.Tensor | SavedTensor],
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, group: Any, pack: Pack) -> None:
         super().__init__()
         self._group, self._shape = group, tensor.shape
         size = group.size()
@@ -31,7 +25,7 @@ class Slice(Rematerialized):
 
     def make(self) -> torch.Tensor:
         """Return the tensor, in a collective of the group."""
-        part = self._part if isinstance(self._part, torch.Tensor) else self._part.take()
+        part = take(self._part)
         gathered = part.new_empty(self._group.size() * part.numel())
         all_gather_single(gathered, part, group=self._group)
         return gathered[: self._shape.numel()].view(self._shape)
