@@ -155,10 +155,7 @@ def recompute(
     statistics, cannot be named.
 
     Args:
-        modules: as in ``save``.
-        ops: as in ``save``.
-        outputs: as in ``save``.
-        when: as in ``save``.
+        modules, ops, outputs, when: as in ``save``.
         mp_comm_recompute: run the collectives of a region again. ``False`` keeps their results:
             more bytes, no communication in the second forward.
         parallel_optimizer_comm_recompute: gather weights that FSDP2 shards again in the backward;
@@ -225,10 +222,7 @@ def offload(
     """Move tensors to host memory after the forward and back before the backward wants them.
 
     Args:
-        modules: as in ``save``.
-        ops: as in ``save``.
-        outputs: as in ``save``.
-        when: as in ``save``.
+        modules, ops, outputs, when: as in ``save``.
 
     Returns:
         A rule for ``Policy``.
@@ -256,11 +250,8 @@ def lower(
     """Keep floating-point tensors in a narrower dtype. This changes the gradients.
 
     Args:
-        modules: as in ``save``.
+        modules, ops, outputs, when: as in ``save``.
         dtype: what they are kept in; tensors that are no wider stay as they are.
-        ops: as in ``save``.
-        outputs: as in ``save``.
-        when: as in ``save``.
 
     Returns:
         A rule for ``Policy``.
