@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,22 +24,10 @@ from fusedops._core.copy_engine import CopyEngine, finish_all
 from fusedops.ops.adamw import Draw
 from fusedops.optim import _shards, _step_queue
 from fusedops.optim._state import MOMENTS
+from fusedops.optim._step_queue import Basis
 
 _ALIGNMENT = 64  # bytes: what is written around the cache must begin there
 STATES = ("master", *MOMENTS)
-
-
-@dataclass(frozen=True)
-class Basis:
-    """The scalar arguments of a step."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    bias_correction: bool
-    grad_factor: float  # negative to maximize
-    decays: tuple[float, ...]  # weight decay of each member
-    steps: tuple[float, ...]  # number of this step, of each member
 
 
 @dataclass
@@ -123,6 +110,10 @@ class Bucket:
         pairs = zip(job.members, job.gradients, strict=True)
         current = all(gradient.is_that_of(self.slots[i].param) for i, gradient in pairs)
         return job.sums if current else None
+
+    def forget(self) -> None:
+        """Drop the gradients that arrived, and the last job."""
+        self.arrived, self.job = {}, None
 
     def written(self) -> None:
         """Update the snapshots of gradients that have been written to ``grad`` since."""
@@ -215,25 +206,14 @@ class Workers:
 
     def _run(self, bucket: Bucket, job: Job, staging: torch.Tensor) -> None:
         slots = [bucket.slots[i] for i in job.members]
-        if not self._in_place:
-            copied = self._fetch(slots, job.gradients, staging)
-        else:
-            if not job.steps:
-                self._fetch_to_stay(slots, job.gradients)
+        if self._in_place and job.steps:  # the job that summed has copied them
             copied = [slot.gradient for slot in slots if slot.gradient is not None]
+        else:
+            copied = self._fetch(slots, job.gradients, staging)
         basis = job.basis
         tensors = [
             _step_queue.describe(
-                _locals(slot.state),
-                _locals(slot.target),
-                grad,
-                slot.copy,
-                step=basis.steps[i],
-                lr=basis.lr,
-                betas=basis.betas,
-                decay=basis.decays[i],
-                bias_correction=basis.bias_correction,
-                draw=slot.draw,
+                _locals(slot.state), _locals(slot.target), grad, slot.copy, basis, i, slot.draw
             )
             for i, slot, grad in zip(job.members, slots, copied, strict=True)
         ]
@@ -251,35 +231,29 @@ class Workers:
     def _wait(self, number: int) -> list[float]:
         return self._queue.wait(number)
 
-    def _fetch_to_stay(self, slots: list[Slot], gradients: list[GradientSnapshot]) -> None:
-        copies = []
-        for slot, gradient in zip(slots, gradients, strict=True):
-            grad = gradient.local
-            same = grad.dtype == slot.copy.dtype
-            slot.gradient = slot.copy if same else host_like(self._engine, slot.copy, grad.dtype)
-            copies.append(self._fetch_of(gradient, slot.gradient))
-        finish_all(self._engine, copies)
-
-    def _fetch_of(self, gradient: GradientSnapshot, target: torch.Tensor) -> Callable[[], Any]:
-        """Return what starts the copy of a gradient to the host, once it is computed."""
-        return partial(
-            self._engine.copy, gradient.local, target, to_host=True, after=(gradient.mark,)
-        )
-
     def _fetch(
         self, slots: list[Slot], gradients: list[GradientSnapshot], staging: torch.Tensor
     ) -> list[torch.Tensor]:
-        begin, copied, copies = 0, [], []
+        """Copy gradients to the staging memory, or without it to where they stay."""
+        begin, targets = 0, []
         for slot, gradient in zip(slots, gradients, strict=True):
             grad = gradient.local
-            size = grad.numel() * grad.element_size()
-            part = staging[begin : begin + size].view(grad.dtype)
-            part = torch.as_strided(part, slot.copy.shape, slot.copy.stride())
-            copies.append(self._fetch_of(gradient, part))
-            copied.append(part)
-            begin += _padded(size)
+            if self._in_place:
+                same = grad.dtype == slot.copy.dtype
+                target = slot.copy if same else host_like(self._engine, slot.copy, grad.dtype)
+                slot.gradient = target
+            else:
+                size = grad.numel() * grad.element_size()
+                target = staging[begin : begin + size].view(grad.dtype)
+                target = torch.as_strided(target, slot.copy.shape, slot.copy.stride())
+                begin += _padded(size)
+            targets.append(target)
+        copies = [
+            partial(self._engine.copy, gradient.local, target, to_host=True, after=(gradient.mark,))
+            for gradient, target in zip(gradients, targets, strict=True)
+        ]
         finish_all(self._engine, copies)
-        return copied
+        return targets
 
 
 def host_like(engine: CopyEngine, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

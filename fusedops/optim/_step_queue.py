@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from itertools import chain
 from types import SimpleNamespace
@@ -17,20 +18,29 @@ from fusedops.ops.adamw import Draw
 from fusedops.optim._state import MOMENTS
 
 
+@dataclass(frozen=True)
+class Basis:
+    """The scalar arguments of a step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    bias_correction: bool
+    grad_factor: float  # negative to maximize
+    decays: tuple[float, ...]  # weight decay of each member
+    steps: tuple[float, ...]  # number of this step, of each member
+
+
 def describe(
     current: dict[str, torch.Tensor],
     shadow: dict[str, torch.Tensor],
     grad: torch.Tensor,
     copy: torch.Tensor,
-    *,
-    step: float,
-    lr: float,
-    betas: tuple[float, float],
-    decay: float,
-    bias_correction: bool,
+    basis: Basis,
+    member: int,
     draw: Draw | None,
 ) -> SimpleNamespace:
-    """Describe the step number ``step`` of a tensor, which reads ``current``, writes ``shadow``.
+    """Describe the step of a member's tensor, which reads ``current`` and writes ``shadow``.
 
     Addresses are 0 where there is no tensor; dtypes are named. Scalars are computed as
     ``csrc/cpu/optimizer/adamw.cpp`` does, to the bit.
@@ -40,6 +50,7 @@ def describe(
         return tensors[name].data_ptr() if name in tensors else 0
 
     drawn = draw or Draw(0, 0, 1, 1)
+    lr, (beta1, beta2), step = basis.lr, basis.betas, basis.steps[member]
     return SimpleNamespace(
         param=at(current, "master"),
         new_param=at(shadow, "master"),
@@ -52,9 +63,9 @@ def describe(
         grad_dtype=_word(grad),
         state_dtype=_word(current["exp_avg"]),
         copy_dtype=_word(copy),
-        step_size=lr / (1.0 - betas[0] ** step) if bias_correction else lr,
-        inverse_root=1.0 / math.sqrt(1.0 - betas[1] ** step) if bias_correction else 1.0,
-        decay=lr * decay,
+        step_size=lr / (1.0 - beta1**step) if basis.bias_correction else lr,
+        inverse_root=1.0 / math.sqrt(1.0 - beta2**step) if basis.bias_correction else 1.0,
+        decay=lr * basis.decays[member],
         key=drawn.key,
         offset=2 * int(step),
         base=drawn.base,

@@ -6,7 +6,6 @@ stored, when a step begins, and when it takes effect.
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from fusedops.ops.square_sums import square_sums
 from fusedops.optim import _shards, _step_queue
 from fusedops.optim._overlap import (
     STATES,
-    Basis,
     Bucket,
     GradientSnapshot,
     Job,
@@ -38,10 +36,10 @@ from fusedops.optim._overlap import (
     host_like,
 )
 from fusedops.optim._state import Storage, new_state
+from fusedops.optim._step_queue import Basis
 from fusedops.optim.adamw import AdamW, Member
 from fusedops.optim.norms import total
 
-_LOG = logging.getLogger("fusedops")
 _WORKERS = 2  # one copies while the other's bucket is stepped
 
 
@@ -284,8 +282,7 @@ class OffloadedAdamW(AdamW):
         if self._workers is None or not self._workers.is_forked:
             return False
         for bucket in self._buckets:
-            bucket.job = None
-            bucket.arrived = {}
+            bucket.forget()
         return True
 
     def _staging_bytes(self) -> int:
@@ -548,15 +545,13 @@ class OffloadedAdamW(AdamW):
     def _drop(self) -> None:
         """Wait for what has begun, and make nothing of it."""
         self._discard_if_forked()
-        self._finish(self._buckets)
         self._forget()
 
     def _forget(self) -> None:
         self._finish(self._buckets)
         with self._lock:
             for bucket in self._buckets:
-                bucket.job = None
-                bucket.arrived = {}
+                bucket.forget()
             self._passes = max(self._calls.values(), default=self._passes)
             self._calls.clear()
 

@@ -25,18 +25,16 @@ def job(size: int = 50_000) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Return the description of a job of one tensor, and the tensors."""
     state = {name: torch.zeros(size) for name in ("master", "exp_avg", "exp_avg_sq")}
     grad, copy = torch.full((size,), 2.0), torch.zeros(size)
-    described = _step_queue.describe(
-        state,
-        state,
-        grad,
-        copy,
-        step=1.0,
+    basis = _step_queue.Basis(
         lr=0.1,
         betas=(0.9, 0.99),
-        decay=0.0,
+        eps=1e-8,
         bias_correction=True,
-        draw=None,
+        grad_factor=1.0,
+        decays=(0.0,),
+        steps=(1.0,),
     )
+    described = _step_queue.describe(state, state, grad, copy, basis, 0, None)
     return [described], {**state, "grad": grad, "copy": copy}
 
 
