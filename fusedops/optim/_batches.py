@@ -46,6 +46,10 @@ class Collected:
             batch.draws.append(draw)
 
 
+# What one call of the op steps: a group, which members of the step these are, and their tensors.
+GroupBatch = tuple[dict[str, Any], list[int], Collected]
+
+
 def _as(layout: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor laid out as another one: itself, where it already is."""
     if tensor.stride() == layout.stride() or (tensor.is_contiguous() and layout.is_contiguous()):

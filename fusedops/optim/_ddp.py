@@ -21,7 +21,7 @@ def mean(group: Any, bucket: dist.GradBucket) -> Future:
     """Reduce a bucket to the mean of all ranks, with the bits of DDP without a hook."""
     flat = bucket.buffer().mul_(1.0 / group.size())
     work = dist.all_reduce(flat, group=group, async_op=True)
-    return work.get_future().then(lambda done: _flat(done))
+    return work.get_future().then(_flat)
 
 
 def follow(

@@ -17,9 +17,9 @@ from fusedops._core import backends, extension
 from fusedops.ops.adamw import RepeatedBatch
 from fusedops.ops.square_sums import RepeatedSums
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim._batches import Collected
+from fusedops.optim._batches import GroupBatch
 from fusedops.optim._state import MOMENTS
-from fusedops.optim.norms import norm_from
+from fusedops.optim.norms import total
 
 Numbers = Callable[[dict[str, Any], torch.device], dict[str, Any]]
 
@@ -31,18 +31,15 @@ class RepeatedStep:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        grads: Sequence[torch.Tensor],
-        batches: Sequence[tuple[int, list[int], Collected]],
-        *,
-        has_norm: bool,
+        self, optimizer: Any, grads: Sequence[torch.Tensor], batches: Sequence[GroupBatch]
     ) -> None:
+        numbers = {id(group): number for number, group in enumerate(optimizer.param_groups)}
         self._batches = [
-            (group, torch.tensor(places), RepeatedBatch(collected.tensors))
+            (numbers[id(group)], torch.tensor(places), RepeatedBatch(collected.tensors))
             for group, places, collected in batches
         ]
-        self._sums = RepeatedSums([_shards.local(grad) for grad in grads]) if has_norm else None
+        given = [_shards.local(grad) for grad in grads]
+        self._sums = RepeatedSums(given) if optimizer.policy.needs_norm else None
         params = _params(optimizer)
         self._has_grad = [param.grad is not None for param in params]
         self._sharded = any(_shards.is_dtensor(param) for param in params)
@@ -54,23 +51,16 @@ class RepeatedStep:
         read = ("step", *MOMENTS, "master")
         tensors = [state[name] for state in states for name in read if name in state]
         kept = [_shards.stored(tensor) for tensor in (*stepped, *tensors)]
-        given = [_shards.local(grad) for grad in grads]
         self._known = torch.classes.fusedops_native.KnownTensors(kept, given)
         self._grads: list[Any] = []
 
     @classmethod
     def after(
-        cls,
-        optimizer: torch.optim.Optimizer,
-        grads: Sequence[torch.Tensor],
-        batches: Sequence[tuple[int, list[int], Collected]],
-        *,
-        has_norm: bool,
+        cls, optimizer: Any, grads: Sequence[torch.Tensor], batches: Sequence[GroupBatch]
     ) -> RepeatedStep | None:
         """Return what repeats the step just made; ``None`` if it cannot be repeated.
 
-        ``grads`` are those of all parameters that have one, in their order; ``batches`` have the
-        number of the group, which gradients, and the tensors.
+        ``grads`` are those of all parameters that have one, in their order.
         """
         for *_, collected in batches:
             if collected.write_back or collected.copies_gradients:
@@ -79,11 +69,12 @@ class RepeatedStep:
                 return None
         if extension.cpu_library() is not None:
             return None
-        if has_norm and len({grad.device for grad in grads}) > 1:
-            return None
-        if has_norm and not RepeatedSums.serves([_shards.local(grad) for grad in grads]):
-            return None
-        return cls(optimizer, grads, batches, has_norm=has_norm)
+        if optimizer.policy.needs_norm:
+            if len({grad.device for grad in grads}) > 1:
+                return None
+            if not RepeatedSums.serves([_shards.local(grad) for grad in grads]):
+                return None
+        return cls(optimizer, grads, batches)
 
     def take(self, optimizer: Any) -> bool:
         """Use the current gradients; return whether all else is unchanged since the last step.
@@ -119,7 +110,7 @@ class RepeatedStep:
     def norm(self) -> torch.Tensor:
         """Return the norm of these gradients, as ``global_norm`` does."""
         assert self._sums is not None
-        return norm_from(self._sums(), self._grads if self._sharded else ())
+        return total(self._sums(), self._grads if self._sharded else ()).sqrt()
 
     def step(
         self,

@@ -41,6 +41,11 @@ class OptimizerPolicy:
     no_decay: tuple[str, ...]
     seed: int
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a step needs the norm of the gradients."""
+        return self.max_norm is not None or self.skip_non_finite
+
     def storage(self, param: torch.Tensor, *, offloaded: bool = False) -> Storage:
         """Return how the state of a parameter is kept.
 

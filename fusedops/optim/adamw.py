@@ -18,7 +18,7 @@ from fusedops.kernels import _pointer_table
 from fusedops.ops.adamw import Draw
 from fusedops.ops.adamw import adamw as make_step
 from fusedops.optim import _rounding
-from fusedops.optim._batches import Collected
+from fusedops.optim._batches import Collected, GroupBatch
 from fusedops.optim._repeated import RepeatedStep, scaling_on
 from fusedops.optim._state import (
     Storage,
@@ -32,8 +32,6 @@ from fusedops.optim.norms import clip_coefficient, global_norm
 
 # A parameter that takes part in a step: its group, its index there, and itself.
 Member = tuple[dict[str, Any], int, Any]
-# What one call of the op steps: a group, which members of the step these are, and their tensors.
-GroupBatch = tuple[dict[str, Any], list[int], Collected]
 
 
 class AdamW(torch.optim.AdamW):
@@ -351,10 +349,7 @@ class AdamW(torch.optim.AdamW):
         self._looked += 1
         # Where steps differ, as those of experts without tokens do, only one of some tries again.
         if self._made_in_vain < 2 or self._looked % 16 == 0:
-            groups = {id(group): index for index, group in enumerate(self.param_groups)}
-            numbered = [(groups[id(group)], places, batch) for group, places, batch in batches]
-            has_norm = self.policy.max_norm is not None or self.policy.skip_non_finite
-            self._repeated = RepeatedStep.after(self, grads, numbered, has_norm=has_norm)
+            self._repeated = RepeatedStep.after(self, grads, batches)
 
     def _step_collected(
         self,
@@ -376,9 +371,9 @@ class AdamW(torch.optim.AdamW):
             lr = lr if lr.dtype in (torch.float32, torch.float64) else lr.float()
         else:
             where = f"lr as a float or on {device}"
-            self._require(not (_is_tensor(lr) and self._is_captured()), where)
+            self._require(not (isinstance(lr, torch.Tensor) and self._is_captured()), where)
             lr = float(lr)
-        on_gpu = any(_is_tensor(beta) and beta.is_cuda for beta in betas)
+        on_gpu = any(isinstance(beta, torch.Tensor) and beta.is_cuda for beta in betas)
         self._require(not (on_gpu and self._is_captured()), "betas as floats")
         return {
             "lr": lr,
@@ -395,7 +390,7 @@ class AdamW(torch.optim.AdamW):
         scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         factor = None if scale is None else scale.double().reciprocal()
-        if self.policy.max_norm is None and not self.policy.skip_non_finite:
+        if not self.policy.needs_norm:
             return factor, found_inf
         norm = norm_of_gradients()
         if factor is not None:
@@ -443,10 +438,6 @@ class AdamW(torch.optim.AdamW):
         ):
             return 0.0
         return float(group["weight_decay"])
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _name(group: dict[str, Any], index: int) -> str:

@@ -54,19 +54,14 @@ def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         for members in by_device.values():
             sums = square_sums([_shards.local(member) for member in members])
             totals.append(total(sums, members))
-        return _added(torch.stack([total.to(totals[0].device) for total in totals])).sqrt()
-
-
-def norm_from(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm from the sums of squares of the local parts of tensors of one device.
-
-    ``tensors`` may be empty where none is sharded.
-    """
-    return (total(sums, tensors) if tensors else _added(sums)).sqrt()
+        return _added(torch.stack([part.to(totals[0].device) for part in totals])).sqrt()
 
 
 def total(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the squares of all tensors, from those of the local part of each."""
+    """Return the sum of the squares of all tensors of a device, from those of their local parts.
+
+    ``tensors`` may be empty where none is sharded.
+    """
     return _added(_shards.sum_over_shards(sums, tensors))
 
 
