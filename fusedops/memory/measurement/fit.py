@@ -21,11 +21,9 @@ from fusedops.memory.apply import apply, policy_state_of, remove
 from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.measure import (
     Loss,
+    Step,
     checks_of,
-    device_of,
-    measured_peak,
     preserve_parameters,
-    run_step,
     state_bytes,
     static_bytes,
 )
@@ -136,11 +134,12 @@ def fit(
             "fit: model has no layers to choose from, neither blocks of one class that repeat nor "
             "members of a ModuleList, ModuleDict or Sequential; apply a policy by hand"
         )
-    leaves = device_of(model).type == "cuda" if with_offload is None else with_offload
+    step = Step("fit", model, batch, loss)
+    leaves = step.device.type == "cuda" if with_offload is None else with_offload
     state = policy_state_of(model)
     settings = state.settings if state is not None else None
     static = static_bytes(model) + state_bytes(optimizer)
-    search = _Search(model, batch, loss, settings, static, names, budget)
+    search = _Search(step, settings, static, names, budget)
     try:
         with preserve_parameters(model):
             return search.run(_treatments(leaves))
@@ -165,9 +164,7 @@ def _treatments(leaves: bool) -> dict[str, Any]:
 class _Search:
     """Measures a model's step with policies, and finds the fastest that fits."""
 
-    model: nn.Module
-    batch: Any
-    loss: Loss | None
+    step: Step
     settings: OffloadSettings | None
     static: int  # bytes of weights, buffers and optimizer states
     names: list[str]  # of the layers
@@ -215,27 +212,27 @@ class _Search:
 
     def _peak(self, policy: Policy) -> int:
         self._apply(policy)
-        dynamic = measured_peak("fit", self.model, self.batch, self.loss)
-        self.model.zero_grad()
-        return int(_largest(self.model, self.static + dynamic))
+        dynamic = self.step.peak_bytes()
+        self.step.model.zero_grad()
+        return int(_largest(self.step.model, self.static + dynamic))
 
     def _seconds(self, policy: Policy) -> float:
         self._apply(policy)
-        return _largest(self.model, min(self._time_step() for _ in range(_ROUNDS)))
+        return _largest(self.step.model, min(self._time_step() for _ in range(_ROUNDS)))
 
     def _apply(self, policy: Policy) -> None:
         """Give the model a policy, and let a step with it settle."""
-        apply(self.model, policy, offload_settings=self.settings)
-        self.model.zero_grad()
+        apply(self.step.model, policy, offload_settings=self.settings)
+        self.step.model.zero_grad()
         self._time_step()
 
     def _time_step(self) -> float:
-        _synchronize(self.model)
+        _synchronize(self.step.device)
         begin = time.perf_counter()
-        run_step("fit", self.model, self.batch, self.loss)
-        _synchronize(self.model)
+        self.step.run()
+        _synchronize(self.step.device)
         seconds = time.perf_counter() - begin
-        self.model.zero_grad()
+        self.step.model.zero_grad()
         return seconds
 
 
@@ -259,8 +256,7 @@ def _largest(model: nn.Module, number: float) -> float:
     return number
 
 
-def _synchronize(model: nn.Module) -> None:
-    device = device_of(model)
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -185,20 +185,20 @@ def report(
         True
     """
     checks_of("report", model, loss, optimizer)
+    step = Step("report", model, batch, loss)
     trace = AllocationTrace(frozenset(_memory(parameter) for parameter in model.parameters()))
     with preserve_parameters(model) as parameters:
         with _placed(model, AllocationTrace()) as places:
-            run_step("report", model, batch, loss)
+            step.run()
         idle = {name for name, place in places.items() if not place.ran}
         clear(parameters)
-        dynamic = measured_peak("report", model, batch, loss)
+        dynamic = step.peak_bytes()
         clear(parameters)
         with _placed(model, trace, idle):
             with AllocationTracker(trace):
-                value = forward_loss("report", model, batch, loss)
+                value = step.forward()
                 trace.phase, trace.layer = BACKWARD, ""
-                with _autocast_left(device_of(model).type):
-                    value.backward()
+                step.backward(value)
             grads = [p.grad for p in parameters if p.grad is not None]
             gradients = {_memory(grad) for grad in grads if grad.layout is torch.strided}
             bytes_of_gradients = sum(_local(grad).nbytes for grad in grads)
@@ -237,10 +237,9 @@ def checks_of(op: str, model: Any, loss: Any, optimizer: Any) -> None:
     """Raise where an argument has the wrong type."""
     checks.module(op, model)
     if loss is not None and not callable(loss):
-        raise TypeError(f"{op}: loss must be a function, got {checks.type_name(loss)}")
+        checks.fail_type(op, "loss", "a function", loss)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        kind = checks.type_name(optimizer)
-        raise TypeError(f"{op}: optimizer must be a torch.optim.Optimizer, got {kind}")
+        checks.fail_type(op, "optimizer", "a torch.optim.Optimizer", optimizer)
 
 
 def static_bytes(model: nn.Module) -> int:
@@ -284,11 +283,6 @@ def _memory(tensor: torch.Tensor) -> int:
     return _local(tensor).untyped_storage()._cdata
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return where a model is."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
 @contextlib.contextmanager
 def preserve_parameters(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters, without gradients; everything is as before afterwards."""
@@ -329,34 +323,51 @@ def _autocast_left(kind: str) -> Iterator[None]:
             torch.autocast_increment_nesting()
 
 
-def forward_loss(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
-    """Run a model forward and return its loss."""
-    torch.clear_autocast_cache()  # each training step casts its weights
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
-    else:
-        output = model(batch)
-    value = loss(output) if loss is not None else _default_loss(output)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
-        raise TypeError(
-            f"{op}: no loss was found in the model's output ({checks.type_name(output)}): give "
-            "loss, a function of the output that returns a number with a gradient"
-        )
-    return value
+@dataclass(frozen=True)
+class Step:
+    """A forward and a backward of a model, as ``report`` and ``fit`` run it."""
 
+    op: str  # which of them
+    model: nn.Module
+    batch: Any
+    loss: Loss | None
 
-def run_step(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> None:
-    """Run a model forward and backward."""
-    value = forward_loss(op, model, batch, loss)
-    with _autocast_left(device_of(model).type):
-        value.backward()
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        parameters = self.model.parameters()
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
+    def forward(self) -> torch.Tensor:
+        """Run the model forward and return its loss."""
+        torch.clear_autocast_cache()  # each training step casts its weights
+        if isinstance(self.batch, Mapping):
+            output = self.model(**self.batch)
+        elif isinstance(self.batch, (tuple, list)):
+            output = self.model(*self.batch)
+        else:
+            output = self.model(self.batch)
+        value = self.loss(output) if self.loss is not None else _default_loss(output)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise TypeError(
+                f"{self.op}: no loss was found in the model's output "
+                f"({checks.type_name(output)}): give loss, a function of the output that returns "
+                "a number with a gradient"
+            )
+        return value
 
-def measured_peak(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> int:
-    """Return the bytes that a step holds above what was there before it, at its peak."""
-    return peak_bytes(lambda: run_step(op, model, batch, loss), device_of(model))
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward, outside of the caller's autocast."""
+        with _autocast_left(self.device.type):
+            loss.backward()
+
+    def run(self) -> None:
+        """Run the model forward and backward."""
+        self.backward(self.forward())
+
+    def peak_bytes(self) -> int:
+        """Return the bytes that a step holds above what was there before it, at its peak."""
+        return peak_bytes(self.run, self.device)
 
 
 def _default_loss(output: Any) -> Any:
