@@ -92,9 +92,20 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> CheckpointI
             folders.verify(folder, record, [_file_of(0)])
         except folders.Damaged:
             continue
-        extra = _unpacked((folder / _file_of(0)).read_bytes())["extra"]
-        return CheckpointInfo(record["step"], extra, folder)
+        return CheckpointInfo(record["step"], _read_rank(folder, 0)["extra"], folder)
     return None
+
+
+@dataclass(frozen=True)
+class _WriteJob:
+    """What a rank writes of a checkpoint, and where."""
+
+    step: int
+    partial: Path  # the folder that is written into
+    final: Path  # what it is called when it is complete
+    content: dict[str, Any]  # the tensors of all ranks
+    rank_file: bytes  # what is in the file of this rank
+    flat: bool  # as of ``State.content``
 
 
 class Checkpointer:
@@ -176,8 +187,7 @@ class Checkpointer:
         """
         for name, owner in stateful.items():
             if not (hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")):
-                expected = "something with state_dict and load_state_dict"
-                raise TypeError(f"{_OP}: {name} must be {expected}, got {checks.type_name(owner)}")
+                checks.fail_type(_OP, name, "something with state_dict and load_state_dict", owner)
         self._stateful |= stateful
 
     def save(self, step: int, *, data: Any = None, extra: Any = None, block: bool = True) -> Path:
@@ -217,17 +227,18 @@ class Checkpointer:
         if problem is not None:
             raise self._failed(step, problem)
         partial, final = self._from_first(places)
-        flat = self._differs(self._state.names())
+        # Ranks have parameters of other names where they are stages of a pipeline.
+        flat = len({tuple(names) for names in self._gather(self._state.names())}) > 1
         content = self._state.content(flat=flat)
+        if not block:
+            content = tensors.copied(content)
+        job = _WriteJob(step, partial, final, content, mine, flat)
         if block:
-            self._write(step, partial, final, content, mine, flat=flat)
+            self._write(job)
             self._raise_failure()
         else:
             self._writer = threading.Thread(
-                target=self._write_async,
-                args=(step, partial, final, tensors.copied(content), mine),
-                kwargs={"flat": flat},
-                name="fusedops-checkpoint",
+                target=self._write_async, args=(job,), name="fusedops-checkpoint"
             )
             self._writer.start()
         self.last_step, self._unconfirmed = step, final
@@ -386,57 +397,48 @@ class Checkpointer:
                 ) from None
         return _packed(parts)
 
-    def _write(
-        self,
-        step: int,
-        partial: Path,
-        final: Path,
-        content: dict[str, Any],
-        mine: bytes,
-        *,
-        flat: bool,
-    ) -> None:
+    def _write(self, job: _WriteJob) -> None:
         """Write a checkpoint, or leave in ``_failure`` why not; runs on all ranks."""
-        problem = reasons.attempt(lambda: tensors.write(content, partial, self._group))
-        if problem is None:
-            problem = reasons.attempt(lambda: folders.write(partial / _file_of(self._rank), mine))
-        problem = self._agree(problem)
-        if problem is None:
-            problem = self._finish(step, partial, final, flat=flat)
-        if problem is not None:
-            self._failure = self._failed(step, problem)
-            if self._rank == 0:
-                folders.discard(partial)
 
-    def _write_async(self, step: int, *args: Any, **kwargs: Any) -> None:
+        def write_files() -> None:
+            tensors.write(job.content, job.partial, self._group)
+            folders.write(job.partial / _file_of(self._rank), job.rank_file)
+
+        problem = self._agree(reasons.attempt(write_files)) or self._finish(job)
+        if problem is not None:
+            self._failure = self._failed(job.step, problem)
+            if self._rank == 0:
+                folders.discard(job.partial)
+
+    def _write_async(self, job: _WriteJob) -> None:
         """Write in a thread; ``wait`` raises its error, also that of a rank that died."""
         try:
-            self._write(step, *args, **kwargs)
+            self._write(job)
         except Exception as error:
-            self._failure = self._failed(step, reasons.reason(error))
+            self._failure = self._failed(job.step, reasons.reason(error))
         if self._failure is not None and self._rank == 0:
             _log.warning("%s", self._failure)  # before wait raises it
 
-    def _finish(self, step: int, partial: Path, final: Path, *, flat: bool) -> str | None:
+    def _finish(self, job: _WriteJob) -> str | None:
         """Take the fingerprints, a share on each rank, and make the checkpoint visible."""
         parts: dict[str, dict[str, Any]] = {}
 
-        def mine() -> None:
-            names = sorted(path.name for path in partial.iterdir())
-            parts.update(folders.fingerprints(partial, names[self._rank :: self._ranks]))
+        def take_fingerprints() -> None:
+            names = sorted(path.name for path in job.partial.iterdir())
+            parts.update(folders.fingerprints(job.partial, names[self._rank :: self._ranks]))
 
-        problem = self._agree(reasons.attempt(mine))
+        problem = self._agree(reasons.attempt(take_fingerprints))
         gathered = self._gather(parts)
         if problem is None and self._rank == 0:
             record = {
                 "schema": folders.SCHEMA,
-                "step": step,
+                "step": job.step,
                 "ranks": self._ranks,
-                "flat": flat,
+                "flat": job.flat,
                 "torch": torch.__version__,
                 "files": {name: entry for entries in gathered for name, entry in entries.items()},
             }
-            problem = reasons.attempt(lambda: folders.commit(partial, final, record))
+            problem = reasons.attempt(lambda: folders.commit(job.partial, job.final, record))
             if problem is None:
                 folders.keep_last(self.root, self.keep, self._damaged)
         return self._agree(problem)
@@ -456,7 +458,7 @@ class Checkpointer:
         self, folder: Path, record: dict[str, Any], passed_over: tuple[tuple[Path, str], ...]
     ) -> Restored:
         saved = record["ranks"]
-        parts = [_unpacked((folder / _file_of(rank)).read_bytes()) for rank in range(saved)]
+        parts = [_read_rank(folder, rank) for rank in range(saved)]
         mine = parts[self._rank] if self._rank < saved else parts[0]
         missing = sorted(self._stateful.keys() - mine["stateful"].keys())
         names = {name for of_rank in self._gather(self._state.names()) for name in of_rank}
@@ -512,10 +514,6 @@ class Checkpointer:
         named = self._ranks > 1
         return "; ".join(f"rank {rank}: {text}" if named else text for rank, text in errors.items())
 
-    def _differs(self, names: Any) -> bool:
-        """Whether ranks have parameters of other names, as the stages of a pipeline do."""
-        return len({tuple(of_rank) for of_rank in self._gather(names)}) > 1
-
     def _gather(self, value: Any) -> list[Any]:
         if self._group is None:
             return [value]
@@ -533,8 +531,7 @@ def _optimizers(
     optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            got = checks.type_name(optimizer)
-            raise TypeError(f"{_OP}: optimizer must be a torch.optim.Optimizer, got {got}")
+            checks.fail_type(_OP, "optimizer", "a torch.optim.Optimizer", optimizer)
     return optimizers
 
 
@@ -559,6 +556,10 @@ def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 def _file_of(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
+
+
+def _read_rank(folder: Path, rank: int) -> dict[str, Any]:
+    return _unpacked((folder / _file_of(rank)).read_bytes())
 
 
 def _packed(value: Any) -> bytes:

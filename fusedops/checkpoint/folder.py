@@ -85,8 +85,7 @@ def commit(partial: Path, final: Path, record: dict[str, Any]) -> None:
     Raises:
         OSError: the checkpoint does not exist then.
     """
-    text = json.dumps(record, sort_keys=True)
-    document = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "record": record}
+    document = {"sha256": _digest(record), "record": record}
     write(partial / MANIFEST, json.dumps(document, indent=1, sort_keys=True).encode())
     _flush_folder(partial)
     partial.rename(final)
@@ -118,8 +117,7 @@ def manifest(folder: Path) -> dict[str, Any]:
     try:
         document = json.loads((folder / MANIFEST).read_bytes())
         record = document["record"]
-        text = json.dumps(record, sort_keys=True)
-        same = document["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+        same = document["sha256"] == _digest(record)
     except OSError as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):
@@ -226,6 +224,10 @@ def remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:
