@@ -144,7 +144,7 @@ class Guard:
         """
         checks.integer(_OP, "step", step, least=0)
         values = self._values(loss, grad_norm)
-        action, reason = self._judge(step, values)
+        action, reason = self._judge(values)
         if not reason:
             self._bad_in_a_row = 0
             if self.checkpointer is not None:
@@ -152,6 +152,8 @@ class Guard:
             for name, value in values.items():
                 self._history[name].append(value)
             return GuardDecision(step, "go")
+        if action == "rollback" and step in self._bad_steps:
+            action = "skip"
         self._bad_steps.add(step)
         self._bad_in_a_row += 1
         if self._bad_in_a_row == 1 and self.checkpointer is not None:
@@ -204,30 +206,23 @@ class Guard:
         if self._group is None and not (dist.is_available() and dist.is_initialized()):
             return values
         # Ranks must not differ in what they do. NaN is more than infinity here.
-        order = [
-            [math.isnan(value), 0.0 if math.isnan(value) else value] for value in values.values()
-        ]
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, order, group=self._group)
-        worst = [max(column) for column in zip(*gathered, strict=True)]
-        return {
-            name: math.nan if nan else value
-            for name, (nan, value) in zip(values, worst, strict=True)
-        }
+        dist.all_gather_object(gathered, list(values.values()), group=self._group)
+        columns = zip(*gathered, strict=True)
+        worst = [max(column, key=lambda value: (math.isnan(value), value)) for column in columns]
+        return dict(zip(values, worst, strict=True))
 
-    def _judge(self, step: int, values: dict[str, float]) -> tuple[str, str]:
+    def _judge(self, values: dict[str, float]) -> tuple[str, str]:
         """Return what to do and why; no reason where nothing is wrong."""
         for name, value in values.items():
             if not math.isfinite(value):
-                again = step in self._bad_steps and self.on_nonfinite == "rollback"
-                return "skip" if again else self.on_nonfinite, f"the {name} is {value}"
+                return self.on_nonfinite, f"the {name} is {value}"
         for name, value in values.items():
             usual = self._usual(name)
             if usual is not None and value > usual[0] + self.spike * usual[1]:
                 middle, deviation = usual
                 times = (value - middle) / deviation
-                again = step in self._bad_steps and self.on_spike == "rollback"
-                return "skip" if again else self.on_spike, (
+                return self.on_spike, (
                     f"the {name} is {value:.4g}, {times:.1f} deviations above {middle:.4g}"
                 )
         return "go", ""

@@ -90,12 +90,22 @@ class State:
         reader = dcp.FileSystemReader(folder)
         there = reader.read_metadata().state_dict_metadata
         _check_fits(self._content([], flat=flat), names, there, folder)
-        _check_groups(self.optimizers, groups, folder)
+        saved = [len(of_optimizer) for of_optimizer in groups]
+        here = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        if here and saved != here:  # else weights alone are loaded
+            mismatch = f"groups of its optimizers {saved} for {here}"
+            raise ValueError(f"{folder} is of another model or optimizer: {mismatch}")
         known = self._parameters()
         with_state = {
-            owner for name, owner in known.items() if _has(there, f"optimizer.state.{name}.")
+            owner
+            for name, owner in known.items()
+            if any(entry.startswith(f"optimizer.state.{name}.") for entry in there)
         }
-        stepped = [optimizer for optimizer in self.optimizers if with_state & _of(optimizer)]
+        stepped = [
+            optimizer
+            for optimizer in self.optimizers
+            if any(with_state.intersection(group["params"]) for group in optimizer.param_groups)
+        ]
         for optimizer in self.optimizers:
             # With gradients torch would not make empty states.
             optimizer.zero_grad(set_to_none=True)
@@ -129,7 +139,9 @@ class State:
             optim_state_dict=content.get("optimizer", {}),
             options=StateDictOptions(flatten_optimizer_state_dict=loading.flat),
         )
-        for optimizer, saved in zip(self.optimizers, loading.groups, strict=False):
+        for optimizer, saved, known_names in zip(
+            self.optimizers, loading.groups, names, strict=False
+        ):
             surplus = [param for param in optimizer.state if param not in loading.with_state]
             for parameter in surplus:
                 del optimizer.state[parameter]
@@ -138,8 +150,7 @@ class State:
             if optimizer not in stepped:
                 for group, values in zip(optimizer.param_groups, saved, strict=True):
                     group.update(values)
-        for optimizer, of_groups in zip(self.optimizers, names, strict=True):
-            for group, known in zip(optimizer.param_groups, of_groups, strict=True):
+            for group, known in zip(optimizer.param_groups, known_names, strict=True):
                 if known is not None:
                     group["param_names"] = known
         self._load_masters(loading, process_group)
@@ -220,27 +231,6 @@ def _groups_of(content: dict[str, Any]) -> list[dict[str, Any]]:
     return content.get("optimizer", {}).get("param_groups", [])
 
 
-def _has(there: Mapping[str, Any], prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in there)
-
-
-def _of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-    return {param for group in optimizer.param_groups for param in group["params"]}
-
-
-def _check_groups(
-    optimizers: tuple[torch.optim.Optimizer, ...],
-    groups: list[list[dict[str, Any]]],
-    folder: Path,
-) -> None:
-    """Raise unless as many optimizers and groups were saved, or weights alone are loaded."""
-    saved = [len(group) for group in groups]
-    here = [len(optimizer.param_groups) for optimizer in optimizers]
-    if here and saved != here:
-        mismatch = f"groups of its optimizers {saved} for {here}"
-        raise ValueError(f"{folder} is of another model or optimizer: {mismatch}")
-
-
 def _check_fits(
     content: dict[str, Any],
     names: set[str],
@@ -253,16 +243,13 @@ def _check_fits(
     Parameters that are ``bare`` have no state in it.
     """
     needed, _ = flatten_state_dict(content)
-    lacks = needed.keys() - there.keys()
-    if bare:
-        lacks = {name for name in lacks if _parameter_of(name) not in bare}
-    # Masters are made of the weights.
-    lacks = {
+    missing = sorted(
         name
-        for name in lacks
-        if not (name.endswith(_MASTER) and f"model.{_parameter_of(name)}" in there)
-    }
-    missing = sorted(lacks)
+        for name in needed.keys() - there.keys()
+        if _parameter_of(name) not in bare
+        # Masters are made of the weights.
+        and not (name.endswith(_MASTER) and f"model.{_parameter_of(name)}" in there)
+    )
     model = {name for name in there if name.startswith("model.")}
     surplus = sorted(model - {f"model.{name}" for name in names})
     other = []
