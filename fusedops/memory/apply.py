@@ -101,7 +101,7 @@ def apply(
     """
     checks.module("apply", model)
     if not isinstance(policy, Policy):
-        raise TypeError(f"apply: policy must be a Policy, got {checks.type_name(policy)}")
+        checks.fail_type("apply", "policy", "a Policy", policy)
     settings = offload_settings_of("apply", "offload_settings", offload_settings)
     remove(model)
     named = dict(model.named_modules())

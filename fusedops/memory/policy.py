@@ -155,7 +155,10 @@ def recompute(
     statistics, cannot be named.
 
     Args:
-        modules, ops, outputs, when: as in ``save``.
+        modules: as in ``save``.
+        ops: as in ``save``.
+        outputs: as in ``save``.
+        when: as in ``save``.
         mp_comm_recompute: run the collectives of a region again. ``False`` keeps their results:
             more bytes, no communication in the second forward.
         parallel_optimizer_comm_recompute: gather weights that FSDP2 shards again in the backward;
@@ -222,7 +225,10 @@ def offload(
     """Move tensors to host memory after the forward and back before the backward wants them.
 
     Args:
-        modules, ops, outputs, when: as in ``save``.
+        modules: as in ``save``.
+        ops: as in ``save``.
+        outputs: as in ``save``.
+        when: as in ``save``.
 
     Returns:
         A rule for ``Policy``.
@@ -250,8 +256,11 @@ def lower(
     """Keep floating-point tensors in a narrower dtype. This changes the gradients.
 
     Args:
-        modules, ops, outputs, when: as in ``save``.
+        modules: as in ``save``.
         dtype: what they are kept in; tensors that are no wider stay as they are.
+        ops: as in ``save``.
+        outputs: as in ``save``.
+        when: as in ``save``.
 
     Returns:
         A rule for ``Policy``.
@@ -266,7 +275,7 @@ def lower(
         lower(ops=fusedops::mlp, outputs=preactivation, dtype=bfloat16)
     """
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"lower: dtype must be a torch.dtype, got {checks.type_name(dtype)}")
+        checks.fail_type("lower", "dtype", "a torch.dtype", dtype)
     if not dtype.is_floating_point:
         checks.fail("lower", "dtype", "a floating dtype", dtype)
     return _rule(LOWER, modules, ops, outputs, when, dtype=dtype)
@@ -340,7 +349,7 @@ def _rule(
     **others: Any,
 ) -> MemoryRule:
     if when is not None and not callable(when):
-        raise TypeError(f"{treatment}: when must be a function, got {checks.type_name(when)}")
+        checks.fail_type(treatment, "when", "a function", when)
     rule = MemoryRule(
         treatment,
         _patterns(treatment, modules),

@@ -45,7 +45,7 @@ def version(tensor: Any) -> int:
 
 def placed_like(grad: Any, param: Any) -> Any:
     """Return a gradient cut as its parameter is: a sum that is pending is made."""
-    if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
+    if is_dtensor(param) and placed_otherwise(grad, param):
         return grad.redistribute(placements=param.placements)
     return grad
 

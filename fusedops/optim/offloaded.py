@@ -208,11 +208,9 @@ class OffloadedAdamW(AdamW):
         """
         op = f"{type(self).__name__}.follow"
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                f"{op}: model must be a DistributedDataParallel, got {checks.type_name(model)}"
-            )
+            checks.fail_type(op, "model", "a DistributedDataParallel", model)
         if hook is not None and not callable(hook):
-            raise TypeError(f"{op}: hook must be a function, got {checks.type_name(hook)}")
+            checks.fail_type(op, "hook", "a function", hook)
         if not any(param in self._slots for param in model.parameters()):
             checks.fail(op, "model", "one whose parameters are offloaded here", "others")
         from fusedops.optim import _ddp

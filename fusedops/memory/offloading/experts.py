@@ -118,8 +118,7 @@ def store_experts(
 
 def _device(device: Any) -> torch.device:
     if not isinstance(device, (str, torch.device)):
-        expected = "a torch.device or the name of one"
-        raise TypeError(f"{_OP}: device must be {expected}, got {checks.type_name(device)}")
+        checks.fail_type(_OP, "device", "a torch.device or the name of one", device)
     try:
         place = torch.device(device)
     except RuntimeError:
@@ -182,12 +181,35 @@ class ExpertStore:
         # The output of a forward that a backward recomputes is used at once, by nodes of another
         # graph. If that graph needs hooks, it has its own.
         if output.requires_grad and not recomputing():
-            loan, node = _Loan(self, here, there, chosen), output.grad_fn
-            assert node is not None
-            output.register_hook(loan.renew)
-            node.register_hook(loan.end)
+            self._fetch_in_backward(output, here, there, chosen)
             _let_go(here)  # the stream reads them before their memory is used again
         return output
+
+    def _fetch_in_backward(
+        self,
+        output: torch.Tensor,
+        here: Sequence[torch.Tensor],
+        there: Sequence[torch.Tensor],
+        chosen: Sequence[int],
+    ) -> None:
+        """Have the experts on the device while the node that made ``output`` runs, each time."""
+        hosts = [(host.detach(), host._version) for host in there]
+
+        def fetch(grad: torch.Tensor) -> None:
+            for host, version in hosts:
+                check_version(host, version)
+            for tensor in here:
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            self.fetch(here, [host for host, _ in hosts], chosen)
+
+        def end(*grads: Any) -> None:
+            # The graph of a second derivative would read them too.
+            if not torch.is_grad_enabled():
+                _let_go(here)
+
+        assert output.grad_fn is not None
+        output.register_hook(fetch)
+        output.grad_fn.register_hook(end)
 
     def fetch(
         self,
@@ -234,33 +256,6 @@ class ExpertStore:
         self._pool.give_back(buffer, ticket)
         self.traffic.returned_bytes += grad.nbytes
         return full
-
-
-class _Loan:
-    """Experts on the device that one node of a graph reads: there while it runs, each time."""
-
-    def __init__(
-        self,
-        store: ExpertStore,
-        here: Sequence[torch.Tensor],
-        hosts: Sequence[torch.Tensor],
-        chosen: Sequence[int],
-    ) -> None:
-        self._store, self._here, self._chosen = store, here, chosen
-        self._hosts = [(host.detach(), host._version) for host in hosts]
-
-    def renew(self, grad: torch.Tensor) -> None:
-        """Bring them again into the memory that was let go."""
-        for host, version in self._hosts:
-            check_version(host, version)
-        for tensor in self._here:
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        self._store.fetch(self._here, [host for host, _ in self._hosts], self._chosen)
-
-    def end(self, *grads: Any) -> None:
-        """Let their memory go; the graph of a second derivative would read them too."""
-        if not torch.is_grad_enabled():
-            _let_go(self._here)
 
 
 def _let_go(tensors: Sequence[torch.Tensor]) -> None:

@@ -70,16 +70,14 @@ class OffloadSettings:
         checks.positive(op, "timeout", self.timeout)
         checks.flag(op, "check", self.check)
         if not callable(self.engine):
-            kind = checks.type_name(self.engine)
-            raise TypeError(f"{op}: engine must be a function of a device, got {kind}")
+            checks.fail_type(op, "engine", "a function of a device", self.engine)
 
 
 def offload_settings_of(op: str, argument: str, given: OffloadSettings | None) -> OffloadSettings:
     """Return the settings that were given, or the default ones."""
     settings = OffloadSettings() if given is None else given
     if not isinstance(settings, OffloadSettings):
-        kind = checks.type_name(settings)
-        raise TypeError(f"{op}: {argument} must be OffloadSettings, got {kind}")
+        checks.fail_type(op, argument, "OffloadSettings", settings)
     return settings
 
 

@@ -160,13 +160,12 @@ def new_results(
     Views are not among them, nor results that lie in the memory of an argument unless the
     operator wrote there.
     """
-    schema = func._schema
     leaves = pytree.tree_leaves((args, kwargs))
     given = {leaf.untyped_storage()._cdata for leaf in leaves if is_plain(leaf)}
     tensors: list[tuple[torch.Tensor, str | None, int]] = []
     tensors += [(value, None, 0) for value in written_arguments(func, args, kwargs)]
     results = result if isinstance(result, (tuple, list)) else (result,)
-    for place, (described, value) in enumerate(zip(schema.returns, results, strict=False)):
+    for place, (described, value) in enumerate(zip(func._schema.returns, results, strict=False)):
         if is_plain(value) and value.untyped_storage()._cdata not in given:
             tensors.append((value, described.name or None, place))
     return tensors
