@@ -21,7 +21,7 @@ from fusedops.memory.apply import apply, policy_state_of, remove
 from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.measure import (
     Loss,
-    Step,
+    ModelStep,
     checks_of,
     preserve_parameters,
     state_bytes,
@@ -134,7 +134,7 @@ def fit(
             "fit: model has no layers to choose from, neither blocks of one class that repeat nor "
             "members of a ModuleList, ModuleDict or Sequential; apply a policy by hand"
         )
-    step = Step("fit", model, batch, loss)
+    step = ModelStep("fit", model, batch, loss)
     leaves = step.device.type == "cuda" if with_offload is None else with_offload
     state = policy_state_of(model)
     settings = state.settings if state is not None else None
@@ -164,7 +164,7 @@ def _treatments(leaves: bool) -> dict[str, Any]:
 class _Search:
     """Measures a model's step with policies, and finds the fastest that fits."""
 
-    step: Step
+    step: ModelStep
     settings: OffloadSettings | None
     static: int  # bytes of weights, buffers and optimizer states
     names: list[str]  # of the layers

@@ -185,7 +185,7 @@ def report(
         True
     """
     checks_of("report", model, loss, optimizer)
-    step = Step("report", model, batch, loss)
+    step = ModelStep("report", model, batch, loss)
     trace = AllocationTrace(frozenset(_memory(parameter) for parameter in model.parameters()))
     with preserve_parameters(model) as parameters:
         with _placed(model, AllocationTrace()) as places:
@@ -324,7 +324,7 @@ def _autocast_left(kind: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelStep:
     """A forward and a backward of a model, as ``report`` and ``fit`` run it."""
 
     op: str  # which of them
