@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.ops.moe_route import moe_route
@@ -29,34 +30,15 @@ def members(name: str, ops: Iterable[str]) -> list[str]:
 
 
 def _moe_layer(
-    input: torch.Tensor,
-    logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    top_k: int,
-) -> torch.Tensor:
+    input: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, top_k: int
+) -> Tensor:
     """Route and compute, weights ``[num_experts, out, in]``, as a Mixtral layer does."""
     plan = moe_route(logits, top_k, normalize=True)
     return moe_mlp(input, plan, gate_up.transpose(1, 2), down.transpose(1, 2), recompute=False)
 
 
-def _routing(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
-    weights, ids = F.softmax(logits, -1, dtype=dtype).topk(top_k, -1)
-    return ids, weights / weights.sum(-1, keepdim=True)
-
-
-def _loop(
-    input: torch.Tensor,
-    logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    top_k: int,
-) -> torch.Tensor:
+def _loop(input: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Visit the experts one after the other, as Hugging Face's eager layers do."""
-    ids, weights = _routing(logits, top_k)
     output = torch.zeros_like(input)
     for expert in ids.unique().tolist():
         token, slot = torch.where(ids == expert)
@@ -66,38 +48,30 @@ def _loop(
     return output
 
 
-def _einsum(
-    input: torch.Tensor,
-    logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    top_k: int,
-) -> torch.Tensor:
+def _einsum(input: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Let every expert compute every token, and weigh most of it by 0."""
-    ids, weights = _routing(logits, top_k)
-    dense = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, ids, weights)
+    dense = weights.new_zeros(len(ids), len(gate_up)).scatter(1, ids, weights)
     gate, up = torch.einsum("th,eoh->eto", input, gate_up).chunk(2, -1)
     hidden = F.silu(gate) * up * dense.t().unsqueeze(-1).to(input.dtype)
     return torch.einsum("eti,ehi->th", hidden, down)
 
 
+def _routed(experts: _hf_experts.Experts) -> Callable[..., Tensor]:
+    """Return a layer: the routing of a Mixtral layer in front of its experts."""
+
+    def layer(
+        input: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, top_k: int
+    ) -> Tensor:
+        dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
+        weights, ids = F.softmax(logits, -1, dtype=dtype).topk(top_k, -1)
+        return experts(input, ids, weights / weights.sum(-1, keepdim=True), gate_up, down)
+
+    return layer
+
+
 def _peers() -> dict[str, Callable[..., Any]]:
-    def of(experts: _hf_experts.Experts) -> Callable[..., torch.Tensor]:
-        def layer(
-            input: torch.Tensor,
-            logits: torch.Tensor,
-            gate_up: torch.Tensor,
-            down: torch.Tensor,
-            *,
-            top_k: int,
-        ) -> torch.Tensor:
-            return experts(input, *_routing(logits, top_k), gate_up, down)
-
-        return layer
-
-    kernels = {name: of(experts) for name, experts in _hf_experts.installed().items()}
-    return {"einsum": _einsum, **kernels}
+    experts = {"einsum": _einsum, **_hf_experts.installed()}
+    return {name: _routed(function) for name, function in experts.items()}
 
 
 def _layer_case(
@@ -137,7 +111,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 MOE_LAYER = Spec(
     name="moe_layer",
     op=_moe_layer,
-    eager=_loop,
+    eager=_routed(_loop),
     samples=_samples,
     bad_inputs=lambda device: [],
     bench_case=_layer_case,
