@@ -22,7 +22,7 @@ from fusedops.bench.contenders import (
     is_ours,
 )
 from fusedops.bench.limits import LeastWork, Limits
-from fusedops.bench.results import DIRECTIONS, FORWARD, BenchRow
+from fusedops.bench.results import DIRECTIONS, FORWARD, BenchRow, dtype_name
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 
 # Above this many elements a float64 copy of all intermediates would not fit in memory in addition.
@@ -35,28 +35,41 @@ Error = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class CaseSettings:
-    """How to measure.
+class BenchSettings:
+    """Where rows are measured, and how.
 
     Attributes:
         device: where.
-        plan: how long each direction is timed.
-        compiled: include torch.compile.
-        only: contenders to keep in addition to eager; empty keeps all.
-        all_backends: time the reference and the automatically chosen backend by name too.
+        clock: of the device.
+        plan: how long each row is timed.
+        limits: of the machine.
+        compiled: include torch.compile of what is stock.
         allocator: ``"tuned"`` or ``"system"``: what the process was set to.
         cache_bytes: size of the last cache.
         report: is called with what is being measured.
     """
 
     device: torch.device
+    clock: Clock
     plan: TimingPlan
+    limits: Limits
     compiled: bool
-    only: Sequence[str]
-    all_backends: bool
     allocator: str
     cache_bytes: int
     report: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CaseSettings(BenchSettings):
+    """Where and how an op is measured.
+
+    Attributes:
+        only: contenders to keep in addition to eager; empty keeps all.
+        all_backends: time the reference and the automatically chosen backend by name too.
+    """
+
+    only: Sequence[str]
+    all_backends: bool
 
 
 def run_case(
@@ -64,9 +77,7 @@ def run_case(
     case: BenchCase,
     dtype: torch.dtype,
     settings: CaseSettings,
-    limits: Limits,
-    clock: Clock,
-    host: dict[tuple[str, str], float],
+    host_us: dict[tuple[str, str], float],
 ) -> tuple[list[BenchRow], list[str]]:
     """Measure all contenders at one size.
 
@@ -74,15 +85,13 @@ def run_case(
         spec: the op.
         case: the size.
         dtype: of the inputs.
-        settings: how.
-        limits: of this machine.
-        clock: of this device.
-        host: host overhead in seconds per contender and direction, from ``host_overhead``.
+        settings: where and how.
+        host_us: host overhead per contender and direction, from ``host_overhead``.
 
     Returns:
         The rows, and notes on what could not run.
     """
-    title = f"{spec.name} {case.label} {_short(dtype)}"
+    title = f"{spec.name} {case.label} {dtype_name(dtype)}"
     try:
         call = ContenderCall.of(spec, case.make(settings.device, dtype))
     except (RuntimeError, ValueError, LookupError) as error:
@@ -107,37 +116,39 @@ def run_case(
     rows = []
     for direction in _directions(able, call):
         settings.report(direction)
-        there = [contender for contender in able if direction == FORWARD or contender.trains]
-        variants = [variant_of(contender, call, direction) for contender in there]
+        variants = _variants(able, call, direction)
         peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
-        timing = measure(variants, clock, settings.plan)
-        work = _work(case, direction, dtype, limits)
-        for contender in there:
-            rows.append(
-                _row(
-                    spec.name,
-                    case.label,
-                    dtype,
-                    direction,
-                    contender.name,
-                    timing,
-                    work,
-                    backend=ran.get(contender.name, ""),
-                    allocator=settings.allocator,
-                    in_cache=work.in_memory and work.bytes_moved < 2 * settings.cache_bytes,
-                    host=host.get((contender.name, direction)),
-                    peak=peaks[contender.name],
-                    error=errors.get((contender.name, direction)),
-                    note=why_no_error,
-                )
+        timing = measure(variants, settings.clock, settings.plan)
+        work = _work(case, direction, dtype, settings.limits)
+        for name, peak in peaks.items():
+            against = lead(timing, name)
+            if against and not timing.trusted(against["rival"]):
+                against = {}
+            row = timed_row(
+                timing,
+                name,
+                work,
+                settings,
+                errors.get((name, direction)),
+                op=spec.name,
+                case=case.label,
+                dtype=dtype_name(dtype),
+                direction=direction,
+                backend=ran.get(name, ""),
+                trusted=timing.trusted(name) and timing.trusted(EAGER),
+                host_us=host_us.get((name, direction)),
+                peak_bytes=peak,
+                note=why_no_error,
+                **against,
             )
+            rows.append(row)
     return rows, [f"{title}: {note}" for note in notes]
 
 
 def host_overhead(
     spec: Spec, dtype: torch.dtype, settings: CaseSettings
 ) -> dict[tuple[str, str], float]:
-    """Return the least seconds of a call on a tiny input, per contender and direction.
+    """Return the least microseconds of a call on a tiny input, per contender and direction.
 
     On CUDA it is the time until the host may go on. torch.compile is left out: it would compile
     once more for the size.
@@ -151,15 +162,12 @@ def host_overhead(
         return {}
     only = [name for name in settings.only if name != COMPILE]
     able, _ = contenders(spec, call, compiled=False, only=only, all_backends=settings.all_backends)
-    overhead = {}
+    overhead: dict[tuple[str, str], float] = {}
     for direction in _directions(able, call):
-        there = [contender for contender in able if direction == FORWARD or contender.trains]
-        variants = [
-            variant_of(contender, call, direction, synced=settings.device) for contender in there
-        ]
+        variants = _variants(able, call, direction, synced=settings.device)
         timing = measure(variants, CpuClock(), _HOST_PLAN)
-        for contender in there:
-            overhead[contender.name, direction] = timing.best(contender.name)
+        for variant in variants:
+            overhead[variant.name, direction] = timing.best(variant.name) * 1e6
     return overhead
 
 
@@ -178,7 +186,7 @@ def _work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -
     forward = (case.bytes_forward(dtype), case.flops_forward)
     backward = (case.bytes_backward(dtype), case.flops_backward)
     parts = {"forward": [forward], "backward": [backward], "both": [forward, backward]}
-    return LeastWork.of(parts[direction], _short(dtype), limits)
+    return LeastWork.of(parts[direction], dtype_name(dtype), limits)
 
 
 def _directions(able: Sequence[Contender], call: ContenderCall) -> Sequence[str]:
@@ -186,35 +194,19 @@ def _directions(able: Sequence[Contender], call: ContenderCall) -> Sequence[str]
     return DIRECTIONS if able and able[0].trains and call.leaves else (FORWARD,)
 
 
-def _row(
-    op: str,
-    case: str,
-    dtype: torch.dtype,
-    direction: str,
-    variant: str,
+def timed_row(
     timing: Timing,
+    variant: str,
     work: LeastWork,
-    *,
-    backend: str,
-    allocator: str,
-    in_cache: bool,
-    host: float | None,
-    peak: int,
+    settings: BenchSettings,
     error: Error | None,
-    note: str,
+    **fields: Any,
 ) -> BenchRow:
+    """Return the row of a variant: what follows from its times, and its other ``fields``."""
     spread, ratio = timing.spread(variant), timing.ratio(EAGER, variant)
-    against = lead(timing, variant)
-    if against and not timing.trusted(against["rival"]):
-        against = {}
     return BenchRow(
-        op=op,
-        case=case,
-        dtype=_short(dtype),
-        direction=direction,
         variant=variant,
-        backend=backend,
-        allocator=allocator,
+        allocator=settings.allocator,
         speedup=ratio.median,
         speedup_q1=ratio.q1,
         speedup_q3=ratio.q3,
@@ -223,17 +215,13 @@ def _row(
         q3_us=spread.q3 * 1e6,
         samples=spread.count,
         discarded=timing.discarded(variant),
-        trusted=timing.trusted(variant) and timing.trusted(EAGER),
         gb_per_s=work.bytes_moved / spread.median * 1e-9,
         tflop_per_s=work.flops / spread.median * 1e-12 if work.flops else None,
         limit_share=work.least_seconds / spread.median,
-        in_cache=in_cache,
-        host_us=None if host is None else host * 1e6,
-        peak_bytes=peak,
+        in_cache=work.in_memory and work.bytes_moved < 2 * settings.cache_bytes,
         error_max_ulps=error[0] if error else None,
         error_mean_ulps=error[1] if error else None,
-        note=note,
-        **against,
+        **fields,
     )
 
 
@@ -245,6 +233,17 @@ def lead(timing: Timing, variant: str) -> dict[str, Any]:
     rival = min(others, key=lambda name: timing.spread(name).median)
     ratio = timing.ratio(rival, variant)
     return {"rival": rival, "lead": ratio.median, "lead_q1": ratio.q1, "lead_q3": ratio.q3}
+
+
+def _variants(
+    able: Sequence[Contender],
+    call: ContenderCall,
+    direction: str,
+    synced: torch.device | None = None,
+) -> list[Variant]:
+    """Return what the timer runs in one direction: of those that have no backward, the forward."""
+    there = [contender for contender in able if direction == FORWARD or contender.trains]
+    return [variant_of(contender, call, direction, synced) for contender in there]
 
 
 def variant_of(
@@ -337,7 +336,3 @@ def _ulps(actual: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | 
         total += float(error.sum())
         count += error.numel()
     return largest, total / max(1, count)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

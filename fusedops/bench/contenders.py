@@ -7,7 +7,7 @@ cannot run a case here is left out with its reason.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,11 +87,8 @@ class ContenderCall:
         """Return the call that ``contender`` may have: itself, or a copy to write on."""
         if not contender.overwrites:
             return self
-        sample = self.sample.map(
+        return self._map(
             lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        )
-        return ContenderCall(
-            sample, tuple(sample.leaves), tuple(grad.clone() for grad in self.grads)
         )
 
     def forward(self, function: Callable[..., Any]) -> Any:
@@ -114,10 +111,11 @@ class ContenderCall:
                 return value
             return value.detach().double().requires_grad_(value.requires_grad)
 
-        sample = self.sample.map(widen)
-        return ContenderCall(
-            sample, tuple(sample.leaves), tuple(grad.double() for grad in self.grads)
-        )
+        return self._map(widen)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> ContenderCall:
+        sample = self.sample.map(function)
+        return ContenderCall(sample, tuple(sample.leaves), tuple(map(function, self.grads)))
 
 
 def differentiable(outputs: Any) -> tuple[torch.Tensor, ...]:
@@ -184,11 +182,14 @@ def backend_of(contender: Contender, call: ContenderCall) -> str:
         outputs = call.forward(contender.function)
         if call.leaves and contender.trains:
             call.backward(outputs)
+    return backends_since(before)
+
+
+def backends_since(before: Mapping[tuple[str, str], int]) -> str:
+    """Return the backends that ran since ``backends.counters()`` was ``before``: "cpp+torch"."""
     after = backends.counters()
-    ran = sorted(
-        {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}
-    )
-    return "+".join(ran)
+    ran = {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}
+    return "+".join(sorted(ran))
 
 
 def names(spec: Spec) -> list[str]:
@@ -217,7 +218,12 @@ def reason_against(contender: Contender, call: ContenderCall, *, backward: bool)
         return str(error)
     except Exception as error:
         # A peer or the compiler may raise anything; the other rows still count.
-        first = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {first[0]}"
+        return error_line(error)
     missing = sum(grad is None for grad in grads)
     return f"it gives no gradient to {missing} of {len(grads)} inputs" if missing else None
+
+
+def error_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"

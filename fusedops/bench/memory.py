@@ -19,6 +19,7 @@ import fusedops
 from fusedops import memory
 from fusedops._core.timer import Clock, TimingPlan, Variant, measure
 from fusedops.bench.model_zoo import ModelFamily, ModelSize
+from fusedops.bench.results import dtype_name
 from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.measure import MemoryReport
 
@@ -110,7 +111,7 @@ def run_case(
             MemoryRow(
                 family.name,
                 size.label,
-                str(dtype).removeprefix("torch."),
+                dtype_name(dtype),
                 name,
                 reports[name].activations,
                 reports[name].dynamic,
@@ -127,19 +128,19 @@ def run_case(
     return rows, reports
 
 
-def _step(model: nn.Module, batch: Any, _: object = None) -> None:
+def _step(model: nn.Module, batch: Any, _: object = None) -> torch.Tensor:
     model.zero_grad(set_to_none=True)
-    model(**batch).loss.backward()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach()
 
 
 def _results(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     """Return the loss and the gradients of a step."""
     torch.manual_seed(0)
-    model.zero_grad(set_to_none=True)
-    loss = model(**batch).loss
-    loss.backward()
+    loss = _step(model, batch)
     gradients = [
         parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
     ]
     model.zero_grad(set_to_none=True)
-    return [loss.detach(), *gradients]
+    return [loss, *gradients]

@@ -18,12 +18,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core import backends, dtypes
 from fusedops._core.peak import peak_bytes
-from fusedops._core.timer import Clock, Timing, TimingPlan, Variant, measure
-from fusedops.bench.cases import lead
-from fusedops.bench.contenders import AUTOMATIC, COMPILE, EAGER, is_ours
+from fusedops._core.timer import Variant, measure
+from fusedops.bench.cases import BenchSettings, lead, timed_row
+from fusedops.bench.contenders import (
+    AUTOMATIC,
+    COMPILE,
+    EAGER,
+    backends_since,
+    error_line,
+    is_ours,
+)
 from fusedops.bench.limits import LeastWork, Limits
 from fusedops.bench.model_zoo import GivenTokenDecoder, Inputs, ModelFamily, ModelSize
-from fusedops.bench.results import BenchRow
+from fusedops.bench.results import BenchRow, dtype_name
 from fusedops.integrations import patch
 
 TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
@@ -33,28 +40,43 @@ Patch = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)
-class ModelSettings:
-    """How to measure.
+class ModelSettings(BenchSettings):
+    """Where and how a model is measured.
 
     Attributes:
-        device: where.
-        plan: how long each row is timed.
-        compiled: include torch.compile of the stock model.
         memory: measure the peak of a run too.
-        allocator: ``"tuned"`` or ``"system"``: what the process was set to.
-        cache_bytes: size of the last cache.
-        report: is called with what is being measured.
         patch: what is done to the model that is ours.
     """
 
-    device: torch.device
-    plan: TimingPlan
-    compiled: bool
     memory: bool
-    allocator: str
-    cache_bytes: int
-    report: Callable[[str], None] = lambda what: None
     patch: Patch = patch
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """What is measured.
+
+    Attributes:
+        family: of transformers.
+        mode: one of ``MODES``.
+        size: of the model and of what it reads.
+        dtype: of the weights.
+    """
+
+    family: ModelFamily
+    mode: str
+    size: ModelSize
+    dtype: torch.dtype
+
+    @property
+    def label(self) -> str:
+        """What the size is called in this mode."""
+        return self.size.label + (f"+{self.size.steps}" if self.mode == DECODING else "")
+
+    @property
+    def title(self) -> str:
+        """What the case is called."""
+        return f"{self.family.name} {self.mode} {self.label} {dtype_name(self.dtype)}"
 
 
 @dataclass(frozen=True)
@@ -123,42 +145,19 @@ def affordable(mode: str, size: ModelSize, dtype: torch.dtype, device: torch.dev
     return size
 
 
-def label(mode: str, size: ModelSize) -> str:
-    """Return what a size is called in a mode."""
-    return size.label + (f"+{size.steps}" if mode == DECODING else "")
-
-
-def run_case(
-    family: ModelFamily,
-    mode: str,
-    dtype: torch.dtype,
-    size: ModelSize,
-    settings: ModelSettings,
-    limits: Limits,
-    clock: Clock,
-) -> FamilyResult:
-    """Measure a family in one mode and dtype.
-
-    Args:
-        family: of transformers.
-        mode: one of ``MODES``.
-        dtype: of the weights.
-        size: of the model and of what it reads.
-        settings: how.
-        limits: of this machine.
-        clock: of the device.
-    """
-    title = f"{family.name} {mode} {label(mode, size)} {_short(dtype)}"
+def run_case(case: ModelCase, settings: ModelSettings) -> FamilyResult:
+    """Measure a family in one mode and dtype."""
     try:
         settings.report("building")
-        stock = family.build(size).to(settings.device, dtype).train(mode == TRAINING)
-        eager = _contender(EAGER, stock, stock, family, mode, size, settings.device)
+        stock = case.family.build(case.size).to(settings.device, case.dtype)
+        stock.train(case.mode == TRAINING)
+        eager = _contender(EAGER, stock, stock, case, settings.device)
         settings.report("values")
-        truth, flops = _truth(stock, family, mode, size, settings.device)
+        truth, flops = _truth(stock, case, settings.device)
         known = eager.values()
     except Exception as error:
         # Too large for this machine, a dtype that torch lacks here, a transformers without it.
-        return FamilyResult(notes=(f"{title}: no rows: {_line(error)}",))
+        return FamilyResult(notes=(f"{case.title}: no rows: {error_line(error)}",))
     able, notes, wrong = [eager], [], []
     errors = {EAGER: _ulps(known, truth)}
     ours: ModelContender | None = None
@@ -166,52 +165,56 @@ def run_case(
     try:
         patched = copy.deepcopy(stock)
         settings.patch(patched)
-        ours = _contender(AUTOMATIC, patched, patched, family, mode, size, settings.device)
+        ours = _contender(AUTOMATIC, patched, patched, case, settings.device)
         before = backends.counters()
         values = ours.values()
-        backend = _backends_since(before)
-        wrong = [f"{title}: {text}" for text in differences(values, known, truth, dtype)]
+        backend = backends_since(before)
+        wrong = [f"{case.title}: {text}" for text in differences(values, known, truth, case.dtype)]
         errors[AUTOMATIC] = _ulps(values, truth)
     except Exception as error:
-        wrong = [f"{title}: the patched model raises {_line(error)}"]
+        wrong = [f"{case.title}: the patched model raises {error_line(error)}"]
     if settings.compiled:
         settings.report("compiling")
         try:
             torch._dynamo.reset()
             compiled = torch.compile(stock)
-            rival = _contender(COMPILE, stock, compiled, family, mode, size, settings.device)
+            rival = _contender(COMPILE, stock, compiled, case, settings.device)
             errors[COMPILE] = _ulps(rival.values(), truth)
             able.append(rival)
         except Exception as error:
-            notes.append(f"{title}: no {COMPILE} row: {_line(error)}")
+            notes.append(f"{case.title}: no {COMPILE} row: {error_line(error)}")
     if ours is not None and not wrong:
         able.append(ours)
     del truth, known
     settings.report("memory")
-    work = _work(stock, flops, mode, dtype, size, limits)
+    work = _work(stock, flops, case, settings.limits)
     peaks = {contender.name: _peak(contender, settings) for contender in able}
     settings.report("timing")
     timing = measure(
         [Variant(contender.name, contender.run, contender.prepare) for contender in able],
-        clock,
+        settings.clock,
         settings.plan,
     )
-    rows = [
-        _row(
-            family,
-            mode,
-            dtype,
-            size,
-            contender.name,
+    rows = []
+    for name, peak in peaks.items():
+        against = lead(timing, name)
+        row = timed_row(
             timing,
+            name,
             work,
             settings,
-            errors,
-            peaks,
-            backend,
+            errors[name],
+            op=case.family.name,
+            case=case.label,
+            dtype=dtype_name(case.dtype),
+            direction=case.mode,
+            backend=backend if is_ours(name) else "",
+            trusted=all(map(timing.trusted, {name, EAGER, against.get("rival", EAGER)})),
+            host_us=None,
+            peak_bytes=peak,
+            **against,
         )
-        for contender in able
-    ]
+        rows.append(row)
     return FamilyResult(tuple(rows), tuple(notes), tuple(wrong))
 
 
@@ -258,17 +261,11 @@ def _off(
 
 
 def _contender(
-    name: str,
-    model: nn.Module,
-    call: Any,
-    family: ModelFamily,
-    mode: str,
-    size: ModelSize,
-    device: torch.device,
+    name: str, model: nn.Module, call: Any, case: ModelCase, device: torch.device
 ) -> ModelContender:
     """Return ``call``, the model itself or its compilation, as what the timer runs."""
-    if mode == DECODING:
-        decoder = GivenTokenDecoder(family, model, size, device)
+    if case.mode == DECODING:
+        decoder = GivenTokenDecoder(case.family, model, case.size, device)
         decoder.model = call
         return ModelContender(
             name,
@@ -278,8 +275,8 @@ def _contender(
             lambda: Values(decoder.run(decoder.prepare())),
         )
     dtype = next(model.parameters()).dtype
-    inputs = family.batch(size, device, dtype, labels=mode == TRAINING)
-    if mode == FORWARD:
+    inputs = case.family.batch(case.size, device, dtype, labels=case.mode == TRAINING)
+    if case.mode == FORWARD:
         return ModelContender(
             name,
             model,
@@ -311,23 +308,15 @@ def _step(model: nn.Module, call: Any, inputs: Inputs) -> Values:
     return Values(output.logits.detach(), output.loss.detach(), grads)
 
 
-def _truth(
-    stock: nn.Module, family: ModelFamily, mode: str, size: ModelSize, device: torch.device
-) -> tuple[Values, int]:
+def _truth(stock: nn.Module, case: ModelCase, device: torch.device) -> tuple[Values, int]:
     """Return what the stock model computes in float64, and the operations of its products."""
     model: Any = copy.deepcopy(stock).double()
     if getattr(model.config, "_experts_implementation", None) is not None:
         model.set_experts_implementation("eager")  # the one that knows float64
-    exact = _contender("truth", model, model, family, mode, size, device)
+    exact = _contender("truth", model, model, case, device)
     with FlopCounterMode(display=False) as counter:
         values = exact.values()
     return values, counter.get_total_flops()
-
-
-def _backends_since(before: dict[tuple[str, str], int]) -> str:
-    after = backends.counters()
-    ran = {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}
-    return "+".join(sorted(ran))
 
 
 def _ulps(values: Values, truth: Values) -> tuple[float, float]:
@@ -345,15 +334,13 @@ def _peak(contender: ModelContender, settings: ModelSettings) -> int | None:
     return peak
 
 
-def _work(
-    model: nn.Module, flops: int, mode: str, dtype: torch.dtype, size: ModelSize, limits: Limits
-) -> LeastWork:
+def _work(model: nn.Module, flops: int, case: ModelCase, limits: Limits) -> LeastWork:
     """Return the least that a run has to do: its products, and weights to read and to write."""
-    rows = size.batch * (1 if mode == DECODING else size.seq_len)
+    rows = case.size.batch * (1 if case.mode == DECODING else case.size.seq_len)
     # In training weights are read twice and their gradients written.
-    passes = {TRAINING: 3, FORWARD: 1, DECODING: size.steps}[mode]
+    passes = {TRAINING: 3, FORWARD: 1, DECODING: case.size.steps}[case.mode]
     moved = int(passes * _weight_bytes(model, rows))
-    return LeastWork.of([(moved, flops)], _short(dtype), limits)
+    return LeastWork.of([(moved, flops)], dtype_name(case.dtype), limits)
 
 
 def _weight_bytes(model: Any, rows: int) -> float:
@@ -372,60 +359,7 @@ def _weight_bytes(model: Any, rows: int) -> float:
     return total
 
 
-def _row(
-    family: ModelFamily,
-    mode: str,
-    dtype: torch.dtype,
-    size: ModelSize,
-    name: str,
-    timing: Timing,
-    work: LeastWork,
-    settings: ModelSettings,
-    errors: dict[str, tuple[float, float]],
-    peaks: dict[str, int | None],
-    backend: str,
-) -> BenchRow:
-    spread, ratio = timing.spread(name), timing.ratio(EAGER, name)
-    against = lead(timing, name)
-    return BenchRow(
-        op=family.name,
-        case=label(mode, size),
-        dtype=_short(dtype),
-        direction=mode,
-        variant=name,
-        backend=backend if is_ours(name) else "",
-        allocator=settings.allocator,
-        speedup=ratio.median,
-        speedup_q1=ratio.q1,
-        speedup_q3=ratio.q3,
-        median_us=spread.median * 1e6,
-        q1_us=spread.q1 * 1e6,
-        q3_us=spread.q3 * 1e6,
-        samples=spread.count,
-        discarded=timing.discarded(name),
-        trusted=all(map(timing.trusted, {name, EAGER, against.get("rival", EAGER)})),
-        gb_per_s=work.bytes_moved / spread.median * 1e-9,
-        tflop_per_s=work.flops / spread.median * 1e-12,
-        limit_share=work.least_seconds / spread.median,
-        in_cache=work.in_memory and work.bytes_moved < 2 * settings.cache_bytes,
-        host_us=None,
-        peak_bytes=peaks[name],
-        error_max_ulps=errors[name][0],
-        error_mean_ulps=errors[name][1],
-        **against,
-    )
-
-
 def slower(rows: Sequence[BenchRow], ratio: float) -> tuple[list[BenchRow], list[BenchRow]]:
     """Return our rows below ``ratio`` of the fastest other, apart those that were disturbed."""
     below = [row for row in rows if row.lead is not None and row.lead < ratio]
     return [row for row in below if row.trusted], [row for row in below if not row.trusted]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _line(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"

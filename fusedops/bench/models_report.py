@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from fusedops.bench import svg
 from fusedops.bench.contenders import COMPILE, EAGER
 from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.bench.table import DISTURBED, show_limits, warnings
+from fusedops.terminal import files
 from fusedops.terminal.console import print_table
 
 _COLUMNS = (
@@ -71,6 +73,11 @@ def chart(record: BenchRecord) -> str:
     ]
     where = record.machine["slug"]
     return svg.bars(f"Whole models: times faster than eager ({where})", lines)
+
+
+def save_chart(path: str | os.PathLike[str], record: BenchRecord) -> None:
+    """Write the SVG of ``chart``, all or nothing."""
+    files.write_text(path, chart(record))
 
 
 def verdict(

@@ -6,10 +6,12 @@ import csv
 import datetime
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fusedops._core.timer import TimingPlan
 from fusedops.bench import machine
@@ -124,6 +126,18 @@ class BenchRecord:
     notes: tuple[str, ...]
     created: str
 
+    def parts(self) -> dict[tuple[str, str], BenchRecord]:
+        """Return the records of each op, or family, in each dtype."""
+        rows: dict[tuple[str, str], list[BenchRow]] = {}
+        for row in self.rows:
+            rows.setdefault((row.op, row.dtype), []).append(row)
+        return {key: replace(self, rows=tuple(part)) for key, part in rows.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as rows have it: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
 
 def now() -> str:
     """Return the UTC time as a record has it."""
@@ -191,8 +205,13 @@ def load_json(path: str | os.PathLike[str]) -> BenchRecord:
         raise files.UserError(f"{path} is a damaged record: {error}") from None
 
 
-def to_csv(record: BenchRecord, rows: Sequence[BenchRow]) -> str:
-    """Return rows as CSV, each with where, when and with what it was measured."""
+def save_csv(path: str | os.PathLike[str], record: BenchRecord) -> None:
+    """Write the rows of a record as CSV, all or nothing."""
+    files.write_text(path, to_csv(record))
+
+
+def to_csv(record: BenchRecord) -> str:
+    """Return the rows as CSV, each with where, when and with what it was measured."""
     common = {
         "device": record.machine["slug"],
         "device_name": record.machine["name"],
@@ -208,30 +227,32 @@ def to_csv(record: BenchRecord, rows: Sequence[BenchRow]) -> str:
         out, [field.name for field in fields(BenchRow)] + list(common), lineterminator="\n"
     )
     writer.writeheader()
-    for row in rows:
+    for row in record.rows:
         writer.writerow({key: _cell(value) for key, value in asdict(row).items()} | common)
     return out.getvalue()
 
 
 def save_results(folder: str | os.PathLike[str], record: BenchRecord) -> list[Path]:
     """Write ``folder/<device>/<op>-<dtype>.csv`` for each op and dtype measured; return them."""
-    target = files.make_folder(Path(folder) / record.machine["slug"])
-    written = []
-    for op, dtype in dict.fromkeys((row.op, row.dtype) for row in record.rows):
-        rows = [row for row in record.rows if (row.op, row.dtype) == (op, dtype)]
-        written.append(target / f"{op}-{dtype}.csv")
-        files.write_text(written[-1], to_csv(record, rows))
-    return written
+    return _save_parts(folder, record, "{}-{}.csv", save_csv)
 
 
 def save_model_results(folder: str | os.PathLike[str], record: BenchRecord) -> list[Path]:
     """Write ``folder/<device>/models-<family>-<dtype>.json`` for each measured; return them."""
+    return _save_parts(folder, record, "models-{}-{}.json", save_json)
+
+
+def _save_parts(
+    folder: str | os.PathLike[str],
+    record: BenchRecord,
+    name: str,
+    save: Callable[[Path, BenchRecord], None],
+) -> list[Path]:
     target = files.make_folder(Path(folder) / record.machine["slug"])
     written = []
-    for family, dtype in dict.fromkeys((row.op, row.dtype) for row in record.rows):
-        rows = tuple(row for row in record.rows if (row.op, row.dtype) == (family, dtype))
-        written.append(target / f"models-{family}-{dtype}.json")
-        save_json(written[-1], replace(record, rows=rows))
+    for key, part in record.parts().items():
+        written.append(target / name.format(*key))
+        save(written[-1], part)
     return written
 
 

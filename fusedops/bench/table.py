@@ -21,9 +21,8 @@ def show(record: BenchRecord, out: Console) -> None:
     """Print machine, limits and one table per op and dtype."""
     show_limits(record, out)
     narrow = out.width < _WIDE
-    for op, dtype in dict.fromkeys((row.op, row.dtype) for row in record.rows):
-        rows = [row for row in record.rows if (row.op, row.dtype) == (op, dtype)]
-        print_table(out, _table(op, dtype, rows, record, narrow))
+    for (op, dtype), part in record.parts().items():
+        print_table(out, _table(op, dtype, part, narrow))
     if narrow:
         out.print(f"{_WIDE} columns also show spread, host overhead, mean error", style="dim")
     if any(row.in_cache for row in record.rows):
@@ -55,8 +54,8 @@ def _others(limit: dict[str, Any]) -> str:
     return "".join(f"; {way} {rate / 1e12:.2f}" for way, rate in limit["others"].items())
 
 
-def _table(op: str, dtype: str, rows: list[BenchRow], record: BenchRecord, narrow: bool) -> Table:
-    allocator = record.settings["allocator"]
+def _table(op: str, dtype: str, part: BenchRecord, narrow: bool) -> Table:
+    rows, allocator = part.rows, part.settings["allocator"]
     table = Table(
         title=f"{op}  {dtype}  (allocator {allocator} for all rows)",
         title_justify="left",

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedops._core import backends, host, tuning
+from fusedops._core import backends, tuning
 from fusedops._core.architecture import architecture
 from fusedops._core.timer import Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.bench import machine
 from fusedops.bench.cases import tiny_sample
+from fusedops.bench.conditions import Conditions
 from fusedops.bench.contenders import ContenderCall
-from fusedops.bench.results import now
+from fusedops.bench.results import dtype_name, now
 from fusedops.specs import BenchCase, Sample, Spec
 from fusedops.terminal import files
 from fusedops.terminal.progress import steps
@@ -72,24 +73,13 @@ class _Seen(TorchDispatchMode):
 
 def measure_table(
     plan: Sequence[tuple[Spec, BenchCase]],
-    names: Sequence[str],
-    device: torch.device,
-    *,
-    quick: bool,
-    seconds: float,
-    threads: int,
-    allocator: str,
+    conditions: Conditions,
 ) -> tuple[tuning.TuningTable, list[str]]:
     """Measure ops at the sizes of ``plan``, and on a call so small that it is all overhead.
 
     Args:
         plan: ops and sizes, in order.
-        names: of dtypes.
-        device: where.
-        quick: take few samples.
-        seconds: per op, size, direction and dtype.
-        threads: of the CPU; 0 for one per physical core.
-        allocator: ``"tuned"`` or ``"system"``.
+        conditions: of all of them.
 
     Returns:
         The table, and notes on what is not in it.
@@ -97,14 +87,10 @@ def measure_table(
     Raises:
         UserError: when nothing has a choice here.
     """
-    torch.set_num_threads(threads or host.physical_cores())
-    if allocator == "tuned":
-        host.tune_host(threads=torch.get_num_threads())
-    device = torch.empty(0, device=device).device  # a GPU's index, as tensors have it
-    timing = (
-        TimingPlan(least=5, most=15, seconds=seconds / 4) if quick else TimingPlan(seconds=seconds)
-    )
-    measured, notes = _measure_all(plan, [getattr(torch, name) for name in names], device, timing)
+    dtypes, timing = conditions.set_up(), conditions.timing()
+    # A GPU's index is there, as tensors have it.
+    device = torch.empty(0, device=conditions.device).device
+    measured, notes = _measure_all(plan, dtypes, device, timing)
     entries = []
     for key in dict.fromkeys(call.key for call in measured):
         entry = choose([call for call in measured if call.key == key])
@@ -121,7 +107,7 @@ def measure_table(
     settings = {
         "device": here.name,
         "threads": here.threads,
-        "allocator": allocator,
+        "allocator": conditions.allocator,
         "seconds": timing.seconds,
         "created": now(),
     }
@@ -147,7 +133,7 @@ def _measure_all(
             work += [(case, c.label, dtype, partial(c.make, device, dtype)) for case, c in cases]
     with steps(len(work)) as progress:
         for spec, label, dtype, make in work:
-            title = f"{spec.name} {label} {str(dtype).removeprefix('torch.')}"
+            title = f"{spec.name} {label} {dtype_name(dtype)}"
             progress.describe(title)
             calls: list[MeasuredCall] = []
             why: list[str] = []
@@ -199,24 +185,19 @@ def measure_case(
     calls: list[MeasuredCall] = []
     notes: list[str] = []
 
-    def forward() -> Any:
-        return call.forward(spec.op)
-
-    parts: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-        (lambda: None, lambda _: forward())
-    ]
+    parts = [Variant("forward", lambda _: call.forward(spec.op))]
     if call.leaves:
-        parts.append((forward, call.backward))
-    for prepare, run in parts:
+        parts.append(Variant("backward", call.backward, lambda: call.forward(spec.op)))
+    for part in parts:
         with backends.use_tuning(device, {}), _Seen() as seen:
-            value = prepare()
+            value = part.prepare()
             seen.keys.clear()
-            run(value)
+            part.run(value)
         if len(seen.keys) != 1:
             ops = ", ".join(op for op, *_ in seen.keys) or "none"
             notes.append(f"not one op is called but {ops}: left out")
             continue
-        measured = _compare(spec.name, seen.keys[0], prepare, run, device, clock, plan)
+        measured = _compare(spec.name, seen.keys[0], part, device, clock, plan)
         if measured is not None:
             calls.append(measured)
     return calls, notes
@@ -240,7 +221,7 @@ def choose(measured: Sequence[MeasuredCall]) -> tuning.Entry | None:
     backend, _, config = winner.partition(":")
     return tuning.Entry(
         op=key[0],
-        dtype=str(key[1]).removeprefix("torch."),
+        dtype=dtype_name(key[1]),
         size_class=key[2],
         backend=backend,
         config=config or None,
@@ -253,34 +234,29 @@ def choose(measured: Sequence[MeasuredCall]) -> tuning.Entry | None:
 def _compare(
     name: str,
     key: tuning.Key,
-    prepare: Callable[[], Any],
-    run: Callable[[Any], Any],
+    part: Variant,
     device: torch.device,
     clock: Clock,
     plan: TimingPlan,
 ) -> MeasuredCall | None:
-    """Time all that can run; ``None`` when there is no choice."""
+    """Time all that can run ``part``, forward or backward; ``None`` when there is no choice."""
 
     def force(backend: str, config: str | None) -> AbstractContextManager[None]:
-        entry = tuning.Entry(
-            key[0], str(key[1]).removeprefix("torch."), key[2], backend, config, {}, 1.0
-        )
+        entry = tuning.Entry(key[0], dtype_name(key[1]), key[2], backend, config, {}, 1.0)
         return backends.use_tuning(device, {key: entry})
 
-    def nothing() -> AbstractContextManager[None]:
-        return backends.use_tuning(device, {})
-
-    default = _ran(key[0], nothing, prepare, run)
+    untuned = replace(part, context=partial(backends.use_tuning, device, {}))
+    default = _ran(key[0], untuned)
     if default is None:
         return None
-    variants = [Variant(default, run, prepare, nothing)]
+    variants = [replace(untuned, name=default)]
     offered: list[tuple[str, str | None]] = [(known, None) for known in backends.order(device)]
     offered += [("triton", configuration) for configuration in backends.configurations(name)]
     for backend, config in offered:
-        context = partial(force, backend, config)
         label = tuning.label(backend, config)
-        if label != default and _ran(key[0], context, prepare, run) == backend:
-            variants.append(Variant(label, run, prepare, context))
+        forced = replace(part, name=label, context=partial(force, backend, config))
+        if label != default and _ran(key[0], forced) == backend:
+            variants.append(forced)
     if len(variants) == 1:
         return None
     timing = measure(variants, clock, plan)
@@ -297,18 +273,13 @@ def _compare(
     )
 
 
-def _ran(
-    op: str,
-    context: Callable[[], AbstractContextManager[None]],
-    prepare: Callable[[], Any],
-    run: Callable[[Any], Any],
-) -> str | None:
-    """Return the backend that ``op`` runs on in this context, ``None`` when it cannot."""
-    with context():
-        value = prepare()
+def _ran(op: str, variant: Variant) -> str | None:
+    """Return the backend that ``op`` runs on in a variant, ``None`` when it cannot."""
+    with variant.context():
+        value = variant.prepare()
         before = backends.counters()
         try:
-            run(value)
+            variant.run(value)
         except Exception:
             # Whatever a kernel or its compiler raises: it is no choice, then.
             return None

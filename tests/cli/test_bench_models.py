@@ -22,7 +22,15 @@ from fusedops.bench import limits as limits_module
 from fusedops.bench import models
 from fusedops.bench.limits import Limit, Limits
 from fusedops.bench.model_zoo import FAMILIES, HEADLINE, ModelSize
-from fusedops.bench.models import DECODING, FORWARD, MODES, TRAINING, ModelSettings, run_case
+from fusedops.bench.models import (
+    DECODING,
+    FORWARD,
+    MODES,
+    TRAINING,
+    ModelCase,
+    ModelSettings,
+    run_case,
+)
 from fusedops.bench.results import load_json
 from fusedops.cli.main import app
 
@@ -31,7 +39,17 @@ pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 TINY = ModelSize(hidden=32, layers=2, batch=2, seq_len=16, steps=3)
 LIMITS = Limits(Limit(1e9, "copy_", {}), {"float32": Limit(1e12, "torch.mm", {})})
-SETTINGS = ModelSettings(CPU, TimingPlan(1, 1, 0.0), False, False, "system", 1 << 20)
+SETTINGS = ModelSettings(
+    device=CPU,
+    clock=CpuClock(),
+    plan=TimingPlan(1, 1, 0.0),
+    limits=LIMITS,
+    compiled=False,
+    allocator="system",
+    cache_bytes=1 << 20,
+    report=lambda what: None,
+    memory=False,
+)
 
 
 @pytest.fixture
@@ -52,7 +70,7 @@ def bench(*args: str) -> Any:
 def outcome(family: str, mode: str, **changes: Any) -> models.Outcome:
     dtype = changes.pop("dtype", torch.float32)
     settings = replace(SETTINGS, **changes)
-    return run_case(FAMILIES[family], mode, dtype, TINY, settings, LIMITS, CpuClock())
+    return run_case(ModelCase(FAMILIES[family], mode, TINY, dtype), settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -289,10 +307,10 @@ def test_interrupt_keeps_what_was_measured_before(
 ) -> None:
     real = models.run_case
 
-    def interrupted(family: Any, *args: Any) -> Any:
-        if family.name == "vit":
+    def interrupted(case: models.ModelCase, settings: ModelSettings) -> Any:
+        if case.family.name == "vit":
             raise KeyboardInterrupt
-        return real(family, *args)
+        return real(case, settings)
 
     monkeypatch.setattr(models, "run_case", interrupted)
     chosen = ("--family", "bert,vit", "--mode", "forward", "--dtype", "float32")

@@ -44,6 +44,7 @@ def main() -> int:
     from first_gpu.worker import error_of_context
     from fusedops._core import backends
     from fusedops.bench import tuner
+    from fusedops.bench.conditions import Conditions
     from fusedops.specs import all_specs
     from fusedops.terminal.files import UserError
 
@@ -60,12 +61,7 @@ def main() -> int:
         try:
             table, notes = tuner.measure_table(
                 [(spec, case) for case in cases],
-                DTYPES,
-                device,
-                quick=stand_in.present(),
-                seconds=_SECONDS,
-                threads=0,
-                allocator="tuned",
+                Conditions(list(DTYPES), device, _SECONDS, quick=stand_in.present()),
             )
         except UserError as error:  # one backend alone serves it
             events.end(op, "skipped", error=str(error))

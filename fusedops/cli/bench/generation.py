@@ -29,9 +29,7 @@ def generate(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens per sequence.")] = 64,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
-    seconds: Annotated[
-        float, typer.Option(callback=options.finite, min=0.01, max=3600, help="Time per row.")
-    ] = 10.0,
+    seconds: Annotated[float, options.seconds_per("row", most=3600)] = 10.0,
     json_file: options.JsonRows = None,
 ) -> None:
     """Generate with our model, with the patched and with the stock model of transformers.

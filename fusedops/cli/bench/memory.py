@@ -5,8 +5,8 @@ torch is imported inside the functions, as in ``command.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,10 +27,7 @@ def memory(
     hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
     layers: Annotated[int, typer.Option(min=2, help="Number of layers.")] = 4,
     tokens: Annotated[str, typer.Option(help="Sequences x tokens.")] = "4x256",
-    seconds: Annotated[
-        float,
-        typer.Option(callback=options.finite, min=0.01, max=600, help="Time per model and dtype."),
-    ] = 20.0,
+    seconds: Annotated[float, options.seconds_per("model and dtype")] = 20.0,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
     json_file: options.JsonRows = None,
@@ -46,7 +43,7 @@ def memory(
     with files.one_line_errors():
         files.check_environment()
         options.check_outputs((json_file, svg_file), None)
-        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator)
+        conditions = options.conditions(dtype, device, seconds, threads, allocator)
         size = models.model_size(hidden, layers, tokens, 1)
         from fusedops.bench.model_zoo import FAMILIES
 
@@ -54,13 +51,10 @@ def memory(
         chosen = [FAMILIES[name] for name in families]
         rows, reports, record = _measure(chosen, size, conditions)
         _show(rows, record)
-        writers: list[tuple[Path | None, Callable[[Path], object]]] = [
-            (json_file, lambda path: files.write_json(path, record)),
-            (svg_file, lambda path: files.write_text(path, _picture(reports))),
-        ]
         from fusedops.terminal.console import console
 
-        options.write_all(writers, console())
+        written = (json_file, files.write_json), (svg_file, partial(_save_picture, reports))
+        options.write_all(record, written, console())
     if not all(row.same_bits for row in rows):
         raise typer.Exit(1)
 
@@ -82,10 +76,7 @@ def _measure(
         for family in families:
             for dtype in dtypes:
                 title = f"{family.name} {str(dtype).removeprefix('torch.')}"
-
-                def report(what: str, title: str = title) -> None:
-                    progress.describe(f"{title}: {what}")
-
+                report = options.reporter(progress, title)
                 plan = TimingPlan(seconds=seconds)
                 measured, drawn = run_case(
                     family, size, dtype, device, clock_for(device), plan, report
@@ -148,9 +139,10 @@ def _times(row: MemoryRow) -> list[str]:
     return [f"{row.median_ms:.1f}", f"{row.overhead:.2f}", quartiles]
 
 
-def _picture(reports: dict[str, MemoryReport]) -> str:
+def _save_picture(reports: dict[str, MemoryReport], path: Path, _: object) -> None:
     from fusedops.memory.measurement import plot
 
     first = next(iter(reports.values()))
     lines = {name: reports[name].timeline for name in ("plain", "recompute")}
-    return plot.timeline(f"{first.model}: bytes of one step, without and with recomputation", lines)
+    title = f"{first.model}: bytes of one step, without and with recomputation"
+    files.write_text(path, plot.timeline(title, lines))

@@ -5,7 +5,6 @@ torch is imported inside the functions, as in ``command.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from fusedops.terminal import files
 if TYPE_CHECKING:
     from fusedops.bench.model_zoo import ModelFamily, ModelSize
     from fusedops.bench.results import BenchRecord
+    from fusedops.cli.bench.recording import Job, Recording
 
 # Of our rows to the fastest other: what two runs on a quiet machine differ by is below 3 %.
 RATIO = 0.97
@@ -71,12 +71,7 @@ def models(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few samples, no memory: a first look.")
     ] = False,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            callback=options.finite, min=0.01, max=600, help="Time per model, mode and dtype."
-        ),
-    ] = 8.0,
+    seconds: Annotated[float, options.seconds_per("model, mode and dtype")] = 8.0,
     threads: options.Threads = 0,
     allocator: options.Allocator = "tuned",
     fail_if_slower: Annotated[
@@ -105,14 +100,29 @@ def models(
     with files.one_line_errors():
         files.check_environment()
         options.check_outputs((json_file, csv_file, svg_file), results)
-        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
+        conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         plan = _plan(family, mode, model_size(hidden, layers, tokens, steps), quick)
         if compiled is None:
             compiled = conditions.device.type != "cpu"
-        record, wrong, complete = _measure(
-            plan, conditions, as_asked=bool(tokens), compiled=compiled, calibrate=calibrate
+        from fusedops.bench import models_report
+        from fusedops.bench.results import save_model_results
+        from fusedops.cli.bench.recording import Recording, deliver
+
+        recording = Recording(
+            conditions,
+            conditions.timing(quick=(3, 7)),
+            compiled=compiled,
+            patch=f"fusedops.patch(model{', calibrate=True' * calibrate})",
         )
-        _deliver(record, json_file, csv_file, svg_file, results)
+        wrong: list[str] = []
+        jobs = _jobs(
+            recording, plan, wrong, as_asked=bool(tokens), quick=quick, calibrate=calibrate
+        )
+        complete = recording.run(jobs)
+        recording.notes += [f"WRONG: {error}" for error in wrong]
+        record = recording.record()
+        written = (svg_file, models_report.save_chart), (results, save_model_results)
+        deliver(record, models_report.show, json_file, csv_file, *written)
     failed = _judge(record, fail_if_slower)
     if not complete:
         raise typer.Exit(130)  # as a shell says of an interrupted command
@@ -169,96 +179,35 @@ def _plan(
     return plan
 
 
-def _measure(
+def _jobs(
+    recording: Recording,
     plan: list[tuple[ModelFamily, str, ModelSize]],
-    conditions: options.Conditions,
+    wrong: list[str],
     *,
     as_asked: bool,
-    compiled: bool,
+    quick: bool,
     calibrate: bool,
-) -> tuple[BenchRecord, list[str], bool]:
-    """Return what was measured, what is wrong, and whether that is all."""
-    from fusedops._core.timer import TimingPlan, clock_for
-    from fusedops.bench import machine
-    from fusedops.bench.limits import measure_limits
-    from fusedops.bench.models import ModelSettings, affordable, label, patch, run_case
-    from fusedops.bench.results import BenchRow, record_of
-    from fusedops.terminal.progress import steps
+) -> list[Job]:
+    """Return what measures each family, mode, size and dtype; what is wrong goes to ``wrong``."""
+    from fusedops.bench.cases import BenchSettings
+    from fusedops.bench.models import ModelCase, ModelSettings, affordable, patch, run_case
 
-    dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds
-    here, clock = machine.describe(device), clock_for(device)
-    timing = TimingPlan(3, 7, seconds / 4) if conditions.quick else TimingPlan(seconds=seconds)
-    rows: list[BenchRow] = []
-    notes: list[str] = []
-    wrong: list[str] = []
-    complete = True
-    with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
-        progress.describe("limits of this machine")
-        limits = measure_limits(device, dtypes, clock)
-        progress.advance()
-        title = ""
-        try:
-            for family, mode, planned in plan:
-                for dtype in dtypes:
-                    size = planned if as_asked else affordable(mode, planned, dtype, device)
-                    short = str(dtype).removeprefix("torch.")
-                    title = f"{family.name} {mode} {label(mode, size)} {short}"
+    patched = partial(patch, calibrate=calibrate)
 
-                    def report(what: str, title: str = title) -> None:
-                        progress.describe(f"{title}: {what}")
+    def measure(case: ModelCase, given: BenchSettings) -> None:
+        result = run_case(case, ModelSettings(**vars(given), memory=not quick, patch=patched))
+        recording.rows += result.rows
+        recording.notes += result.notes
+        wrong.extend(result.wrong)
 
-                    settings = ModelSettings(
-                        device=device,
-                        plan=timing,
-                        compiled=compiled,
-                        memory=not conditions.quick,
-                        allocator=conditions.allocator,
-                        cache_bytes=here["cache_bytes"],
-                        report=report,
-                        patch=partial(patch, calibrate=calibrate),
-                    )
-                    result = run_case(family, mode, dtype, size, settings, limits, clock)
-                    rows += result.rows
-                    notes += result.notes
-                    wrong += result.wrong
-                    progress.advance()
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            complete = False
-            notes.append(f"interrupted at {title}: what was measured before is here")
-    settled = {
-        "allocator": conditions.allocator,
-        "dtypes": conditions.dtypes,
-        "compile": compiled,
-        "patch": f"fusedops.patch(model{', calibrate=True' * calibrate})",
-    }
-    notes += [f"WRONG: {error}" for error in wrong]
-    record = record_of(here, timing, limits, rows, notes, **settled)
-    return record, wrong, complete
-
-
-def _deliver(
-    record: BenchRecord,
-    json_file: Path | None,
-    csv_file: Path | None,
-    svg_file: Path | None,
-    results: Path | None,
-) -> None:
-    """Show the record, then write what was asked for: a full disk must not cost the table."""
-    from fusedops.bench import models_report
-    from fusedops.bench.results import save_json, save_model_results, to_csv
-    from fusedops.terminal.console import console
-
-    out = console()
-    models_report.show(record, out)
-    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
-        (json_file, lambda path: save_json(path, record)),
-        (csv_file, lambda path: files.write_text(path, to_csv(record, record.rows))),
-        (svg_file, lambda path: files.write_text(path, models_report.chart(record))),
-        (results, lambda path: save_model_results(path, record)),
+    cases = [
+        ModelCase(family, mode, size, dtype)
+        if as_asked
+        else ModelCase(family, mode, affordable(mode, size, dtype, recording.device), dtype)
+        for family, mode, size in plan
+        for dtype in recording.dtypes
     ]
-    options.write_all(writers, out)
+    return [(case.title, partial(measure, case)) for case in cases]
 
 
 def _judge(record: BenchRecord, ratio: float | None) -> bool:

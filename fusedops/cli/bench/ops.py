@@ -7,9 +7,9 @@ itself does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from fusedops.bench.compare import RecordComparison, RowChange
-    from fusedops.bench.results import BenchRecord
+    from fusedops.cli.bench.recording import Job, Recording
     from fusedops.specs import BenchCase, Spec
 
 
@@ -115,7 +115,7 @@ def run(
             from fusedops.bench import chart
 
             chart.check_installed()
-        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
+        conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         if shape and (not ops or sizes or all_sizes):
             raise files.UserError(
                 "--shape needs the names of ops, and neither --sizes nor --all-sizes"
@@ -124,15 +124,15 @@ def run(
         plan = _cases(specs, sizes, all_sizes, quick, shape or [])
         only = _variants(specs, variants)
         compiled = not (no_compile or quick or (only and "compile" not in only))
-        record, complete = _measure(
-            plan,
-            conditions,
-            only,
-            all_backends=all_backends,
-            compiled=compiled,
-            json_file=json_file,
-        )
-        _deliver(record, json_file, csv_file, png_file, results)
+        from fusedops.bench import chart, table
+        from fusedops.bench.results import save_results
+        from fusedops.cli.bench.recording import Recording, deliver
+
+        recording = Recording(conditions, conditions.timing(), compiled=compiled)
+        jobs = _jobs(recording, plan, only, all_backends=all_backends, json_file=json_file)
+        complete = recording.run(jobs)
+        written = (results, save_results), (png_file, chart.save)
+        deliver(recording.record(), table.show, json_file, csv_file, *written)
         if not complete:
             raise typer.Exit(130)  # as a shell says of an interrupted command
 
@@ -187,7 +187,7 @@ def tune(
     """
     with files.one_line_errors():
         files.check_environment()
-        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
+        conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
         from fusedops._core.architecture import architecture
         from fusedops.bench import tuner
         from fusedops.specs import all_specs
@@ -197,12 +197,7 @@ def tune(
         files.check_writable(path)
         table, notes = tuner.measure_table(
             _cases(specs, "", not quick, quick),
-            conditions.dtypes,
-            conditions.device,
-            quick=quick,
-            seconds=seconds,
-            threads=threads,
-            allocator=allocator,
+            conditions,
         )
         tuner.deliver(table, notes, path)
 
@@ -269,109 +264,40 @@ def _variants(specs: list[Spec], text: str) -> list[str]:
     return options.words(text, known, "variants")
 
 
-def _measure(
+def _jobs(
+    recording: Recording,
     plan: list[tuple[Spec, BenchCase]],
-    conditions: options.Conditions,
     only: list[str],
     *,
     all_backends: bool,
-    compiled: bool,
     json_file: Path | None,
-) -> tuple[BenchRecord, bool]:
-    """Return what was measured, and whether that is all: an interrupt keeps what there is.
+) -> list[Job]:
+    """Return what measures each op, size and dtype.
 
-    After each size the file has all rows so far: a process that runs out of memory is not asked.
+    After each the file has all rows so far: a process that runs out of memory is not asked.
     """
-    from fusedops._core.timer import TimingPlan, clock_for
-    from fusedops.bench import machine
-    from fusedops.bench.cases import CaseSettings, host_overhead, run_case
-    from fusedops.bench.limits import measure_limits
-    from fusedops.bench.results import BenchRow, record_of, save_json
-    from fusedops.terminal.progress import steps
+    from fusedops.bench.cases import BenchSettings, CaseSettings, host_overhead, run_case
+    from fusedops.bench.results import dtype_name, save_json
 
-    dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds
-    here = machine.describe(device)
-    clock = clock_for(device)
-    timing = (
-        TimingPlan(least=5, most=15, seconds=seconds / 4)
-        if conditions.quick
-        else TimingPlan(seconds=seconds)
-    )
-    common = CaseSettings(
-        device=device,
-        plan=timing,
-        compiled=compiled,
-        only=only,
-        all_backends=all_backends,
-        allocator=conditions.allocator,
-        cache_bytes=here["cache_bytes"],
-        report=lambda what: None,
-    )
-    rows: list[BenchRow] = []
-    notes: list[str] = []
-    complete = True
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
-    settled = {
-        "allocator": conditions.allocator,
-        "dtypes": conditions.dtypes,
-        "compile": compiled,
-    }
-    with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
-        progress.describe("limits of this machine")
-        limits = measure_limits(device, dtypes, clock)
-        progress.advance()
-        try:
-            for spec, case in plan:
-                for dtype in dtypes:
-                    title = f"{spec.name} {case.label} {str(dtype).removeprefix('torch.')}"
 
-                    def report(what: str, title: str = title) -> None:
-                        progress.describe(f"{title}: {what}")
+    def measure(spec: Spec, case: BenchCase, dtype: torch.dtype, given: BenchSettings) -> None:
+        settings = CaseSettings(**vars(given), only=only, all_backends=all_backends)
+        if (spec.name, dtype) not in overhead:
+            settings.report("host overhead")
+            overhead[spec.name, dtype] = host_overhead(spec, dtype, settings)
+        rows, notes = run_case(spec, case, dtype, settings, overhead[spec.name, dtype])
+        recording.rows += rows
+        recording.notes += notes
+        if json_file is not None:
+            with suppress(OSError, files.UserError):  # reported when all is written
+                save_json(json_file, recording.record())
 
-                    settings = replace(common, report=report)
-                    if (spec.name, dtype) not in overhead:
-                        report("host overhead")
-                        overhead[spec.name, dtype] = host_overhead(spec, dtype, settings)
-                    case_rows, why = run_case(
-                        spec, case, dtype, settings, limits, clock, overhead[spec.name, dtype]
-                    )
-                    rows += case_rows
-                    notes += why
-                    if json_file is not None:
-                        with suppress(OSError, files.UserError):  # reported when all is written
-                            so_far = record_of(here, timing, limits, rows, notes, **settled)
-                            save_json(json_file, so_far)
-                    progress.advance()
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            complete = False
-            notes.append(f"interrupted at {title}: what was measured before is here")
-    record = record_of(here, timing, limits, rows, notes, **settled)
-    return record, complete
-
-
-def _deliver(
-    record: BenchRecord,
-    json_file: Path | None,
-    csv_file: Path | None,
-    png_file: Path | None,
-    results: Path | None,
-) -> None:
-    """Show the record, then write what was asked for: a full disk must not cost the table."""
-    from fusedops.bench import chart, table
-    from fusedops.bench.results import save_json, save_results, to_csv
-    from fusedops.terminal.console import console
-
-    out = console()
-    table.show(record, out)
-    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
-        (json_file, lambda path: save_json(path, record)),
-        (csv_file, lambda path: files.write_text(path, to_csv(record, record.rows))),
-        (results, lambda path: save_results(path, record)),
-        (png_file, lambda path: chart.save(path, record)),
+    return [
+        (f"{spec.name} {case.label} {dtype_name(dtype)}", partial(measure, spec, case, dtype))
+        for spec, case in plan
+        for dtype in recording.dtypes
     ]
-    options.write_all(writers, out)
 
 
 def _show_verdict(verdict: RecordComparison, allowed: float) -> None:

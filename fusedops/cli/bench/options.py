@@ -6,9 +6,8 @@ import contextlib
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -18,8 +17,10 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from fusedops.bench.conditions import Conditions
+    from fusedops.terminal.progress import Steps
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-ALLOCATORS = ("tuned", "system")
 
 
 def finite(seconds: float) -> float:
@@ -38,10 +39,14 @@ Threads = Annotated[
 Allocator = Annotated[
     str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
 ]
-SecondsPerSize = Annotated[
-    float,
-    typer.Option(callback=finite, min=0.01, max=600, help="Time per size, direction and dtype."),
-]
+
+
+def seconds_per(what: str, most: float = 600) -> Any:
+    """Return an option for how long something is measured."""
+    return typer.Option(callback=finite, min=0.01, max=most, help=f"Time per {what}.")
+
+
+SecondsPerSize = Annotated[float, seconds_per("size, direction and dtype")]
 Hidden = Annotated[int, typer.Option(min=64, help="Width; heads have 64.")]
 Layers = Annotated[int, typer.Option(min=1, help="Number of layers.")]
 Vocabulary = Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")]
@@ -50,56 +55,25 @@ JsonRows = Annotated[Path | None, typer.Option("--json", help="Write the rows.")
 CsvRows = Annotated[Path | None, typer.Option("--csv", help="Write the rows.")]
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Under which all variants are measured.
+def conditions(
+    dtype: str,
+    device_name: str,
+    seconds: float,
+    threads: int,
+    allocator: str,
+    *,
+    quick: bool = False,
+) -> Conditions:
+    """Return what the options of a command mean.
 
-    Attributes:
-        dtypes: names of dtypes.
-        device: where.
-        seconds: time of a row.
-        threads: of the CPU; 0: one per physical core.
-        allocator: a name of ``ALLOCATORS``.
-        quick: few samples.
+    Raises:
+        UserError: a word is not known, or there is no such device.
     """
+    from fusedops.bench.conditions import ALLOCATORS, Conditions
 
-    dtypes: list[str]
-    device: torch.device
-    seconds: float
-    threads: int
-    allocator: str
-    quick: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        dtype: str,
-        device_name: str,
-        seconds: float,
-        threads: int,
-        allocator: str,
-        *,
-        quick: bool = False,
-    ) -> Conditions:
-        """Return what the options of a command mean.
-
-        Raises:
-            UserError: a word is not known, or there is no such device.
-        """
-        names = words(dtype, DTYPES, "dtype")
-        words(allocator, ALLOCATORS, "allocator")
-        return cls(names, device(device_name), seconds, threads, allocator, quick)
-
-    def set_up(self) -> list[torch.dtype]:
-        """Set threads and allocator of this process; return the dtypes."""
-        import torch
-
-        from fusedops._core import host
-
-        torch.set_num_threads(self.threads or host.physical_cores())
-        if self.allocator == "tuned":
-            host.tune_host(threads=torch.get_num_threads())
-        return [getattr(torch, name) for name in self.dtypes]
+    names = words(dtype, DTYPES, "dtype")
+    words(allocator, ALLOCATORS, "allocator")
+    return Conditions(names, device(device_name), seconds, threads, allocator, quick)
 
 
 def words(text: str, known: Iterable[str], what: str) -> list[str]:
@@ -158,9 +132,17 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def write_all(
-    writers: Iterable[tuple[Path | None, Callable[[Path], object]]], out: Console
-) -> None:
+def reporter(progress: Steps, title: str) -> Callable[[str], None]:
+    """Return a function that shows what of ``title`` is being done."""
+    return lambda what: progress.describe(f"{title}: {what}")
+
+
+Value = TypeVar("Value")
+# A file, if it was asked for, and what writes a value to it.
+Writer = tuple[Path | None, Callable[[Path, Value], object]]
+
+
+def write_all(value: Value, writers: Iterable[Writer[Value]], out: Console) -> None:
     """Write each file that was asked for, and tell so; one that cannot be costs no other.
 
     Raises:
@@ -171,7 +153,7 @@ def write_all(
         if path is None:
             continue
         try:
-            write(path)
+            write(path, value)
             out.print(f"wrote {path}", highlight=False, soft_wrap=True)
         except files.UserError as error:
             failures.append(str(error))

@@ -31,9 +31,7 @@ def scaling(
     layers: options.Layers = 6,
     vocabulary: options.Vocabulary = 4096,
     tokens: Annotated[str, typer.Option(help="Sequences x tokens of a step.")] = "8x256",
-    seconds: Annotated[
-        float, typer.Option(callback=options.finite, min=0.01, max=3600, help="Time per setting.")
-    ] = 30.0,
+    seconds: Annotated[float, options.seconds_per("setting", most=3600)] = 30.0,
     json_file: options.JsonRows = None,
 ) -> None:
     """Train one model on one process of two threads and on two processes of one thread.
