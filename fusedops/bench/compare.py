@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.terminal.files import UserError
@@ -124,7 +123,7 @@ def compare(
 
 def _check_alike(before: BenchRecord, after: BenchRecord) -> None:
     for word, (part, key) in _MUST_AGREE.items():
-        one, two = _look_up(before, part, key), _look_up(after, part, key)
+        one, two = (getattr(record, part).get(key) for record in (before, after))
         if one != two:
             raise UserError(
                 f"the records differ in {word} ({one} and {two}): their times say nothing about "
@@ -137,10 +136,6 @@ def _check_alike(before: BenchRecord, after: BenchRecord) -> None:
             f"the records differ in dtype ({one} and {two}); "
             "--allow-different compares them all the same"
         )
-
-
-def _look_up(record: BenchRecord, part: str, key: str) -> Any:
-    return getattr(record, part).get(key)
 
 
 def _by_key(rows: Iterable[BenchRow]) -> dict[tuple[str, ...], BenchRow]:

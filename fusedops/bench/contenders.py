@@ -225,5 +225,9 @@ def reason_against(contender: Contender, call: ContenderCall, *, backward: bool)
 
 def error_line(error: Exception) -> str:
     """Return the type of an error and the first line of its message."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or [""])[0]

@@ -7,19 +7,18 @@ compared with ours round by round, so that noise on the machine affects all of t
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fusedops._core import host
-from fusedops.bench.small_models import small_model
+from fusedops.bench.small_models import SmallModel, Turns
 from fusedops.generation import generate
-from fusedops.models import Transformer, TransformerConfig, save_huggingface
+from fusedops.models import Transformer, save_huggingface
 
 OURS, PATCHED, STOCK = "fusedops", "patched transformers", "transformers"
 PRESETS = ("gpt2", "llama3-8b", "mixtral-8x7b", "qwen3-8b")
@@ -27,43 +26,24 @@ _LEAST_TURNS = 5
 
 
 @dataclass(frozen=True)
-class GenerationWork:
+class GenerationWork(SmallModel):
     """What is generated.
 
     Attributes:
-        preset: of the model's other choices.
-        dtype: of its weights.
-        hidden_size: width; heads have 64.
-        num_layers: layers.
-        vocab_size: words.
+        dtype: of the model's weights.
         sequences: side by side.
         prompt: tokens of each to begin with.
         tokens: new ones of each.
     """
 
-    preset: str = "llama3-8b"
-    dtype: str = "float32"
-    hidden_size: int = 512
-    num_layers: int = 4
-    vocab_size: int = 4096
-    sequences: int = 1
-    prompt: int = 16
-    tokens: int = 64
-
-    @property
-    def config(self) -> TransformerConfig:
-        """The model."""
-        return small_model(
-            self.preset,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            vocab_size=self.vocab_size,
-            seq_len=self.prompt + self.tokens,
-        )
+    dtype: str
+    sequences: int
+    prompt: int
+    tokens: int
 
 
 @dataclass
-class GenerationRow:
+class GenerationRow(Turns):
     """What a way of generating reached.
 
     Attributes:
@@ -81,14 +61,9 @@ class GenerationRow:
     same: float = 1.0
 
     @property
-    def tokens_per_second(self) -> float:
-        """The median, of all sequences together."""
-        return self.work.sequences * self.work.tokens / statistics.median(self.seconds)
-
-    @property
-    def ratio(self) -> float:
-        """The median."""
-        return statistics.median(self.ratios)
+    def tokens_of_turn(self) -> int:
+        """The new tokens."""
+        return self.work.sequences * self.work.tokens
 
 
 def measure(
@@ -127,7 +102,7 @@ def _ways(work: GenerationWork) -> dict[str, Callable[[], torch.Tensor]]:
     """Return functions that generate and return the new tokens, ``[sequences, tokens]``."""
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, work.dtype)
-    model = Transformer(work.config, dtype=dtype)
+    model = Transformer(work.config(work.prompt + work.tokens), dtype=dtype)
     prompts = torch.randint(work.vocab_size, (work.sequences, work.prompt))
 
     def ours() -> torch.Tensor:
@@ -164,10 +139,3 @@ def _theirs(model: Any, prompts: torch.Tensor, work: GenerationWork) -> Callable
         return sequences[:, prompts.shape[1] :]
 
     return run
-
-
-def works(
-    base: GenerationWork, presets: Sequence[str], dtypes: Sequence[str]
-) -> list[GenerationWork]:
-    """Return what is measured: each architecture in each dtype."""
-    return [replace(base, preset=preset, dtype=dtype) for preset in presets for dtype in dtypes]

@@ -57,16 +57,16 @@ class ModelFamily:
 
     Attributes:
         name: as ``--family`` has it.
-        model: name of the class, with a head and a loss.
-        config: name of its configuration's class.
+        prefix: of the names of its classes.
+        head: the rest of the name of the class that has a loss.
         options: of the configuration.
         inputs: what the model reads, labels included.
         kind: ``"causal"``, ``"encoder"``, ``"seq2seq"`` or ``"image"``.
     """
 
     name: str
-    model: str
-    config: str
+    prefix: str
+    head: str
     options: Callable[[ModelSize], dict[str, Any]]
     inputs: Callable[[ModelSize], Inputs]
     kind: str
@@ -82,8 +82,8 @@ class ModelFamily:
 
         transformers.logging.set_verbosity_error()
         torch.manual_seed(_SEED)
-        config = getattr(transformers, self.config)(**self.options(size))
-        return getattr(transformers, self.model)(config)
+        config = getattr(transformers, f"{self.prefix}Config")(**self.options(size))
+        return getattr(transformers, self.prefix + self.head)(config)
 
     def batch(
         self, size: ModelSize, device: torch.device, dtype: torch.dtype, *, labels: bool
@@ -201,9 +201,7 @@ def _causal(name: str, prefix: str, head: str = "ForCausalLM", **changes: Any) -
             key: value(size) if callable(value) else value for key, value in changes.items()
         }
 
-    return ModelFamily(
-        name, f"{prefix}{head}", f"{prefix}Config", options, _causal_inputs, kind="causal"
-    )
+    return ModelFamily(name, prefix, head, options, _causal_inputs, kind="causal")
 
 
 def _gated(name: str, prefix: str, **changes: Any) -> ModelFamily:
@@ -225,9 +223,7 @@ def _encoder(name: str, prefix: str) -> ModelFamily:
         none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
         return _text(size) | wide | none
 
-    return ModelFamily(
-        name, f"{prefix}ForMaskedLM", f"{prefix}Config", options, _masked_inputs, kind="encoder"
-    )
+    return ModelFamily(name, prefix, "ForMaskedLM", options, _masked_inputs, kind="encoder")
 
 
 def _distilbert(size: ModelSize) -> dict[str, Any]:
@@ -290,12 +286,8 @@ FAMILIES = {
         _gated("llama", "Llama"),
         _gated("qwen3", "Qwen3"),
         _sparse("mixtral", "Mixtral", num_local_experts=8),
-        ModelFamily(
-            "t5", "T5ForConditionalGeneration", "T5Config", _t5, _masked_inputs, kind="seq2seq"
-        ),
-        ModelFamily(
-            "vit", "ViTForImageClassification", "ViTConfig", _vit, _image_inputs, kind="image"
-        ),
+        ModelFamily("t5", "T5", "ForConditionalGeneration", _t5, _masked_inputs, kind="seq2seq"),
+        ModelFamily("vit", "ViT", "ForImageClassification", _vit, _image_inputs, kind="image"),
         _gated("mistral", "Mistral"),
         _gated("qwen2", "Qwen2"),
         _gated("gemma", "Gemma"),
@@ -306,12 +298,7 @@ FAMILIES = {
         _sparse("qwen3_moe", "Qwen3Moe", **_EXPERTS_OF_HALF),
         _encoder("roberta", "Roberta"),
         ModelFamily(
-            "distilbert",
-            "DistilBertForMaskedLM",
-            "DistilBertConfig",
-            _distilbert,
-            _masked_inputs,
-            kind="encoder",
+            "distilbert", "DistilBert", "ForMaskedLM", _distilbert, _masked_inputs, kind="encoder"
         ),
     )
 }

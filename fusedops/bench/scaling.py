@@ -9,7 +9,6 @@ disturbs the machine disturbs all.
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from torch import distributed as dist
 from torch import nn
 
 from fusedops._core import host
-from fusedops.bench.small_models import small_model
+from fusedops.bench.small_models import SmallModel, Turns
 from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize
 from fusedops.optim import AdamW
 
@@ -77,39 +76,20 @@ FIRST = "one process"
 
 
 @dataclass(frozen=True)
-class ScalingWork:
+class ScalingWork(SmallModel):
     """What is trained.
 
     Attributes:
-        preset: of the model's other choices.
-        hidden_size: width.
-        num_layers: layers.
-        vocab_size: words.
         sequences: of a step, on all processes together.
         tokens: of a sequence.
     """
 
-    preset: str = "gpt2"
-    hidden_size: int = 512
-    num_layers: int = 6
-    vocab_size: int = 4096
-    sequences: int = 8
-    tokens: int = 256
-
-    @property
-    def config(self) -> TransformerConfig:
-        """The model."""
-        return small_model(
-            self.preset,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            vocab_size=self.vocab_size,
-            seq_len=self.tokens,
-        )
+    sequences: int
+    tokens: int
 
 
 @dataclass
-class ScalingRow:
+class ScalingRow(Turns):
     """What a setting reached.
 
     Attributes:
@@ -127,14 +107,9 @@ class ScalingRow:
     loss: float = 0.0
 
     @property
-    def tokens_per_second(self) -> float:
-        """The median."""
-        return self.tokens / statistics.median(self.seconds)
-
-    @property
-    def ratio(self) -> float:
-        """The median."""
-        return statistics.median(self.ratios)
+    def tokens_of_turn(self) -> int:
+        """Those of a step: ``seconds`` are of one."""
+        return self.tokens
 
 
 def measure(
@@ -247,7 +222,7 @@ def _serve(
 
 def _step_of(setting: ScalingSetting, work: ScalingWork) -> Callable[[], float]:
     """Return a function that makes a step and returns its loss."""
-    config = work.config
+    config = work.config(work.tokens)
     generator = torch.Generator().manual_seed(_SEED)
     shape = work.sequences, work.tokens + 1
     text = torch.randint(config.vocab_size, shape, generator=generator)

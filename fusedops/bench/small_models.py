@@ -1,37 +1,86 @@
-"""Presets' architectures in the sizes that a benchmark asks for."""
+"""Small models with presets' architectures, and ways of running one that are compared by turns."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from fusedops.models import TransformerConfig, preset
 
 
-def small_model(
-    name: str, *, hidden_size: int, num_layers: int, vocab_size: int, seq_len: int
-) -> TransformerConfig:
-    """Return a preset's model of another size, without dropout.
+@dataclass(frozen=True)
+class SmallModel:
+    """A preset's model of another size, without dropout.
 
-    Args:
-        name: of the preset; its other choices and the ratio of its feed-forward layer stay.
+    Attributes:
+        preset: its other choices and the ratio of its feed-forward layer stay.
         hidden_size: width; heads have 64, and four share a key head where the preset's share one.
         num_layers: layers.
         vocab_size: words.
-        seq_len: positions.
     """
-    config = preset(name)
-    ratio = config.intermediate_size / config.hidden_size
-    heads = hidden_size // 64
-    return replace(
-        config,
-        hidden_size=hidden_size,
-        intermediate_size=round(ratio * hidden_size / 16) * 16,
-        num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=None if config.num_kv_heads is None else max(1, heads // 4),
-        head_dim=None,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-        dropout=0.0,
-        attention_dropout=0.0,
-    )
+
+    preset: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+
+    def config(self, seq_len: int) -> TransformerConfig:
+        """Return the model for sequences of ``seq_len`` tokens."""
+        config = preset(self.preset)
+        ratio = config.intermediate_size / config.hidden_size
+        heads = self.hidden_size // 64
+        return replace(
+            config,
+            hidden_size=self.hidden_size,
+            intermediate_size=round(ratio * self.hidden_size / 16) * 16,
+            num_layers=self.num_layers,
+            num_heads=heads,
+            num_kv_heads=None if config.num_kv_heads is None else max(1, heads // 4),
+            head_dim=None,
+            vocab_size=self.vocab_size,
+            seq_len=seq_len,
+            dropout=0.0,
+            attention_dropout=0.0,
+        )
+
+
+class Turns:
+    """What the rows of generation and of scaling have in common: turns that are interleaved.
+
+    Attributes:
+        seconds: of each turn.
+        ratios: of the seconds of the way that is compared with, turn by turn.
+    """
+
+    seconds: list[float]
+    ratios: list[float]
+
+    @property
+    def tokens_of_turn(self) -> int:
+        """How many tokens a turn takes, of all sequences together."""
+        raise NotImplementedError
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median."""
+        return self.tokens_of_turn / statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """The median."""
+        return statistics.median(self.ratios)
+
+    @property
+    def shown_ratio(self) -> str:
+        """The median, the least and the largest."""
+        return f"{self.ratio:.2f} ({min(self.ratios):.2f}-{max(self.ratios):.2f})"
+
+
+def row_records(rows: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return rows of ``Turns`` as they go to JSON."""
+    return [
+        asdict(row) | {"tokens_per_second": row.tokens_per_second, "ratio": row.ratio}
+        for row in rows
+    ]

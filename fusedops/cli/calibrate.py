@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from rich.table import Table
 
 from fusedops._core import backends
 from fusedops._core.timer import BriefClock, Clock, TimingPlan, Variant, clock_for, measure
-from fusedops.bench.contenders import AUTOMATIC, EAGER, Contender, ContenderCall, backend_of
+from fusedops.bench.contenders import (
+    AUTOMATIC,
+    EAGER,
+    Contender,
+    ContenderCall,
+    backend_of,
+    backends_since,
+    first_line,
+)
+from fusedops.bench.results import dtype_name
 from fusedops.ops.linear_act import linear_act
 from fusedops.specs import BenchCase, all_specs
 from fusedops.terminal.console import print_table
@@ -103,16 +113,8 @@ def _products(device: torch.device, clock: Clock) -> Iterator[Work]:
         for sizes in PRODUCTS:
             rows, columns, outputs = sizes
             what = f"linear {rows}x{columns}->{outputs}"
-
-            def measured(
-                seconds: float,
-                what: str = what,
-                dtype: torch.dtype = dtype,
-                sizes: tuple[int, int, int] = sizes,
-            ) -> Rate:
-                return product_rate(what, sizes, dtype, device, clock, seconds)
-
-            yield f"{what} {_short(dtype)}", measured
+            measured = partial(product_rate, what, sizes, dtype, device, clock)
+            yield f"{what} {dtype_name(dtype)}", measured
 
 
 def product_rate(
@@ -147,16 +149,8 @@ def _ops(device: torch.device, clock: Clock) -> Iterator[Work]:
     for dtype in DTYPES:
         for name in OPS:
             case = affordable(specs[name].bench_cases)
-
-            def measured(
-                seconds: float,
-                name: str = name,
-                dtype: torch.dtype = dtype,
-                case: BenchCase = case,
-            ) -> Rate:
-                return op_rate(name, case, dtype, device, clock, seconds)
-
-            yield f"{name} {case.label} {_short(dtype)}", measured
+            measured = partial(op_rate, name, case, dtype, device, clock)
+            yield f"{name} {case.label} {dtype_name(dtype)}", measured
 
 
 def affordable(cases: tuple[BenchCase, ...]) -> BenchCase:
@@ -187,7 +181,7 @@ def op_rate(
     try:
         call = ContenderCall.of(spec, case.make(device, dtype))
     except RuntimeError as error:
-        return Rate(what, _short(dtype), problem=_line(error))
+        return Rate(what, dtype_name(dtype), problem=first_line(error))
     return _rate(
         what,
         dtype,
@@ -213,20 +207,19 @@ def _rate(
     start = time.perf_counter()
     try:
         ours()
-        after = backends.counters()
+        ran = backends_since(before)
         variants = [Variant(EAGER, lambda _: theirs()), Variant(AUTOMATIC, lambda _: ours())]
         rounds = max(0.0, seconds - (time.perf_counter() - start))
         timing = measure(variants, clock, TimingPlan(1, _MOST_ROUNDS, rounds))
     except RuntimeError as error:
-        return Rate(what, _short(dtype), problem=_line(error))
-    ran = {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}
+        return Rate(what, dtype_name(dtype), problem=first_line(error))
     rates = [work / timing.spread(name).median * 1e-9 for name in (AUTOMATIC, EAGER)]
     return Rate(
         what,
-        _short(dtype),
+        dtype_name(dtype),
         timing.ratio(EAGER, AUTOMATIC).median,
         timing.trusted(EAGER) and timing.trusted(AUTOMATIC) and len(timing.rounds[EAGER]) > 1,
-        runs_on or "+".join(sorted(ran)),
+        runs_on or ran,
         (rates[0], rates[1]) if work else None,
     )
 
@@ -257,11 +250,3 @@ def _table(title: str, rates: list[Rate]) -> Table:
             row.runs_on,
         )
     return table
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

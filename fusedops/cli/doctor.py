@@ -55,7 +55,10 @@ def doctor(
             out.print(Rule(f"ops on {name.type}", align="left"))
             failed += _show_ops(out, name)
             if calibrate:
-                _show_speed(out, name)
+                from fusedops.cli import calibrate as speed
+
+                out.print(Rule(f"speed on {name.type}", align="left"))
+                speed.show(out, name)
     if failed:
         _show_conclusion(out, failed)
     with files.one_line_errors():
@@ -101,8 +104,12 @@ def _show_installed(out: Console) -> None:
         ("CUDA kernels", extension.cuda_library()),
         ("Triton kernels", extension.triton_missing()),
     ):
-        out.print(f"  {name:14} {f'no: {missing}' if missing else _state(name)}")
-        if name == "C++ kernels" and not missing:
+        state = f"no: {missing}" if missing else "usable"
+        loaded = name == "C++ kernels" and not missing
+        if loaded:
+            state = f"loaded, run on {torch.ops.fusedops_native.isa_in_use()}"
+        out.print(f"  {name:14} {state}")
+        if loaded:
             reason = torch.ops.fusedops_native.why_no_tiles()
             out.print(f"  {'AMX tiles':14} {f'no: {reason}' if reason else 'usable'}", markup=False)
     for device in _devices(""):
@@ -111,15 +118,6 @@ def _show_installed(out: Console) -> None:
         out.print(f"  {'environment':14} {name}={value}", markup=False)
     for message in [*env.unknown(), *env.mistakes(backends.BACKENDS)]:
         out.print(f"  {'':14} {message}", style="yellow", markup=False)
-
-
-def _state(kernels: str) -> str:
-    """Return what to say of kernels that can run: of those for the CPU, on which instructions."""
-    import torch
-
-    if kernels != "C++ kernels":
-        return "usable"
-    return f"loaded, run on {torch.ops.fusedops_native.isa_in_use()}"
 
 
 def _show_tuning(out: Console, device: torch.device) -> None:
@@ -185,16 +183,6 @@ def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
     return [outcome for outcome in outcomes if outcome.failures]
 
 
-def _show_speed(out: Console, device: torch.device) -> None:
-    """Print the speed of products and ops on a device relative to torch, and their backends."""
-    from rich.rule import Rule
-
-    from fusedops.cli import calibrate
-
-    out.print(Rule(f"speed on {device.type}", align="left"))
-    calibrate.show(out, device)
-
-
 def _show_conclusion(out: Console, failed: list[SelftestResult]) -> None:
     from fusedops._core import backends
 
@@ -211,10 +199,10 @@ def _show_outcome(out: Console, outcome: SelftestResult) -> None:
     mark = "[green]right[/]"
     if outcome.failures:
         mark = "[red]WRONG[/]" if outcome.checks else "[red]fails[/]"
-    alike = len(set(outcome.runs_on.values())) == 1
-    where = next(iter(outcome.runs_on.values())) if alike else ""
-    if not alike:
-        where = ", ".join(f"{dtype}: {backend}" for dtype, backend in outcome.runs_on.items())
+    backends = list(dict.fromkeys(outcome.runs_on.values()))
+    where = ", ".join(f"{dtype}: {backend}" for dtype, backend in outcome.runs_on.items())
+    if len(backends) == 1:
+        where = backends[0]
     ran = f"runs on {where}" if where else "does not run"
     out.print(f"  {mark}  {outcome.op:21} {ran}")
     for failure in outcome.failures:

@@ -195,7 +195,7 @@ def _generate(request: _Request, options: Options) -> None:
             step=request.step,
         )
         first = ranks.rank == 0
-        run = _Run(loaded, request.prompts, request.stops, options, first=first)
+        run = _Run(loaded, request, options, first=first)
         with _as_mistakes():
             run.fit(exact=not request.fits_tokens)
         run.log(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
@@ -228,19 +228,11 @@ def _as_mistakes() -> Iterator[None]:
 class _Run:
     """Prompts that are gone on from, on this process."""
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        prompts: list[str],
-        stops: list[str],
-        options: Options,
-        *,
-        first: bool,
-    ) -> None:
+    def __init__(self, loaded: Loaded, request: _Request, options: Options, *, first: bool) -> None:
         self._engine, self._text = loaded.engine, loaded.text
-        self._texts, self._stops, self._first = prompts, stops, first
-        self._prompts = [loaded.text.encode(prompt) for prompt in prompts]
-        for text, tokens in zip(prompts, self._prompts, strict=True):
+        self._texts, self._stops, self._first = request.prompts, request.stops, first
+        self._prompts = [loaded.text.encode(prompt) for prompt in request.prompts]
+        for text, tokens in zip(request.prompts, self._prompts, strict=True):
             if not tokens:
                 raise files.UserError(f"the prompt {text!r} has no token")
         self._config = loaded.engine.model.config
@@ -296,7 +288,7 @@ class _Run:
 
     def _generate(self, texts: list[str], alone: bool) -> list[str]:
         """Return the texts, ``texts`` so far; a single one is written as it comes."""
-        from fusedops.generation import generate, stream
+        from fusedops.generation import Generated, generate, stream
 
         samples, count = self._options.samples, len(texts)
         begin = time.perf_counter()
@@ -313,7 +305,10 @@ class _Run:
                 made[number].append(token)
                 reasons[number] = reason or ""
                 texts[number] += self._new_text(number, alone)
-            self._found = _generated(made, reasons, samples)
+            self._found = [
+                Generated(number // samples, tokens, reason)
+                for number, (tokens, reason) in enumerate(zip(made, reasons, strict=True))
+            ]
         self._seconds = time.perf_counter() - begin
         for number, words in enumerate(self._words):
             words.feed(None)
@@ -365,12 +360,3 @@ class _Run:
         if self._first and text:
             sys.stdout.write(text)
             sys.stdout.flush()
-
-
-def _generated(tokens: list[list[int]], reasons: list[str], samples: int) -> list[Any]:
-    from fusedops.generation import Generated
-
-    return [
-        Generated(number // samples, made, reason)
-        for number, (made, reason) in enumerate(zip(tokens, reasons, strict=True))
-    ]

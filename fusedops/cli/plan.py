@@ -228,12 +228,7 @@ def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) ->
 
 def _measure(out: Any) -> None:
     """Measure small models, and print the table of docs/planning.md."""
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise files.UserError(
-            "the models come from transformers, which is not installed (pip install transformers)"
-        ) from None
+    options.check_transformers()
     from fusedops.cli.plan_measure import cases, measure
     from fusedops.terminal.progress import steps
 

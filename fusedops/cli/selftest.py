@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends
-from fusedops.bench.contenders import ContenderCall
+from fusedops.bench.contenders import ContenderCall, error_line
+from fusedops.bench.results import dtype_name
 from fusedops.specs import Sample, Spec
 from fusedops.specs.comparison import difference_from_truth, fresh, run
 
@@ -57,12 +58,12 @@ def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> Sel
     checks = skipped = 0
     for index, dtype in enumerate(DTYPES, start=1):
         deadline = start + seconds * index / len(DTYPES)
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         try:
             samples = spec.samples(device, dtype)
             runs_on[name] = _resolution(spec, samples)
         except Exception as error:
-            failures.append(f"{spec.name} {name}: {type(error).__name__}: {_first_line(error)}")
+            failures.append(f"{spec.name} {name}: {error_line(error)}")
             continue
         for number, sample in enumerate(samples):
             if number > 0 and time.perf_counter() > deadline:
@@ -72,15 +73,11 @@ def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> Sel
             try:
                 wrong = difference_from_truth(run(spec.op, fresh(sample)), spec, sample)
             except Exception as error:
-                wrong = f"{type(error).__name__}: {_first_line(error)}"
+                wrong = error_line(error)
             if wrong is not None:
                 failures.append(f"{spec.name} {name} {sample.name}: {wrong}")
     elapsed = time.perf_counter() - start
     return SelftestResult(spec.name, runs_on, checks, skipped, tuple(failures), elapsed)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _resolution(spec: Spec, samples: list[Sample]) -> str:

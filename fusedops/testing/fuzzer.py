@@ -161,14 +161,7 @@ def verify(
         workloads=batches.WORKLOADS if workloads is None else workloads,
         dtypes=dtypes,
     )
-    arguments.check(
-        space,
-        cases,
-        seed,
-        own_parallelize=parallelize is not None,
-        own_batch=batch is not None,
-    )
-    subject = _subject(factories, parallelize, batch, loss, optimizer)
+    subject = _subject(space, cases, seed, factories, parallelize, batch, loss, optimizer)
     if workloads is None:
         space = dataclasses.replace(space, workloads=_workloads(factories))
     report, ran, began = Report(), 0, time.monotonic()
@@ -227,14 +220,7 @@ def replay(
         workloads=[case.workload],
         dtypes=[case.dtype],
     )
-    arguments.check(
-        space,
-        1,
-        case.seed,
-        own_parallelize=parallelize is not None,
-        own_batch=batch is not None,
-    )
-    subject = _subject(factories, parallelize, batch, loss, optimizer)
+    subject = _subject(space, 1, case.seed, factories, parallelize, batch, loss, optimizer)
     with _runner(ranks, case.ranks) as run:
         outcome = _outcome(subject, case, run)
     if outcome.kind:
@@ -287,25 +273,26 @@ def _workloads(factories: Mapping[str, Callable[[], nn.Module]]) -> Sequence[str
 
 
 def _subject(
+    space: Space,
+    cases: int,
+    seed: int,
     factories: Mapping[str, Callable[[], nn.Module]],
     parallelize: Callable[..., Any] | None,
     batch: Callable[[Case, torch.Generator], Batch] | None,
     loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, ...]] | None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None,
 ) -> Subject:
+    """Check what may be drawn; return the functions that were given, or those by default."""
+    own = {"own_parallelize": parallelize is not None, "own_batch": batch is not None}
+    arguments.check(space, cases, seed, **own)
     if batch is None:
         model = next(iter(factories.values()))()
         vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
         if vocab_size is None:
             checks.fail("verify", "batch", "given where the model has no config.vocab_size", "None")
         batch = functools.partial(batches.token_batch, vocab_size=vocab_size)
-    return Subject(
-        factories,
-        parallelize or standard.standard,
-        batch,
-        loss or token_loss,
-        optimizer or adamw,
-    )
+    parallelize = parallelize or standard.standard
+    return Subject(factories, parallelize, batch, loss or token_loss, optimizer or adamw)
 
 
 @dataclass

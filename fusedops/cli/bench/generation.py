@@ -5,7 +5,6 @@ torch is imported inside the functions, as in ``command.py``.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,28 +39,35 @@ def generate(
     with files.one_line_errors():
         files.check_environment()
         options.check_outputs((json_file,), None)
-        from fusedops.bench.generation import PRESETS, GenerationWork, measure, works
+        from fusedops.bench.generation import PRESETS, GenerationWork, measure
+        from fusedops.bench.small_models import row_records
 
         names = options.words(presets, PRESETS, "preset")
         dtypes = options.words(dtype, options.DTYPES, "dtype")
-        base = GenerationWork(
-            hidden_size=hidden,
-            num_layers=layers,
-            vocab_size=vocabulary,
-            sequences=sequences,
-            prompt=prompt,
-            tokens=tokens,
-        )
+        sizes = {"hidden_size": hidden, "num_layers": layers, "vocab_size": vocabulary}
+        work = [
+            GenerationWork(
+                preset=preset,
+                dtype=name,
+                sequences=sequences,
+                prompt=prompt,
+                tokens=tokens,
+                **sizes,
+            )
+            for preset in names
+            for name in dtypes
+        ]
         from fusedops.terminal.console import console
 
         out = console()
         rows: list[GenerationRow] = []
         with out.status("starting") as status:
-            for work in works(base, names, dtypes):
-                rows += measure(work, seconds, threads, status.update)
+            for batch in work:
+                rows += measure(batch, seconds, threads, status.update)
         _show(rows, out)
         if json_file is not None:
-            files.write_json(json_file, _record(rows, threads))
+            here = options.describe_cpu()
+            files.write_json(json_file, here | {"threads": threads, "rows": row_records(rows)})
 
 
 def _show(rows: list[GenerationRow], out: Any) -> None:
@@ -73,25 +79,12 @@ def _show(rows: list[GenerationRow], out: Any) -> None:
     for name in ("architecture", "dtype", "by", "tokens/s", "ours to it", "same tokens"):
         table.add_column(name, justify="left" if name in ("architecture", "by") else "right")
     for row in rows:
-        low, high = min(row.ratios), max(row.ratios)
         table.add_row(
             row.work.preset,
             row.work.dtype,
             row.name,
             f"{row.tokens_per_second:.0f}",
-            f"{row.ratio:.2f} ({low:.2f}-{high:.2f})",
+            row.shown_ratio,
             f"{row.same:.0%}",
         )
     print_table(out, table)
-
-
-def _record(rows: list[GenerationRow], threads: int) -> dict[str, Any]:
-    import torch
-
-    from fusedops.bench import machine
-
-    measured = [
-        asdict(row) | {"tokens_per_second": row.tokens_per_second, "ratio": row.ratio}
-        for row in rows
-    ]
-    return machine.describe(torch.device("cpu")) | {"threads": threads, "rows": measured}

@@ -132,7 +132,7 @@ def models(
 
 def model_size(hidden: int, layers: int, tokens: str, steps: int) -> ModelSize:
     """Return the size that the options ask for."""
-    _check_transformers()
+    options.check_transformers()
     from fusedops.bench.model_zoo import ModelSize
 
     if hidden % 16:
@@ -143,15 +143,6 @@ def model_size(hidden: int, layers: int, tokens: str, steps: int) -> ModelSize:
     if not (batch.isdigit() and seq_len.isdigit() and int(batch) and int(seq_len) > 1):
         raise files.UserError(f"--tokens must be sequences x tokens such as 4x256, got {tokens!r}")
     return ModelSize(hidden, layers, int(batch), int(seq_len), steps)
-
-
-def _check_transformers() -> None:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise files.UserError(
-            "the models come from transformers, which is not installed (pip install transformers)"
-        ) from None
 
 
 def _plan(

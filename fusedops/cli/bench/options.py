@@ -118,6 +118,25 @@ def device(text: str) -> torch.device:
     return chosen
 
 
+def check_transformers() -> None:
+    """Raise unless the library is there that models come from."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise files.UserError(
+            "the models come from transformers, which is not installed (pip install transformers)"
+        ) from None
+
+
+def describe_cpu() -> dict[str, Any]:
+    """Return this machine as a record has it."""
+    import torch
+
+    from fusedops.bench import machine
+
+    return machine.describe(torch.device("cpu"))
+
+
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """Let SIGTERM, by which ``timeout`` and batch systems end a program, do what Ctrl-C does."""

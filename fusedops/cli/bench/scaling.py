@@ -47,6 +47,7 @@ def scaling(
             raise files.UserError(f"--tokens must be sequences x tokens, such as 8x256: {tokens}")
         from fusedops import models
         from fusedops.bench.scaling import SETTINGS, ScalingWork, measure
+        from fusedops.bench.small_models import row_records
 
         try:
             models.preset(preset)
@@ -65,7 +66,8 @@ def scaling(
                 raise files.UserError(str(error)) from error
         _show(rows, out)
         if json_file is not None:
-            files.write_json(json_file, _record(work, rows))
+            here = options.describe_cpu()
+            files.write_json(json_file, here | {"work": asdict(work), "rows": row_records(rows)})
 
 
 def _names(text: str, known: dict[str, str]) -> list[str]:
@@ -91,25 +93,11 @@ def _show(rows: list[ScalingRow], out: Any) -> None:
     for name in ("setting", "processes x threads", "tokens/s", "of the first", "loss"):
         table.add_column(name, justify="left" if name == "setting" else "right")
     for row in rows:
-        low, high = min(row.ratios), max(row.ratios)
         table.add_row(
             row.setting.name,
             f"{row.setting.processes} x {row.setting.threads}",
             f"{row.tokens_per_second:.0f}",
-            f"{row.ratio:.2f} ({low:.2f}-{high:.2f})",
+            row.shown_ratio,
             f"{row.loss:.4f}",
         )
     print_table(out, table)
-
-
-def _record(work: Any, rows: list[ScalingRow]) -> dict[str, Any]:
-    import torch
-
-    from fusedops.bench import machine
-
-    where = machine.describe(torch.device("cpu"))
-    measured = [
-        asdict(row) | {"tokens_per_second": row.tokens_per_second, "ratio": row.ratio}
-        for row in rows
-    ]
-    return where | {"work": asdict(work), "rows": measured}
