@@ -155,11 +155,8 @@ def measure(
     kept = _kept(model, loss)
     peak = before + peak_bytes(step, torch.device("cpu"))
     state = policy_state_of(model)
-    host = (
-        sum(offloader.host_bytes for offloader in state.offloaders.values())
-        if state is not None
-        else 0
-    )
+    offloaders = {} if state is None else state.offloaders
+    host = sum(offloader.host_bytes for offloader in offloaders.values())
     if isinstance(optimizer, OffloadedAdamW):
         host += optimizer.host_bytes
         optimizer.close()

@@ -6,64 +6,62 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
-class Steps(Protocol):
-    """Shows the progress of a long command."""
+class Steps:
+    """Shows the progress of a long command: a line at the end of each step.
 
-    def describe(self, what: str) -> None:
-        """Show what is being done."""
-        ...
-
-    def advance(self) -> None:
-        """One step is done."""
-        ...
-
-
-@contextlib.contextmanager
-def steps(total: int) -> Iterator[Steps]:
-    """Show the progress over ``total`` steps while the block runs."""
-    if not sys.stderr.isatty():  # a machine for measuring may lack rich
-        yield _Lines(total)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _Lines(total)
-        return
-    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, TextColumn("{task.description}"), console=console, transient=True
-    ) as bar:
-        yield _Bar(bar, bar.add_task("", total=total))
-
-
-class _Bar:
-    def __init__(self, bar: object, task: object) -> None:
-        self._bar, self._task = bar, task
-
-    def describe(self, what: str) -> None:
-        self._bar.update(self._task, description=what)  # type: ignore[attr-defined]
-
-    def advance(self) -> None:
-        self._bar.advance(self._task)  # type: ignore[attr-defined]
-
-
-class _Lines:
-    """A line at the end of each step: a log grows by steps, not by every change of the text."""
+    A log grows by steps, not by every change of the text.
+    """
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._what = total, 0, ""
         self._start = time.perf_counter()
 
     def describe(self, what: str) -> None:
+        """Show what is being done."""
         self._what = what
 
     def advance(self) -> None:
+        """One step is done."""
         self._done += 1
         what = self._what.rpartition(": ")[0] or self._what
         seconds = time.perf_counter() - self._start
         print(f"[{self._done}/{self._total}] {what} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def steps(total: int) -> Iterator[Steps]:
+    """Show the progress over ``total`` steps while the block runs."""
+    if not sys.stderr.isatty():  # a machine for measuring may lack rich
+        yield Steps(total)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Steps(total)
+        return
+    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=console, transient=True
+    ) as bar:
+        yield _Bar(bar, total)
+
+
+class _Bar(Steps):
+    """The same on a bar of rich."""
+
+    def __init__(self, bar: Progress, total: int) -> None:
+        self._bar, self._task = bar, bar.add_task("", total=total)
+
+    def describe(self, what: str) -> None:
+        self._bar.update(self._task, description=what)
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)

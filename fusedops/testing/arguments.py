@@ -47,8 +47,8 @@ def check(space: Space, cases: int, seed: int, *, own_parallelize: bool, own_bat
         if dtype not in checks.FLOATING:
             checks.fail(_OP, "each of dtypes", "a floating torch.dtype", checks.shown(dtype))
     if not isinstance(space.options, Mapping):
-        expected = "options must be a dict of lists by name"
-        raise TypeError(f"{_OP}: {expected}, got {checks.type_name(space.options)}")
+        got = checks.type_name(space.options)
+        raise TypeError(f"{_OP}: options must be a dict of lists by name, got {got}")
     for name, values in space.options.items():
         _check_list(f"options[{name!r}]", values)
     if not own_batch:

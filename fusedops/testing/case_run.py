@@ -110,13 +110,12 @@ def data_parallel(subject: Subject, model: nn.Module, mesh: DeviceMesh) -> Paral
     Each rank takes its share of the sequences and divides by the mean number of targets of a rank:
     exact where the module averages the gradients over ``dp``, as DDP and FSDP2 do.
     """
-    names = mesh.mesh_dim_names or ()
-    axis = mesh["dp"] if "dp" in names else None
+    if "dp" not in (mesh.mesh_dim_names or ()):
+        return alone(subject, model)
+    axis = mesh["dp"]
+    size, rank = axis.size(), axis.get_local_rank()
 
     def forward_backward(batch: Batch) -> torch.Tensor:
-        if axis is None:
-            return alone(subject, model).forward_backward(batch)
-        size, rank = axis.size(), axis.get_local_rank()
         rows = len(next(iter(batch.values())))
         if rows % size:
             raise ValueError(f"verify: batch_size must be a multiple of dp={size}, got {rows}")

@@ -44,16 +44,8 @@ def generate(
 
         names = options.words(presets, PRESETS, "preset")
         dtypes = options.words(dtype, options.DTYPES, "dtype")
-        sizes = {"hidden_size": hidden, "num_layers": layers, "vocab_size": vocabulary}
         work = [
-            GenerationWork(
-                preset=preset,
-                dtype=name,
-                sequences=sequences,
-                prompt=prompt,
-                tokens=tokens,
-                **sizes,
-            )
+            GenerationWork(preset, hidden, layers, vocabulary, name, sequences, prompt, tokens)
             for preset in names
             for name in dtypes
         ]
