@@ -36,40 +36,24 @@ Error = tuple[float, float]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Where rows are measured, and how.
+    """Where rows are measured, and how."""
 
-    Attributes:
-        device: where.
-        clock: of the device.
-        plan: how long each row is timed.
-        limits: of the machine.
-        compiled: include torch.compile of what is stock.
-        allocator: ``"tuned"`` or ``"system"``: what the process was set to.
-        cache_bytes: size of the last cache.
-        report: is called with what is being measured.
-    """
-
-    device: torch.device
-    clock: Clock
-    plan: TimingPlan
-    limits: Limits
-    compiled: bool
-    allocator: str
-    cache_bytes: int
-    report: Callable[[str], None]
+    device: torch.device  # where
+    clock: Clock  # of the device
+    plan: TimingPlan  # how long each row is timed
+    limits: Limits  # of the machine
+    compiled: bool  # include torch.compile of what is stock
+    allocator: str  # ``"tuned"`` or ``"system"``: what the process was set to
+    cache_bytes: int  # size of the last cache
+    report: Callable[[str], None]  # is called with what is being measured
 
 
 @dataclass(frozen=True)
 class CaseSettings(BenchSettings):
-    """Where and how an op is measured.
+    """Where and how an op is measured."""
 
-    Attributes:
-        only: contenders to keep in addition to eager; empty keeps all.
-        all_backends: time the reference and the automatically chosen backend by name too.
-    """
-
-    only: Sequence[str]
-    all_backends: bool
+    only: Sequence[str]  # contenders to keep in addition to eager; empty keeps all
+    all_backends: bool  # time the reference and the automatically chosen backend by name too
 
 
 def run_case(

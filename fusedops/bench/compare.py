@@ -19,15 +19,10 @@ _MUST_AGREE = {
 
 @dataclass(frozen=True)
 class RowChange:
-    """A row that both records have.
+    """A row that both records have."""
 
-    Attributes:
-        before: the row of the first record.
-        after: the row of the second.
-    """
-
-    before: BenchRow
-    after: BenchRow
+    before: BenchRow  # the row of the first record
+    after: BenchRow  # the row of the second
 
     @property
     def slower_by(self) -> float:
@@ -51,23 +46,15 @@ class RowChange:
 
 @dataclass(frozen=True)
 class RecordComparison:
-    """The outcome of a comparison.
+    """The outcome of a comparison."""
 
-    Attributes:
-        changes: all rows that both records have.
-        slower: those of fusedops that became slower than allowed.
-        faster: those of fusedops that became faster by as much.
-        doubtful: those that moved as much but were disturbed while measured: not judged.
-        missing: keys of rows that only the first record has.
-        drift: median change of the rows that are not ours: of the machine, not of fusedops.
-    """
-
-    changes: tuple[RowChange, ...]
-    slower: tuple[RowChange, ...]
-    faster: tuple[RowChange, ...]
+    changes: tuple[RowChange, ...]  # all rows that both records have
+    slower: tuple[RowChange, ...]  # those of fusedops that became slower than allowed
+    faster: tuple[RowChange, ...]  # those of fusedops that became faster by as much
+    # those that moved as much but were disturbed while measured: not judged
     doubtful: tuple[RowChange, ...]
-    missing: tuple[tuple[str, ...], ...]
-    drift: float
+    missing: tuple[tuple[str, ...], ...]  # keys of rows that only the first record has
+    drift: float  # median change of the rows that are not ours: of the machine, not of fusedops
 
 
 def parse_share(text: str) -> float:

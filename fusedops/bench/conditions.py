@@ -14,23 +14,14 @@ ALLOCATORS = ("tuned", "system")
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which all variants are measured.
+    """Under which all variants are measured."""
 
-    Attributes:
-        dtypes: names of dtypes.
-        device: where.
-        seconds: time of a row.
-        threads: of the CPU; 0: one per physical core.
-        allocator: a name of ``ALLOCATORS``.
-        quick: few samples.
-    """
-
-    dtypes: list[str]
-    device: torch.device
-    seconds: float
-    threads: int = 0
-    allocator: str = "tuned"
-    quick: bool = False
+    dtypes: list[str]  # names of dtypes
+    device: torch.device  # where
+    seconds: float  # time of a row
+    threads: int = 0  # of the CPU; 0: one per physical core
+    allocator: str = "tuned"  # a name of ``ALLOCATORS``
+    quick: bool = False  # few samples
 
     def set_up(self) -> list[torch.dtype]:
         """Set threads and allocator of this process; return the dtypes."""

@@ -23,22 +23,15 @@ EAGER, COMPILE, AUTOMATIC = "eager", "compile", "fusedops"
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute the op.
+    """One way to compute the op."""
 
-    Attributes:
-        name: ``"eager"``, ``"compile"``, ``"fusedops"`` (automatic choice), ``"fusedops:cpp"``
-            (a backend), or a peer's name.
-        function: takes the op's arguments.
-        backend: the backend that is asked for, ``None`` for none.
-        trains: whether it has a backward; without one it has forward rows only.
-        overwrites: whether it writes on its arguments: it gets copies, made outside of what is
-            timed.
-    """
-
+    # ``"eager"``, ``"compile"``, ``"fusedops"`` (automatic choice), ``"fusedops:cpp"`` (a backend),
+    # or a peer's name
     name: str
-    function: Callable[..., Any]
-    backend: str | None = None
-    trains: bool = True
+    function: Callable[..., Any]  # takes the op's arguments
+    backend: str | None = None  # the backend that is asked for, ``None`` for none
+    trains: bool = True  # whether it has a backward; without one it has forward rows only
+    # whether it writes on its arguments: it gets copies, made outside of what is timed
     overwrites: bool = False
 
     @property
@@ -58,17 +51,11 @@ def is_ours(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ContenderCall:
-    """One sample to run, its leaves and the gradients that come in.
+    """One sample to run, its leaves and the gradients that come in."""
 
-    Attributes:
-        sample: the arguments.
-        leaves: the tensors among them that are differentiated.
-        grads: one incoming gradient per differentiable output.
-    """
-
-    sample: Sample
-    leaves: tuple[torch.Tensor, ...]
-    grads: tuple[torch.Tensor, ...]
+    sample: Sample  # the arguments
+    leaves: tuple[torch.Tensor, ...]  # the tensors among them that are differentiated
+    grads: tuple[torch.Tensor, ...]  # one incoming gradient per differentiable output
 
     @staticmethod
     def of(spec: Spec, sample: Sample) -> ContenderCall:

@@ -27,38 +27,24 @@ _LEAST_TURNS = 5
 
 @dataclass(frozen=True)
 class GenerationWork(SmallModel):
-    """What is generated.
+    """What is generated."""
 
-    Attributes:
-        dtype: of the model's weights.
-        sequences: side by side.
-        prompt: tokens of each to begin with.
-        tokens: new ones of each.
-    """
-
-    dtype: str
-    sequences: int
-    prompt: int
-    tokens: int
+    dtype: str  # of the model's weights
+    sequences: int  # side by side
+    prompt: int  # tokens of each to begin with
+    tokens: int  # new ones of each
 
 
 @dataclass
 class GenerationRow(Turns):
-    """What a way of generating reached.
+    """What a way of generating reached."""
 
-    Attributes:
-        work: what was generated.
-        name: which way.
-        seconds: of each turn, prompt included.
-        ratios: of its seconds to ours, turn by turn: above 1 ours is faster.
-        same: the share of its tokens that are ours.
-    """
-
-    work: GenerationWork
-    name: str
-    seconds: list[float] = field(default_factory=list)
+    work: GenerationWork  # what was generated
+    name: str  # which way
+    seconds: list[float] = field(default_factory=list)  # of each turn, prompt included
+    # of its seconds to ours, turn by turn: above 1 ours is faster
     ratios: list[float] = field(default_factory=list)
-    same: float = 1.0
+    same: float = 1.0  # the share of its tokens that are ours
 
     @property
     def tokens_of_turn(self) -> int:

@@ -22,32 +22,20 @@ _PLAN = TimingPlan(least=5, most=15, seconds=0.4)
 
 @dataclass(frozen=True)
 class Limit:
-    """A measured rate and the way that reached it.
+    """A measured rate and the way that reached it."""
 
-    Attributes:
-        rate: bytes or floating-point operations per second, of the best sample.
-        way: which of the ways was the fastest.
-        others: the other ways and their rates.
-        trusted: whether the machine was quiet enough; else the rate may be too low.
-    """
-
-    rate: float
-    way: str
-    others: dict[str, float]
-    trusted: bool = True
+    rate: float  # bytes or floating-point operations per second, of the best sample
+    way: str  # which of the ways was the fastest
+    others: dict[str, float]  # the other ways and their rates
+    trusted: bool = True  # whether the machine was quiet enough; else the rate may be too low
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a machine.
+    """The limits of a machine."""
 
-    Attributes:
-        copy: bytes read plus bytes written per second, far beyond every cache.
-        matmul: per dtype name, floating-point operations per second.
-    """
-
-    copy: Limit
-    matmul: dict[str, Limit]
+    copy: Limit  # bytes read plus bytes written per second, far beyond every cache
+    matmul: dict[str, Limit]  # per dtype name, floating-point operations per second
 
     def least_seconds(self, bytes_moved: int, flops: int, dtype: str) -> float:
         """Return the time below which this machine cannot do so much work."""

@@ -20,21 +20,13 @@ from fusedops._core import architecture, env, host
 
 @dataclass(frozen=True)
 class Machine:
-    """What two measurements must share before their times may be compared.
+    """What two measurements must share before their times may be compared."""
 
-    Attributes:
-        slug: the device in one word, ``"cpu-zen5"`` or ``"h200"``.
-        device: ``"cpu"`` or ``"cuda"``.
-        name: the device as it calls itself.
-        threads: of torch, on the CPU; 0 on a GPU, where they do not matter.
-        cache_bytes: last-level cache of a CPU, L2 of a GPU.
-    """
-
-    slug: str
-    device: str
-    name: str
-    threads: int
-    cache_bytes: int
+    slug: str  # the device in one word, ``"cpu-zen5"`` or ``"h200"``
+    device: str  # ``"cpu"`` or ``"cuda"``
+    name: str  # the device as it calls itself
+    threads: int  # of torch, on the CPU; 0 on a GPU, where they do not matter
+    cache_bytes: int  # last-level cache of a CPU, L2 of a GPU
 
 
 def machine(device: torch.device) -> Machine:

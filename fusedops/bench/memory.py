@@ -42,39 +42,22 @@ def policies(names: list[str]) -> dict[str, memory.Policy]:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One policy on one model.
+    """One policy on one model."""
 
-    Attributes:
-        family: of the model.
-        case: its size.
-        dtype: of the weights.
-        policy: as ``policies`` names it.
-        activations: bytes that the forward leaves for the backward, on the device.
-        peak: bytes of a step above weights and states.
-        median_ms: time of forward and backward.
-        q1_ms: lower quartile.
-        q3_ms: upper quartile.
-        overhead: that time as a multiple of the plain step's, median of the rounds' ratios.
-        overhead_q1: lower quartile of those ratios.
-        overhead_q3: upper quartile.
-        trusted: whether enough samples were undisturbed.
-        same_bits: whether loss and gradients are those of the plain step.
-    """
-
-    family: str
-    case: str
-    dtype: str
-    policy: str
-    activations: int
-    peak: int
-    median_ms: float
-    q1_ms: float
-    q3_ms: float
-    overhead: float
-    overhead_q1: float
-    overhead_q3: float
-    trusted: bool
-    same_bits: bool
+    family: str  # of the model
+    case: str  # its size
+    dtype: str  # of the weights
+    policy: str  # as ``policies`` names it
+    activations: int  # bytes that the forward leaves for the backward, on the device
+    peak: int  # bytes of a step above weights and states
+    median_ms: float  # time of forward and backward
+    q1_ms: float  # lower quartile
+    q3_ms: float  # upper quartile
+    overhead: float  # that time as a multiple of the plain step's, median of the rounds' ratios
+    overhead_q1: float  # lower quartile of those ratios
+    overhead_q3: float  # upper quartile
+    trusted: bool  # whether enough samples were undisturbed
+    same_bits: bool  # whether loss and gradients are those of the plain step
 
 
 def run_case(

@@ -24,21 +24,13 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """How large a model is, and what it reads.
+    """How large a model is, and what it reads."""
 
-    Attributes:
-        hidden: width of the residual stream.
-        layers: of it; an encoder-decoder has as many of each.
-        batch: sequences, or images.
-        seq_len: tokens of each, or patches of an image (the nearest square).
-        steps: tokens that are generated in decoding.
-    """
-
-    hidden: int = 512
-    layers: int = 4
-    batch: int = 4
-    seq_len: int = 256
-    steps: int = 32
+    hidden: int = 512  # width of the residual stream
+    layers: int = 4  # of it; an encoder-decoder has as many of each
+    batch: int = 4  # sequences, or images
+    seq_len: int = 256  # tokens of each, or patches of an image (the nearest square)
+    steps: int = 32  # tokens that are generated in decoding
 
     @property
     def heads(self) -> int:
@@ -53,23 +45,14 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family of transformers.
+    """A family of transformers."""
 
-    Attributes:
-        name: as ``--family`` has it.
-        prefix: of the names of its classes.
-        head: the rest of the name of the class that has a loss.
-        options: of the configuration.
-        inputs: what the model reads, labels included.
-        kind: ``"causal"``, ``"encoder"``, ``"seq2seq"`` or ``"image"``.
-    """
-
-    name: str
-    prefix: str
-    head: str
-    options: Callable[[ModelSize], dict[str, Any]]
-    inputs: Callable[[ModelSize], Inputs]
-    kind: str
+    name: str  # as ``--family`` has it
+    prefix: str  # of the names of its classes
+    head: str  # the rest of the name of the class that has a loss
+    options: Callable[[ModelSize], dict[str, Any]]  # of the configuration
+    inputs: Callable[[ModelSize], Inputs]  # what the model reads, labels included
+    kind: str  # ``"causal"``, ``"encoder"``, ``"seq2seq"`` or ``"image"``
 
     @property
     def decodes(self) -> bool:

@@ -41,32 +41,20 @@ Patch = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True)
 class ModelSettings(BenchSettings):
-    """Where and how a model is measured.
+    """Where and how a model is measured."""
 
-    Attributes:
-        memory: measure the peak of a run too.
-        patch: what is done to the model that is ours.
-    """
-
-    memory: bool
-    patch: Patch = patch
+    memory: bool  # measure the peak of a run too
+    patch: Patch = patch  # what is done to the model that is ours
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        family: of transformers.
-        mode: one of ``MODES``.
-        size: of the model and of what it reads.
-        dtype: of the weights.
-    """
-
-    family: ModelFamily
-    mode: str
-    size: ModelSize
-    dtype: torch.dtype
+    family: ModelFamily  # of transformers
+    mode: str  # one of ``MODES``
+    size: ModelSize  # of the model and of what it reads
+    dtype: torch.dtype  # of the weights
 
     @property
     def label(self) -> str:
@@ -90,36 +78,23 @@ class Values:
 
 @dataclass(frozen=True)
 class FamilyResult:
-    """What was found of one family in one mode and dtype.
+    """What was found of one family in one mode and dtype."""
 
-    Attributes:
-        rows: the figures.
-        notes: what could not be measured and why.
-        wrong: what our model computes wrong; there is no row of ours then.
-    """
-
-    rows: tuple[BenchRow, ...] = ()
-    notes: tuple[str, ...] = ()
-    wrong: tuple[str, ...] = ()
+    rows: tuple[BenchRow, ...] = ()  # the figures
+    notes: tuple[str, ...] = ()  # what could not be measured and why
+    wrong: tuple[str, ...] = ()  # what our model computes wrong; there is no row of ours then
 
 
 @dataclass(frozen=True)
 class ModelContender:
-    """A model in one mode.
+    """A model in one mode."""
 
-    Attributes:
-        name: ``"eager"``, ``"compile"`` or ``"fusedops"``.
-        model: whose parameters get gradients.
-        prepare: makes what a run writes on, outside of what is timed.
-        run: one training step without its optimiser, one forward, or all steps of decoding.
-        values: makes a run and returns what it computed.
-    """
-
-    name: str
-    model: nn.Module
-    prepare: Callable[[], Any]
+    name: str  # ``"eager"``, ``"compile"`` or ``"fusedops"``
+    model: nn.Module  # whose parameters get gradients
+    prepare: Callable[[], Any]  # makes what a run writes on, outside of what is timed
+    # one training step without its optimiser, one forward, or all steps of decoding
     run: Callable[[Any], Any]
-    values: Callable[[], Values]
+    values: Callable[[], Values]  # makes a run and returns what it computed
 
 
 def sizes(family: ModelFamily, mode: str, size: ModelSize) -> tuple[ModelSize, ...]:

@@ -25,71 +25,43 @@ DIRECTIONS = (FORWARD, BACKWARD, BOTH)
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One contender at one case in one direction. ``None``: not measured, or without meaning.
+    """One contender at one case in one direction. ``None``: not measured, or without meaning."""
 
-    Attributes:
-        op: the op's name, or the family of a whole model.
-        case: the size, as the spec labels it.
-        dtype: ``"float32"`` and so on.
-        direction: ``"forward"`` (recording for the backward), ``"backward"`` or ``"both"``; of a
-            whole model ``"training"``, ``"forward"`` (no gradient) or ``"decoding"``.
-        variant: ``"eager"``, ``"compile"``, ``"fusedops"``, ``"fusedops:<backend>"`` or a peer.
-        backend: the backend that really ran, empty where it is not fusedops.
-        allocator: ``"tuned"`` or ``"system"``, the same for all rows of a record.
-        speedup: time of eager divided by the row's, median of the rounds' ratios.
-        speedup_q1: lower quartile of those ratios.
-        speedup_q3: upper quartile.
-        median_us: median time of one call.
-        q1_us: lower quartile.
-        q3_us: upper quartile.
-        samples: how many samples count.
-        discarded: how many were disturbed and do not count.
-        trusted: whether enough samples of the row, and of eager, were undisturbed.
-        gb_per_s: least bytes to move, divided by the median time.
-        tflop_per_s: operations of the matrix products, divided by the median time.
-        limit_share: the machine's least time for that work, divided by the median time.
-        in_cache: whether memory is the limit and those bytes are below twice the last cache, so
-            that part of them stays there: ``limit_share`` may then exceed 1.
-        host_us: least time of the call on a tiny input: what the host pays whatever the size.
-        peak_bytes: peak memory above what was allocated before the call.
-        error_max_ulps: largest error against float64, in units of the last place.
-        error_mean_ulps: mean error.
-        note: why a figure is missing.
-        rival: of a row of fusedops, the fastest of those that are not ours.
-        lead: time of that rival divided by the row's, median of the rounds' ratios.
-        lead_q1: lower quartile of those ratios.
-        lead_q3: upper quartile.
-    """
-
-    op: str
-    case: str
-    dtype: str
+    op: str  # the op's name, or the family of a whole model
+    case: str  # the size, as the spec labels it
+    dtype: str  # ``"float32"`` and so on
+    # ``"forward"`` (recording for the backward), ``"backward"`` or ``"both"``; of a whole model
+    # ``"training"``, ``"forward"`` (no gradient) or ``"decoding"``
     direction: str
-    variant: str
-    backend: str
-    allocator: str
-    speedup: float
-    speedup_q1: float
-    speedup_q3: float
-    median_us: float
-    q1_us: float
-    q3_us: float
-    samples: int
-    discarded: int
-    trusted: bool
-    gb_per_s: float
-    tflop_per_s: float | None
-    limit_share: float
+    variant: str  # ``"eager"``, ``"compile"``, ``"fusedops"``, ``"fusedops:<backend>"`` or a peer
+    backend: str  # the backend that really ran, empty where it is not fusedops
+    allocator: str  # ``"tuned"`` or ``"system"``, the same for all rows of a record
+    speedup: float  # time of eager divided by the row's, median of the rounds' ratios
+    speedup_q1: float  # lower quartile of those ratios
+    speedup_q3: float  # upper quartile
+    median_us: float  # median time of one call
+    q1_us: float  # lower quartile
+    q3_us: float  # upper quartile
+    samples: int  # how many samples count
+    discarded: int  # how many were disturbed and do not count
+    trusted: bool  # whether enough samples of the row, and of eager, were undisturbed
+    gb_per_s: float  # least bytes to move, divided by the median time
+    tflop_per_s: float | None  # operations of the matrix products, divided by the median time
+    limit_share: float  # the machine's least time for that work, divided by the median time
+    # whether memory is the limit and those bytes are below twice the last cache, so that part of
+    # them stays there: ``limit_share`` may then exceed 1
     in_cache: bool
+    # least time of the call on a tiny input: what the host pays whatever the size
     host_us: float | None
-    peak_bytes: int | None
-    error_max_ulps: float | None
-    error_mean_ulps: float | None
-    note: str = ""
-    rival: str = ""
+    peak_bytes: int | None  # peak memory above what was allocated before the call
+    error_max_ulps: float | None  # largest error against float64, in units of the last place
+    error_mean_ulps: float | None  # mean error
+    note: str = ""  # why a figure is missing
+    rival: str = ""  # of a row of fusedops, the fastest of those that are not ours
+    # time of that rival divided by the row's, median of the rounds' ratios
     lead: float | None = None
-    lead_q1: float | None = None
-    lead_q3: float | None = None
+    lead_q1: float | None = None  # lower quartile of those ratios
+    lead_q3: float | None = None  # upper quartile
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -104,27 +76,16 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchRecord:
-    """A whole measurement.
+    """A whole measurement."""
 
-    Attributes:
-        machine: ``machine.describe``.
-        versions: of everything that ran.
-        git: commit and whether the tree had changes; empty outside of a source tree.
-        settings: how it was measured.
-        limits: the machine's measured limits.
-        rows: the figures.
-        notes: what could not be measured and why.
-        created: UTC time, ISO 8601.
-    """
-
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    git: dict[str, Any]
-    settings: dict[str, Any]
-    limits: dict[str, Any]
-    rows: tuple[BenchRow, ...]
-    notes: tuple[str, ...]
-    created: str
+    machine: dict[str, Any]  # ``machine.describe``
+    versions: dict[str, str]  # of everything that ran
+    git: dict[str, Any]  # commit and whether the tree had changes; empty outside of a source tree
+    settings: dict[str, Any]  # how it was measured
+    limits: dict[str, Any]  # the machine's measured limits
+    rows: tuple[BenchRow, ...]  # the figures
+    notes: tuple[str, ...]  # what could not be measured and why
+    created: str  # UTC time, ISO 8601
 
     def parts(self) -> dict[tuple[str, str], BenchRecord]:
         """Return the records of each op, or family, in each dtype."""

@@ -35,19 +35,12 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class ScalingSetting:
-    """A way of training the same model.
+    """A way of training the same model."""
 
-    Attributes:
-        name: as the table shows it.
-        processes: how many.
-        threads: of each.
-        parallel: sizes and options of ``ParallelConfig``; ``None``: the patched model of
-            transformers.
-    """
-
-    name: str
-    processes: int
-    threads: int
+    name: str  # as the table shows it
+    processes: int  # how many
+    threads: int  # of each
+    # sizes and options of ``ParallelConfig``; ``None``: the patched model of transformers
     parallel: dict[str, Any] | None
 
 
@@ -77,34 +70,22 @@ FIRST = "one process"
 
 @dataclass(frozen=True)
 class ScalingWork(SmallModel):
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        sequences: of a step, on all processes together.
-        tokens: of a sequence.
-    """
-
-    sequences: int
-    tokens: int
+    sequences: int  # of a step, on all processes together
+    tokens: int  # of a sequence
 
 
 @dataclass
 class ScalingRow(Turns):
-    """What a setting reached.
+    """What a setting reached."""
 
-    Attributes:
-        setting: which.
-        seconds: of a step, of each turn.
-        ratios: of the first setting's seconds to these, turn by turn: 1 is its speed.
-        loss: of the first step.
-        tokens: of a step.
-    """
-
-    setting: ScalingSetting
-    tokens: int
-    seconds: list[float] = field(default_factory=list)
+    setting: ScalingSetting  # which
+    tokens: int  # of a step
+    seconds: list[float] = field(default_factory=list)  # of a step, of each turn
+    # of the first setting's seconds to these, turn by turn: 1 is its speed
     ratios: list[float] = field(default_factory=list)
-    loss: float = 0.0
+    loss: float = 0.0  # of the first step
 
     @property
     def tokens_of_turn(self) -> int:

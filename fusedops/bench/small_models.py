@@ -12,19 +12,12 @@ from fusedops.models import TransformerConfig, preset
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A preset's model of another size, without dropout.
+    """A preset's model of another size, without dropout."""
 
-    Attributes:
-        preset: its other choices and the ratio of its feed-forward layer stay.
-        hidden_size: width; heads have 64, and four share a key head where the preset's share one.
-        num_layers: layers.
-        vocab_size: words.
-    """
-
-    preset: str
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
+    preset: str  # its other choices and the ratio of its feed-forward layer stay
+    hidden_size: int  # width; heads have 64, and four share a key head where the preset's share one
+    num_layers: int  # layers
+    vocab_size: int  # words
 
     def config(self, seq_len: int) -> TransformerConfig:
         """Return the model for sequences of ``seq_len`` tokens."""

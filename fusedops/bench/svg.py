@@ -12,17 +12,12 @@ _LEFT, _PER_LETTER = 190, 6.4
 
 @dataclass(frozen=True)
 class Bar:
-    """One line of the picture.
+    """One line of the picture."""
 
-    Attributes:
-        label: what stands in front of it.
-        ours: times faster than eager; ``None`` where other work disturbed the measurement.
-        compiled: the same of torch.compile; ``None`` where it was not measured.
-    """
-
-    label: str
+    label: str  # what stands in front of it
+    # times faster than eager; ``None`` where other work disturbed the measurement
     ours: float | None
-    compiled: float | None = None
+    compiled: float | None = None  # the same of torch.compile; ``None`` where it was not measured
 
 
 def bars(title: str, lines: Sequence[Bar]) -> str:

@@ -38,23 +38,15 @@ _VERSIONS = ("torch", "triton", "fusedops", "cuda", "driver")
 
 @dataclass(frozen=True)
 class MeasuredCall:
-    """All contenders on one call of a registered op.
+    """All contenders on one call of a registered op."""
 
-    Attributes:
-        key: what a table calls it.
-        default: what runs without a table.
-        median_us: per contender.
-        ratio: time of the default divided by the contender's, median of the rounds.
-        sure: whether that contender won in three rounds of four, undisturbed.
-        case: the size, as the spec labels it.
-    """
-
-    key: tuning.Key
-    default: str
-    median_us: Mapping[str, float]
+    key: tuning.Key  # what a table calls it
+    default: str  # what runs without a table
+    median_us: Mapping[str, float]  # per contender
+    # time of the default divided by the contender's, median of the rounds
     ratio: Mapping[str, float]
-    sure: Mapping[str, bool]
-    case: str = ""
+    sure: Mapping[str, bool]  # whether that contender won in three rounds of four, undisturbed
+    case: str = ""  # the size, as the spec labels it
 
 
 class _Seen(TorchDispatchMode):

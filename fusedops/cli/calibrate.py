@@ -56,25 +56,15 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class Rate:
-    """The speed of one of our ops compared with torch.
+    """The speed of one of our ops compared with torch."""
 
-    Attributes:
-        what: product or op, with its size.
-        dtype: of its inputs.
-        ratio: time of torch's divided by ours.
-        trusted: whether nothing else disturbed it, in more rounds than one.
-        runs_on: the backends that ran.
-        gflops: of a product, ours and torch's in GFLOP/s.
-        problem: why it was not measured.
-    """
-
-    what: str
-    dtype: str
-    ratio: float | None = None
-    trusted: bool = True
-    runs_on: str = ""
-    gflops: tuple[float, float] | None = None
-    problem: str = ""
+    what: str  # product or op, with its size
+    dtype: str  # of its inputs
+    ratio: float | None = None  # time of torch's divided by ours
+    trusted: bool = True  # whether nothing else disturbed it, in more rounds than one
+    runs_on: str = ""  # the backends that ran
+    gflops: tuple[float, float] | None = None  # of a product, ours and torch's in GFLOP/s
+    problem: str = ""  # why it was not measured
 
 
 def show(out: Console, device: torch.device) -> None:

@@ -122,31 +122,18 @@ def generate(
 
 @dataclass(frozen=True)
 class _Request:
-    """The inputs of a generation, in addition to its options.
+    """The inputs of a generation, in addition to its options."""
 
-    Attributes:
-        checkpoint: folder of a run, or of a Hugging Face model.
-        prompts: texts to continue.
-        stops: texts that end a continuation.
-        tokenizer: ``"bytes"`` or a file; ``None``: the checkpoint's.
-        step: of the run's checkpoint; ``None``: the last.
-        dtype: of the weights; ``None``: as saved.
-        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        parallel: a table of ``ParallelConfig``.
-        fits_tokens: whether fewer tokens are generated where there is no room for all.
-        compare: whether the texts are generated again without the cache.
-    """
-
-    checkpoint: str
-    prompts: list[str]
-    stops: list[str]
-    tokenizer: str | None
-    step: int | None
-    dtype: str | None
-    device: str
-    parallel: dict[str, Any] | None
-    fits_tokens: bool
-    compare: bool
+    checkpoint: str  # folder of a run, or of a Hugging Face model
+    prompts: list[str]  # texts to continue
+    stops: list[str]  # texts that end a continuation
+    tokenizer: str | None  # ``"bytes"`` or a file; ``None``: the checkpoint's
+    step: int | None  # of the run's checkpoint; ``None``: the last
+    dtype: str | None  # of the weights; ``None``: as saved
+    device: str  # ``"auto"``, ``"cpu"`` or ``"cuda"``
+    parallel: dict[str, Any] | None  # a table of ``ParallelConfig``
+    fits_tokens: bool  # whether fewer tokens are generated where there is no room for all
+    compare: bool  # whether the texts are generated again without the cache
 
     def check(self, beams: int) -> None:
         """Raise unless each value has a meaning.

@@ -30,31 +30,18 @@ NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One small run.
+    """One small run."""
 
-    Attributes:
-        family: a name of ``FAMILIES``.
-        size: as in ``SIZES``.
-        kernels: ``"stock"`` or ``"fused"``.
-        dtype: of the weights, or ``"autocast"``: float32 under autocast to bfloat16.
-        recompute: ``"none"``, ``"full"`` or ``"norm"``.
-        kept: bytes that autograd saved, the loss's own included.
-        peak: bytes at the peak of the step.
-        before: bytes of weights and states.
-        host: bytes that have been taken of the host's memory.
-        estimated: what the closed form says.
-    """
-
-    family: str
-    size: tuple[int, int, int, int, int]
-    kernels: str
-    dtype: str
-    recompute: str
-    kept: int
-    peak: int
-    before: int
-    host: int
-    estimated: Estimate
+    family: str  # a name of ``FAMILIES``
+    size: tuple[int, int, int, int, int]  # as in ``SIZES``
+    kernels: str  # ``"stock"`` or ``"fused"``
+    dtype: str  # of the weights, or ``"autocast"``: float32 under autocast to bfloat16
+    recompute: str  # ``"none"``, ``"full"`` or ``"norm"``
+    kept: int  # bytes that autograd saved, the loss's own included
+    peak: int  # bytes at the peak of the step
+    before: int  # bytes of weights and states
+    host: int  # bytes that have been taken of the host's memory
+    estimated: Estimate  # what the closed form says
 
     @property
     def error(self) -> float:

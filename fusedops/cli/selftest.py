@@ -25,23 +25,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class SelftestResult:
-    """What the self-test of one op found.
+    """What the self-test of one op found."""
 
-    Attributes:
-        op: the op's name.
-        runs_on: per dtype name, the backend that runs here and why not the ones before it.
-        checks: how many calls were compared.
-        skipped: how many were not, because the time was over.
-        failures: one sentence per difference or exception.
-        seconds: how long it took.
-    """
-
-    op: str
+    op: str  # the op's name
+    # per dtype name, the backend that runs here and why not the ones before it
     runs_on: dict[str, str]
-    checks: int
-    skipped: int
-    failures: tuple[str, ...]
-    seconds: float
+    checks: int  # how many calls were compared
+    skipped: int  # how many were not, because the time was over
+    failures: tuple[str, ...]  # one sentence per difference or exception
+    seconds: float  # how long it took
 
 
 def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> SelftestResult:
