@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fusedops._core import host
-from fusedops.bench.small_models import SmallModel, Turns
+from fusedops.bench.small_models import InterleavedRow, SmallModel
 from fusedops.generation import generate
 from fusedops.models import Transformer, save_huggingface
 
@@ -36,7 +36,7 @@ class GenerationWork(SmallModel):
 
 
 @dataclass
-class GenerationRow(Turns):
+class GenerationRow(InterleavedRow):
     """What a way of generating reached."""
 
     work: GenerationWork  # what was generated

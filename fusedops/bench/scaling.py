@@ -24,7 +24,7 @@ from torch import distributed as dist
 from torch import nn
 
 from fusedops._core import host
-from fusedops.bench.small_models import SmallModel, Turns
+from fusedops.bench.small_models import InterleavedRow, SmallModel
 from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize
 from fusedops.optim import AdamW
 
@@ -77,7 +77,7 @@ class ScalingWork(SmallModel):
 
 
 @dataclass
-class ScalingRow(Turns):
+class ScalingRow(InterleavedRow):
     """What a setting reached."""
 
     setting: ScalingSetting  # which

@@ -39,8 +39,8 @@ class SmallModel:
         )
 
 
-class Turns:
-    """What the rows of generation and of scaling have in common: turns that are interleaved.
+class InterleavedRow:
+    """A row of one of several ways that are measured by turns: of generation, or of scaling.
 
     Attributes:
         seconds: of each turn.
@@ -72,7 +72,7 @@ class Turns:
 
 
 def row_records(rows: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return rows of ``Turns`` as they go to JSON."""
+    """Return rows of generation, or of scaling, as they go to JSON."""
     return [
         asdict(row) | {"tokens_per_second": row.tokens_per_second, "ratio": row.ratio}
         for row in rows

@@ -18,7 +18,7 @@ from fusedops.terminal import files
 if TYPE_CHECKING:
     from fusedops.bench.model_zoo import ModelFamily, ModelSize
     from fusedops.bench.results import BenchRecord
-    from fusedops.cli.bench.recording import Job, Recording
+    from fusedops.cli.bench.recorder import BenchRecorder, Job
 
 # Of our rows to the fastest other: what two runs on a quiet machine differ by is below 3 %.
 RATIO = 0.97
@@ -106,21 +106,19 @@ def models(
             compiled = conditions.device.type != "cpu"
         from fusedops.bench import models_report
         from fusedops.bench.results import save_model_results
-        from fusedops.cli.bench.recording import Recording, deliver
+        from fusedops.cli.bench.recorder import BenchRecorder, deliver
 
-        recording = Recording(
+        recorder = BenchRecorder(
             conditions,
             conditions.timing(quick=(3, 7)),
             compiled=compiled,
             patch=f"fusedops.patch(model{', calibrate=True' * calibrate})",
         )
         wrong: list[str] = []
-        jobs = _jobs(
-            recording, plan, wrong, as_asked=bool(tokens), quick=quick, calibrate=calibrate
-        )
-        complete = recording.run(jobs)
-        recording.notes += [f"WRONG: {error}" for error in wrong]
-        record = recording.record()
+        jobs = _jobs(recorder, plan, wrong, as_asked=bool(tokens), quick=quick, calibrate=calibrate)
+        complete = recorder.run(jobs)
+        recorder.notes += [f"WRONG: {error}" for error in wrong]
+        record = recorder.record()
         written = (svg_file, models_report.save_chart), (results, save_model_results)
         deliver(record, models_report.show, json_file, csv_file, *written)
     failed = _judge(record, fail_if_slower)
@@ -171,7 +169,7 @@ def _plan(
 
 
 def _jobs(
-    recording: Recording,
+    recorder: BenchRecorder,
     plan: list[tuple[ModelFamily, str, ModelSize]],
     wrong: list[str],
     *,
@@ -187,16 +185,16 @@ def _jobs(
 
     def measure(case: ModelCase, given: BenchSettings) -> None:
         result = run_case(case, ModelSettings(**vars(given), memory=not quick, patch=patched))
-        recording.rows += result.rows
-        recording.notes += result.notes
+        recorder.rows += result.rows
+        recorder.notes += result.notes
         wrong.extend(result.wrong)
 
     cases = [
         ModelCase(family, mode, size, dtype)
         if as_asked
-        else ModelCase(family, mode, affordable(mode, size, dtype, recording.device), dtype)
+        else ModelCase(family, mode, affordable(mode, size, dtype, recorder.device), dtype)
         for family, mode, size in plan
-        for dtype in recording.dtypes
+        for dtype in recorder.dtypes
     ]
     return [(case.title, partial(measure, case)) for case in cases]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from fusedops.bench.compare import RecordComparison, RowChange
-    from fusedops.cli.bench.recording import Job, Recording
+    from fusedops.cli.bench.recorder import BenchRecorder, Job
     from fusedops.specs import BenchCase, Spec
 
 
@@ -126,13 +126,13 @@ def run(
         compiled = not (no_compile or quick or (only and "compile" not in only))
         from fusedops.bench import chart, table
         from fusedops.bench.results import save_results
-        from fusedops.cli.bench.recording import Recording, deliver
+        from fusedops.cli.bench.recorder import BenchRecorder, deliver
 
-        recording = Recording(conditions, conditions.timing(), compiled=compiled)
-        jobs = _jobs(recording, plan, only, all_backends=all_backends, json_file=json_file)
-        complete = recording.run(jobs)
+        recorder = BenchRecorder(conditions, conditions.timing(), compiled=compiled)
+        jobs = _jobs(recorder, plan, only, all_backends=all_backends, json_file=json_file)
+        complete = recorder.run(jobs)
         written = (results, save_results), (png_file, chart.save)
-        deliver(recording.record(), table.show, json_file, csv_file, *written)
+        deliver(recorder.record(), table.show, json_file, csv_file, *written)
         if not complete:
             raise typer.Exit(130)  # as a shell says of an interrupted command
 
@@ -265,7 +265,7 @@ def _variants(specs: list[Spec], text: str) -> list[str]:
 
 
 def _jobs(
-    recording: Recording,
+    recorder: BenchRecorder,
     plan: list[tuple[Spec, BenchCase]],
     only: list[str],
     *,
@@ -287,16 +287,16 @@ def _jobs(
             settings.report("host overhead")
             overhead[spec.name, dtype] = host_overhead(spec, dtype, settings)
         rows, notes = run_case(spec, case, dtype, settings, overhead[spec.name, dtype])
-        recording.rows += rows
-        recording.notes += notes
+        recorder.rows += rows
+        recorder.notes += notes
         if json_file is not None:
             with suppress(OSError, files.UserError):  # reported when all is written
-                save_json(json_file, recording.record())
+                save_json(json_file, recorder.record())
 
     return [
         (f"{spec.name} {case.label} {dtype_name(dtype)}", partial(measure, spec, case, dtype))
         for spec, case in plan
-        for dtype in recording.dtypes
+        for dtype in recorder.dtypes
     ]
 
 

@@ -21,7 +21,7 @@ from fusedops.terminal.progress import steps
 Job = tuple[str, Callable[[BenchSettings], None]]
 
 
-class Recording:
+class BenchRecorder:
     """A record under way.
 
     Attributes:
