@@ -105,9 +105,6 @@ def run_case(
         timing = measure(variants, settings.clock, settings.plan)
         work = _work(case, direction, dtype, settings.limits)
         for name, peak in peaks.items():
-            against = lead(timing, name)
-            if against and not timing.trusted(against["rival"]):
-                against = {}
             row = timed_row(
                 timing,
                 name,
@@ -123,7 +120,7 @@ def run_case(
                 host_us=host_us.get((name, direction)),
                 peak_bytes=peak,
                 note=why_no_error,
-                **against,
+                **undisturbed_lead(timing, name),
             )
             rows.append(row)
     return rows, [f"{title}: {note}" for note in notes]
@@ -228,6 +225,12 @@ def _variants(
     """Return what the timer runs in one direction: of those that have no backward, the forward."""
     there = [contender for contender in able if direction == FORWARD or contender.trains]
     return [variant_of(contender, call, direction, synced) for contender in there]
+
+
+def undisturbed_lead(timing: Timing, variant: str) -> dict[str, Any]:
+    """Return ``lead``, or nothing where the rival was disturbed."""
+    against = lead(timing, variant)
+    return against if against and timing.trusted(against["rival"]) else {}
 
 
 def variant_of(

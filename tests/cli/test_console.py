@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fusedops._core.timer import Timing
+from fusedops._core.timer import CpuClock, Timing, TimingPlan
 from fusedops.bench import models_report, table
-from fusedops.bench.cases import lead
-from fusedops.bench.limits import LeastWork
+from fusedops.bench.cases import BenchSettings, lead, timed_row, undisturbed_lead
+from fusedops.bench.limits import LeastWork, Limit, Limits
 from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.cli import plan as plan_command
 from fusedops.planner import Layout, plan, preset
@@ -112,8 +112,9 @@ def test_a_disturbed_row_of_a_model_has_no_times_in_table_and_picture() -> None:
 
 
 def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
-    from fusedops.bench.cases import _row as row_of
-
+    limits = Limits(Limit(1.0, "copy_", {}), {})
+    plan, cpu = TimingPlan(), torch.device("cpu")
+    settings = BenchSettings(cpu, CpuClock(), plan, limits, False, "tuned", 0, lambda what: None)
     for disturbed in (False, True):
         timing = Timing(
             {"eager": [4.0], "peer": [2.0], "fusedops": [1.0]},
@@ -121,9 +122,10 @@ def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
         )
         work = LeastWork(1, 0, 1.0, True)
         assert lead(timing, "fusedops")["rival"] == "peer"
-        row = row_of(
-            "gelu", "4x8", torch.float32, "forward", "fusedops", timing, work, backend="cpp",
-            allocator="tuned", in_cache=False, host=None, peak=0, error=None, note="",
+        row = timed_row(
+            timing, "fusedops", work, settings, None, op="gelu", case="4x8", dtype="float32",
+            direction="forward", backend="cpp", trusted=True, host_us=None, peak_bytes=0,
+            **undisturbed_lead(timing, "fusedops"),
         )  # fmt: skip
-        assert row.trusted and row.speedup == 4.0
+        assert row.speedup == 4.0
         assert row.lead == (None if disturbed else 2.0)
