@@ -116,11 +116,10 @@ def run_case(
                 dtype=dtype_name(dtype),
                 direction=direction,
                 backend=ran.get(name, ""),
-                trusted=timing.trusted(name) and timing.trusted(EAGER),
                 host_us=host_us.get((name, direction)),
                 peak_bytes=peak,
                 note=why_no_error,
-                **undisturbed_lead(timing, name),
+                **trusted_fields(timing, name),
             )
             rows.append(row)
     return rows, [f"{title}: {note}" for note in notes]
@@ -227,10 +226,12 @@ def _variants(
     return [variant_of(contender, call, direction, synced) for contender in there]
 
 
-def undisturbed_lead(timing: Timing, variant: str) -> dict[str, Any]:
-    """Return ``lead``, or nothing where the rival was disturbed."""
+def trusted_fields(timing: Timing, variant: str) -> dict[str, Any]:
+    """Return whether a row can be trusted, and its lead unless the rival was disturbed."""
     against = lead(timing, variant)
-    return against if against and timing.trusted(against["rival"]) else {}
+    if against and not timing.trusted(against["rival"]):
+        against = {}
+    return {"trusted": timing.trusted(variant) and timing.trusted(EAGER), **against}
 
 
 def variant_of(

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fusedops._core.timer import CpuClock, Timing, TimingPlan
 from fusedops.bench import models_report, table
-from fusedops.bench.cases import BenchSettings, lead, timed_row, undisturbed_lead
+from fusedops.bench.cases import BenchSettings, lead, timed_row, trusted_fields
 from fusedops.bench.limits import LeastWork, Limit, Limits
 from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.cli import plan as plan_command
@@ -124,8 +124,8 @@ def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
         assert lead(timing, "fusedops")["rival"] == "peer"
         row = timed_row(
             timing, "fusedops", work, settings, None, op="gelu", case="4x8", dtype="float32",
-            direction="forward", backend="cpp", trusted=True, host_us=None, peak_bytes=0,
-            **undisturbed_lead(timing, "fusedops"),
+            direction="forward", backend="cpp", host_us=None, peak_bytes=0,
+            **trusted_fields(timing, "fusedops"),
         )  # fmt: skip
-        assert row.speedup == 4.0
+        assert row.trusted and row.speedup == 4.0
         assert row.lead == (None if disturbed else 2.0)
