@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from fusedops._core import dtypes
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample
+from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes
 
 LIMITS = (
     "The dropout mask is not that of torch's dropout: it is drawn by another generator.",
@@ -17,27 +19,59 @@ LIMITS = (
 )
 
 
+def arguments(
+    *shape: int, dims: int = 1, takes_bias: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Return input, residual, normalized shape (the last ``dims``), weight, and bias if any."""
+    new = functools.partial(randn, device=device, dtype=dtype)
+    normalized = shape[-dims:]
+    data = (new(*shape), new(*shape, key="residual"), normalized)
+    parameters = (new(*normalized, shift=1.0, key="w"), new(*normalized, key="b"))
+    return (*data, *parameters[: 1 + takes_bias])
+
+
+def samples(device: torch.device, dtype: torch.dtype, *, takes_bias: bool) -> list[Sample]:
+    """Return the calls of either op."""
+    call = functools.partial(arguments, takes_bias=takes_bias, device=device, dtype=dtype)
+    mixed = (call(6, 40)[0], *call(6, 40, dtype=dtypes.statistics_dtype(dtype))[1:])
+    return [
+        Sample("rows", call(7, 33)),
+        Sample("three_dims", call(2, 3, 64), {"eps": 1e-3}),
+        Sample("two_normalized_dims", call(5, 4, 6, dims=2)),
+        Sample("no_parameters", call(4, 17)[:3]),
+        Sample("one_row", call(129)),
+        Sample("one_column", call(3, 1)),
+        Sample("many_rows", call(70, 48)),
+        Sample("no_rows", call(0, 33)),
+        Sample("float32_residual", mixed),
+        Sample("dropout", call(7, 33), {"dropout_p": 0.3}, random=True),
+        Sample("dropout_float32_residual", mixed, {"dropout_p": 0.5}, random=True),
+        Sample("dropout_of_all", call(4, 17)[:3], {"dropout_p": 1.0}, random=True),
+        Sample("dropout_no_rows", call(0, 33)[:3], {"dropout_p": 0.3}, random=True),
+        Sample("evaluation", call(7, 33), {"dropout_p": 0.3, "training": False}),
+    ]
+
+
 def bad_inputs(device: torch.device) -> list[BadInput]:
     """Return the calls that must raise in every op that adds a residual and normalizes."""
     narrow = torch.zeros(3, 8, device=device, dtype=torch.float8_e4m3fn)
     x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
+    bad = bad_changes(input=x, residual=x, normalized_shape=(8,))
     return [
-        BadInput("normalized_shape", (x, x, (7,)), {}, ValueError, ("normalized_shape", "7")),
-        BadInput("residual_shape", (x, x[:2], (8,)), {}, ValueError, ("residual", "[3, 8]")),
-        BadInput("residual_device", (x, x.to("meta"), (8,)), {}, ValueError, ("residual", "meta")),
-        BadInput("residual_dtype", (x, x.long(), (8,)), {}, TypeError, ("residual", "int64")),
-        BadInput("float8", (x, narrow, (8,)), {}, TypeError, ("residual", "float8_e4m3fn")),
-        BadInput("no_residual", (x, None, (8,)), {}, TypeError, ("residual", "NoneType")),
-        BadInput("integers", (x.long(), x, (8,)), {}, TypeError, ("input", "int64")),
-        BadInput("weight_shape", (x, x, (8,), weight[:7]), {}, ValueError, ("weight", "[7]")),
-        BadInput("weight_dtype", (x, x, (8,), weight.double()), {}, TypeError, ("weight", "sum")),
-        BadInput("eps_type", (x, x, (8,)), {"eps": "small"}, TypeError, ("eps", "str")),
-        BadInput("p_above", (x, x, (8,)), {"dropout_p": 1.5}, ValueError, ("dropout_p", "1.5")),
-        BadInput("p_below", (x, x, (8,)), {"dropout_p": -0.1}, ValueError, ("dropout_p", "-0.1")),
-        BadInput("p_type", (x, x, (8,)), {"dropout_p": "0.1"}, TypeError, ("dropout_p", "str")),
-        BadInput(
-            "p_nan", (x, x, (8,)), {"dropout_p": float("nan")}, ValueError, ("dropout_p", "nan")
-        ),
+        bad("normalized_shape", "normalized_shape", "7", normalized_shape=(7,)),
+        bad("residual_shape", "residual", "[3, 8]", residual=x[:2]),
+        bad("residual_device", "residual", "meta", residual=x.to("meta")),
+        bad("residual_dtype", "residual", "int64", error=TypeError, residual=x.long()),
+        bad("float8", "residual", "float8_e4m3fn", error=TypeError, residual=narrow),
+        bad("no_residual", "residual", "NoneType", error=TypeError, residual=None),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("weight_shape", "weight", "[7]", weight=weight[:7]),
+        bad("weight_dtype", "weight", "sum", error=TypeError, weight=weight.double()),
+        bad("eps_type", "eps", "str", error=TypeError, eps="small"),
+        bad("p_above", "dropout_p", "1.5", dropout_p=1.5),
+        bad("p_below", "dropout_p", "-0.1", dropout_p=-0.1),
+        bad("p_type", "dropout_p", "str", error=TypeError, dropout_p="0.1"),
+        bad("p_nan", "dropout_p", "nan", dropout_p=float("nan")),
     ]
 
 
@@ -46,20 +80,15 @@ def case_function(*, takes_bias: bool) -> Callable[..., BenchCase]:
 
     def case(rows: int, columns: int, p: float = 0.0, headline: bool = False) -> BenchCase:
         def make(device: torch.device, dtype: torch.dtype) -> Sample:
-            new = functools.partial(randn, device=device, dtype=dtype)
-            data = (new(rows, columns), new(rows, columns, key="residual"), (columns,))
-            last = new(columns, key="b") if takes_bias else 1e-6
-            parameters = (new(columns, shift=1.0, key="w"), last)
-            return Sample("bench", (*data, *parameters), {"dropout_p": p}, random=p > 0)
+            args = arguments(rows, columns, takes_bias=takes_bias, device=device, dtype=dtype)
+            eps = () if takes_bias else (1e-6,)
+            return Sample("bench", (*args, *eps), {"dropout_p": p}, random=p > 0)
 
-        return BenchCase(
-            label=f"{rows}x{columns}" + (f", dropout {p}" if p else ""),
-            make=make,
-            bytes_forward=lambda dtype: 4 * rows * columns * dtype.itemsize,
-            # Both gradients and the sum; without dropout both inputs have the same gradient.
-            bytes_backward=lambda dtype: (5 if p else 4) * rows * columns * dtype.itemsize,
-            headline=headline,
-        )
+        label = f"{rows}x{columns}" + (f", dropout {p}" if p else "")
+        size = rows * columns
+        # Both gradients and the sum; without dropout both inputs have the same gradient.
+        backward = (5 if p else 4) * size
+        return BenchCase.moving(label, make, (4 * size, backward), headline=headline)
 
     return case
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,17 +21,17 @@ def attend(
     *,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    **window: int,
+    left: int = -1,
+    right: int = -1,
+    offset: int = 0,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output ``[B, H, Sq, Dv]`` and log-sum-exp; ``[B, H, S, D]`` arguments."""
     key, value = _per_query_head(query, key, value)
-    distance, forbidden = _distances(query, key, attn_mask, **window)
+    distance, forbidden = _distances(query, key, attn_mask, left, right, offset)
     scores = query @ key.transpose(-1, -2)
-    scores = _with_options(scores, distance, query, scale, softcap, alibi_slopes, attn_mask)
+    scores = _with_options(scores, distance, query.shape[-1], attn_mask, **options)
     scores = scores.masked_fill(forbidden, -torch.inf)
     scores = _with_sinks(scores, sinks)
     lse = torch.logsumexp(scores, -1)
@@ -47,11 +48,11 @@ def attend_not_finite(
     forbids_by: str,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    **window: int,
+    left: int = -1,
+    right: int = -1,
+    offset: int = 0,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same for arguments that are not finite; a row without scores has no gradient.
 
@@ -62,7 +63,7 @@ def attend_not_finite(
     """
     assert dropout_p == 0.0, "a random call is compared with the reference"
     key, value = _per_query_head(query, key, value)
-    distance, forbidden = _distances(query, key, attn_mask, **window)
+    distance, forbidden = _distances(query, key, attn_mask, left, right, offset)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         forbidden = forbidden | (attn_mask == -torch.inf)
     shape = (*query.shape[:3], key.shape[2])
@@ -74,7 +75,7 @@ def attend_not_finite(
         return expanded.masked_fill(forbidden[..., None], 0.0) if skips else expanded
 
     scores = (pairs(query.unsqueeze(3)) * pairs(key.unsqueeze(2))).sum(-1)
-    scores = _with_options(scores, distance, query, scale, softcap, alibi_slopes, attn_mask)
+    scores = _with_options(scores, distance, query.shape[-1], attn_mask, **options)
     adds = forbids_by == "adding"
     allowed = _with_sinks(scores, sinks)
     if adds:
@@ -112,10 +113,9 @@ def _distances(
     query: torch.Tensor,
     key: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    *,
-    right: int = -1,
-    left: int = -1,
-    offset: int = 0,
+    left: int,
+    right: int,
+    offset: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how far each key is from each query, and which it may not attend."""
     distance = torch.arange(key.shape[2], device=query.device) - offset
@@ -133,13 +133,14 @@ def _distances(
 def _with_options(
     products: torch.Tensor,
     distance: torch.Tensor,
-    query: torch.Tensor,
-    scale: float | None,
-    softcap: float | None,
-    alibi_slopes: torch.Tensor | None,
+    head_dim: int,
     attn_mask: torch.Tensor | None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    scores = products * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = products * (head_dim**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if alibi_slopes is not None:

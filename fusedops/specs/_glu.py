@@ -44,10 +44,5 @@ def case(
         return Sample("bench", (*pair, *others))
 
     words = [f"{rows}x{columns}", *map(str, others), *(["chunks"] if chunks else [])]
-    return BenchCase(
-        label=" ".join(words),
-        make=make,
-        bytes_forward=lambda dtype: 3 * rows * columns * dtype.itemsize,
-        bytes_backward=lambda dtype: 5 * rows * columns * dtype.itemsize,
-        headline=headline,
-    )
+    size = rows * columns
+    return BenchCase.moving(" ".join(words), make, (3 * size, 5 * size), headline=headline)

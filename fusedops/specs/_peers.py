@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +23,7 @@ from fusedops._core.checks import UnsupportedError
 PACKAGES = {"liger": "liger-kernel", "flash_attn": "flash-attn", "flex": "torch"}
 
 
+@dataclass
 class Peer:
     """A peer's function with an op's signature.
 
@@ -29,22 +31,17 @@ class Peer:
         label: name of its benchmark row.
         module: where it is imported from.
         name: what is imported.
-        devices: types of devices that it is worth timing on.
+        adapt: calls what is imported, its first argument, with the arguments of the op.
         overwrites: whether it writes on its arguments or on the gradients that come in.
+        devices: types of devices that it is worth timing on.
     """
 
-    devices = ("cuda",)
-
-    def __init__(
-        self,
-        label: str,
-        module: str,
-        name: str,
-        adapt: Callable[..., Any],
-        overwrites: bool = False,
-    ) -> None:
-        self.label, self.module, self.name, self.overwrites = label, module, name, overwrites
-        self._adapt = adapt
+    label: str
+    module: str
+    name: str
+    adapt: Callable[..., Any]
+    overwrites: bool = False
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def load(self) -> Any:
         """Return what is imported.
@@ -62,21 +59,21 @@ class Peer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it with the arguments of our op."""
-        return self._adapt(self.load(), *args, **kwargs)
+        return self.adapt(self.load(), *args, **kwargs)
 
 
-def _liger(
-    module: str, name: str, overwrites: bool = False
+def _adapter(
+    label: str, module: str, name: str, overwrites: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[[], dict[str, Any]]]:
-    """Make an adapter of one of Liger's functions the ``peers`` of a spec."""
+    """Make an adapter of a peer's function the ``peers`` of a spec."""
 
     def wrap(adapt: Callable[..., Any]) -> Callable[[], dict[str, Any]]:
-        return lambda: {"liger": Peer("liger", f"liger_kernel.{module}", name, adapt, overwrites)}
+        return lambda: {label: Peer(label, module, name, adapt, overwrites)}
 
     return wrap
 
 
-@_liger("ops.layer_norm", "LigerLayerNormFunction")
+@_adapter("liger", "liger_kernel.ops.layer_norm", "LigerLayerNormFunction")
 def layer_norm(
     function: Any, input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float = 1e-5
 ) -> Any:
@@ -86,7 +83,7 @@ def layer_norm(
     return function.apply(input, weight, bias, eps)
 
 
-@_liger("ops.rms_norm", "LigerRMSNormFunction")
+@_adapter("liger", "liger_kernel.ops.rms_norm", "LigerRMSNormFunction")
 def rms_norm(
     function: Any,
     input: Any,
@@ -97,15 +94,19 @@ def rms_norm(
     weight_offset: float = 0.0,
     rounding: str = "torch",
 ) -> Any:
-    """Adapt Liger's rms norm; its "gemma" computes all in float32, as torch does."""
+    """Adapt Liger's rms norm."""
     if len(normalized_shape) != 1 or weight is None:
         raise UnsupportedError("the peer normalises one dim and needs a weight")
+    return function.apply(input, weight, *_rms_options(input, eps, weight_offset, rounding))
+
+
+def _rms_options(input: Any, eps: float | None, weight_offset: float, rounding: str) -> Any:
+    """Return what follows the tensors; "gemma" computes all in float32, as torch does."""
     mode = {"torch": "gemma", "hf": "llama"}[rounding]
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    return function.apply(input, weight, eps, weight_offset, mode, False)
+    return torch.finfo(input.dtype).eps if eps is None else eps, weight_offset, mode, False
 
 
-@_liger("ops.fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+@_adapter("liger", "liger_kernel.ops.fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
 def add_rms_norm(
     function: Any,
     input: Any,
@@ -124,18 +125,17 @@ def add_rms_norm(
     _refuse(seed=seed)
     if len(normalized_shape) != 1 or weight is None or (dropout_p and training):
         raise UnsupportedError("the peer normalises one dim, needs a weight and drops nothing")
-    mode = {"torch": "gemma", "hf": "llama"}[rounding]
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    return function.apply(input, residual, weight, eps, weight_offset, mode, False)
+    options = _rms_options(input, eps, weight_offset, rounding)
+    return function.apply(input, residual, weight, *options)
 
 
-@_liger("ops.swiglu", "LigerSiLUMulFunction", overwrites=True)
+@_adapter("liger", "liger_kernel.ops.swiglu", "LigerSiLUMulFunction", overwrites=True)
 def swiglu(function: Any, gate: Any, up: Any) -> Any:
     """Adapt Liger's swiglu, whose backward overwrites both inputs."""
     return function.apply(gate, up)
 
 
-@_liger("ops.geglu", "LigerGELUMulFunction", overwrites=True)
+@_adapter("liger", "liger_kernel.ops.geglu", "LigerGELUMulFunction", overwrites=True)
 def geglu(function: Any, gate: Any, up: Any, approximate: str = "none") -> Any:
     """Adapt Liger's geglu, which has the tanh form; its backward overwrites both inputs."""
     if approximate != "tanh":
@@ -143,7 +143,7 @@ def geglu(function: Any, gate: Any, up: Any, approximate: str = "none") -> Any:
     return function.apply(gate, up)
 
 
-@_liger("ops.rope", "LigerRopeFunction", overwrites=True)
+@_adapter("liger", "liger_kernel.ops.rope", "LigerRopeFunction", overwrites=True)
 def rotary_embedding(
     function: Any, query: Any, key: Any, cos: Any, sin: Any, *, interleaved: bool = False
 ) -> Any:
@@ -153,7 +153,7 @@ def rotary_embedding(
     return function.apply(query, key, cos, sin)
 
 
-@_liger("transformers.functional", "liger_cross_entropy", overwrites=True)
+@_adapter("liger", "liger_kernel.transformers.functional", "liger_cross_entropy", overwrites=True)
 def cross_entropy(
     function: Any, logits: Any, target: Any, *, z_loss: float = 0.0, **options: Any
 ) -> Any:
@@ -163,7 +163,7 @@ def cross_entropy(
     return function(logits, target, lse_square_scale=z_loss, **options)
 
 
-@_liger("transformers.functional", "liger_fused_linear_cross_entropy")
+@_adapter("liger", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
 def linear_cross_entropy(
     function: Any,
     hidden: Any,
@@ -180,25 +180,6 @@ def linear_cross_entropy(
     if hidden.dim() != 2:
         raise UnsupportedError("the peer takes 2 dims")
     return function(hidden, weight, target, bias, lse_square_scale=z_loss, **options)
-
-
-def attention() -> dict[str, Any]:
-    """Return flash-attn's and torch's FlexAttention's."""
-    flex = "torch.nn.attention.flex_attention"
-    return {
-        "flash_attn": Peer("flash_attn", "flash_attn", "flash_attn_func", _flash),
-        "flex": Peer("flex", flex, "flex_attention", _flex),
-    }
-
-
-def attention_varlen() -> dict[str, Any]:
-    """Return flash-attn's."""
-    return {"flash_attn": Peer("flash_attn", "flash_attn", "flash_attn_varlen_func", _varlen)}
-
-
-def attention_decode() -> dict[str, Any]:
-    """Return flash-attn's."""
-    return {"flash_attn": Peer("flash_attn", "flash_attn", "flash_attn_with_kvcache", _decode)}
 
 
 def _refuse(**options: Any) -> None:
@@ -225,6 +206,7 @@ def _in_flash_words(
     }
 
 
+@_adapter("flash_attn", "flash_attn", "flash_attn_func")
 def _flash(
     function: Any,
     query: Any,
@@ -251,7 +233,8 @@ def _flash(
     return output.transpose(1, 2)
 
 
-def _varlen(
+@_adapter("flash_attn", "flash_attn", "flash_attn_varlen_func")
+def attention_varlen(
     function: Any,
     query: Any,
     key: Any,
@@ -265,14 +248,17 @@ def _varlen(
     alibi_slopes: Any = None,
     **others: Any,
 ) -> Any:
+    """Adapt flash-attn's for packed sequences."""
     words = _in_flash_words(is_causal=is_causal, **others)
     packed = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return function(*packed, alibi_slopes=alibi_slopes, **words)
 
 
-def _decode(
+@_adapter("flash_attn", "flash_attn", "flash_attn_with_kvcache")
+def attention_decode(
     function: Any, query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any, **others: Any
 ) -> Any:
+    """Adapt flash-attn's for a cache."""
     words = _in_flash_words(is_causal=True, **others)
     one = query.dim() == 3
     rows = query.unsqueeze(2) if one else query
@@ -281,6 +267,7 @@ def _decode(
     return output.squeeze(1) if one else output.transpose(1, 2)
 
 
+@_adapter("flex", "torch.nn.attention.flex_attention", "flex_attention")
 def _flex(
     function: Any,
     query: Any,
@@ -294,13 +281,9 @@ def _flex(
     *,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    return_lse: bool = False,
-    seed: Any = None,
+    **others: Any,
 ) -> Any:
-    _refuse(dropout_p=dropout_p, sinks=sinks, alibi_slopes=alibi_slopes)
-    _refuse(return_lse=return_lse, seed=seed)
+    _refuse(dropout_p=dropout_p, **others)
     if query.dim() != 4 or query.shape[0] != key.shape[0]:
         raise UnsupportedError("the peer takes 4 dims and as many keys as queries in the batch")
     left, right = window or (-1, -1)
@@ -324,6 +307,11 @@ def _flex(
 
     run = _compiled(function) if query.is_cuda else function
     return run(query, key, value, scores, blocks, scale, enable_gqa)
+
+
+def attention() -> dict[str, Any]:
+    """Return flash-attn's and torch's FlexAttention's."""
+    return _flash() | _flex()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 from fusedops._core import dtypes
 from fusedops.ops import RoutingPlan
 from fusedops.specs.make import randint, randn
-from fusedops.specs.spec import BadInput
+from fusedops.specs.spec import BadInput, bad_changes
 
 # name -> (expert ids, kept) for given tokens, choices and experts: what routing must survive.
 Pattern = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor | None]]
@@ -109,22 +109,24 @@ def bad_plans(input: torch.Tensor, plan: RoutingPlan) -> list[BadInput]:
     long, ends = plan.positions.long(), plan.offsets.clone()
     ends[-1] = plan.positions.numel() + 1
 
-    def bad(name: str, args: Any, *mentions: str, error: Any = ValueError) -> BadInput:
-        return BadInput(name, args, {}, error, mentions)
+    bad = bad_changes(input=input, plan=plan)
 
-    def other(**changes: Any) -> tuple[Any, ...]:
-        return input, dataclasses.replace(plan, **changes)
+    def bad_plan(name: str, *mentions: str, error: Any = ValueError, **changes: Any) -> BadInput:
+        changed = dataclasses.replace(plan, **changes)
+        return bad(
+            name, *(f"plan.{field}" for field in changes), *mentions, error=error, plan=changed
+        )
 
     return [
-        bad("rows", (input[1:], plan), "input", "plan.num_tokens", f"{rows} rows", str(rows - 1)),
-        bad("dims", (input[0], plan), "input", "2 dims"),
-        bad("integers", (input.int(), plan), "input", "int32", error=TypeError),
-        bad("list", ([1.0], plan), "input", "list", error=TypeError),
-        bad("no_plan", (input, plan.positions), "plan", "RoutingPlan", "Tensor", error=TypeError),
-        bad("past_the_end", other(positions=far), "plan.positions", str(plan.positions.numel())),
-        bad("negative", other(positions=below), "plan.positions", "-1"),
-        bad("wide", other(positions=long), "plan.positions", "int32", "int64", error=TypeError),
-        bad("flat", other(positions=plan.positions[0]), "plan.positions", "2 dims"),
-        bad("ends", other(offsets=ends), "plan.offsets", str(plan.positions.numel() + 1)),
-        bad("no_experts", other(offsets=ends[:0]), "plan.offsets", "at least one expert"),
+        bad("rows", "plan.num_tokens", f"{rows} rows", str(rows - 1), "input", input=input[1:]),
+        bad("dims", "input", "2 dims", input=input[0]),
+        bad("integers", "input", "int32", error=TypeError, input=input.int()),
+        bad("list", "input", "list", error=TypeError, input=[1.0]),
+        bad("no_plan", "plan", "RoutingPlan", "Tensor", error=TypeError, plan=plan.positions),
+        bad_plan("past_the_end", str(plan.positions.numel()), positions=far),
+        bad_plan("negative", "-1", positions=below),
+        bad_plan("wide", "int32", "int64", error=TypeError, positions=long),
+        bad_plan("flat", "2 dims", positions=plan.positions[0]),
+        bad_plan("ends", str(plan.positions.numel() + 1), offsets=ends),
+        bad_plan("no_experts", "at least one expert", offsets=ends[:0]),
     ]

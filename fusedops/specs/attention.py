@@ -26,11 +26,9 @@ def _written_out(
     enable_gqa: bool = False,
     *,
     window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     attend: Attend = attend,
+    **options: Any,
 ) -> Any:
     left, right = window or (-1, -1)
     leading = query.shape[:-3]
@@ -49,9 +47,7 @@ def _written_out(
         left=left,
         right=0 if is_causal else right,
         scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+        **options,
     )
     output = output.reshape(*leading, *output.shape[1:])
     return (output, lse.reshape(*leading, *lse.shape[1:])) if return_lse else output
@@ -233,13 +229,12 @@ def _case(
     pairs = pairs // 2 if what in ("causal", "softcap") else pairs
     pairs = pairs // 8 if what == "window" else pairs
     grouped = f"/{shared}" if shared != heads else ""
-    return BenchCase(
-        label=f"{batch}x{heads}{grouped}x{rows}x{size} {what}",
-        make=make,
-        bytes_forward=lambda dtype: (2 * heads + 2 * shared) * tokens * dtype.itemsize,
-        bytes_backward=lambda dtype: (4 * heads + 4 * shared) * tokens * dtype.itemsize,
-        flops_forward=4 * pairs,
-        flops_backward=10 * pairs,
+    label = f"{batch}x{heads}{grouped}x{rows}x{size} {what}"
+    return BenchCase.moving(
+        label,
+        make,
+        ((2 * heads + 2 * shared) * tokens, (4 * heads + 4 * shared) * tokens),
+        (4 * pairs, 10 * pairs),
         headline=headline,
     )
 

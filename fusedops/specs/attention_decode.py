@@ -137,12 +137,12 @@ def _case(batch: int, heads: int, key_heads: int, filled: int, size: int) -> Ben
         return Sample("bench", (new(batch, heads, 1, size), *cache, lengths))
 
     average = filled - filled // 8
-    return BenchCase(
-        label=f"{batch}x{heads}/{key_heads}x{size}, {filled} cached",
-        make=make,
-        bytes_forward=lambda dtype: 2 * batch * key_heads * average * size * dtype.itemsize,
-        bytes_backward=lambda dtype: 0,
-        flops_forward=4 * batch * heads * average * size,
+    label = f"{batch}x{heads}/{key_heads}x{size}, {filled} cached"
+    return BenchCase.moving(
+        label,
+        make,
+        (2 * batch * key_heads * average * size, 0),
+        (4 * batch * heads * average * size, 0),
         headline=filled == 2048,
     )
 

@@ -152,13 +152,12 @@ def _case(lengths: tuple[int, ...], heads: int, size: int, headline: bool = Fals
         )
 
     pairs = sum(length * length for length in lengths) * heads * size // 2
-    return BenchCase(
-        label=f"{len(lengths)} sequences, {total} tokens, {heads}x{size} causal",
-        make=make,
-        bytes_forward=lambda dtype: 4 * total * heads * size * dtype.itemsize,
-        bytes_backward=lambda dtype: 8 * total * heads * size * dtype.itemsize,
-        flops_forward=4 * pairs,
-        flops_backward=10 * pairs,
+    label = f"{len(lengths)} sequences, {total} tokens, {heads}x{size} causal"
+    return BenchCase.moving(
+        label,
+        make,
+        (4 * total * heads * size, 8 * total * heads * size),
+        (4 * pairs, 10 * pairs),
         headline=headline,
     )
 

@@ -4,53 +4,50 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from fusedops.ops.baddbmm import baddbmm
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, same_arguments
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
-    input: torch.Tensor,
-    batch1: torch.Tensor,
-    batch2: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    input: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, **factors: float
 ) -> torch.Tensor:
     if batch1.dim() == batch2.dim() == 3 and batch1.shape[0] == batch2.shape[0]:
-        return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
+        return torch.baddbmm(input, batch1, batch2, **factors)
     leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
     shape = (*leading, batch1.shape[-2], batch2.shape[-1])
     addend, first, second = (
-        tensor.expand(size).reshape(math.prod(leading), *size[-2:])
+        tensor.expand(*leading, *size).reshape(math.prod(leading), *size)
         for tensor, size in (
-            (input, shape),
-            (batch1, (*leading, *batch1.shape[-2:])),
-            (batch2, (*leading, *batch2.shape[-2:])),
+            (input, shape[-2:]),
+            (batch1, batch1.shape[-2:]),
+            (batch2, batch2.shape[-2:]),
         )
     )
-    return torch.baddbmm(addend, first, second, beta=beta, alpha=alpha).view(shape)
+    return torch.baddbmm(addend, first, second, **factors).view(shape)
+
+
+def _call(
+    name: str,
+    addend: tuple[int, ...],
+    first: tuple[int, ...],
+    second: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    **factors: float,
+) -> Sample:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    scale = max(first[-1], 1) ** -0.5
+    args = (new(*addend), new(*first, key="1"), new(*second, scale=scale, key="2"))
+    return Sample(name, args, factors)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     new = functools.partial(randn, device=device, dtype=dtype)
-
-    def call(
-        name: str,
-        addend: tuple[int, ...],
-        first: tuple[int, ...],
-        second: tuple[int, ...],
-        **factors: float,
-    ) -> Sample:
-        scale = max(first[-1], 1) ** -0.5
-        args = (new(*addend), new(*first, key="1"), new(*second, scale=scale, key="2"))
-        return Sample(name, args, factors)
-
+    call = functools.partial(_call, device=device, dtype=dtype)
     keys = new(2, 3, 7, 6, scale=0.4, key="keys").detach().mT.requires_grad_()
     return [
         call("default", (4, 5, 7), (4, 5, 6), (4, 6, 7)),
@@ -74,21 +71,21 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     a, b = torch.randn(4, 3, 8, device=device), torch.randn(4, 8, 5, device=device)
     c = torch.randn(4, 3, 5, device=device)
-    text = {"alpha": "1"}
+    bad = bad_changes(input=c, batch1=a, batch2=b)
     return [
-        BadInput("depth", (c, a, b[:, :7]), {}, ValueError, ("batch2", "8", "[4, 7, 5]")),
-        BadInput("batches", (c, a, b[:3]), {}, ValueError, ("batch2", "[4]", "[3, 8, 5]")),
-        BadInput("vector", (c, a[0, 0], b), {}, ValueError, ("batch1", "two dimensions", "[8]")),
-        BadInput("addend", (c[:, :2], a, b), {}, ValueError, ("input", "[4, 3, 5]", "[4, 2, 5]")),
-        BadInput("addend_rank", (c[None], a, b), {}, ValueError, ("input", "[1, 4, 3, 5]")),
-        BadInput("batch2_dtype", (c, a, b.double()), {}, TypeError, ("batch2", "float64")),
-        BadInput("input_dtype", (c.half(), a, b), {}, TypeError, ("input", "float16")),
-        BadInput("batch2_missing", (c, a, None), {}, TypeError, ("batch2", "NoneType")),
-        BadInput("no_tensor", (c, [1.0], b), {}, TypeError, ("batch1", "list")),
-        BadInput("device", (c, a, b.to("meta")), {}, ValueError, ("batch2", "meta")),
-        BadInput("integers", (c, a.long(), b), {}, TypeError, ("batch1", "int64")),
-        BadInput("alpha", (c, a, b), text, TypeError, ("alpha", "str")),
-        BadInput("beta", (c, a, b), {"beta": None}, TypeError, ("beta", "NoneType")),
+        bad("depth", "batch2", "8", "[4, 7, 5]", batch2=b[:, :7]),
+        bad("batches", "batch2", "[4]", "[3, 8, 5]", batch2=b[:3]),
+        bad("vector", "batch1", "two dimensions", "[8]", batch1=a[0, 0]),
+        bad("addend", "input", "[4, 3, 5]", "[4, 2, 5]", input=c[:, :2]),
+        bad("addend_rank", "input", "[1, 4, 3, 5]", input=c[None]),
+        bad("batch2_dtype", "batch2", "float64", error=TypeError, batch2=b.double()),
+        bad("input_dtype", "input", "float16", error=TypeError, input=c.half()),
+        bad("batch2_missing", "batch2", "NoneType", error=TypeError, batch2=None),
+        bad("no_tensor", "batch1", "list", error=TypeError, batch1=[1.0]),
+        bad("device", "batch2", "meta", batch2=b.to("meta")),
+        bad("integers", "batch1", "int64", error=TypeError, batch1=a.long()),
+        bad("alpha", "alpha", "str", error=TypeError, alpha="1"),
+        bad("beta", "beta", "NoneType", error=TypeError, beta=None),
     ]
 
 
@@ -101,22 +98,17 @@ def _case(
     **factors: float,
 ) -> BenchCase:
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = functools.partial(randn, device=device, dtype=dtype)
-        scale = first[-1] ** -0.5
-        args = (new(*addend), new(*first, key="1"), new(*second, scale=scale, key="2"))
-        return Sample("bench", args, factors)
+        return _call("bench", addend, first, second, device, dtype, **factors)
 
     leading = torch.broadcast_shapes(first[:-2], second[:-2])
     result = math.prod(leading) * first[-2] * second[-1]
     operands = math.prod(addend) + math.prod(first) + math.prod(second)
     flops = 2 * result * first[-1]
-    return BenchCase(
-        label=label,
-        make=make,
-        bytes_forward=lambda dtype: (operands + result) * dtype.itemsize,
-        bytes_backward=lambda dtype: (2 * operands + result) * dtype.itemsize,
-        flops_forward=flops,
-        flops_backward=2 * flops,
+    return BenchCase.moving(
+        label,
+        make,
+        (operands + result, 2 * operands + result),
+        (flops, 2 * flops),
         headline=headline,
     )
 
@@ -126,20 +118,17 @@ def _sized(batch: int, rows: int, inner: int, columns: int) -> BenchCase:
     return _case(label, (batch, rows, columns), (batch, rows, inner), (batch, inner, columns))
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    def matmul_add(
-        input: torch.Tensor,
-        batch1: torch.Tensor,
-        batch2: torch.Tensor,
-        *,
-        beta: float = 1,
-        alpha: float = 1,
-    ) -> torch.Tensor:
-        """Run matmul and add the addend, which broadcasts; the scale goes to the operand."""
-        product = torch.matmul(batch1 if alpha == 1 else alpha * batch1, batch2)
-        return product if beta == 0 else torch.add(product, input, alpha=beta)
-
-    return {"matmul_add": matmul_add}
+def _matmul_add(
+    input: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    """Run matmul and add the addend, which broadcasts; the scale goes to the operand."""
+    product = torch.matmul(batch1 if alpha == 1 else alpha * batch1, batch2)
+    return product if beta == 0 else torch.add(product, input, alpha=beta)
 
 
 SPEC = Spec(
@@ -167,9 +156,8 @@ SPEC = Spec(
     ),
     summary="batched matrix product plus a broadcast addend",
     autocast="lower",
-    peers=_peers,
+    peers=lambda: {"matmul_add": _matmul_add},
     opinfo=("baddbmm",),
-    from_opinfo=same_arguments,
     rows_are_independent=False,
     limits=(
         "Calls of less than 60 us can be slower than torch's in float32 on Zen 4: a call takes 4 "

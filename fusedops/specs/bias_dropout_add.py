@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.specs import _add_norm, depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -61,20 +61,21 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, bias = torch.randn(3, 8, device=device), torch.ones(8, device=device)
     narrow = torch.zeros(3, 8, device=device, dtype=torch.float8_e4m3fn)
+    bad = bad_changes(input=x, bias=bias, residual=x)
     return [
-        BadInput("residual_shape", (x, bias, x[:2]), {}, ValueError, ("residual", "[3, 8]")),
-        BadInput("residual_device", (x, bias, x.to("meta")), {}, ValueError, ("residual", "meta")),
-        BadInput("no_residual", (x, bias, None), {}, TypeError, ("residual", "NoneType")),
-        BadInput("residual_dtype", (x, bias, narrow), {}, TypeError, ("residual", "float8_e4m3fn")),
-        BadInput("bias_float8", (x, narrow[0], x), {}, TypeError, ("bias", "float8_e4m3fn")),
-        BadInput("bias_shape", (x, bias[:7], x), {}, ValueError, ("bias", "[8]", "[7]")),
-        BadInput("bias_rank", (x, x, x), {}, ValueError, ("bias", "[8]", "[3, 8]")),
-        BadInput("bias_dtype", (x, bias.long(), x), {}, TypeError, ("bias", "int64")),
-        BadInput("bias_of_a_scalar", (x.sum(), bias, x.sum()), {}, ValueError, ("input",)),
-        BadInput("integers", (x.long(), bias, x), {}, TypeError, ("input", "int64")),
-        BadInput("p_above", (x, bias, x, 1.5), {}, ValueError, ("p ", "1.5")),
-        BadInput("p_below", (x, bias, x, -0.1), {}, ValueError, ("p ", "-0.1")),
-        BadInput("p_type", (x, bias, x, "0.1"), {}, TypeError, ("p ", "str")),
+        bad("residual_shape", "residual", "[3, 8]", residual=x[:2]),
+        bad("residual_device", "residual", "meta", residual=x.to("meta")),
+        bad("no_residual", "residual", "NoneType", error=TypeError, residual=None),
+        bad("residual_dtype", "residual", "float8_e4m3fn", error=TypeError, residual=narrow),
+        bad("bias_float8", "bias", "float8_e4m3fn", error=TypeError, bias=narrow[0]),
+        bad("bias_shape", "bias", "[8]", "[7]", bias=bias[:7]),
+        bad("bias_rank", "bias", "[8]", "[3, 8]", bias=x),
+        bad("bias_dtype", "bias", "int64", error=TypeError, bias=bias.long()),
+        bad("bias_of_a_scalar", "input", input=x.sum(), residual=x.sum()),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("p_above", "p ", "1.5", p=1.5),
+        bad("p_below", "p ", "-0.1", p=-0.1),
+        bad("p_type", "p ", "str", error=TypeError, p="0.1"),
     ]
 
 
@@ -87,13 +88,9 @@ def _case(
         data = (new(rows, columns), added, new(rows, columns, key="residual"), p)
         return Sample("bench", data, random=p > 0)
 
-    return BenchCase(
-        label=f"{rows}x{columns}, dropout {p}" + (", bias" if bias else ""),
-        make=make,
-        bytes_forward=lambda dtype: 3 * rows * columns * dtype.itemsize,
-        bytes_backward=lambda dtype: 2 * rows * columns * dtype.itemsize,
-        headline=headline,
-    )
+    size = rows * columns
+    label = f"{rows}x{columns}, dropout {p}" + (", bias" if bias else "")
+    return BenchCase.moving(label, make, (3 * size, 2 * size), headline=headline)
 
 
 SPEC = Spec(

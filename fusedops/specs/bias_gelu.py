@@ -10,7 +10,7 @@ from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.specs import depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -38,18 +38,19 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, bias = torch.randn(3, 8, device=device), torch.zeros(8, device=device)
+    bad = bad_changes(input=x, bias=bias)
     return [
-        BadInput("bias_shape", (x, bias[:7]), {}, ValueError, ("bias", "[8]", "[7]")),
-        BadInput("bias_broadcast", (x, bias[:1]), {}, ValueError, ("bias", "[1]")),
-        BadInput("bias_rank", (x, bias[None]), {}, ValueError, ("bias", "[1, 8]")),
-        BadInput("bias_dtype", (x, bias.double()), {}, TypeError, ("bias", "float64")),
-        BadInput("bias_narrow", (x, bias.bfloat16()), {}, TypeError, ("bias", "bfloat16")),
-        BadInput("bias_missing", (x, None), {}, TypeError, ("bias", "NoneType")),
-        BadInput("device", (x, bias.to("meta")), {}, ValueError, ("bias", "meta")),
-        BadInput("scalar", (x[0, 0], bias), {}, ValueError, ("input", "scalar")),
-        BadInput("integers", (x.long(), bias), {}, TypeError, ("input", "int64")),
-        BadInput("no_tensor", ([1.0], bias), {}, TypeError, ("input", "list")),
-        BadInput("variant", (x, bias, "gelu_tanh"), {}, ValueError, ("approximate", "'gelu_tanh'")),
+        bad("bias_shape", "bias", "[8]", "[7]", bias=bias[:7]),
+        bad("bias_broadcast", "bias", "[1]", bias=bias[:1]),
+        bad("bias_rank", "bias", "[1, 8]", bias=bias[None]),
+        bad("bias_dtype", "bias", "float64", error=TypeError, bias=bias.double()),
+        bad("bias_narrow", "bias", "bfloat16", error=TypeError, bias=bias.bfloat16()),
+        bad("bias_missing", "bias", "NoneType", error=TypeError, bias=None),
+        bad("device", "bias", "meta", bias=bias.to("meta")),
+        bad("scalar", "input", "scalar", input=x[0, 0]),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("no_tensor", "input", "list", error=TypeError, input=[1.0]),
+        bad("variant", "approximate", "'gelu_tanh'", approximate="gelu_tanh"),
     ]
 
 
@@ -58,12 +59,9 @@ def _case(rows: int, columns: int, approximate: str, headline: bool = False) -> 
         new = functools.partial(randn, device=device, dtype=dtype)
         return Sample("bench", (new(rows, columns), new(columns, key="bias"), approximate))
 
-    return BenchCase(
-        label=f"{rows}x{columns} {approximate}",
-        make=make,
-        bytes_forward=lambda dtype: 2 * rows * columns * dtype.itemsize,
-        bytes_backward=lambda dtype: 3 * rows * columns * dtype.itemsize,
-        headline=headline,
+    size = rows * columns
+    return BenchCase.moving(
+        f"{rows}x{columns} {approximate}", make, (2 * size, 3 * size), headline=headline
     )
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.specs import _peers
 from fusedops.specs.make import randint, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def eager(
@@ -102,32 +102,29 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, target = torch.randn(3, 8, device=device), torch.tensor([1, 0, 7], device=device)
-
-    def bad(name: str, error: type[Exception], *mentions: str, **options: Any) -> BadInput:
-        return BadInput(name, (x, target), options, error, mentions)
-
+    bad = bad_changes(logits=x, target=target)
     return [
-        BadInput("integers", (x.long(), target), {}, TypeError, ("logits", "int64")),
-        BadInput("no_tensor", ([1.0], target), {}, TypeError, ("logits", "list")),
-        BadInput("scalar", (x[0, 0], target), {}, ValueError, ("logits", "scalar")),
-        BadInput("no_classes", (x[:, :0], target), {}, ValueError, ("logits", "one class")),
-        BadInput("target_shape", (x, target[:2]), {}, ValueError, ("target", "[3]", "[2]")),
-        BadInput("target_dtype", (x, target.int()), {}, TypeError, ("target", "int64", "int32")),
-        BadInput("probabilities", (x, x), {}, TypeError, ("target", "int64", "float32")),
-        BadInput("target_missing", (x, None), {}, TypeError, ("target", "NoneType")),
-        BadInput("device", (x, target.to("meta")), {}, ValueError, ("target", "meta")),
-        BadInput("too_large", (x, target + 1), {}, ValueError, ("target", "[0, 8)", "8 at row 2")),
-        BadInput("negative", (x, target - 1), {}, ValueError, ("target", "-1 at row 1")),
-        bad("reduction", ValueError, "reduction", "'mean'", reduction="average"),
-        bad("smoothing", ValueError, "label_smoothing", "1.5", label_smoothing=1.5),
-        bad("z_loss", ValueError, "z_loss", "-1", z_loss=-1.0),
-        bad("softcap", ValueError, "softcap", "0.0", softcap=0.0),
-        bad("softcap_type", TypeError, "softcap", "str", softcap="30"),
-        bad("ignore_index", TypeError, "ignore_index", "float", ignore_index=-100.0),
-        bad("dtype", ValueError, "dtype", "float32", "float16", dtype=torch.float16),
-        bad("dtype_type", TypeError, "dtype", "'float32'", dtype="float32"),
-        bad("dtype_number", TypeError, "dtype", "-1", dtype=-1),
-        bad("ignore_flag", TypeError, "ignore_index", "bool", ignore_index=True),
+        bad("integers", "logits", "int64", error=TypeError, logits=x.long()),
+        bad("no_tensor", "logits", "list", error=TypeError, logits=[1.0]),
+        bad("scalar", "logits", "scalar", logits=x[0, 0]),
+        bad("no_classes", "logits", "one class", logits=x[:, :0]),
+        bad("target_shape", "target", "[3]", "[2]", target=target[:2]),
+        bad("target_dtype", "target", "int64", "int32", error=TypeError, target=target.int()),
+        bad("probabilities", "target", "int64", "float32", error=TypeError, target=x),
+        bad("target_missing", "target", "NoneType", error=TypeError, target=None),
+        bad("device", "target", "meta", target=target.to("meta")),
+        bad("too_large", "target", "[0, 8)", "8 at row 2", target=target + 1),
+        bad("negative", "target", "-1 at row 1", target=target - 1),
+        bad("reduction", "reduction", "'mean'", reduction="average"),
+        bad("smoothing", "label_smoothing", "1.5", label_smoothing=1.5),
+        bad("z_loss", "z_loss", "-1", z_loss=-1.0),
+        bad("softcap", "softcap", "0.0", softcap=0.0),
+        bad("softcap_type", "softcap", "str", error=TypeError, softcap="30"),
+        bad("ignore_index", "ignore_index", "float", error=TypeError, ignore_index=-100.0),
+        bad("dtype", "dtype", "float32", "float16", dtype=torch.float16),
+        bad("dtype_type", "dtype", "'float32'", error=TypeError, dtype="float32"),
+        bad("dtype_number", "dtype", "-1", error=TypeError, dtype=-1),
+        bad("ignore_flag", "ignore_index", "bool", error=TypeError, ignore_index=True),
     ]
 
 
@@ -137,12 +134,8 @@ def _case(rows: int, classes: int, headline: bool = False, **options: Any) -> Be
         return Sample("bench", (logits, randint(rows, high=classes, device=device)), options)
 
     extra = "".join(f" {name}={value}" for name, value in options.items())
-    return BenchCase(
-        label=f"{rows}x{classes}{extra}",
-        make=make,
-        bytes_forward=lambda dtype: rows * classes * dtype.itemsize,
-        bytes_backward=lambda dtype: 2 * rows * classes * dtype.itemsize,
-        headline=headline,
+    return BenchCase.moving(
+        f"{rows}x{classes}{extra}", make, (rows * classes, 2 * rows * classes), headline=headline
     )
 
 

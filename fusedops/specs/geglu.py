@@ -11,7 +11,7 @@ from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE, GELU_VARIANT
 from fusedops.ops.geglu import geglu
 from fusedops.specs import _glu, _peers, depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -43,13 +43,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(3, 8, device=device)
+    bad = bad_changes(gate=x, up=x)
     return [
-        BadInput("shape", (x, x[:, :1]), {}, ValueError, ("up", "[3, 8]", "[3, 1]")),
-        BadInput("dtype", (x, x.double()), {}, TypeError, ("up", "float64")),
-        BadInput("integers", (x.long(), x.long()), {}, TypeError, ("gate", "int64")),
-        BadInput("no_tensor", (None, x), {}, TypeError, ("gate", "NoneType")),
-        BadInput("variant", (x, x, "erf"), {}, ValueError, ("approximate", "'erf'", "'none'")),
-        BadInput("near_variant", (x, x, "tan"), {}, ValueError, ("did you mean 'tanh'",)),
+        bad("shape", "up", "[3, 8]", "[3, 1]", up=x[:, :1]),
+        bad("dtype", "up", "float64", error=TypeError, up=x.double()),
+        bad("integers", "gate", "int64", error=TypeError, gate=x.long(), up=x.long()),
+        bad("no_tensor", "gate", "NoneType", error=TypeError, gate=None),
+        bad("variant", "approximate", "'erf'", "'none'", approximate="erf"),
+        bad("near_variant", "did you mean 'tanh'", approximate="tan"),
     ]
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.gelu import gelu
 from fusedops.specs import depth
-from fusedops.specs.make import numel, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, same_arguments
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -37,13 +38,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(3, 8, device=device)
+    bad = bad_changes(input=x)
     return [
-        BadInput("variant", (x, "erf"), {}, ValueError, ("approximate", "'erf'", "'none'")),
-        BadInput("near_variant", (x, "tan"), {}, ValueError, ("did you mean 'tanh'",)),
-        BadInput("no_variant", (x, None), {}, ValueError, ("approximate", "None")),
-        BadInput("boolean", (x, True), {}, ValueError, ("approximate", "True")),
-        BadInput("integers", (x.long(),), {}, TypeError, ("input", "int64")),
-        BadInput("no_tensor", (1.0,), {}, TypeError, ("input", "float")),
+        bad("variant", "approximate", "'erf'", "'none'", approximate="erf"),
+        bad("near_variant", "did you mean 'tanh'", approximate="tan"),
+        bad("no_variant", "approximate", "None", approximate=None),
+        bad("boolean", "approximate", "True", approximate=True),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("no_tensor", "input", "float", error=TypeError, input=1.0),
     ]
 
 
@@ -51,12 +53,9 @@ def _case(shape: tuple[int, ...], approximate: str, headline: bool = False) -> B
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
         return Sample("bench", (randn(*shape, device=device, dtype=dtype), approximate))
 
-    return BenchCase(
-        label=f"{'x'.join(map(str, shape))} {approximate}",
-        make=make,
-        bytes_forward=lambda dtype: 2 * numel(shape) * dtype.itemsize,
-        bytes_backward=lambda dtype: 3 * numel(shape) * dtype.itemsize,
-        headline=headline,
+    label = f"{'x'.join(map(str, shape))} {approximate}"
+    return BenchCase.moving(
+        label, make, (2 * math.prod(shape), 3 * math.prod(shape)), headline=headline
     )
 
 
@@ -77,5 +76,4 @@ SPEC = Spec(
     autocast="keep",
     depth=depth.elementwise,
     opinfo=("nn.functional.gelu",),
-    from_opinfo=same_arguments,
 )

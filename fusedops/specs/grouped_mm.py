@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.grouped_mm import grouped_mm
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -34,6 +34,17 @@ def _eager(
     return torch.cat(parts)
 
 
+def _weight(
+    groups: int, matrix: tuple[int, int], transposed: bool, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    depth, columns = matrix
+    new = functools.partial(randn, device=device, dtype=dtype)
+    new = functools.partial(new, scale=max(depth, 1) ** -0.5, key="w")
+    if transposed:
+        return new(groups, columns, depth).detach().mT.requires_grad_()
+    return new(groups, depth, columns)
+
+
 def _ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
 
@@ -51,13 +62,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         transposed: bool = False,
     ) -> Sample:
         depth, columns = matrix
-        shape = (len(sizes), columns, depth) if transposed else (len(sizes), depth, columns)
-        weight = new(*shape, scale=max(depth, 1) ** -0.5, key="w")
-        if transposed:
-            weight = weight.detach().mT.requires_grad_()
         args = (
             new(sum(sizes) + tail, depth),
-            weight,
+            _weight(len(sizes), matrix, transposed, device, dtype),
             _ends(sizes, device),
             new(len(sizes), columns, key="b") if bias else None,
         )
@@ -84,28 +91,27 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, w = torch.randn(6, 8, device=device), torch.randn(2, 8, 5, device=device)
     ends, bias = _ends((2, 4), device), torch.zeros(2, 5, device=device)
-    unknown = {"activation": "tanh"}
-    narrow = {"grad_weight_into": torch.zeros(2, 8, 4, device=device)}
-    half = {"grad_weight_into": torch.zeros(2, 8, 5, device=device, dtype=torch.bfloat16)}
+    name, into = "grad_weight_into", torch.zeros(2, 8, 5, device=device)
+    bad = bad_changes(input=x, weight=w, offsets=ends)
     return [
-        BadInput("weight_shape", (x, w.mT, ends), {}, ValueError, ("weight", "8", "[2, 5, 8]")),
-        BadInput("weight_rank", (x, w[0], ends), {}, ValueError, ("weight", "[8, 5]")),
-        BadInput("weight_dtype", (x, w.double(), ends), {}, TypeError, ("weight", "float64")),
-        BadInput("weight_missing", (x, None, ends), {}, TypeError, ("weight", "NoneType")),
-        BadInput("input_rank", (x[0], w, ends), {}, ValueError, ("input", "[8]")),
-        BadInput("integers", (x.long(), w, ends), {}, TypeError, ("input", "int64")),
-        BadInput("device", (x, w.to("meta"), ends), {}, ValueError, ("weight", "meta")),
-        BadInput("offsets_shape", (x, w, ends[:1]), {}, ValueError, ("offsets", "[2]", "[1]")),
-        BadInput("offsets_dtype", (x, w, ends.long()), {}, TypeError, ("offsets", "int64")),
-        BadInput("offsets_list", (x, w, [2, 6]), {}, TypeError, ("offsets", "list")),
-        BadInput("offsets_device", (x, w, ends.to("meta")), {}, ValueError, ("offsets", "meta")),
-        BadInput("decreasing", (x, w, ends.flip(0)), {}, ValueError, ("offsets", "2 after 6")),
-        BadInput("too_many_rows", (x[:5], w, ends), {}, ValueError, ("offsets", "5", "6")),
-        BadInput("bias_shape", (x, w, ends, bias[0]), {}, ValueError, ("bias", "[2, 5]", "[5]")),
-        BadInput("bias_dtype", (x, w, ends, bias.half()), {}, TypeError, ("bias", "float16")),
-        BadInput("activation", (x, w, ends), unknown, ValueError, ("'tanh'",)),
-        BadInput("into_shape", (x, w, ends), narrow, ValueError, ("grad_weight_into", "[2, 8, 4]")),
-        BadInput("into_dtype", (x, w, ends), half, TypeError, ("grad_weight_into", "bfloat16")),
+        bad("weight_shape", "weight", "8", "[2, 5, 8]", weight=w.mT),
+        bad("weight_rank", "weight", "[8, 5]", weight=w[0]),
+        bad("weight_dtype", "weight", "float64", error=TypeError, weight=w.double()),
+        bad("weight_missing", "weight", "NoneType", error=TypeError, weight=None),
+        bad("input_rank", "input", "[8]", input=x[0]),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("device", "weight", "meta", weight=w.to("meta")),
+        bad("offsets_shape", "offsets", "[2]", "[1]", offsets=ends[:1]),
+        bad("offsets_dtype", "offsets", "int64", error=TypeError, offsets=ends.long()),
+        bad("offsets_list", "offsets", "list", error=TypeError, offsets=[2, 6]),
+        bad("offsets_device", "offsets", "meta", offsets=ends.to("meta")),
+        bad("decreasing", "offsets", "2 after 6", offsets=ends.flip(0)),
+        bad("too_many_rows", "offsets", "5", "6", input=x[:5]),
+        bad("bias_shape", "bias", "[2, 5]", "[5]", bias=bias[0]),
+        bad("bias_dtype", "bias", "float16", error=TypeError, bias=bias.half()),
+        bad("activation", "'tanh'", activation="tanh"),
+        bad("into_shape", name, "[2, 8, 4]", grad_weight_into=into[..., :4]),
+        bad("into_dtype", name, "bfloat16", error=TypeError, grad_weight_into=into.bfloat16()),
     ]
 
 
@@ -122,24 +128,19 @@ def _case(
     ends = [round(weight * rows / sum(weights)) for weight in accumulate(weights)]
 
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = functools.partial(randn, device=device, dtype=dtype)
-        shape = (groups, columns, depth) if transposed else (groups, depth, columns)
-        weight = new(*shape, scale=depth**-0.5, key="w")
-        if transposed:
-            weight = weight.detach().mT.requires_grad_()
+        weight = _weight(groups, (depth, columns), transposed, device, dtype)
         offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-        return Sample("bench", (new(rows, depth), weight, offsets))
+        return Sample("bench", (randn(rows, depth, device=device, dtype=dtype), weight, offsets))
 
     operands = rows * depth + groups * depth * columns
     result = rows * columns
     flops = 2 * rows * depth * columns
-    return BenchCase(
-        label=f"{rows}x{depth}->{columns}, {groups} groups" + (", [N, K]" if transposed else ""),
-        make=make,
-        bytes_forward=lambda dtype: (operands + result) * dtype.itemsize,
-        bytes_backward=lambda dtype: (2 * operands + result) * dtype.itemsize,
-        flops_forward=flops,
-        flops_backward=2 * flops,
+    label = f"{rows}x{depth}->{columns}, {groups} groups" + (", [N, K]" if transposed else "")
+    return BenchCase.moving(
+        label,
+        make,
+        (operands + result, 2 * operands + result),
+        (flops, 2 * flops),
         headline=headline,
     )
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.specs import _peers, depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, same_arguments
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -37,23 +37,29 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
 
 
-def _bad_inputs(device: torch.device) -> list[BadInput]:
+def bad_inputs_of_norms(device: torch.device) -> list[BadInput]:
+    """Return the calls that must raise in ``rms_norm`` too."""
     x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
+    bad = bad_changes(input=x, normalized_shape=(8,))
+    sizes = ("normalized_shape", "tuple of ints")
     return [
-        BadInput("normalized_shape", (x, (7,)), {}, ValueError, ("normalized_shape", "7")),
-        BadInput("one_size", (x, 8), {}, TypeError, ("normalized_shape", "tuple of ints", "got 8")),
-        BadInput(
-            "a_number", (x, 8.0), {}, TypeError, ("normalized_shape", "tuple of ints", "got 8.0")
-        ),
-        BadInput("no_shape", (x, ()), {}, ValueError, ("normalized_shape",)),
-        BadInput("weight_shape", (x, (8,), weight[:7]), {}, ValueError, ("weight", "[8]", "[7]")),
-        BadInput("bias_shape", (x, (8,), None, weight[:1]), {}, ValueError, ("bias", "[1]")),
-        BadInput("weight_dtype", (x, (8,), weight.double()), {}, TypeError, ("weight", "float64")),
-        BadInput("integers", (x.long(), (8,)), {}, TypeError, ("input", "int64")),
-        BadInput("no_tensor", ([1.0], (1,)), {}, TypeError, ("input", "list")),
-        BadInput("device", (x, (8,), weight.to("meta")), {}, ValueError, ("weight", "meta")),
-        BadInput("eps_type", (x, (8,)), {"eps": "small"}, TypeError, ("eps", "str")),
+        bad("normalized_shape", "normalized_shape", "7", normalized_shape=(7,)),
+        bad("one_size", *sizes, "got 8", error=TypeError, normalized_shape=8),
+        bad("a_number", *sizes, "got 8.0", error=TypeError, normalized_shape=8.0),
+        bad("no_shape", "normalized_shape", normalized_shape=()),
+        bad("weight_shape", "weight", "[8]", "[7]", weight=weight[:7]),
+        bad("weight_dtype", "weight", "float64", error=TypeError, weight=weight.double()),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("no_tensor", "input", "list", error=TypeError, input=[1.0], normalized_shape=(1,)),
+        bad("device", "weight", "meta", weight=weight.to("meta")),
+        bad("eps_type", "eps", "str", error=TypeError, eps="small"),
     ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    bad = bad_changes(input=torch.randn(3, 8, device=device), normalized_shape=(8,))
+    bias = torch.ones(1, device=device)
+    return [*bad_inputs_of_norms(device), bad("bias_shape", "bias", "[1]", bias=bias)]
 
 
 def _case(rows: int, columns: int, headline: bool = False) -> BenchCase:
@@ -62,13 +68,8 @@ def _case(rows: int, columns: int, headline: bool = False) -> BenchCase:
         parameters = (new(columns, shift=1.0, key="w"), new(columns, key="b"))
         return Sample("bench", (new(rows, columns), (columns,), *parameters))
 
-    return BenchCase(
-        label=f"{rows}x{columns}",
-        make=make,
-        bytes_forward=lambda dtype: 2 * rows * columns * dtype.itemsize,
-        bytes_backward=lambda dtype: 3 * rows * columns * dtype.itemsize,
-        headline=headline,
-    )
+    size = rows * columns
+    return BenchCase.moving(f"{rows}x{columns}", make, (2 * size, 3 * size), headline=headline)
 
 
 SPEC = Spec(
@@ -90,5 +91,4 @@ SPEC = Spec(
     depth=depth.of_rows(depth.normalized(1)),
     peers=_peers.layer_norm,
     opinfo=("nn.functional.layer_norm",),
-    from_opinfo=same_arguments,
 )

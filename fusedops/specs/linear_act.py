@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_act import linear_act
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -25,21 +25,26 @@ def _eager(
     return ACTIVATIONS[activation](F.linear(input, weight, bias))
 
 
+def _call(
+    name: str,
+    rows: tuple[int, ...],
+    in_features: int,
+    out_features: int,
+    activation: str = "fast_gelu",
+    bias: bool = True,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Sample:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    weight = new(out_features, in_features, scale=max(in_features, 1) ** -0.5, key="w")
+    args = (new(*rows, in_features), weight, new(out_features, key="b") if bias else None)
+    return Sample(name, args, {"activation": activation})
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     new = functools.partial(randn, device=device, dtype=dtype)
-
-    def call(
-        name: str,
-        rows: tuple[int, ...],
-        in_features: int,
-        out_features: int,
-        activation: str = "fast_gelu",
-        bias: bool = True,
-    ) -> Sample:
-        weight = new(out_features, in_features, scale=max(in_features, 1) ** -0.5, key="w")
-        args = (new(*rows, in_features), weight, new(out_features, key="b") if bias else None)
-        return Sample(name, args, {"activation": activation})
-
+    call = functools.partial(_call, device=device, dtype=dtype)
     activations = [call(name, (7,), 33, 18, name, bias=name != "silu") for name in ACTIVATIONS]
     plain = new(17, 12, scale=0.25, key="w")
     conv1d = new(12, 17, scale=0.25, key="w").detach().t().requires_grad_()
@@ -60,19 +65,19 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, weight = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
     bias = torch.zeros(5, device=device)
-    unknown = {"activation": "gelu_fast"}
+    bad = bad_changes(input=x, weight=weight)
     return [
-        BadInput("weight_shape", (x, weight.t()), {}, ValueError, ("weight", "8", "[8, 5]")),
-        BadInput("weight_rank", (x, weight[0]), {}, ValueError, ("weight", "[8]")),
-        BadInput("weight_dtype", (x, weight.double()), {}, TypeError, ("weight", "float64")),
-        BadInput("weight_missing", (x, None), {}, TypeError, ("weight", "NoneType")),
-        BadInput("bias_shape", (x, weight, bias[:4]), {}, ValueError, ("bias", "[5]", "[4]")),
-        BadInput("bias_dtype", (x, weight, bias.half()), {}, TypeError, ("bias", "float16")),
-        BadInput("device", (x, weight.to("meta")), {}, ValueError, ("weight", "meta")),
-        BadInput("scalar", (x[0, 0], weight), {}, ValueError, ("input", "scalar")),
-        BadInput("integers", (x.long(), weight), {}, TypeError, ("input", "int64")),
-        BadInput("no_tensor", ([1.0], weight), {}, TypeError, ("input", "list")),
-        BadInput("activation", (x, weight), unknown, ValueError, ("activation", "'gelu_fast'")),
+        bad("weight_shape", "weight", "8", "[8, 5]", weight=weight.t()),
+        bad("weight_rank", "weight", "[8]", weight=weight[0]),
+        bad("weight_dtype", "weight", "float64", error=TypeError, weight=weight.double()),
+        bad("weight_missing", "weight", "NoneType", error=TypeError, weight=None),
+        bad("bias_shape", "bias", "[5]", "[4]", bias=bias[:4]),
+        bad("bias_dtype", "bias", "float16", error=TypeError, bias=bias.half()),
+        bad("device", "weight", "meta", weight=weight.to("meta")),
+        bad("scalar", "input", "scalar", input=x[0, 0]),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("no_tensor", "input", "list", error=TypeError, input=[1.0]),
+        bad("activation", "activation", "'gelu_fast'", activation="gelu_fast"),
     ]
 
 
@@ -84,19 +89,17 @@ def _case(
     headline: bool = False,
 ) -> BenchCase:
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = functools.partial(randn, device=device, dtype=dtype)
-        weight = new(out_features, in_features, scale=in_features**-0.5, key="w")
-        args = (new(rows, in_features), weight, new(out_features, key="b"))
-        return Sample("bench", args, {"activation": activation})
+        sizes = ((rows,), in_features, out_features)
+        return _call("bench", *sizes, activation, device=device, dtype=dtype)
 
+    product = rows * in_features * out_features
     x, w, y = rows * in_features, in_features * out_features, rows * out_features
-    return BenchCase(
-        label=f"{rows}x{in_features}->{out_features} {activation}",
-        make=make,
-        bytes_forward=lambda dtype: (x + w + 2 * y) * dtype.itemsize,
-        bytes_backward=lambda dtype: (2 * x + 2 * w + 2 * y) * dtype.itemsize,
-        flops_forward=2 * rows * in_features * out_features,
-        flops_backward=4 * rows * in_features * out_features,
+    label = f"{rows}x{in_features}->{out_features} {activation}"
+    return BenchCase.moving(
+        label,
+        make,
+        (x + w + 2 * y, 2 * x + 2 * w + 2 * y),
+        (2 * product, 4 * product),
         headline=headline,
     )
 

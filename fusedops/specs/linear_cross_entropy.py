@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.specs import _peers, cross_entropy
 from fusedops.specs.make import randint, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -98,30 +98,27 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, weight = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
     target, bias = torch.tensor([1, 0, 4], device=device), torch.zeros(5, device=device)
-
-    def bad(name: str, error: type[Exception], *mentions: str, **options: Any) -> BadInput:
-        return BadInput(name, (x, weight, target), options, error, mentions)
-
+    bad = bad_changes(hidden=x, weight=weight, target=target)
     return [
-        BadInput("hidden", (x.long(), weight, target), {}, TypeError, ("hidden", "int64")),
-        BadInput("scalar", (x[0, 0], weight, target), {}, ValueError, ("hidden", "scalar")),
-        BadInput("weight_shape", (x, weight.t(), target), {}, ValueError, ("weight", "[8, 5]")),
-        BadInput("weight_dtype", (x, weight.double(), target), {}, TypeError, ("weight", "64")),
-        BadInput("no_classes", (x, weight[:0], target), {}, ValueError, ("weight", "one class")),
-        BadInput("bias_shape", (x, weight, target, bias[1:]), {}, ValueError, ("bias", "[4]")),
-        BadInput("bias_dtype", (x, weight, target, bias.half()), {}, TypeError, ("bias", "16")),
-        BadInput("target_shape", (x, weight, target[:2]), {}, ValueError, ("target", "[2]")),
-        BadInput("target_dtype", (x, weight, target.int()), {}, TypeError, ("target", "int32")),
-        BadInput("swapped", (x, target, weight), {}, TypeError, ("weight", "int64")),
-        BadInput("device", (x, weight.to("meta"), target), {}, ValueError, ("weight", "meta")),
-        BadInput("too_large", (x, weight, target + 1), {}, ValueError, ("target", "5 at row 2")),
-        BadInput("negative", (x, weight, target - 1), {}, ValueError, ("target", "-1 at row 1")),
-        bad("reduction", ValueError, "reduction", "'avg'", reduction="avg"),
-        bad("smoothing", TypeError, "label_smoothing", "str", label_smoothing="0.1"),
-        bad("softcap", ValueError, "softcap", "-1.0", softcap=-1.0),
-        bad("chunk_size", ValueError, "chunk_size", "0", chunk_size=0),
-        bad("recompute", TypeError, "recompute", "int", recompute=1),
-        bad("chunk_size_type", TypeError, "chunk_size", "float", chunk_size=2.0),
+        bad("hidden", "hidden", "int64", error=TypeError, hidden=x.long()),
+        bad("scalar", "hidden", "scalar", hidden=x[0, 0]),
+        bad("weight_shape", "weight", "[8, 5]", weight=weight.t()),
+        bad("weight_dtype", "weight", "64", error=TypeError, weight=weight.double()),
+        bad("no_classes", "weight", "one class", weight=weight[:0]),
+        bad("bias_shape", "bias", "[4]", bias=bias[1:]),
+        bad("bias_dtype", "bias", "16", error=TypeError, bias=bias.half()),
+        bad("target_shape", "target", "[2]", target=target[:2]),
+        bad("target_dtype", "target", "int32", error=TypeError, target=target.int()),
+        bad("swapped", "weight", "int64", error=TypeError, weight=target, target=weight),
+        bad("device", "weight", "meta", weight=weight.to("meta")),
+        bad("too_large", "target", "5 at row 2", target=target + 1),
+        bad("negative", "target", "-1 at row 1", target=target - 1),
+        bad("reduction", "reduction", "'avg'", reduction="avg"),
+        bad("smoothing", "label_smoothing", "str", error=TypeError, label_smoothing="0.1"),
+        bad("softcap", "softcap", "-1.0", softcap=-1.0),
+        bad("chunk_size", "chunk_size", "0", chunk_size=0),
+        bad("recompute", "recompute", "int", error=TypeError, recompute=1),
+        bad("chunk_size_type", "chunk_size", "float", error=TypeError, chunk_size=2.0),
     ]
 
 
@@ -137,14 +134,9 @@ def _case(
     factors = rows * hidden_size + classes * hidden_size
     product = 2 * rows * hidden_size * classes
     extra = "".join(f" {name}={value}" for name, value in options.items())
-    return BenchCase(
-        label=f"{rows}x{hidden_size}->{classes}{extra}",
-        make=make,
-        bytes_forward=lambda dtype: factors * dtype.itemsize,
-        bytes_backward=lambda dtype: 2 * factors * dtype.itemsize,
-        flops_forward=product,
-        flops_backward=2 * product,
-        headline=headline,
+    label = f"{rows}x{hidden_size}->{classes}{extra}"
+    return BenchCase.moving(
+        label, make, (factors, 2 * factors), (product, 2 * product), headline=headline
     )
 
 

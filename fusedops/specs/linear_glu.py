@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -25,20 +25,25 @@ def _eager(
     return ACTIVATIONS[activation](F.linear(input, gate_weight)) * F.linear(input, up_weight)
 
 
+def _call(
+    name: str,
+    rows: tuple[int, ...],
+    in_features: int,
+    out_features: int,
+    activation: str = "silu",
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Sample:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    scale = max(in_features, 1) ** -0.5
+    weights = (new(out_features, in_features, scale=scale, key=key) for key in ("gate", "up"))
+    return Sample(name, (new(*rows, in_features), *weights), {"activation": activation})
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     new = functools.partial(randn, device=device, dtype=dtype)
-
-    def call(
-        name: str,
-        rows: tuple[int, ...],
-        in_features: int,
-        out_features: int,
-        activation: str = "silu",
-    ) -> Sample:
-        scale = max(in_features, 1) ** -0.5
-        weights = (new(out_features, in_features, scale=scale, key=key) for key in ("gate", "up"))
-        return Sample(name, (new(*rows, in_features), *weights), {"activation": activation})
-
+    call = functools.partial(_call, device=device, dtype=dtype)
     plain = new(17, 12, scale=0.25, key="gate")
     transposed = new(12, 17, scale=0.25, key="up").detach().t().requires_grad_()
     return [
@@ -58,20 +63,20 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(3, 8, device=device)
     gate, up = torch.randn(5, 8, device=device), torch.randn(5, 8, device=device)
-    unknown = {"activation": "swish"}
+    bad = bad_changes(input=x, gate_weight=gate, up_weight=up)
     return [
-        BadInput("gate_shape", (x, gate.t(), up), {}, ValueError, ("gate_weight", "8", "[8, 5]")),
-        BadInput("gate_rank", (x, gate[0], up), {}, ValueError, ("gate_weight", "[8]")),
-        BadInput("gate_dtype", (x, gate.double(), up), {}, TypeError, ("gate_weight", "float64")),
-        BadInput("gate_missing", (x, None, up), {}, TypeError, ("gate_weight", "NoneType")),
-        BadInput("up_shape", (x, gate, up[:4]), {}, ValueError, ("up_weight", "[5, 8]", "[4, 8]")),
-        BadInput("up_dtype", (x, gate, up.half()), {}, TypeError, ("up_weight", "float16")),
-        BadInput("up_missing", (x, gate, None), {}, TypeError, ("up_weight", "NoneType")),
-        BadInput("device", (x, gate, up.to("meta")), {}, ValueError, ("up_weight", "meta")),
-        BadInput("scalar", (x[0, 0], gate, up), {}, ValueError, ("input", "scalar")),
-        BadInput("integers", (x.long(), gate, up), {}, TypeError, ("input", "int64")),
-        BadInput("no_tensor", ([1.0], gate, up), {}, TypeError, ("input", "list")),
-        BadInput("activation", (x, gate, up), unknown, ValueError, ("activation", "'swish'")),
+        bad("gate_shape", "gate_weight", "8", "[8, 5]", gate_weight=gate.t()),
+        bad("gate_rank", "gate_weight", "[8]", gate_weight=gate[0]),
+        bad("gate_dtype", "gate_weight", "float64", error=TypeError, gate_weight=gate.double()),
+        bad("gate_missing", "gate_weight", "NoneType", error=TypeError, gate_weight=None),
+        bad("up_shape", "up_weight", "[5, 8]", "[4, 8]", up_weight=up[:4]),
+        bad("up_dtype", "up_weight", "float16", error=TypeError, up_weight=up.half()),
+        bad("up_missing", "up_weight", "NoneType", error=TypeError, up_weight=None),
+        bad("device", "up_weight", "meta", up_weight=up.to("meta")),
+        bad("scalar", "input", "scalar", input=x[0, 0]),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("no_tensor", "input", "list", error=TypeError, input=[1.0]),
+        bad("activation", "activation", "'swish'", activation="swish"),
     ]
 
 
@@ -83,19 +88,17 @@ def _case(
     headline: bool = False,
 ) -> BenchCase:
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = functools.partial(randn, device=device, dtype=dtype)
-        scale = in_features**-0.5
-        weights = (new(out_features, in_features, scale=scale, key=key) for key in ("gate", "up"))
-        return Sample("bench", (new(rows, in_features), *weights), {"activation": activation})
+        sizes = ((rows,), in_features, out_features)
+        return _call("bench", *sizes, activation, device=device, dtype=dtype)
 
+    product = rows * in_features * out_features
     x, w, y = rows * in_features, in_features * out_features, rows * out_features
-    return BenchCase(
-        label=f"{rows}x{in_features}->{out_features} {activation}",
-        make=make,
-        bytes_forward=lambda dtype: (x + 2 * w + 3 * y) * dtype.itemsize,
-        bytes_backward=lambda dtype: (2 * x + 4 * w + 5 * y) * dtype.itemsize,
-        flops_forward=4 * rows * in_features * out_features,
-        flops_backward=8 * rows * in_features * out_features,
+    label = f"{rows}x{in_features}->{out_features} {activation}"
+    return BenchCase.moving(
+        label,
+        make,
+        (x + 2 * w + 3 * y, 2 * x + 4 * w + 5 * y),
+        (4 * product, 8 * product),
         headline=headline,
     )
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Sequence
 
 import torch
 
@@ -35,13 +33,3 @@ def randint(
     """Return int64 values in [low, high), drawn on the CPU from a seed of shape and ``key``."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{shape}{high}{key}".encode()))
     return torch.randint(low, high, shape, generator=generator).to(device)
-
-
-def size_of(dtype: torch.dtype) -> int:
-    """Return the bytes of one element."""
-    return dtype.itemsize
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape."""
-    return math.prod(shape)

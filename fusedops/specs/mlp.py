@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.mlp import mlp
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -26,27 +26,32 @@ def _eager(
     return F.linear(ACTIVATIONS[activation](F.linear(input, w1, b1)), w2, b2)
 
 
+def _call(
+    name: str,
+    rows: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    activation: str = "fast_gelu",
+    biases: tuple[bool, bool] = (True, True),
+    recompute: bool = False,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Sample:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    in_features, hidden, out = sizes
+    args = (
+        new(*rows, in_features),
+        new(hidden, in_features, scale=max(in_features, 1) ** -0.5, key="w1"),
+        new(hidden, key="b1") if biases[0] else None,
+        new(out, hidden, scale=max(hidden, 1) ** -0.5, key="w2"),
+        new(out, key="b2") if biases[1] else None,
+    )
+    return Sample(name, args, {"activation": activation, "recompute": recompute})
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     new = functools.partial(randn, device=device, dtype=dtype)
-
-    def call(
-        name: str,
-        rows: tuple[int, ...],
-        sizes: tuple[int, int, int],
-        activation: str = "fast_gelu",
-        biases: tuple[bool, bool] = (True, True),
-        recompute: bool = False,
-    ) -> Sample:
-        in_features, hidden, out = sizes
-        args = (
-            new(*rows, in_features),
-            new(hidden, in_features, scale=max(in_features, 1) ** -0.5, key="w1"),
-            new(hidden, key="b1") if biases[0] else None,
-            new(out, hidden, scale=max(hidden, 1) ** -0.5, key="w2"),
-            new(out, key="b2") if biases[1] else None,
-        )
-        return Sample(name, args, {"activation": activation, "recompute": recompute})
-
+    call = functools.partial(_call, device=device, dtype=dtype)
     conv1d = [
         new(*shape, scale=0.25, key=f"{shape}").detach().t().requires_grad_()
         for shape in ((9, 21), (21, 10))
@@ -69,22 +74,20 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, w1 = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
     w2, b1 = torch.randn(6, 5, device=device), torch.zeros(5, device=device)
-    unknown = {"activation": "tanh"}
+    bad = bad_changes(input=x, w1=w1, b1=None, w2=w2, b2=None)
     return [
-        BadInput("w1_shape", (x, w1.t(), None, w2, None), {}, ValueError, ("w1", "[8, 5]")),
-        BadInput("w2_shape", (x, w1, None, w2.t(), None), {}, ValueError, ("w2", "5", "[5, 6]")),
-        BadInput("w2_rank", (x, w1, None, w2[0], None), {}, ValueError, ("w2", "[5]")),
-        BadInput("b1_shape", (x, w1, b1[:2], w2, None), {}, ValueError, ("b1", "[5]", "[2]")),
-        BadInput("b2_shape", (x, w1, None, w2, b1), {}, ValueError, ("b2", "[6]", "[5]")),
-        BadInput("w2_dtype", (x, w1, None, w2.double(), None), {}, TypeError, ("w2", "float64")),
-        BadInput("w2_missing", (x, w1, None, None, None), {}, TypeError, ("w2", "NoneType")),
-        BadInput("device", (x, w1, None, w2.to("meta"), None), {}, ValueError, ("w2", "meta")),
-        BadInput("scalar", (x[0, 0], w1, None, w2, None), {}, ValueError, ("input", "scalar")),
-        BadInput("integers", (x.long(), w1, None, w2, None), {}, TypeError, ("input", "int64")),
-        BadInput("activation", (x, w1, None, w2, None), unknown, ValueError, ("'tanh'",)),
-        BadInput(
-            "recompute", (x, w1, None, w2, None), {"recompute": 1}, TypeError, ("recompute", "int")
-        ),
+        bad("w1_shape", "w1", "[8, 5]", w1=w1.t()),
+        bad("w2_shape", "w2", "5", "[5, 6]", w2=w2.t()),
+        bad("w2_rank", "w2", "[5]", w2=w2[0]),
+        bad("b1_shape", "b1", "[5]", "[2]", b1=b1[:2]),
+        bad("b2_shape", "b2", "[6]", "[5]", b2=b1),
+        bad("w2_dtype", "w2", "float64", error=TypeError, w2=w2.double()),
+        bad("w2_missing", "w2", "NoneType", error=TypeError, w2=None),
+        bad("device", "w2", "meta", w2=w2.to("meta")),
+        bad("scalar", "input", "scalar", input=x[0, 0]),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("activation", "'tanh'", activation="tanh"),
+        bad("recompute", "recompute", "int", error=TypeError, recompute=1),
     ]
 
 
@@ -97,26 +100,19 @@ def _case(
     headline: bool = False,
 ) -> BenchCase:
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        new = functools.partial(randn, device=device, dtype=dtype)
-        args = (
-            new(rows, features),
-            new(hidden, features, scale=features**-0.5, key="w1"),
-            new(hidden, key="b1"),
-            new(features, hidden, scale=hidden**-0.5, key="w2"),
-            new(features, key="b2"),
-        )
-        return Sample("bench", args, {"activation": activation, "recompute": recompute})
+        call = functools.partial(_call, device=device, dtype=dtype)
+        sizes = (features, hidden, features)
+        return call("bench", (rows,), sizes, activation, recompute=recompute)
 
     x, w, h = rows * features, features * hidden, rows * hidden
     product = 2 * rows * features * hidden
     suffix = " recompute" if recompute else ""
-    return BenchCase(
-        label=f"{rows}x{features}->{hidden}->{features} {activation}{suffix}",
-        make=make,
-        bytes_forward=lambda dtype: (2 * x + 2 * w + h) * dtype.itemsize,
-        bytes_backward=lambda dtype: (3 * x + 4 * w + 3 * h) * dtype.itemsize,
-        flops_forward=2 * product,
-        flops_backward=(5 if recompute else 4) * product,
+    label = f"{rows}x{features}->{hidden}->{features} {activation}{suffix}"
+    return BenchCase.moving(
+        label,
+        make,
+        (2 * x + 2 * w + h, 3 * x + 4 * w + 3 * h),
+        (2 * product, (5 if recompute else 4) * product),
         headline=headline,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.specs import _hf_experts, _routing
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _hidden(z: torch.Tensor, activation: str, gated: bool, interleaved: bool) -> torch.Tensor:
@@ -40,41 +41,12 @@ def _eager(
     gated: bool = True,
     interleaved: bool = False,
     recompute: bool = True,
+    weigh_hidden: bool = False,
 ) -> torch.Tensor:
-    """Loop over the experts, as model code does."""
-    return _loop(input, plan, w1, w2, b1, b2, activation, gated, interleaved, weigh_hidden=False)
+    """Loop over the experts, as model code does.
 
-
-def _weighing_hidden(
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    *,
-    activation: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    recompute: bool = True,
-) -> torch.Tensor:
-    """Do the same with the probabilities before the second product, as the kernels do."""
-    return _loop(input, plan, w1, w2, b1, b2, activation, gated, interleaved, weigh_hidden=True)
-
-
-def _loop(
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    activation: str,
-    gated: bool,
-    interleaved: bool,
-    *,
-    weigh_hidden: bool,
-) -> torch.Tensor:
+    With ``weigh_hidden`` the probabilities come before the second product, as in the kernels.
+    """
     slots, probs = plan.permutation.long(), plan.probs.flatten()
     output = probs.new_zeros(input.shape[0], w2.shape[2])
     rounded, begin = input.dtype, 0
@@ -100,14 +72,13 @@ def _arguments(
     hidden: int,
     inner: int,
     out: int,
-    *,
-    gated: bool,
-    bias: bool,
-    transposed: bool,
-    device: torch.device,
     dtype: torch.dtype,
+    *,
+    gated: bool = True,
+    bias: bool = False,
+    transposed: bool = False,
 ) -> tuple[Any, ...]:
-    new = functools.partial(randn, device=device, dtype=dtype)
+    new = functools.partial(randn, device=plan.probs.device, dtype=dtype)
     width, experts = inner * (1 + gated), plan.num_experts
 
     def weight(rows: int, columns: int, key: str) -> torch.Tensor:
@@ -135,19 +106,12 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         pattern: str = "random",
         bias: bool = False,
         transposed: bool = False,
+        gated: bool = True,
         **options: bool,
     ) -> Sample:
         plan = _routing.plan(*routing, device=device, dtype=dtype, pattern=pattern, key=name)
-        given = _arguments(
-            plan,
-            *sizes,
-            gated=options.get("gated", True),
-            bias=bias,
-            transposed=transposed,
-            device=device,
-            dtype=dtype,
-        )
-        return Sample(name, given, {"activation": activation, **options})
+        args = _arguments(plan, *sizes, dtype, gated=gated, bias=bias, transposed=transposed)
+        return Sample(name, args, {"activation": activation, "gated": gated, **options})
 
     patterns = [pattern for pattern in _routing.PATTERNS if pattern != "random"]
     return [
@@ -174,40 +138,36 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     plan = _routing.plan(4, 2, 3, device=device, dtype=torch.float32, grad=False)
     x, w1 = torch.randn(4, 8, device=device), torch.randn(3, 8, 10, device=device)
     w2, b1 = torch.randn(3, 5, 6, device=device), torch.zeros(3, 10, device=device)
-    far = torch.full_like(plan.permutation, 99)
-    values = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-    outside = RoutingPlan(**{**values, "permutation": far})
-    less = RoutingPlan(**{**values, "offsets": plan.offsets.flip(0)})
+    outside = dataclasses.replace(plan, permutation=torch.full_like(plan.permutation, 99))
+    less = dataclasses.replace(plan, offsets=plan.offsets.flip(0))
 
-    wide = torch.zeros_like(w1), torch.zeros_like(w2)
-    narrow: dict[str, Any] = {"grad_weights_into": (wide[0], wide[1][:2])}
-    half: dict[str, Any] = {"grad_weights_into": (wide[0].half(), wide[1])}
-    spread: dict[str, Any] = {"grad_weights_into": (wide[0][:, :1].expand_as(w1), wide[1])}
-    alone: dict[str, Any] = {"grad_weights_into": wide[0]}
-    lacking: dict[str, Any] = {"grad_weights_into": (wide[0], None)}
-    name = "grad_weights_into"
+    into1, into2, into = torch.zeros_like(w1), torch.zeros_like(w2), "grad_weights_into"
+    spread = into1[:, :1].expand_as(w1)
+    bad = bad_changes(input=x, plan=plan, w1=w1, w2=w2)
     return [
-        bad("tokens", x[:3], plan, w1, w2, mentions=("input", "4", "[3, 8]")),
-        bad("no_plan", x, None, w1, w2, mentions=("plan", "NoneType"), error=TypeError),
-        bad("w1_experts", x, plan, w1[:2], w2, mentions=("w1", "[3, 8,", "[2, 8, 10]")),
-        bad("w1_odd", x, plan, w1[..., :9], w2, mentions=("w1", "2 * inner", "[3, 8, 9]")),
-        bad("w1_rank", x, plan, w1[0], w2, mentions=("w1", "[8, 10]")),
-        bad("w2_inner", x, plan, w1, w2, mentions=("w2", "10", "[3, 5, 6]"), gated=False),
-        bad("w2_dtype", x, plan, w1, w2.double(), mentions=("w2", "float64"), error=TypeError),
-        bad("b1_shape", x, plan, w1, w2, b1[:2], mentions=("b1", "[3, 10]", "[2, 10]")),
-        bad("b2_shape", x, plan, w1, w2, None, b1, mentions=("b2", "[3, 6]", "[3, 10]")),
-        bad("device", x, plan, w1.to("meta"), w2, mentions=("w1", "meta")),
-        bad("integers", x.long(), plan, w1, w2, mentions=("input", "int64"), error=TypeError),
-        bad("activation", x, plan, w1, w2, mentions=("'tanh'",), activation="tanh"),
-        bad("oai_plain", x, plan, w1, w1, mentions=("oai",), activation="swiglu_oai", gated=False),
-        bad("gated", x, plan, w1, w2, mentions=("gated", "int"), error=TypeError, gated=1),
-        bad("permutation", x, outside, w1, w2, mentions=("plan.permutation", "99")),
-        bad("offsets", x, less, w1, w2, mentions=("offsets", "decreas")),
-        bad("into_one", x, plan, w1, w2, mentions=(name, "pair"), error=TypeError, **alone),
-        bad("into_none", x, plan, w1, w2, mentions=(name, "[1]"), error=TypeError, **lacking),
-        bad("into_dtype", x, plan, w1, w2, mentions=(name, "float16"), error=TypeError, **half),
-        bad("into_shape", x, plan, w1, w2, mentions=(name, "[2, 5, 6]"), **narrow),
-        bad("into_strides", x, plan, w1, w2, mentions=(name, "dense"), **spread),
+        bad("tokens", "input", "4", "[3, 8]", input=x[:3]),
+        bad("no_plan", "plan", "NoneType", error=TypeError, plan=None),
+        bad("w1_experts", "w1", "[3, 8,", "[2, 8, 10]", w1=w1[:2]),
+        bad("w1_odd", "w1", "2 * inner", "[3, 8, 9]", w1=w1[..., :9]),
+        bad("w1_rank", "w1", "[8, 10]", w1=w1[0]),
+        bad("w2_inner", "w2", "10", "[3, 5, 6]", gated=False),
+        bad("w2_dtype", "w2", "float64", error=TypeError, w2=w2.double()),
+        bad("b1_shape", "b1", "[3, 10]", "[2, 10]", b1=b1[:2]),
+        bad("b2_shape", "b2", "[3, 6]", "[3, 10]", b1=None, b2=b1),
+        bad("device", "w1", "meta", w1=w1.to("meta")),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("activation", "'tanh'", activation="tanh"),
+        bad("oai_plain", "oai", w2=w1, activation="swiglu_oai", gated=False),
+        bad("gated", "gated", "int", error=TypeError, gated=1),
+        bad("permutation", "plan.permutation", "99", plan=outside),
+        bad("offsets", "offsets", "decreas", plan=less),
+        bad("into_one", into, "pair", error=TypeError, grad_weights_into=into1),
+        bad("into_none", into, "[1]", error=TypeError, grad_weights_into=(into1, None)),
+        bad(
+            "into_dtype", into, "float16", error=TypeError, grad_weights_into=(into1.half(), into2)
+        ),
+        bad("into_shape", into, "[2, 5, 6]", grad_weights_into=(into1, into2[:2])),
+        bad("into_strides", into, "dense", grad_weights_into=(spread, into2)),
     ]
 
 
@@ -222,53 +182,35 @@ def _case(
 ) -> BenchCase:
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
         plan = _routing.plan(tokens, top_k, experts, device=device, dtype=dtype)
-        given = _arguments(
-            plan,
-            hidden,
-            inner,
-            hidden,
-            gated=True,
-            bias=False,
-            transposed=True,
-            device=device,
-            dtype=dtype,
-        )
-        return Sample("bench", given, {"recompute": recompute})
+        args = _arguments(plan, hidden, inner, hidden, dtype, transposed=True)
+        return Sample("bench", args, {"recompute": recompute})
 
     rows, weights = tokens * top_k, experts * 3 * hidden * inner
     product = 2 * rows * hidden * inner
     suffix = ", recompute" if recompute else ""
-    return BenchCase(
-        label=f"{tokens}x{hidden}, top {top_k} of {experts}, inner {inner}{suffix}",
-        make=make,
-        bytes_forward=lambda dtype: (2 * tokens * hidden + weights) * dtype.itemsize,
-        bytes_backward=lambda dtype: (3 * tokens * hidden + 2 * weights) * dtype.itemsize,
-        flops_forward=3 * product,
-        flops_backward=(8 if recompute else 6) * product,
+    label = f"{tokens}x{hidden}, top {top_k} of {experts}, inner {inner}{suffix}"
+    return BenchCase.moving(
+        label,
+        make,
+        (2 * tokens * hidden + weights, 3 * tokens * hidden + 2 * weights),
+        (3 * product, (8 if recompute else 6) * product),
         headline=headline,
     )
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    def of(experts: _hf_experts.Experts) -> Callable[..., torch.Tensor]:
-        def peer(
-            input: torch.Tensor,
-            plan: RoutingPlan,
-            w1: torch.Tensor,
-            w2: torch.Tensor,
-            b1: torch.Tensor | None = None,
-            b2: torch.Tensor | None = None,
-            **options: Any,
-        ) -> torch.Tensor:
-            if b1 is not None or b2 is not None:
-                raise UnsupportedError("the peer has no biases")
-            weights = plan.probs.to(input.dtype)
-            return experts(input, plan.expert_ids.long(), weights, w1.mT, w2.mT)
-
-        return peer
-
-    peers = {name: of(experts) for name, experts in _hf_experts.installed().items()}
-    return {"dense_einsum": _dense_einsum, **peers}
+def _by_hf_experts(
+    experts: _hf_experts.Experts,
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    *biases: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    if any(bias is not None for bias in biases):
+        raise UnsupportedError("the peer has no biases")
+    weights = plan.probs.to(input.dtype)
+    return experts(input, plan.expert_ids.long(), weights, w1.mT, w2.mT)
 
 
 def _dense_einsum(
@@ -276,8 +218,7 @@ def _dense_einsum(
     plan: RoutingPlan,
     w1: torch.Tensor,
     w2: torch.Tensor,
-    b1: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
+    *biases: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
     """Run every token through every expert and keep what the router chose."""
@@ -288,11 +229,17 @@ def _dense_einsum(
     return torch.einsum("eth,te->th", outputs, weights)
 
 
+def _peers() -> dict[str, Callable[..., Any]]:
+    of_hf = _hf_experts.installed().items()
+    peers = {name: functools.partial(_by_hf_experts, experts) for name, experts in of_hf}
+    return {"dense_einsum": _dense_einsum, **peers}
+
+
 SPEC = Spec(
     name="moe_mlp",
     op=moe_mlp,
     eager=_eager,
-    non_finite=(_eager, _weighing_hidden),
+    non_finite=(_eager, functools.partial(_eager, weigh_hidden=True)),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_case=_case,

@@ -14,7 +14,7 @@ import torch
 from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.ops.moe_pack import moe_pack, payload_layout
 from fusedops.specs.make import randint, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -25,22 +25,12 @@ def _packed_and_read(
     probs: torch.Tensor,
     expert_ids: torch.Tensor | None = None,
     *,
-    index: torch.Tensor | None = None,
     num_rows: torch.Tensor | None = None,
-    span: int = 0,
-    quantized: bool = False,
+    **options: Any,
 ) -> Parts:
-    payload = moe_pack(
-        input,
-        probs,
-        expert_ids,
-        index=index,
-        num_rows=num_rows,
-        span=span,
-        quantized=quantized,
-    )
-    layout = payload_layout(input, probs, index=index, span=span, quantized=quantized)
-    if quantized:
+    payload = moe_pack(input, probs, expert_ids, num_rows=num_rows, **options)
+    layout = payload_layout(input, probs, **options)
+    if options.get("quantized"):
         at = layout.scale_at
         scales = payload[:, at : at + 4].contiguous().view(torch.float32)
         rows = dequantize(payload[:, : input.shape[1]].contiguous(), scales, input.dtype)
@@ -119,23 +109,24 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ids = torch.zeros(4, 2, dtype=torch.int32, device=device)
     index = torch.arange(8, dtype=torch.int32, device=device)
 
+    bad = bad_changes(input=x, probs=probs)
     return [
-        bad("rank", x[0], probs, mentions=("input", "[8]")),
-        bad("no_columns", x[:, :0], probs, mentions=("input", "[4, 0]")),
-        bad("tokens", x, probs[:3], mentions=("probs", "[4, top_k]", "[3, 2]")),
-        bad("probs_dtype", x, probs.bfloat16(), error=TypeError, mentions=("probs", "bfloat16")),
-        bad("ids_shape", x, probs, ids[:, :1], mentions=("expert_ids", "[4, 1]")),
-        bad("ids_dtype", x, probs, ids.long(), error=TypeError, mentions=("expert_ids", "int64")),
-        bad("index_rank", x, probs, index=index[None], mentions=("index", "[1, 8]")),
-        bad("index_range", x, probs, index=index + 1, mentions=("index", "8", "row 7")),
-        bad("index_negative", x, probs, index=index - 2, mentions=("index", "[0, 8)")),
-        bad("count", x, probs, num_rows=index, mentions=("num_rows", "one")),
-        bad("span", x, probs, ids, span=2, mentions=("span", "index")),
-        bad("span_negative", x, probs, ids, index=index, span=-1, mentions=("span", "-1")),
-        bad("span_type", x, probs, span=None, error=TypeError, mentions=("span", "NoneType")),
-        bad("quantized", x, probs, quantized=None, error=TypeError, mentions=("quantized", "None")),
-        bad("device", x, probs.to("meta"), mentions=("probs", "meta")),
-        bad("no_tensor", x, probs, [1], error=TypeError, mentions=("expert_ids", "list")),
+        bad("rank", "input", "[8]", input=x[0]),
+        bad("no_columns", "input", "[4, 0]", input=x[:, :0]),
+        bad("tokens", "probs", "[4, top_k]", "[3, 2]", probs=probs[:3]),
+        bad("probs_dtype", "probs", "bfloat16", error=TypeError, probs=probs.bfloat16()),
+        bad("ids_shape", "expert_ids", "[4, 1]", expert_ids=ids[:, :1]),
+        bad("ids_dtype", "expert_ids", "int64", error=TypeError, expert_ids=ids.long()),
+        bad("index_rank", "index", "[1, 8]", index=index[None]),
+        bad("index_range", "index", "8", "row 7", index=index + 1),
+        bad("index_negative", "index", "[0, 8)", index=index - 2),
+        bad("count", "num_rows", "one", num_rows=index),
+        bad("span", "span", "index", expert_ids=ids, span=2),
+        bad("span_negative", "span", "-1", expert_ids=ids, index=index, span=-1),
+        bad("span_type", "span", "NoneType", error=TypeError, span=None),
+        bad("quantized", "quantized", "None", error=TypeError, quantized=None),
+        bad("device", "probs", "meta", probs=probs.to("meta")),
+        bad("no_tensor", "expert_ids", "list", error=TypeError, expert_ids=[1]),
     ]
 
 
@@ -152,12 +143,9 @@ def _case(
         return Sample("bench", (x, probs, ids), {"index": index, "quantized": quantized})
 
     # The benchmark times the reading of the parts too: a pass over them on both sides.
-    return BenchCase(
-        label=f"{tokens}x{hidden} top-{top_k}{' float8' * quantized}",
-        make=make,
-        bytes_forward=lambda dtype: rows * hidden * (2 + 2 * (not quantized)) * dtype.itemsize,
-        bytes_backward=lambda dtype: 0,
-        headline=headline,
+    label = f"{tokens}x{hidden} top-{top_k}{' float8' * quantized}"
+    return BenchCase.moving(
+        label, make, (rows * hidden * (2 + 2 * (not quantized)), 0), headline=headline
     )
 
 

@@ -55,12 +55,9 @@ def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
         return Sample("bench", (randn(tokens, size, device=device, dtype=dtype), plan))
 
     # A token is read once and its rows are written; the backward the other way round.
-    return BenchCase(
-        label=f"{tokens}x{size}, {top_k} of {experts}",
-        make=make,
-        bytes_forward=lambda dtype: (1 + top_k) * tokens * size * dtype.itemsize,
-        bytes_backward=lambda dtype: (1 + top_k) * tokens * size * dtype.itemsize,
-        headline=top_k == 8,
+    label = f"{tokens}x{size}, {top_k} of {experts}"
+    return BenchCase.moving(
+        label, make, ((1 + top_k) * tokens * size, (1 + top_k) * tokens * size), headline=top_k == 8
     )
 
 

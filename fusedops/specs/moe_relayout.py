@@ -11,7 +11,7 @@ from fusedops.ops import RoutingPlan, moe_relayout
 from fusedops.ops.moe_relayout import LAYOUTS
 from fusedops.specs import _routing
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -92,20 +92,19 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     options: dict[str, Any] = {"device": device, "dtype": torch.float32}
     plan = _routing.plan(4, 2, 3, **options)
     rows, padded = torch.randn(8, 8, device=device), torch.randn(3, 5, 8, device=device)
-
-    major = ("token_major", "k_major")
-    pad, back = ("token_major", "capacity"), ("capacity", "token_major")
+    back = {"source": "capacity", "target": "token_major", "capacity": 4}
+    bad = bad_changes(input=rows, plan=plan, source="token_major", target="capacity")
     return [
-        bad("layout", rows, plan, "token", "k_major", mentions=("source", "token_major")),
-        bad("target", rows, plan, "k_major", "kmajor", mentions=("target", "k_major")),
-        bad("rows", rows[1:], plan, *major, mentions=("input", "8 rows")),
-        bad("no_plan", rows, rows, *major, error=TypeError, mentions=("plan", "RoutingPlan")),
-        bad("missing", rows, plan, *pad, mentions=("capacity", "given")),
-        bad("negative", rows, plan, *pad, capacity=-1, mentions=("capacity", "-1")),
-        bad("float", rows, plan, *pad, capacity=1.5, error=TypeError, mentions=("capacity",)),
-        bad("padded", padded, plan, *back, capacity=4, mentions=("input", "[3, 4, hidden]")),
-        bad("flat", rows, plan, *back, capacity=4, mentions=("input", "[3, 4, hidden]")),
-        bad("list", [1.0], plan, *back, capacity=4, error=TypeError, mentions=("input", "list")),
+        bad("layout", "source", "token_major", source="token"),
+        bad("target", "target", "k_major", source="k_major", target="kmajor"),
+        bad("rows", "input", "8 rows", input=rows[1:], target="k_major"),
+        bad("no_plan", "plan", "RoutingPlan", error=TypeError, plan=rows),
+        bad("missing", "capacity", "given"),
+        bad("negative", "capacity", "-1", capacity=-1),
+        bad("float", "capacity", error=TypeError, capacity=1.5),
+        bad("padded", "input", "[3, 4, hidden]", input=padded, **back),
+        bad("flat", "input", "[3, 4, hidden]", **back),
+        bad("list", "input", "list", error=TypeError, input=[1.0], **back),
     ]
 
 
@@ -120,13 +119,8 @@ def _case(tokens: int, size: int, top_k: int, experts: int, target: str) -> Benc
         return Sample("bench", (x, plan, "token_major", target), chosen)
 
     rows = slots + (experts * capacity if target == "capacity" else slots)
-    return BenchCase(
-        label=f"{tokens}x{size}, {top_k} of {experts}, {target}",
-        make=make,
-        bytes_forward=lambda dtype: rows * size * dtype.itemsize,
-        bytes_backward=lambda dtype: rows * size * dtype.itemsize,
-        headline=target == "capacity",
-    )
+    label = f"{tokens}x{size}, {top_k} of {experts}, {target}"
+    return BenchCase.moving(label, make, (rows * size, rows * size), headline=target == "capacity")
 
 
 SPEC = Spec(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusedops._core import backends
 from fusedops.ops import RoutingPlan, moe_capacity, moe_route
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -193,49 +193,49 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(6, 8, device=device)
 
     grouped: dict[str, Any] = {"num_groups": 4, "topk_groups": 1}
+    bad = bad_changes(logits=x, top_k=2)
     return [
-        bad("top_k_above", x, 9, mentions=("top_k", "from 1 to 8", "9")),
-        bad("top_k_zero", x, 0, mentions=("top_k", "from 1", "0")),
-        bad("capacity_huge", x, 2, capacity_factor=1e300, mentions=("capacity_factor", "1e+09")),
-        bad("top_k_float", x, 2.0, error=TypeError, mentions=("top_k", "float")),
-        bad("no_experts", x[:, :0], 1, mentions=("top_k", "from 1 to 0")),
-        bad("dims", x[None], 2, mentions=("logits", "[tokens, experts]", "[1, 6, 8]")),
-        bad("no_tensor", [[1.0]], 1, error=TypeError, mentions=("logits", "list")),
-        bad("integers", x.long(), 2, error=TypeError, mentions=("logits", "int64")),
-        bad("score", x, 2, score="sigmoidal", mentions=("score", "sigmoid")),
-        bad("group_score", x, 2, group_score="sum", mentions=("group_score", "top2_sum")),
-        bad("drop_policy", x, 2, drop_policy="last", mentions=("drop_policy", "position")),
-        bad("bias_shape", x, 2, bias=x[0, :7], mentions=("bias", "[8]", "[7]")),
-        bad("bias_device", x, 2, bias=x[0].to("meta"), mentions=("bias", "meta")),
-        bad("groups_alone", x, 2, num_groups=4, mentions=("topk_groups", "None")),
-        bad("best_groups_alone", x, 2, topk_groups=1, mentions=("num_groups", "None")),
-        bad("groups_divide", x, 1, num_groups=3, topk_groups=1, mentions=("num_groups", "3")),
-        bad("groups_above", x, 1, num_groups=4, topk_groups=5, mentions=("topk_groups", "5")),
-        bad("top_k_in_groups", x, 3, **grouped, mentions=("top_k", "from 1 to 2", "3")),
+        bad("top_k_above", "top_k", "from 1 to 8", "9", top_k=9),
+        bad("top_k_zero", "top_k", "from 1", "0", top_k=0),
+        bad("capacity_huge", "capacity_factor", "1e+09", capacity_factor=1e300),
+        bad("top_k_float", "top_k", "float", error=TypeError, top_k=2.0),
+        bad("no_experts", "top_k", "from 1 to 0", logits=x[:, :0], top_k=1),
+        bad("dims", "logits", "[tokens, experts]", "[1, 6, 8]", logits=x[None]),
+        bad("no_tensor", "logits", "list", error=TypeError, logits=[[1.0]], top_k=1),
+        bad("integers", "logits", "int64", error=TypeError, logits=x.long()),
+        bad("score", "score", "sigmoid", score="sigmoidal"),
+        bad("group_score", "group_score", "top2_sum", group_score="sum"),
+        bad("drop_policy", "drop_policy", "position", drop_policy="last"),
+        bad("bias_shape", "bias", "[8]", "[7]", bias=x[0, :7]),
+        bad("bias_device", "bias", "meta", bias=x[0].to("meta")),
+        bad("groups_alone", "topk_groups", "None", num_groups=4),
+        bad("best_groups_alone", "num_groups", "None", topk_groups=1),
+        bad("groups_divide", "num_groups", "3", top_k=1, num_groups=3, topk_groups=1),
+        bad("groups_above", "topk_groups", "5", top_k=1, num_groups=4, topk_groups=5),
+        bad("top_k_in_groups", "top_k", "from 1 to 2", "3", top_k=3, **grouped),
         bad(
             "groups_of_one",
-            x,
-            1,
+            "group_score",
+            "max",
+            top_k=1,
             num_groups=8,
             topk_groups=2,
             group_score="top2_sum",
-            mentions=("group_score", "max"),
         ),
-        bad("capacity_zero", x, 2, capacity_factor=0.0, mentions=("capacity_factor", "0.0")),
-        bad("capacity", x, 2, capacity_factor="1", error=TypeError, mentions=("capacity_factor",)),
-        bad("jitter", x, 2, jitter=1.0, mentions=("jitter", "[0, 1)", "1.0")),
-        bad("scaling", x, 2, scaling=None, error=TypeError, mentions=("scaling", "NoneType")),
-        bad("after", x, 2, softmax_after=True, score="sigmoid", mentions=("score", "sigmoid")),
+        bad("capacity_zero", "capacity_factor", "0.0", capacity_factor=0.0),
+        bad("capacity", "capacity_factor", error=TypeError, capacity_factor="1"),
+        bad("jitter", "jitter", "[0, 1)", "1.0", jitter=1.0),
+        bad("scaling", "scaling", "NoneType", error=TypeError, scaling=None),
+        bad("after", "score", "sigmoid", softmax_after=True, score="sigmoid"),
         bad(
             "rounds",
-            x,
-            2,
+            "drop_policy",
+            "normalize",
             drop_policy="rounds",
             normalize=True,
             capacity_factor=1.0,
-            mentions=("drop_policy", "normalize"),
         ),
-        bad("expert_choice", x, 2, expert_choice=True, bias=x[0], mentions=("bias",)),
+        bad("expert_choice", "bias", expert_choice=True, bias=x[0]),
     ]
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusedops.ops import RoutingPlan, moe_router_loss
 from fusedops.specs import _routing
 from fusedops.specs.make import randint, randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -101,26 +101,27 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ids = torch.zeros(6, 2, dtype=torch.int64, device=device)
     mask = ids[:, 0] == 0
 
+    bad = bad_changes(logits=x, choices=ids)
     return [
-        bad("dims", x[None], ids, mentions=("logits", "[tokens, experts]", "[1, 6, 4]")),
-        bad("no_experts", x[:, :0], ids, mentions=("logits", "[6, 0]")),
-        bad("integers", x.long(), ids, error=TypeError, mentions=("logits", "int64")),
-        bad("no_choices", x, error=TypeError, mentions=("choices", "RoutingPlan", "NoneType")),
-        bad("choices_dtype", x, x, error=TypeError, mentions=("choices", "float32")),
-        bad("choices_shape", x, ids[:5], mentions=("choices", "[6, top_k]", "[5, 2]")),
-        bad("choices_device", x, ids.to("meta"), mentions=("choices", "meta")),
-        bad("choices_range", x, ids + 5, mentions=("choices", "[0, 4)", "got 5")),
-        bad("choices_negative", x, ids - 1, mask=mask, mentions=("choices", "got -1")),
-        bad("form", x, ids, form="square", mentions=("form", "squared")),
-        bad("score", x, ids, score="relu", mentions=("score", "softmax")),
-        bad("balance", x, ids, balance="1", error=TypeError, mentions=("balance", "str")),
-        bad("z", x, ids, z=None, error=TypeError, mentions=("z", "NoneType")),
-        bad("sequences", x, ids, num_sequences=4, mentions=("num_sequences", "6", "4")),
-        bad("sequences_type", x, ids, num_sequences=2.0, error=TypeError, mentions=("float",)),
-        bad("group", x, ids, num_sequences=2, group=object(), mentions=("group",)),
-        bad("mask_dtype", x, ids, mask=ids[:, 0], error=TypeError, mentions=("mask", "int64")),
-        bad("mask_shape", x, ids, mask=mask[:5], mentions=("mask", "[6]", "[5]")),
-        bad("mask_device", x, ids, mask=mask.to("meta"), mentions=("mask", "meta")),
+        bad("dims", "logits", "[tokens, experts]", "[1, 6, 4]", logits=x[None]),
+        bad("no_experts", "logits", "[6, 0]", logits=x[:, :0]),
+        bad("integers", "logits", "int64", error=TypeError, logits=x.long()),
+        bad("no_choices", "choices", "RoutingPlan", "NoneType", error=TypeError, choices=None),
+        bad("choices_dtype", "choices", "float32", error=TypeError, choices=x),
+        bad("choices_shape", "choices", "[6, top_k]", "[5, 2]", choices=ids[:5]),
+        bad("choices_device", "choices", "meta", choices=ids.to("meta")),
+        bad("choices_range", "choices", "[0, 4)", "got 5", choices=ids + 5),
+        bad("choices_negative", "choices", "got -1", choices=ids - 1, mask=mask),
+        bad("form", "form", "squared", form="square"),
+        bad("score", "score", "softmax", score="relu"),
+        bad("balance", "balance", "str", error=TypeError, balance="1"),
+        bad("z", "z", "NoneType", error=TypeError, z=None),
+        bad("sequences", "num_sequences", "6", "4", num_sequences=4),
+        bad("sequences_type", "float", error=TypeError, num_sequences=2.0),
+        bad("group", "group", num_sequences=2, group=object()),
+        bad("mask_dtype", "mask", "int64", error=TypeError, mask=ids[:, 0]),
+        bad("mask_shape", "mask", "[6]", "[5]", mask=mask[:5]),
+        bad("mask_device", "mask", "meta", mask=mask.to("meta")),
     ]
 
 

@@ -7,7 +7,7 @@ import torch
 from fusedops.ops import moe_sort
 from fusedops.specs import _routing
 from fusedops.specs.make import randint
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -46,17 +46,18 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     above, below, far = ids.clone(), ids.clone(), ids.clone()
     above[2, 1], below[3, 0], far[0, 0] = 4, -1, 2**32
     mask = ids > 0
+    bad = bad_changes(expert_ids=ids, num_experts=3)
     return [
-        bad("above", above, 3, mentions=("expert_ids", "[0, 3)", "4", "token 2, choice 1")),
-        bad("below", below.int(), 3, mentions=("expert_ids", "-1", "token 3, choice 0")),
-        bad("wraps", far, 3, mentions=("expert_ids", str(2**32), "token 0")),
-        bad("dims", ids[0], 3, mentions=("expert_ids", "[tokens, top_k]", "[2]")),
-        bad("none", ids, 0, mentions=("num_experts", "at least 1", "0")),
-        bad("count", ids, 2.0, error=TypeError, mentions=("num_experts", "float")),
-        bad("floats", ids.float(), 3, error=TypeError, mentions=("expert_ids", "float32")),
-        bad("type", [[0]], 3, error=TypeError, mentions=("expert_ids", "list")),
-        bad("mask", ids, 3, kept=mask[:1], mentions=("kept", "[4, 2]", "[1, 2]")),
-        bad("mask_dtype", ids, 3, kept=ids, error=TypeError, mentions=("kept", "bool", "int64")),
+        bad("above", "expert_ids", "[0, 3)", "4", "token 2, choice 1", expert_ids=above),
+        bad("below", "expert_ids", "-1", "token 3, choice 0", expert_ids=below.int()),
+        bad("wraps", "expert_ids", str(2**32), "token 0", expert_ids=far),
+        bad("dims", "expert_ids", "[tokens, top_k]", "[2]", expert_ids=ids[0]),
+        bad("none", "num_experts", "at least 1", "0", num_experts=0),
+        bad("count", "num_experts", "float", error=TypeError, num_experts=2.0),
+        bad("floats", "expert_ids", "float32", error=TypeError, expert_ids=ids.float()),
+        bad("type", "expert_ids", "list", error=TypeError, expert_ids=[[0]]),
+        bad("mask", "kept", "[4, 2]", "[1, 2]", kept=mask[:1]),
+        bad("mask_dtype", "kept", "bool", "int64", error=TypeError, kept=ids),
     ]
 
 

@@ -10,7 +10,7 @@ from fusedops.ops._moe_payload import PayloadLayout, dequantize
 from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_unpack import moe_unpack
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -44,14 +44,15 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     payload, probs, like = _call(4, 8, 1, device, torch.float32)
 
+    bad = bad_changes(payload=payload, probs=probs, like=like)
     return [
-        bad("hidden", payload, probs, like.new_empty(0, 64), mentions=("payload", "64 float8")),
-        bad("rows", payload[:3], probs, like, mentions=("payload", "[4, 32]", "[3, 32]")),
-        bad("pairs", payload, probs[0], like, mentions=("probs", "[1]")),
-        bad("dtype", payload.float(), probs, like, error=TypeError, mentions=("payload", "uint8")),
-        bad("integers", payload, probs, payload, error=TypeError, mentions=("like", "uint8")),
-        bad("device", payload, probs, like.to("meta"), mentions=("like", "meta")),
-        bad("scalar", payload, probs, like.new_empty(()), mentions=("like", "hidden_size")),
+        bad("hidden", "payload", "64 float8", like=like.new_empty(0, 64)),
+        bad("rows", "payload", "[4, 32]", "[3, 32]", payload=payload[:3]),
+        bad("pairs", "probs", "[1]", probs=probs[0]),
+        bad("dtype", "payload", "uint8", error=TypeError, payload=payload.float()),
+        bad("integers", "like", "uint8", error=TypeError, like=payload),
+        bad("device", "like", "meta", like=like.to("meta")),
+        bad("scalar", "like", "hidden_size", like=like.new_empty(())),
     ]
 
 

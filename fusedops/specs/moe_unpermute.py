@@ -10,7 +10,7 @@ import torch
 from fusedops.ops import RoutingPlan, moe_unpermute
 from fusedops.specs import _routing
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = True) -> torch.Tensor:
@@ -56,10 +56,11 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     rows = torch.randn(8, 8, device=device)
     narrow = dataclasses.replace(plan, probs=plan.probs[:, :1])
     integers = dataclasses.replace(plan, probs=plan.probs.int())
+    bad = bad_changes(input=rows, plan=plan)
     return [
         *_routing.bad_plans(rows, plan),
-        BadInput("probs", (rows, narrow), {}, ValueError, ("plan.probs", "[4, 2]", "[4, 1]")),
-        BadInput("probs_dtype", (rows, integers), {}, TypeError, ("plan.probs", "int32")),
+        bad("probs", "plan.probs", "[4, 2]", "[4, 1]", plan=narrow),
+        bad("probs_dtype", "plan.probs", "int32", error=TypeError, plan=integers),
     ]
 
 
@@ -70,11 +71,11 @@ def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
         return Sample("bench", (randn(tokens * top_k, size, device=device, dtype=dtype), plan))
 
     # The rows are read and the tokens written; the backward reads both and writes the rows.
-    return BenchCase(
-        label=f"{tokens}x{size}, {top_k} of {experts}",
-        make=make,
-        bytes_forward=lambda dtype: (1 + top_k) * tokens * size * dtype.itemsize,
-        bytes_backward=lambda dtype: (1 + 2 * top_k) * tokens * size * dtype.itemsize,
+    label = f"{tokens}x{size}, {top_k} of {experts}"
+    return BenchCase.moving(
+        label,
+        make,
+        ((1 + top_k) * tokens * size, (1 + 2 * top_k) * tokens * size),
         headline=top_k == 8,
     )
 

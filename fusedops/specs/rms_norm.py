@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from fusedops._core import dtypes
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.specs import _peers, depth
+from fusedops.specs.layer_norm import bad_inputs_of_norms
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, same_arguments
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def eager_rms_norm(
@@ -33,16 +35,13 @@ def eager_rms_norm(
     if rounding == "hf":
         x = x.to(input.dtype)
         return x if weight is None else (weight + weight_offset) * x
-    return (
-        x.type_as(input) if weight is None else (x * (weight_offset + weight.to(x))).type_as(input)
-    )
+    return (x if weight is None else x * (weight_offset + weight.to(x))).type_as(input)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     new = functools.partial(randn, device=device, dtype=dtype)
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     weight = new(33, key="weight", shift=1.0)
-    wide_weight = randn(33, device=device, dtype=wide, key="weight", shift=1.0)
+    wide_weight = new(33, dtype=dtypes.statistics_dtype(dtype), key="weight", shift=1.0)
     return [
         Sample("rows", (new(7, 33), (33,), weight)),
         Sample("three_dims", (new(2, 3, 64), (64,), new(64, shift=1.0)), {"eps": 1e-3}),
@@ -64,21 +63,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
-    x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
+    bad = bad_changes(input=torch.randn(3, 8, device=device), normalized_shape=(8,))
     return [
-        BadInput("normalized_shape", (x, (7,)), {}, ValueError, ("normalized_shape", "7")),
-        BadInput("one_size", (x, 8), {}, TypeError, ("normalized_shape", "tuple of ints", "got 8")),
-        BadInput("no_shape", (x, ()), {}, ValueError, ("normalized_shape",)),
-        BadInput("weight_shape", (x, (8,), weight[:7]), {}, ValueError, ("weight", "[8]", "[7]")),
-        BadInput("weight_dtype", (x, (8,), weight.double()), {}, TypeError, ("weight", "float64")),
-        BadInput("integers", (x.long(), (8,)), {}, TypeError, ("input", "int64")),
-        BadInput("no_tensor", ([1.0], (1,)), {}, TypeError, ("input", "list")),
-        BadInput("device", (x, (8,), weight.to("meta")), {}, ValueError, ("weight", "meta")),
-        BadInput("eps_type", (x, (8,)), {"eps": "small"}, TypeError, ("eps", "str")),
-        BadInput("rounding", (x, (8,)), {"rounding": "hg"}, ValueError, ("rounding", "'hf'")),
-        BadInput(
-            "offset_type", (x, (8,)), {"weight_offset": None}, TypeError, ("weight_offset", "None")
-        ),
+        *bad_inputs_of_norms(device),
+        bad("rounding", "rounding", "'hf'", rounding="hg"),
+        bad("offset_type", "weight_offset", "None", error=TypeError, weight_offset=None),
     ]
 
 
@@ -88,13 +77,9 @@ def _case(rows: int, columns: int, headline: bool = False, rounding: str = "torc
         data = (new(rows, columns), (columns,), new(columns, shift=1.0, key="w"), 1e-6)
         return Sample("bench", data, {"rounding": rounding} if rounding != "torch" else {})
 
-    return BenchCase(
-        label=f"{rows}x{columns}" + (f", {rounding}" if rounding != "torch" else ""),
-        make=make,
-        bytes_forward=lambda dtype: 2 * rows * columns * dtype.itemsize,
-        bytes_backward=lambda dtype: 3 * rows * columns * dtype.itemsize,
-        headline=headline,
-    )
+    size = rows * columns
+    label = f"{rows}x{columns}" + (f", {rounding}" if rounding != "torch" else "")
+    return BenchCase.moving(label, make, (2 * size, 3 * size), headline=headline)
 
 
 SPEC = Spec(
@@ -117,7 +102,6 @@ SPEC = Spec(
     depth=depth.of_rows(depth.normalized(1)),
     peers=_peers.rms_norm,
     opinfo=("nn.functional.rms_norm",),
-    from_opinfo=same_arguments,
     limits=(
         "On a GPU the roundings are those of the models, but the order of the sum of squares is "
         "not: results differ in the last place.",

@@ -9,7 +9,7 @@ import torch
 from fusedops.ops.rotary_embedding import rotary_embedding
 from fusedops.specs import _peers, depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -102,21 +102,22 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     q, k = torch.randn(2, 4, 3, 8, device=device), torch.randn(2, 2, 3, 8, device=device)
     cos, sin = torch.randn(2, 3, 8, device=device), torch.randn(2, 3, 8, device=device)
     odd = torch.randn(3, 5, device=device)
+    bad = bad_changes(query=q, key=k, cos=cos, sin=sin)
     return [
-        BadInput("query_dims", (q[0], k, cos, sin), {}, ValueError, ("query", "3 dimensions")),
-        BadInput("key_dims", (q, k[0], cos, sin), {}, ValueError, ("key", "[2, 3, 8]")),
-        BadInput("key_length", (q, k[:, :, :2], cos, sin), {}, ValueError, ("key", "[2, 2, 2, 8]")),
-        BadInput("key_dtype", (q, k.double(), cos, sin), {}, TypeError, ("key", "float64")),
-        BadInput("cos_dims", (q, k, cos[0, 0], sin), {}, ValueError, ("cos", "1 dimensions")),
-        BadInput("cos_length", (q, k, cos[:, :2], sin), {}, ValueError, ("cos", "[2, 2, 8]")),
-        BadInput("sin_shape", (q, k, cos, sin[..., :4]), {}, ValueError, ("sin", "[2, 3, 4]")),
-        BadInput("sin_batch", (q, k, cos, sin[:1]), {}, ValueError, ("sin", "[1, 3, 8]")),
-        BadInput("odd_table", (q, k, odd, odd), {}, ValueError, ("cos", "even", "5")),
-        BadInput("wide_table", (q[..., :4], k[..., :4], cos, sin), {}, ValueError, ("cos", "8")),
-        BadInput("cos_dtype", (q, k, cos.double(), sin), {}, TypeError, ("cos", "float64")),
-        BadInput("integers", (q.long(), k, cos, sin), {}, TypeError, ("query", "int64")),
-        BadInput("no_tensor", (q, None, cos, sin), {}, TypeError, ("key", "NoneType")),
-        BadInput("device", (q, k, cos.to("meta"), sin), {}, ValueError, ("cos", "meta")),
+        bad("query_dims", "query", "3 dimensions", query=q[0]),
+        bad("key_dims", "key", "[2, 3, 8]", key=k[0]),
+        bad("key_length", "key", "[2, 2, 2, 8]", key=k[:, :, :2]),
+        bad("key_dtype", "key", "float64", error=TypeError, key=k.double()),
+        bad("cos_dims", "cos", "1 dimensions", cos=cos[0, 0]),
+        bad("cos_length", "cos", "[2, 2, 8]", cos=cos[:, :2]),
+        bad("sin_shape", "sin", "[2, 3, 4]", sin=sin[..., :4]),
+        bad("sin_batch", "sin", "[1, 3, 8]", sin=sin[:1]),
+        bad("odd_table", "cos", "even", "5", cos=odd, sin=odd),
+        bad("wide_table", "cos", "8", query=q[..., :4], key=k[..., :4]),
+        bad("cos_dtype", "cos", "float64", error=TypeError, cos=cos.double()),
+        bad("integers", "query", "int64", error=TypeError, query=q.long()),
+        bad("no_tensor", "key", "NoneType", error=TypeError, key=None),
+        bad("device", "cos", "meta", cos=cos.to("meta")),
     ]
 
 
@@ -141,13 +142,8 @@ def _case(
 
     elements = batch * length * (heads + key_heads) * head_dim
     form = " interleaved" if interleaved else ""
-    return BenchCase(
-        label=f"{batch}x{length}, {heads}+{key_heads} heads of {head_dim}{form}",
-        make=make,
-        bytes_forward=lambda dtype: 2 * elements * dtype.itemsize,
-        bytes_backward=lambda dtype: 2 * elements * dtype.itemsize,
-        headline=headline,
-    )
+    label = f"{batch}x{length}, {heads}+{key_heads} heads of {head_dim}{form}"
+    return BenchCase.moving(label, make, (2 * elements, 2 * elements), headline=headline)
 
 
 SPEC = Spec(

@@ -11,7 +11,7 @@ import torch
 from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
 from fusedops.specs import depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
@@ -105,17 +105,18 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(2, 3, 8, device=device)
     keep = torch.ones(3, 8, dtype=torch.bool, device=device)
+    bad = bad_changes(input=x)
     return [
-        BadInput("vector", (x[0, 0],), {}, ValueError, ("input", "2 dimensions", "1")),
-        BadInput("mask_shape", (x, keep[:, :7]), {}, ValueError, ("mask", "[2, 3, 8]", "[3, 7]")),
-        BadInput("mask_dims", (x[0], keep[None]), {}, ValueError, ("mask", "[1, 3, 8]")),
-        BadInput("mask_dtype", (x, x.double()), {}, TypeError, ("mask", "float64")),
-        BadInput("mask_integers", (x, keep.long()), {}, TypeError, ("mask", "int64")),
-        BadInput("mask_no_tensor", (x, True), {}, TypeError, ("mask", "bool")),
-        BadInput("device", (x, keep.to("meta")), {}, ValueError, ("mask", "meta")),
-        BadInput("scale", (x, None, "1"), {}, TypeError, ("scale", "str")),
-        BadInput("integers", (x.long(),), {}, TypeError, ("input", "int64")),
-        BadInput("no_tensor", ([[1.0]],), {}, TypeError, ("input", "list")),
+        bad("vector", "input", "2 dimensions", "1", input=x[0, 0]),
+        bad("mask_shape", "mask", "[2, 3, 8]", "[3, 7]", mask=keep[:, :7]),
+        bad("mask_dims", "mask", "[1, 3, 8]", input=x[0], mask=keep[None]),
+        bad("mask_dtype", "mask", "float64", error=TypeError, mask=x.double()),
+        bad("mask_integers", "mask", "int64", error=TypeError, mask=keep.long()),
+        bad("mask_no_tensor", "mask", "bool", error=TypeError, mask=True),
+        bad("device", "mask", "meta", mask=keep.to("meta")),
+        bad("scale", "scale", "str", error=TypeError, mask=None, scale="1"),
+        bad("integers", "input", "int64", error=TypeError, input=x.long()),
+        bad("no_tensor", "input", "list", error=TypeError, input=[[1.0]]),
     ]
 
 

@@ -70,17 +70,6 @@ class BadInput:
     mentions: tuple[str, ...]
 
 
-def bad(
-    name: str,
-    *args: Any,
-    mentions: tuple[str, ...],
-    error: type[Exception] = ValueError,
-    **kwargs: Any,
-) -> BadInput:
-    """Return the call ``op(*args, **kwargs)`` that must raise."""
-    return BadInput(name, args, kwargs, error, mentions)
-
-
 def bad_changes(**call: Any) -> Callable[..., BadInput]:
     """Return a function that makes bad inputs from a valid call by changing its arguments.
 
@@ -117,6 +106,23 @@ class BenchCase:
     flops_forward: int = 0
     flops_backward: int = 0
     headline: bool = True
+
+    @classmethod
+    def moving(
+        cls,
+        label: str,
+        make: Callable[[torch.device, torch.dtype], Sample],
+        elements: tuple[int, int],
+        flops: tuple[int, int] = (0, 0),
+        *,
+        headline: bool = True,
+    ) -> BenchCase:
+        """Return a row whose forward and backward move so many elements of the given dtype."""
+
+        def moved(count: int) -> Callable[[torch.dtype], int]:
+            return lambda dtype: count * dtype.itemsize
+
+        return cls(label, make, *map(moved, elements), *flops, headline)
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,8 @@ class Spec:
             cannot do and where it is not installed (``specs/_peers.py``).
         opinfo: names of the torch OpInfo entries that describe the same op.
         from_opinfo: turns an OpInfo sample ``(input, args, kwargs)`` into ``(args, kwargs)`` of
-            ``op``, or ``None`` when that sample means something that ``op`` does not offer.
+            ``op``, or ``None`` when that sample means something that ``op`` does not offer;
+            by default they are the same.
         rows_are_independent: whether the result of a row (an index of the first dim of ``args[0]``)
             depends on that row of the arguments alone.
         depth: how many terms are summed into an element of an output and of a gradient, which the
@@ -194,7 +201,7 @@ class Spec:
     non_finite: tuple[Callable[..., Tensors], ...] = ()
     peers: Callable[[], dict[str, Callable[..., Tensors]]] = dict
     opinfo: tuple[str, ...] = ()
-    from_opinfo: Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None] | None = None
+    from_opinfo: Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None] = same_arguments
     rows_are_independent: bool = True
     depth: Callable[[Sample], Depth] = all_elements
     rounds_inside: bool = False

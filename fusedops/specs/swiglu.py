@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusedops.ops.swiglu import swiglu
 from fusedops.specs import _glu, _peers, depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, Sample, Spec
+from fusedops.specs.spec import BadInput, Sample, Spec, bad_changes
 
 
 def _eager(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -23,12 +23,13 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(3, 8, device=device)
+    bad = bad_changes(gate=x, up=x[:, :1])
     return [
-        BadInput("shape", (x, x[:, :1]), {}, ValueError, ("up", "[3, 8]", "[3, 1]")),
-        BadInput("dtype", (x, x.double()), {}, TypeError, ("up", "float64")),
-        BadInput("integers", (x.long(), x.long()), {}, TypeError, ("gate", "int64")),
-        BadInput("no_tensor", (x, 1.0), {}, TypeError, ("up", "float")),
-        BadInput("device", (x, x.to("meta")), {}, ValueError, ("up", "meta")),
+        bad("shape", "up", "[3, 8]", "[3, 1]"),
+        bad("dtype", "up", "float64", error=TypeError, up=x.double()),
+        bad("integers", "gate", "int64", error=TypeError, gate=x.long(), up=x.long()),
+        bad("no_tensor", "up", "float", error=TypeError, up=1.0),
+        bad("device", "up", "meta", up=x.to("meta")),
     ]
 
 

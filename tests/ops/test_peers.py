@@ -44,7 +44,7 @@ def test_an_installed_peer_has_what_its_adapter_imports(spec: Spec, label: str) 
 @each_peer
 def test_an_adapter_has_the_arguments_of_the_op(spec: Spec, label: str) -> None:
     ours = inspect.signature(spec.op).parameters
-    _, *theirs = inspect.signature(spec.peers()[label]._adapt).parameters.values()
+    _, *theirs = inspect.signature(spec.peers()[label].adapt).parameters.values()
     rest = any(each.kind is each.VAR_KEYWORD for each in theirs)
     named = [other.name for other in theirs if other.kind is not other.VAR_KEYWORD]
     placed = [each.name for each in theirs if each.kind is each.POSITIONAL_OR_KEYWORD]
