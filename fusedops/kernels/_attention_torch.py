@@ -56,7 +56,7 @@ def _takes(config: str, call: AttentionCall) -> bool:
 
 
 def forward(
-    config: str, call: AttentionCall, keep_remainder: bool
+    config: str | None, call: AttentionCall, keep_remainder: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the forward; results are those of ``_attention_forward.forward``."""
     causal = call.right == 0
@@ -90,6 +90,8 @@ def serves_backward(config: str | None, call: AttentionCall, grad_lse: torch.Ten
     Not where the log-sum-exp has a gradient, which torch's takes none for, nor where deterministic
     algorithms are asked for: torch's kernels add with atomics.
     """
+    if config is None:
+        return False
     launch_plans.depends_on("torch.are_deterministic_algorithms_enabled()")
     if grad_lse is not None or torch.are_deterministic_algorithms_enabled():
         return False
@@ -97,7 +99,7 @@ def serves_backward(config: str | None, call: AttentionCall, grad_lse: torch.Ten
 
 
 def backward(
-    config: str,
+    config: str | None,
     call: AttentionCall,
     grad_output: torch.Tensor,
     output: torch.Tensor,

@@ -6,7 +6,7 @@ tensor); dense tensors come as one long row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -100,8 +100,8 @@ def backward(
     grad_output: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
-    activation: str,
     output_mask: Sequence[bool],
+    activation: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; results are the gradients of ``gate`` and ``up`` or ``None``."""
     wants_gate, wants_up = output_mask
@@ -131,7 +131,7 @@ def backward(
     return grad_gate, grad_up
 
 
-def static_report_cases(activations: Sequence[str]) -> list[dict[str, Any]]:
+def static_report_cases(activations: Collection[str]) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     constexprs = {"BLOCK": _BLOCK, "WANTS_GATE": True, "WANTS_UP": True}
     return [

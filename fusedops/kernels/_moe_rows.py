@@ -20,6 +20,8 @@ from fusedops.kernels import _launch
 _BLOCK = 1024
 _UNROLLED = 8
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+# Of the arguments of the kernels here, for ``static_report_cases``.
+REPORT_TYPES = {"probs_ptr": "*fp32", "positions_ptr": "*i32", "real_ptr": "*i32"}
 
 
 @triton.jit
@@ -186,18 +188,13 @@ def unrolled(top_k: int) -> int:
     return top_k if top_k <= _UNROLLED else 0
 
 
-def report_types() -> dict[str, str]:
-    """Return the argument types of the kernels here, for ``static_report_cases``."""
-    return {"probs_ptr": "*fp32", "positions_ptr": "*i32", "real_ptr": "*i32"}
-
-
 def scatter_report(top_k: int) -> dict[str, Any]:
     """Return a case of the static report."""
     blocks = {"TOP_K": top_k, "BLOCK": _BLOCK}
-    return _launch.report_case(_scatter_kernel, report_types(), blocks, _OPTIONS)
+    return _launch.report_case(_scatter_kernel, REPORT_TYPES, blocks, _OPTIONS)
 
 
 def combine_report(top_k: int, *, weighted: bool) -> dict[str, Any]:
     """Return a case of the static report."""
     blocks = {"TOP_K": top_k, "WEIGHTED": weighted, "BLOCK": _BLOCK}
-    return _launch.report_case(_combine_kernel, report_types(), blocks, _OPTIONS)
+    return _launch.report_case(_combine_kernel, REPORT_TYPES, blocks, _OPTIONS)

@@ -30,7 +30,7 @@ def forward(*args: Any, config: str | None = None) -> tuple[torch.Tensor, ...]:
     """Launch the forward; arguments and results are those of ``fusedops::attention``."""
     *inputs, keep_remainder = args
     call = _call(*inputs)
-    if config is not None and _attention_torch.serves(config, call):
+    if _attention_torch.serves(config, call):
         return _attention_torch.forward(config, call, keep_remainder)
     return _attention_forward.forward(call, keep_remainder)
 
@@ -45,11 +45,7 @@ def backward(
     output, lse, remainder, lse_parts = args[7:11]
     *numbers, _, output_mask = args[11:]
     call = _call(*args[:7], *numbers)
-    if (
-        config is not None
-        and grad_output is not None
-        and _attention_torch.serves_backward(config, call, grad_lse)
-    ):
+    if grad_output is not None and _attention_torch.serves_backward(config, call, grad_lse):
         return _attention_torch.backward(config, call, grad_output, output, lse, output_mask)
     return _attention_backward.backward(
         call, grad_output, grad_lse, output, lse, remainder, lse_parts, output_mask
@@ -62,6 +58,4 @@ def _call(*inputs: Any) -> AttentionCall:
     return AttentionCall(*tensors, None, query.shape[2], key.shape[2], *numbers)
 
 
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    return _attention_report.dense_cases()
+static_report_cases = _attention_report.dense_cases

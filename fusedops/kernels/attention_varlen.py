@@ -32,7 +32,7 @@ def forward(
     """Launch the forward; arguments and results are those of ``fusedops::attention_varlen``."""
     *inputs, keep_remainder = args
     call = _call(*inputs)
-    if config is not None and _attention_torch.serves(config, call):
+    if _attention_torch.serves(config, call):
         output, lse, remainder, _ = _attention_torch.forward(config, call, keep_remainder)
     else:
         output, lse, remainder, _ = _attention_forward.forward(call, keep_remainder)
@@ -51,11 +51,7 @@ def backward(
     inputs, (output, lse, remainder), (*numbers, _, output_mask) = args[:8], args[8:11], args[11:]
     call = _call(*inputs, *numbers)
     do = None if grad_output is None else _one_batch(grad_output)
-    if (
-        config is not None
-        and do is not None
-        and _attention_torch.serves_backward(config, call, grad_lse)
-    ):
+    if do is not None and _attention_torch.serves_backward(config, call, grad_lse):
         dq, dk, dv, _, dsinks = _attention_torch.backward(
             config, call, do, _one_batch(output), lse.unsqueeze(0), output_mask
         )
@@ -85,6 +81,4 @@ def _one_batch(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, 1).unsqueeze(0)
 
 
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    return _attention_report.packed_cases()
+static_report_cases = _attention_report.packed_cases

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import torch
@@ -16,17 +16,10 @@ def forward(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.Ten
     return _glu.forward(gate, up, GELU_VARIANTS[approximate])
 
 
-def backward(
-    grad_output: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    approximate: str,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; arguments and results are those of ``fusedops::geglu_backward``."""
-    return _glu.backward(grad_output, gate, up, GELU_VARIANTS[approximate], output_mask)
+    *tensors, approximate, output_mask = args
+    return _glu.backward(*tensors, output_mask, GELU_VARIANTS[approximate])
 
 
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    return _glu.static_report_cases(tuple(GELU_VARIANTS.values()))
+static_report_cases = functools.partial(_glu.static_report_cases, GELU_VARIANTS.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,10 +10,7 @@ import torch
 from fusedops.kernels import _norm
 from fusedops.kernels._norm import LAYER_NORM
 
-
-def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the forward; arguments and results are those of ``fusedops::layer_norm``."""
-    return _norm.forward(LAYER_NORM, *args)
+forward = functools.partial(_norm.forward, LAYER_NORM)
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
@@ -21,6 +19,4 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return _norm.backward(LAYER_NORM, grad_output, input, weight, mean, rstd, shape, output_mask)
 
 
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    return _norm.static_report_cases(centred=True)
+static_report_cases = functools.partial(_norm.static_report_cases, centred=True)

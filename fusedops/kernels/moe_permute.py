@@ -9,10 +9,7 @@ import torch
 
 from fusedops.kernels import _moe_rows
 
-
-def forward(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Launch the forward; arguments and result are those of ``fusedops::moe_permute``."""
-    return _moe_rows.scatter(input, positions, offsets)
+forward = _moe_rows.scatter
 
 
 def backward(
@@ -27,9 +24,5 @@ def backward(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    return [
-        _moe_rows.scatter_report(2),
-        _moe_rows.scatter_report(8),
-        _moe_rows.scatter_report(0),
-        _moe_rows.combine_report(8, weighted=False),
-    ]
+    scattered = [_moe_rows.scatter_report(top_k) for top_k in (2, 8, 0)]
+    return [*scattered, _moe_rows.combine_report(8, weighted=False)]

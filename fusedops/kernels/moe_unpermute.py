@@ -58,11 +58,7 @@ def _backward_kernel(
         tl.store(dprobs_ptr + slot, tl.sum(total, axis=0))
 
 
-def forward(
-    input: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    """Launch the forward; arguments and result are those of ``fusedops::moe_unpermute``."""
-    return _moe_rows.combine(input, probs, positions, offsets)
+forward = _moe_rows.combine
 
 
 def backward(
@@ -110,11 +106,7 @@ def backward(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = _moe_rows.report_types() | {"dprobs_ptr": "*fp32"}
+    types = _moe_rows.REPORT_TYPES | {"dprobs_ptr": "*fp32"}
+    combined = [_moe_rows.combine_report(top_k, weighted=True) for top_k in (2, 8, 0)]
     blocks = {"WANTS_INPUT": True, "WANTS_PROBS": True, "BLOCK": _BLOCK}
-    return [
-        _moe_rows.combine_report(2, weighted=True),
-        _moe_rows.combine_report(8, weighted=True),
-        _moe_rows.combine_report(0, weighted=True),
-        _launch.report_case(_backward_kernel, types, blocks, _OPTIONS),
-    ]
+    return [*combined, _launch.report_case(_backward_kernel, types, blocks, _OPTIONS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,6 +26,4 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return _norm.backward(_norm.rms_kind(*variant), *tensors, normalized_shape, mask)[:2]
 
 
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    return _norm.static_report_cases(centred=False)
+static_report_cases = functools.partial(_norm.static_report_cases, centred=False)
