@@ -12,6 +12,7 @@ Rows too long for the registers take the kernels of the plain norm (``_norm.py``
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -331,24 +332,17 @@ def static_report_cases(centred: bool) -> list[dict[str, Any]]:
         drawn: dict[str, Any] = present | {"DROPOUT": mode, "BLOCK_M": 1}
         # Without dropout the gradient of input is that of residual.
         drawn |= {"WANTS_INPUT": mode != "none"}
-        of_mode = []
+        label = f"{'centred' if centred else 'not centred'}, dropout {mode}"
+        case = functools.partial(_launch.report_case, types=types, suffix=label)
         for cols in (1024, 4096, 8192, 16384):
             sizes, options = drawn | {"BLOCK_N": cols}, _launch.row_options(cols)
-            of_mode.append(_launch.report_case(_forward_kernel, types, sizes, options))
+            cases.append(case(_forward_kernel, constexprs=sizes, options=options))
         # Rows of 8192 have launch options of their own on sm_120.
         of_chips = ((1024, None), (4096, None), (8192, (80, 90, 100)), (8192, (120,)))
         for cols, chips in of_chips:
             sizes = drawn | {"BLOCK_N": cols}
             options = _backward_options(cols, newest=chips == (120,))
-            case = _launch.report_case(
-                _backward_kernel,
-                types,
-                sizes,
-                options,
-                resident=_launch.resident(options["num_warps"]),
-                capabilities=chips,
-            )
-            of_mode.append(case)
-        label = f"{'centred' if centred else 'not centred'}, dropout {mode}"
-        cases += [case | {"label": f"{case['label']}, {label}"} for case in of_mode]
+            resident = _launch.resident(options["num_warps"])
+            more = {"resident": resident, "capabilities": chips}
+            cases.append(case(_backward_kernel, constexprs=sizes, options=options, **more))
     return cases

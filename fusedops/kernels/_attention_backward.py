@@ -25,8 +25,6 @@ from fusedops.kernels._attention_backward_queries import queries_kernel
 from fusedops.kernels._attention_device import load_tile
 from fusedops.kernels._attention_launch import AttentionCall, blocks, heads_inside, readable
 
-_DELTA_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
-
 
 @triton.jit(do_not_specialize=["num_blocks", "num_heads", "num_rows"])
 def delta_kernel(
@@ -209,7 +207,7 @@ def _launch_delta(
         HAS_DLSE=grad_lse is not None,
         HAS_REST=kept,
         **sizes,
-        **_DELTA_OPTIONS,
+        **_launch.FOUR_WARPS,
     )
 
 
@@ -223,7 +221,7 @@ def delta_case() -> dict[str, Any]:
     """Describe ``delta_kernel`` for the static report."""
     types = dict.fromkeys(("dlse_ptr", "lse_ptr", "delta_ptr"), "*fp32")
     flags = {"VALUE_DIM": 128, "HAS_DLSE": True, "HAS_REST": True} | _delta_sizes(128)
-    return _launch.report_case(delta_kernel, types, flags, _DELTA_OPTIONS)
+    return _launch.report_case(delta_kernel, types, flags)
 
 
 def _minus_grad_lse(grad_lse: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:

@@ -236,7 +236,7 @@ class AttentionCall:
             "seed_ptr": _launch.dense(self.seed, query),
             "ends_q_ptr": ends_q,
             "ends_k_ptr": ends_k,
-            "stride_slope": self.query.shape[1] if _has_batch(self.slopes) else 0,
+            "stride_slope": self.query.shape[1] if has_batch(self.slopes) else 0,
             "num_heads": query.shape[1],
             "num_rows": query.shape[2],
             "num_keys": self.max_keys,
@@ -278,7 +278,7 @@ class AttentionCall:
         return mask.contiguous() if _is_far(mask) else mask
 
 
-def _has_batch(slopes: torch.Tensor | None) -> bool:
+def has_batch(slopes: torch.Tensor | None) -> bool:
     return slopes is not None and slopes.dim() == 2
 
 

@@ -25,40 +25,14 @@ from fusedops.kernels._attention_launch import (
 
 _CHIPS = (80, 90, 100, 120)
 _KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
-_PLAIN: dict[str, Any] = {
-    "LEFT": False,
-    "RIGHT": True,
-    "MASK": "none",
-    "PER_QUERY": False,
-    "ALIBI": False,
-    "SINKS": False,
-    "KEEPS": True,
-    "PARTS": False,
-    "SOFTCAP": False,
-    "FOLD": True,
-    "DROPOUT": "none",
-    "VARLEN": False,
-    "GROUP": 1,
-    "WANTS_KEY": True,
-    "WANTS_VALUE": True,
-    "WANTS_QUERY": True,
-    "WANTS_SCORES": False,
-    "DELTA": "given",
-    "PRECISION": "ieee",
-    "stride_mn": 1,
-}
+_OFF = ("LEFT", "PER_QUERY", "ALIBI", "SINKS", "PARTS", "SOFTCAP", "VARLEN", "WANTS_SCORES")
+_ON = ("RIGHT", "KEEPS", "FOLD", "WANTS_KEY", "WANTS_VALUE", "WANTS_QUERY")
+_PLAIN: dict[str, Any] = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
+_PLAIN |= {"MASK": "none", "DROPOUT": "none", "DELTA": "given", "PRECISION": "ieee"}
+_PLAIN |= {"GROUP": 1, "stride_mn": 1}
 _LIGHT = _PLAIN | {"LEFT": True, "SINKS": True, "DELTA": "beside"}
-_RICH = _LIGHT | {
-    "MASK": "add",
-    "PARTS": True,
-    "PER_QUERY": True,
-    "ALIBI": True,
-    "SOFTCAP": True,
-    "FOLD": False,
-    "GROUP": 4,
-    "WANTS_SCORES": True,
-    "DELTA": "first",
-}
+_RICH = _LIGHT | dict.fromkeys(("PARTS", "PER_QUERY", "ALIBI", "SOFTCAP", "WANTS_SCORES"), True)
+_RICH |= {"MASK": "add", "FOLD": False, "GROUP": 4, "DELTA": "first"}
 _WITH_OPTIONS = {"light": _LIGHT, "rich": _RICH, "drop": _PLAIN | {"DROPOUT": "draw"}}
 
 
@@ -98,17 +72,15 @@ def case(
         types["mask_ptr"] = _descriptors.type_of(dtype, mask_block(sizes))
     if kernel == "keys" and size > 128:
         flags = flags | {"WANTS_VALUE": False}
-    report = _launch.report_case(
+    return _launch.report_case(
         _KERNELS[kernel],
         types,
         flags | sizes | {"HEAD_DIM": size, "VALUE_DIM": size},
         options,
+        suffix=kind + ("" if half else ", float32") + (", described" if described else ""),
         matrix=half,
         capabilities=(capability,),
     )
-    report["label"] += f", {kind}" if half else f", {kind}, float32"
-    report["label"] += ", described" if described else ""
-    return report
 
 
 def dense_cases() -> list[dict[str, Any]]:

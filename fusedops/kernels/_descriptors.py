@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedops._core import env
 from fusedops._core.architecture import compute_capability
-from fusedops.kernels import _launch
 
 _ALIGNMENT = 16  # bytes
 _LARGEST = 2**31 - 1  # positions are 32-bit
@@ -54,47 +53,37 @@ def describe(tensor: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, list(block))
 
 
-def report_cases(
-    kernel: Any,
+def report_form(
+    described: str,
     types: dict[str, str],
     constexprs: dict[str, Any],
-    options: dict[str, Any],
     weights: dict[str, int],
     *,
-    leading: int = 0,
-    gathers: bool = False,
-) -> list[dict[str, Any]]:
-    """Describe a matrix kernel's compilations with descriptors, for the static report.
+    leading: int,
+    gathers: bool,
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return types and constexprs of a matrix kernel that reads by descriptors, for the report.
 
     Args:
-        kernel: a ``@triton.jit`` function whose operands are ``x_ptr`` and ``weights``.
-        types: of its arguments, in the form without descriptors.
-        constexprs: with the tile sizes.
-        options: launch options.
+        described: how the weights lie, ``"along"`` the sum or ``"across"`` it.
+        types: of the arguments, in the form without descriptors, ``x_ptr`` among them.
+        constexprs: in that form, with the tile sizes.
         weights: argument name -> how many of its columns a tile reads.
         leading: dims of the weights before the matrix.
         gathers: whether ``x_ptr`` stays a pointer.
     """
     name, depth = types["x_ptr"].removeprefix("*"), constexprs["BLOCK_K"]
-    cases = []
-    for described, capabilities in (("along", (90, 100)), ("across", (90,))):
-        kinds = dict(types)
-        if not gathers:
-            kinds["x_ptr"] = type_of(name, [constexprs["BLOCK_M"], depth])
-        for argument, columns in weights.items():
-            block = [depth, columns] if described == "across" else [columns, depth]
-            kinds[argument] = type_of(name, [1] * leading + block)
-        dense, other = "stride_wk", "stride_wn"
-        if described == "across":
-            dense, other = other, dense
-        values = {name: value for name, value in constexprs.items() if name != other}
-        values |= {"DESCRIBED": described, dense: 1}
-        kinds[other] = "i32"
-        case = _launch.report_case(
-            kernel, kinds, values, options, matrix=True, capabilities=capabilities
-        )
-        cases.append(case | {"label": f"{case['label']}, described {described}"})
-    return cases
+    kinds = dict(types)
+    if not gathers:
+        kinds["x_ptr"] = type_of(name, [constexprs["BLOCK_M"], depth])
+    for argument, columns in weights.items():
+        block = [depth, columns] if described == "across" else [columns, depth]
+        kinds[argument] = type_of(name, [1] * leading + block)
+    dense, other = "stride_wk", "stride_wn"
+    if described == "across":
+        dense, other = other, dense
+    values = {name: value for name, value in constexprs.items() if name != other}
+    return kinds | {other: "i32"}, values | {"DESCRIBED": described, dense: 1}
 
 
 def type_of(name: str, block: Sequence[int]) -> str:

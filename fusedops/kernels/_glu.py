@@ -18,7 +18,6 @@ from fusedops.kernels._device import act_both, act_value, with_slope
 
 # Eight elements a thread: one 16-byte access in half precision, two in float32.
 _BLOCK = 1024
-_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -91,7 +90,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
             num_cols,
             ACTIVATION=activation,
             BLOCK=_BLOCK,
-            **_OPTIONS,
+            **_launch.FOUR_WARPS,
         )
     return output
 
@@ -126,7 +125,7 @@ def backward(
             WANTS_GATE=wants_gate,
             WANTS_UP=wants_up,
             BLOCK=_BLOCK,
-            **_OPTIONS,
+            **_launch.FOUR_WARPS,
         )
     return grad_gate, grad_up
 
@@ -135,9 +134,7 @@ def static_report_cases(activations: Collection[str]) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     constexprs = {"BLOCK": _BLOCK, "WANTS_GATE": True, "WANTS_UP": True}
     return [
-        _launch.report_case(
-            kernel, {}, constexprs | {"ACTIVATION": activation}, _OPTIONS, label=activation
-        )
+        _launch.report_case(kernel, {}, constexprs | {"ACTIVATION": activation}, label=activation)
         for kernel in (_forward_kernel, _backward_kernel)
         for activation in activations
     ]

@@ -18,22 +18,20 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _descriptors, _launch
+from fusedops.kernels import _launch
 from fusedops.kernels._device import act_value, split
 from fusedops.kernels.linear_act import (
     GROUP_M,
     bias_tile,
     blocks_of,
     described,
+    matrix_cases,
     older,
-    reads_by_descriptor,
-    report_tiles,
     sum_of_pointers,
     tile_of,
 )
 
 _SUM_TILE = {"BLOCK_M": 32, "BLOCK_N": 64}
-_SUM_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -510,7 +508,7 @@ def row_sums(
             SCALES=scale is not None,
             ADDS=into is not None,
             **_SUM_TILE,
-            **_SUM_OPTIONS,
+            **_launch.FOUR_WARPS,
         )
     return out
 
@@ -523,28 +521,6 @@ def report_types(name: str) -> dict[str, str]:
     return types | dict.fromkeys(lists, "*i32")
 
 
-def _product_cases(
-    dtype: torch.dtype, types: dict[str, str], flags: dict[str, Any], label: str = ""
-) -> list[dict[str, Any]]:
-    """Return the cases of products, with or without a list of rows to gather."""
-    cases = []
-    gathers = flags["GATHERS"]
-    tiles = functools.partial(_product_blocks, gathers=gathers)
-    for num_rows, blocks, options, case in report_tiles(dtype, tiles):
-        cases.append(_launch.report_case(_product_kernel, types, flags | blocks, options, **case))
-        if reads_by_descriptor(case, num_rows):
-            cases += _descriptors.report_cases(
-                _product_kernel,
-                types,
-                flags | blocks,
-                options,
-                {"weight_ptr": blocks["BLOCK_N"]},
-                leading=1,
-                gathers=gathers,
-            )
-    return [case | {"label": ", ".join(filter(None, (label, case["label"])))} for case in cases]
-
-
 def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
@@ -554,15 +530,30 @@ def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
         plain = common | {"ACTIVATION": "identity", "KEEPS": False, "GATHERS": False}
         plain |= {"HAS_BIAS": True, "SCALES": False, "stride_xk": 1, "stride_wk": 1}
         plain |= {"DESCRIBED": "no"}
+        # A label, and in which pointers and flags a product differs from the plain one.
+        forms: tuple[tuple[str, dict[str, str], dict[str, Any]], ...] = (
+            ("", {}, {"KEEPS": True, "ACTIVATION": "gelu"}),
+        )
         if gathers:
             # An expert's second product, the first once more, the gradient of what the second gets.
-            gathered = plain | {"GATHERS": True}
-            wide = types | {"y_ptr": "*fp32"}
-            cases += _product_cases(dtype, types, plain | {"SCALES": True}, "scaled")
-            cases += _product_cases(dtype, types, gathered, "recomputed")
-            cases += _product_cases(dtype, wide, gathered | {"HAS_BIAS": False}, "gathered")
-        else:
-            cases += _product_cases(dtype, types, plain | {"KEEPS": True, "ACTIVATION": "gelu"})
+            forms = (
+                ("scaled", {}, {"SCALES": True}),
+                ("recomputed", {}, {"GATHERS": True}),
+                ("gathered", {"y_ptr": "*fp32"}, {"GATHERS": True, "HAS_BIAS": False}),
+            )
+        for label, pointers, differing in forms:
+            form = plain | differing
+            cases += matrix_cases(
+                _product_kernel,
+                dtype,
+                types | pointers,
+                form,
+                functools.partial(_product_blocks, gathers=form["GATHERS"]),
+                label=label,
+                weights=("weight_ptr",),
+                leading=1,
+                gathers=form["GATHERS"],
+            )
         flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}
         flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}
         out = types if gathers else types | {"out_ptr": "*fp32"}
@@ -579,5 +570,5 @@ def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
                 )
             )
         flags = {"GATHERS": gathers, "SCALES": gathers, "ADDS": False} | _SUM_TILE
-        cases.append(_launch.report_case(_row_sums_kernel, types, flags, _SUM_OPTIONS))
+        cases.append(_launch.report_case(_row_sums_kernel, types, flags))
     return cases

@@ -12,6 +12,9 @@ import triton.language as tl
 
 from fusedops._core import launch_plans, philox
 
+# Launch options of kernels that keep little in registers.
+FOUR_WARPS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
 
 def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
     """Return the tensor laid out densely; for an absent one any pointer, which is never read."""
@@ -115,9 +118,10 @@ def report_case(
     kernel: Any,
     types: dict[str, str],
     constexprs: dict[str, Any],
-    options: dict[str, Any],
+    options: dict[str, Any] = FOUR_WARPS,
     *,
     label: str = "",
+    suffix: str = "",
     matrix: bool = False,
     few_rows: bool = False,
     resident: int | None = None,
@@ -132,6 +136,7 @@ def report_case(
         constexprs: argument name -> value.
         options: launch options: ``num_warps``, ``num_stages``.
         label: what distinguishes the case, before its block sizes.
+        suffix: the same, behind them.
         matrix: whether the kernel must use matrix instructions.
         few_rows: whether the call has fewer rows than a warp-group instruction (64).
         resident: programs that the grid gives a multiprocessor, ``None`` for as many as fit.
@@ -156,5 +161,5 @@ def report_case(
         "few_rows": matrix and few_rows,
         "resident": resident,
         "capabilities": capabilities,
-        "label": ", ".join([label, *blocks] if label else blocks),
+        "label": ", ".join(filter(None, (label, *blocks, suffix))),
     }

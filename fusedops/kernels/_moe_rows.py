@@ -19,7 +19,6 @@ from fusedops.kernels import _launch
 # Columns of a program: eight to sixteen elements a thread.
 _BLOCK = 1024
 _UNROLLED = 8
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 # Of the arguments of the kernels here, for ``static_report_cases``.
 REPORT_TYPES = {"probs_ptr": "*fp32", "positions_ptr": "*i32", "real_ptr": "*i32"}
 
@@ -145,7 +144,7 @@ def scatter(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor)
             top_k,
             TOP_K=unrolled(top_k),
             BLOCK=_BLOCK,
-            **_OPTIONS,
+            **_launch.FOUR_WARPS,
         )
     return output
 
@@ -173,7 +172,7 @@ def combine(
             TOP_K=unrolled(top_k),
             WEIGHTED=probs is not None,
             BLOCK=_BLOCK,
-            **_OPTIONS,
+            **_launch.FOUR_WARPS,
         )
     return output
 
@@ -191,10 +190,10 @@ def unrolled(top_k: int) -> int:
 def scatter_report(top_k: int) -> dict[str, Any]:
     """Return a case of the static report."""
     blocks = {"TOP_K": top_k, "BLOCK": _BLOCK}
-    return _launch.report_case(_scatter_kernel, REPORT_TYPES, blocks, _OPTIONS)
+    return _launch.report_case(_scatter_kernel, REPORT_TYPES, blocks)
 
 
 def combine_report(top_k: int, *, weighted: bool) -> dict[str, Any]:
     """Return a case of the static report."""
     blocks = {"TOP_K": top_k, "WEIGHTED": weighted, "BLOCK": _BLOCK}
-    return _launch.report_case(_combine_kernel, REPORT_TYPES, blocks, _OPTIONS)
+    return _launch.report_case(_combine_kernel, REPORT_TYPES, blocks)

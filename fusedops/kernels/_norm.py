@@ -437,6 +437,8 @@ def static_report_cases(centred: bool) -> list[dict[str, Any]]:
         options = _launch.row_options(elements)
         walks = kernel is _backward_kernel
         resident = _launch.resident(options["num_warps"]) if walks else None
-        case = _launch.report_case(kernel, types, constants, options, resident=resident)
-        reports.append(case | {"label": f"{case['label']}, {label}"})
+        case = _launch.report_case(
+            kernel, types, constants, options, suffix=label, resident=resident
+        )
+        reports.append(case)
     return reports

@@ -21,7 +21,6 @@ from fusedops.kernels import _launch, _pointer_table
 from fusedops.kernels._device import PHILOX_ROUNDS
 from fusedops.kernels._pointer_table import BLOCK
 
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 # Columns of the table: six addresses, the size, what Philox and its counters begin with (4), the
 # address of the number of steps, and the bits of the weight decay in float64.
 _COLUMNS, _DECAY = 13, 12
@@ -275,7 +274,7 @@ class StepLaunch:
                 VECTORIZES=self.vectorizes,
                 COLUMNS=_COLUMNS,
                 BLOCK=BLOCK,
-                **_OPTIONS,
+                **_launch.FOUR_WARPS,
             )
 
 
@@ -369,7 +368,7 @@ def static_report_cases() -> list[dict[str, Any]]:
     counted = {"table_ptr": "*i64", "found_inf_ptr": "*fp32", "step_ptr": "*fp32"}
     counted["counts_ptr"] = "*fp64"
     return [
-        _launch.report_case(_step_kernel, types | mixed, usual | plain, _OPTIONS),
-        _launch.report_case(_step_kernel, types, usual | drawn, _OPTIONS),
-        _launch.report_case(_count_kernel, counted, usual | {"BLOCK": _COUNTED}, _OPTIONS),
+        _launch.report_case(_step_kernel, types | mixed, usual | plain),
+        _launch.report_case(_step_kernel, types, usual | drawn),
+        _launch.report_case(_count_kernel, counted, usual | {"BLOCK": _COUNTED}),
     ]

@@ -21,13 +21,12 @@ import triton.language as tl
 from fusedops._core import env
 from fusedops.kernels import _launch
 from fusedops.kernels._attention_device import LN2, LOG2E, load_tile, scores
-from fusedops.kernels._attention_launch import generation_of, readable
+from fusedops.kernels._attention_launch import generation_of, has_batch, readable
 from fusedops.kernels._attention_launch import supports as supports
 
 # Numbers that a kernel need not know: another cache then needs no new compilation.
 NOT_SPECIALIZED = ("num_tiles", "num_parts", "num_heads", "num_rows", "capacity", "left")
 
-_MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 _MOST_PARTS = 64
 _SMALLEST_PART = 128
 
@@ -243,64 +242,58 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not one_part:
         parts = query.new_empty(batch, heads, rows, num_parts, value_size, dtype=torch.float32)
         parts_lse = query.new_empty(batch, heads, rows, num_parts, dtype=torch.float32)
-    lengths, bonds = cache_seqlens.contiguous(), _launch.dense(sinks, query)
     num_tiles = triton.cdiv(group * rows, sizes["BLOCK_M"])
-    factor = scale * LOG2E.value * (2.0 / softcap if softcap > 0.0 else 1.0)
+    shared: dict[str, Any] = {
+        "lengths_ptr": cache_seqlens.contiguous(),
+        "sinks_ptr": _launch.dense(sinks, query),
+        "num_parts": num_parts,
+        "num_heads": heads,
+        "num_rows": rows,
+        "part_size": part_size,
+        "capacity": capacity,
+        "left": min(window_left, capacity),
+        "LEFT": window_left >= 0,
+        "SINKS": sinks is not None,
+        "VALUE_DIM": value_size,
+        "BLOCK_DV": sizes.pop("BLOCK_DV"),
+    }
+    strides = {
+        f"stride_{name}{dim}": tensor.stride(axis)
+        for name, tensor in (("q", query), ("k", key), ("v", value))
+        for axis, dim in enumerate("bhs")
+    }
     with _launch.device_of(query):
         parts_kernel[(num_parts * num_tiles * key_heads * batch,)](
-            query,
-            key,
-            value,
-            lengths,
-            _launch.dense(alibi_slopes, query),
-            bonds,
-            parts,
-            parts_lse,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            heads if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-            num_tiles,
-            num_parts,
-            heads,
-            rows,
-            part_size,
-            capacity,
-            factor,
-            softcap * LOG2E.value,
-            min(window_left, capacity),
+            q_ptr=query,
+            k_ptr=key,
+            v_ptr=value,
+            slopes_ptr=_launch.dense(alibi_slopes, query),
+            out_ptr=parts,
+            lse_ptr=parts_lse,
+            stride_slope=heads if has_batch(alibi_slopes) else 0,
+            num_tiles=num_tiles,
+            factor=scale * LOG2E.value * (2.0 / softcap if softcap > 0.0 else 1.0),
+            bound=softcap * LOG2E.value,
             GROUP=group,
             HEAD_DIM=size,
-            VALUE_DIM=value_size,
-            LEFT=window_left >= 0,
             ALIBI=alibi_slopes is not None,
-            SINKS=sinks is not None,
             SOFTCAP=softcap > 0.0,
             WHOLE=one_part,
             PRECISION=_launch.precision(query.dtype),
+            **strides,
+            **shared,
             **sizes,
             **options,
         )
         if not one_part:
             merge_kernel[(batch * heads * rows,)](
-                parts,
-                parts_lse,
-                lengths,
-                bonds,
-                out,
-                lse,
-                num_parts,
-                heads,
-                rows,
-                part_size,
-                capacity,
-                min(window_left, capacity),
-                LEFT=window_left >= 0,
-                SINKS=sinks is not None,
-                VALUE_DIM=value_size,
+                parts_ptr=parts,
+                parts_lse_ptr=parts_lse,
+                out_ptr=out,
+                lse_ptr=lse,
                 BLOCK_P=triton.next_power_of_2(num_parts),
-                BLOCK_DV=sizes["BLOCK_DV"],
-                **_MERGE_OPTIONS,
+                **shared,
+                **_launch.FOUR_WARPS,
             )
     return out.transpose(1, 2), lse
 
@@ -356,4 +349,4 @@ def static_report_cases() -> list[dict[str, Any]]:
         out = types | {"out_ptr": "*fp32"}
         cases.append(_launch.report_case(parts_kernel, out, flags | sizes, launch, **case))
     flags = {"LEFT": True, "SINKS": True, "VALUE_DIM": 256, "BLOCK_DV": 256, "BLOCK_P": _MOST_PARTS}
-    return [*cases, _launch.report_case(merge_kernel, types, flags, _MERGE_OPTIONS)]
+    return [*cases, _launch.report_case(merge_kernel, types, flags)]

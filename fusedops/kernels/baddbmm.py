@@ -19,7 +19,7 @@ import triton.language as tl
 
 from fusedops.kernels import _launch
 from fusedops.kernels._triton_version import at_least
-from fusedops.kernels.linear_act import GROUP_M, blocks_of, older, report_tiles, split, tile_of
+from fusedops.kernels.linear_act import GROUP_M, blocks_of, matrix_cases, older, split, tile_of
 
 _BATCH_DIMS = 3
 # Products of a launch: what the second dimension of a grid may be, and a part of 2^31, so that
@@ -236,8 +236,5 @@ def static_report_cases() -> list[dict[str, Any]]:
         types |= {"beta": "fp32", "alpha": "fp32"}
         flags: dict[str, Any] = {"HAS_ADDEND": True, "GROUP_M": GROUP_M, "PRECISION": "ieee"}
         flags |= {"stride_ak": 1, "stride_bn": 1, "stride_cn": 1}
-        for _, blocks, options, case in report_tiles(dtype, _blocks):
-            cases.append(
-                _launch.report_case(_forward_kernel, types, flags | blocks, options, **case)
-            )
+        cases += matrix_cases(_forward_kernel, dtype, types, flags, _blocks)
     return cases

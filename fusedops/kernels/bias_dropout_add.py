@@ -18,8 +18,7 @@ from fusedops.kernels import _launch
 from fusedops.kernels._device import dropout
 
 # Elements of a program, four for each Philox counter.
-_BLOCK_M, _BLOCK_N = 4, 512
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+_TILE = {"BLOCK_M": 4, "BLOCK_N": 512}
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -105,9 +104,8 @@ def forward(*args: Any) -> torch.Tensor:
             num_cols,
             **_launch.dropout_arguments(p, num_cols, seed),
             HAS_BIAS=bias is not None,
-            BLOCK_M=_BLOCK_M,
-            BLOCK_N=_BLOCK_N,
-            **_OPTIONS,
+            **_TILE,
+            **_launch.FOUR_WARPS,
         )
     return output
 
@@ -143,9 +141,8 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
             **_launch.dropout_arguments(p, num_cols, seed),
             WANTS_INPUT=wants_input,
             WANTS_BIAS=wants_bias,
-            BLOCK_M=_BLOCK_M,
-            BLOCK_N=_BLOCK_N,
-            **_OPTIONS,
+            **_TILE,
+            **_launch.FOUR_WARPS,
         )
         if wants_bias:
             assert bias is not None
@@ -159,15 +156,15 @@ def _rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _grid(num_rows: int, num_cols: int) -> tuple[int, int]:
-    return triton.cdiv(num_rows, _BLOCK_M), triton.cdiv(num_cols, _BLOCK_N)
+    return triton.cdiv(num_rows, _TILE["BLOCK_M"]), triton.cdiv(num_cols, _TILE["BLOCK_N"])
 
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"dbias_ptr": "*fp32", "seed_ptr": "*i64", "scale": "fp32"}
-    usual = {"BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N, "DROPOUT": "draw"}
+    usual = _TILE | {"DROPOUT": "draw"}
     usual |= dict.fromkeys(("HAS_BIAS", "WANTS_INPUT", "WANTS_BIAS"), True)
     return [
-        _launch.report_case(_forward_kernel, types, usual, _OPTIONS),
-        _launch.report_case(_backward_kernel, types, usual, _OPTIONS, resident=8),
+        _launch.report_case(_forward_kernel, types, usual),
+        _launch.report_case(_backward_kernel, types, usual, resident=8),
     ]

@@ -20,7 +20,6 @@ from fusedops.kernels._device import act_slope, act_value
 
 _TILE = 2048
 _MAX_COLS = 512
-_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -89,8 +88,8 @@ def forward(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.
         return output
     num_cols = bias.numel()
     num_rows = x.numel() // num_cols
-    block_m, block_n = _tile(num_cols)
-    tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_cols, block_n)
+    tile = _tile(num_cols)
+    tiles = triton.cdiv(num_rows, tile["BLOCK_M"]) * triton.cdiv(num_cols, tile["BLOCK_N"])
     with _launch.device_of(x):
         _forward_kernel[(tiles,)](
             x,
@@ -99,9 +98,8 @@ def forward(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.
             num_rows,
             num_cols,
             ACTIVATION=GELU_VARIANTS[approximate],
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            **_OPTIONS,
+            **tile,
+            **_launch.FOUR_WARPS,
         )
     return output
 
@@ -121,9 +119,9 @@ def backward(
         return dx, torch.zeros_like(bias) if wants_bias else None
     num_cols = bias.numel()
     num_rows = x.numel() // num_cols
-    block_m, block_n = _tile(num_cols)
-    col_tiles = triton.cdiv(num_cols, block_n)
-    programs = triton.cdiv(num_rows, block_m)
+    tile = _tile(num_cols)
+    col_tiles = triton.cdiv(num_cols, tile["BLOCK_N"])
+    programs = triton.cdiv(num_rows, tile["BLOCK_M"])
     parts = None
     if wants_bias:
         # About eight programs a multiprocessor keep enough loads in flight, and few parts to add.
@@ -143,9 +141,8 @@ def backward(
             ACTIVATION=GELU_VARIANTS[approximate],
             WANTS_INPUT=wants_input,
             WANTS_BIAS=wants_bias,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            **_OPTIONS,
+            **tile,
+            **_launch.FOUR_WARPS,
         )
         grad_bias = None if parts is None else _launch.sum_rows(parts, bias.dtype)
     return dx, grad_bias
@@ -153,23 +150,19 @@ def backward(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    block_m, block_n = _tile(4096)
-    usual = {"WANTS_INPUT": True, "WANTS_BIAS": True, "BLOCK_M": block_m, "BLOCK_N": block_n}
-    return [
-        _launch.report_case(
-            kernel,
-            {"dbias_ptr": "*fp32"},
-            usual | {"ACTIVATION": activation},
-            _OPTIONS,
-            label=approximate,
-            resident=resident,
-        )
-        for kernel, resident in ((_forward_kernel, None), (_backward_kernel, 8))
-        for approximate, activation in GELU_VARIANTS.items()
-    ]
+    cases = []
+    for kernel, resident in ((_forward_kernel, None), (_backward_kernel, 8)):
+        for label, activation in GELU_VARIANTS.items():
+            flags = {"WANTS_INPUT": True, "WANTS_BIAS": True, "ACTIVATION": activation}
+            types = {"dbias_ptr": "*fp32"}
+            case = _launch.report_case(
+                kernel, types, flags | _tile(4096), label=label, resident=resident
+            )
+            cases.append(case)
+    return cases
 
 
-def _tile(num_cols: int) -> tuple[int, int]:
+def _tile(num_cols: int) -> dict[str, int]:
     """Return rows and columns of a tile: 16 elements a thread, no more columns than there are."""
     block_n = min(_MAX_COLS, triton.next_power_of_2(num_cols))
-    return _TILE // block_n, block_n
+    return {"BLOCK_M": _TILE // block_n, "BLOCK_N": block_n}

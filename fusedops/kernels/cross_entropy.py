@@ -263,7 +263,7 @@ class Pieces:
         rows, num_cols = logits.shape
         if rows == 0:
             return
-        ignore_index, smoothing, z_loss, softcap = self.options
+        _, smoothing, _, softcap = self.options
         _sums_kernel[(rows,)](
             logits,
             self.target,
@@ -274,10 +274,7 @@ class Pieces:
             self.num_classes,
             self._all_classes,
             first_class,
-            ignore_index,
-            smoothing,
-            z_loss,
-            softcap,
+            *self.options,
             CAPPED=softcap > 0.0,
             SMOOTH=smoothing > 0.0,
             FIRST=first_class == 0,
@@ -323,7 +320,6 @@ def logits_gradient(
     rows, num_cols = logits.shape
     if rows == 0:
         return
-    ignore_index, smoothing, z_loss, softcap = options
     block = _block(num_cols)
     _backward_kernel[(rows, triton.cdiv(num_cols, block))](
         logits,
@@ -336,11 +332,8 @@ def logits_gradient(
         num_classes,
         all_classes,
         first_class,
-        ignore_index,
-        smoothing,
-        z_loss,
-        softcap,
-        CAPPED=softcap > 0.0,
+        *options,
+        CAPPED=options.softcap > 0.0,
         BLOCK=block,
         **_options(num_cols),
     )
@@ -417,23 +410,19 @@ def _sums_launch(num_cols: int, *, smooth: bool, capped: bool) -> dict[str, Any]
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(
-        ("loss_ptr", "lse_ptr", "largest_ptr", "others_ptr", "values_ptr", "label_ptr"), "*fp32"
-    )
-    types |= dict.fromkeys(("dloss_ptr", "total_ptr", "count_ptr"), "*fp32")
-    types["target_ptr"] = "*i64"
+    sums = ("loss", "lse", "largest", "others", "values", "label", "dloss", "total", "count")
+    types = {f"{name}_ptr": "*fp32" for name in sums} | {"target_ptr": "*i64"}
     types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
-    only = {"FIRST": True, "LAST": True}
-    middle = {"FIRST": False, "LAST": False}
     options = _options(_BLOCK)
     cases = []
     for capped in (False, True):
-        for more in (only | {"SMOOTH": False}, middle | {"SMOOTH": True}):
-            launch = _sums_launch(_BLOCK, smooth=more["SMOOTH"], capped=capped)
-            flags = more | {"CAPPED": capped, "BLOCK": launch["BLOCK"]}
-            of_kind = types if more["FIRST"] else types | {"x_ptr": "*fp32"}
-            cases.append(_launch.report_case(_sums_kernel, of_kind, flags, launch))
         # Pieces are products that linear_cross_entropy made, unrounded.
+        for piece in (False, True):
+            launch = _sums_launch(_BLOCK, smooth=piece, capped=capped)
+            flags = {"FIRST": not piece, "LAST": not piece, "SMOOTH": piece, "CAPPED": capped}
+            of_kind = types | ({"x_ptr": "*fp32"} if piece else {})
+            flags |= {"BLOCK": launch["BLOCK"]}
+            cases.append(_launch.report_case(_sums_kernel, of_kind, flags, launch))
         for logits in ("*bf16", "*fp32"):
             flags = {"CAPPED": capped, "BLOCK": _BLOCK}
             of_kind = types | {"x_ptr": logits}

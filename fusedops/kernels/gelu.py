@@ -15,7 +15,6 @@ from fusedops.kernels._device import act_slope, act_value
 
 # Eight elements a thread: one 16-byte access in half precision, two in float32.
 _BLOCK = 1024
-_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -45,7 +44,12 @@ def forward(input: torch.Tensor, approximate: str) -> torch.Tensor:
     if count > 0:
         with _launch.device_of(x):
             _forward_kernel[(triton.cdiv(count, _BLOCK),)](
-                x, output, count, ACTIVATION=GELU_VARIANTS[approximate], BLOCK=_BLOCK, **_OPTIONS
+                x,
+                output,
+                count,
+                ACTIVATION=GELU_VARIANTS[approximate],
+                BLOCK=_BLOCK,
+                **_launch.FOUR_WARPS,
             )
     return output
 
@@ -68,7 +72,7 @@ def backward(
                 count,
                 ACTIVATION=GELU_VARIANTS[approximate],
                 BLOCK=_BLOCK,
-                **_OPTIONS,
+                **_launch.FOUR_WARPS,
             )
     return dx
 
@@ -77,7 +81,7 @@ def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     return [
         _launch.report_case(
-            kernel, {}, {"ACTIVATION": activation, "BLOCK": _BLOCK}, _OPTIONS, label=approximate
+            kernel, {}, {"ACTIVATION": activation, "BLOCK": _BLOCK}, label=approximate
         )
         for kernel in (_forward_kernel, _backward_kernel)
         for approximate, activation in GELU_VARIANTS.items()

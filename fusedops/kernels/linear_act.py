@@ -11,7 +11,8 @@ plain, without an epilogue to fuse, and go to torch's own matmul (cuBLAS).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from fusedops.kernels._device import act_both, act_value, split, with_slope
 
 GROUP_M = 8
 _GRADIENT_TILE = {"BLOCK_M": 8, "BLOCK_N": 256}
-_GRADIENT_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -365,7 +365,7 @@ def activation_gradient(
             WANTS_HIDDEN=wants_hidden,
             WANTS_BIAS=wants_bias,
             **_GRADIENT_TILE,
-            **_GRADIENT_OPTIONS,
+            **_launch.FOUR_WARPS,
         )
         dbias = None if parts is None else _launch.sum_rows(parts, dy.dtype)
     return dz, hidden, dbias
@@ -387,28 +387,14 @@ def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        pointers = dict.fromkeys(
-            ("x_ptr", "weight_ptr", "bias_ptr", "kept_ptr", "y_ptr", "dy_ptr", "dz_ptr"),
-            f"*{name}",
-        )
-        types = pointers | {"hidden_ptr": f"*{name}", "dbias_ptr": "*fp32"}
-        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True}
+        pointers = ("x", "weight", "bias", "kept", "y", "dy", "dz", "hidden")
+        types = {f"{pointer}_ptr": f"*{name}" for pointer in pointers} | {"dbias_ptr": "*fp32"}
+        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "DESCRIBED": "no"}
         flags |= {"ACTIVATION": "gelu", "PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
-        flags |= {"DESCRIBED": "no"}
-        for num_rows, blocks, options, case in report_tiles(dtype):
-            flags["GROUP_M"] = group_of(num_rows, blocks)
-            cases.append(
-                _launch.report_case(_forward_kernel, types, flags | blocks, options, **case)
-            )
-            if reads_by_descriptor(case, num_rows):
-                weights = {"weight_ptr": blocks["BLOCK_N"]}
-                values = flags | blocks
-                cases += _descriptors.report_cases(_forward_kernel, types, values, options, weights)
+        cases += matrix_cases(_forward_kernel, dtype, types, flags, weights=("weight_ptr",))
         wants = {"WANTS_GRAD": True, "WANTS_HIDDEN": True, "WANTS_BIAS": True}
         flags = {"ACTIVATION": "gelu"} | wants | _GRADIENT_TILE
-        cases.append(
-            _launch.report_case(_gradient_kernel, types, flags, _GRADIENT_OPTIONS, resident=8)
-        )
+        cases.append(_launch.report_case(_gradient_kernel, types, flags, resident=8))
     return cases
 
 
@@ -438,27 +424,51 @@ def blocks_of(
     return blocks, options | {"num_warps": 8, "num_stages": 4}
 
 
-def report_tiles(
-    dtype: torch.dtype, blocks: Callable[..., tuple[dict[str, int], dict[str, Any]]] = blocks_of
-) -> Iterator[tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]]:
-    """Yield rows, tile sizes, launch options and arguments of ``_launch.report_case`` of each tile.
+def matrix_cases(
+    kernel: Any,
+    dtype: torch.dtype,
+    types: dict[str, str],
+    flags: dict[str, Any],
+    blocks: Callable[..., tuple[dict[str, int], dict[str, Any]]] = blocks_of,
+    *,
+    label: str = "",
+    weights: Sequence[str] = (),
+    tiles_per_block: int = 1,
+    leading: int = 0,
+    gathers: bool = False,
+) -> list[dict[str, Any]]:
+    """Describe a matrix kernel's compilations for the static report, one for each of its tiles.
 
-    ``blocks`` gives tile sizes and options as ``blocks_of`` does.
+    Args:
+        kernel: a ``@triton.jit`` function.
+        dtype: of the operands.
+        types: as ``_launch.report_case`` takes them.
+        flags: its constexprs but the tile sizes; without ``GROUP_M`` that of ``group_of``.
+        blocks: gives tile sizes and options as ``blocks_of`` does.
+        label: as ``_launch.report_case`` takes it.
+        weights: what large tiles read by descriptors too, besides ``x_ptr``.
+        tiles_per_block: how many of the weights share the columns of a tile.
+        leading: dims of the weights before the matrix.
+        gathers: whether ``x_ptr`` stays a pointer.
     """
-    matrix = dtype != torch.float32
+    matrix, cases = dtype != torch.float32, []
     for num_rows in (16, 64, 4096) if matrix else (4096,):
-        case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
         new, old = (blocks(dtype, num_rows, older=older) for older in (False, True))
-        if new == old:
-            yield num_rows, *new, case
-        else:
-            yield num_rows, *new, case | {"capabilities": (90, 100)}
-            yield num_rows, *old, case | {"capabilities": (80, 120)}
-
-
-def reads_by_descriptor(case: dict[str, Any], num_rows: int) -> bool:
-    """Return whether a tile of the report is compiled with descriptors too."""
-    return case["matrix"] and num_rows == 4096 and case.get("capabilities") != (80, 120)
+        of_gpus = ((new, None),) if new == old else ((new, (90, 100)), (old, (80, 120)))
+        for (sizes, options), gpus in of_gpus:
+            values = {"GROUP_M": group_of(num_rows, sizes)} | flags | sizes
+            case = functools.partial(_launch.report_case, kernel, options=options, label=label)
+            case = functools.partial(case, matrix=matrix, few_rows=num_rows < 64)
+            cases.append(case(types, values, capabilities=gpus))
+            if not weights or not matrix or num_rows < 4096 or gpus == (80, 120):
+                continue
+            columns = dict.fromkeys(weights, sizes["BLOCK_N"] // tiles_per_block)
+            for how, chips in (("along", (90, 100)), ("across", (90,))):
+                form = _descriptors.report_form(
+                    how, types, values, columns, leading=leading, gathers=gathers
+                )
+                cases.append(case(*form, suffix=f"described {how}", capabilities=chips))
+    return cases
 
 
 def group_of(num_rows: int, blocks: dict[str, int]) -> int:

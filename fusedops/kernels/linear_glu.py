@@ -16,23 +16,21 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _descriptors, _launch
+from fusedops.kernels import _launch
 from fusedops.kernels._device import act_both, act_value, split, with_slope
 from fusedops.kernels.linear_act import (
     blocks_of,
     described,
     group_of,
     load_weights,
+    matrix_cases,
     older,
-    reads_by_descriptor,
-    report_tiles,
     rows_of,
     tile_of,
     weight_gradient,
 )
 
 _GRADIENT_BLOCK = {"BLOCK": 1024}
-_GRADIENT_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -202,7 +200,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
                 WANTS_GATE=dgate is not None,
                 WANTS_UP=dup is not None,
                 **_GRADIENT_BLOCK,
-                **_GRADIENT_OPTIONS,
+                **_launch.FOUR_WARPS,
             )
     grad_input = grad_gate_weight = grad_up_weight = None
     if output_mask[0]:
@@ -221,22 +219,16 @@ def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        names = ("x_ptr", "gate_weight_ptr", "up_weight_ptr", "gate_ptr", "up_ptr", "y_ptr")
-        types = dict.fromkeys((*names, "dy_ptr", "dgate_ptr", "dup_ptr"), f"*{name}")
-        flags: dict[str, Any] = {"KEEPS": True, "PRECISION": "ieee"}
-        flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1, "DESCRIBED": "no"}
-        for num_rows, blocks, options, case in report_tiles(dtype, _blocks):
-            flags["GROUP_M"] = group_of(num_rows, blocks)
-            cases.append(
-                _launch.report_case(_forward_kernel, types, flags | blocks, options, **case)
-            )
-            if reads_by_descriptor(case, num_rows):
-                half = blocks["BLOCK_N"] // 2
-                weights = {"gate_weight_ptr": half, "up_weight_ptr": half}
-                values = flags | blocks
-                cases += _descriptors.report_cases(_forward_kernel, types, values, options, weights)
+        weights = ("gate_weight_ptr", "up_weight_ptr")
+        names = ("x_ptr", *weights, "gate_ptr", "up_ptr", "y_ptr", "dy_ptr", "dgate_ptr", "dup_ptr")
+        types = dict.fromkeys(names, f"*{name}")
+        flags: dict[str, Any] = {"KEEPS": True, "PRECISION": "ieee", "DESCRIBED": "no"}
+        flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1}
+        cases += matrix_cases(
+            _forward_kernel, dtype, types, flags, _blocks, weights=weights, tiles_per_block=2
+        )
         flags = {"ACTIVATION": "gelu", "WANTS_GATE": True, "WANTS_UP": True} | _GRADIENT_BLOCK
-        cases.append(_launch.report_case(_gradient_kernel, types, flags, _GRADIENT_OPTIONS))
+        cases.append(_launch.report_case(_gradient_kernel, types, flags))
     return cases
 
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _descriptors, _grouped, _launch, _moe_rows
+from fusedops.kernels import _grouped, _launch, _moe_rows
 from fusedops.kernels._device import act_both, act_value, clamp, halves, split, with_slope
 from fusedops.kernels._grouped import find_group, load_group
 from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
@@ -30,15 +30,13 @@ from fusedops.kernels.linear_act import (
     bias_tile,
     blocks_of,
     described,
+    matrix_cases,
     older,
-    reads_by_descriptor,
-    report_tiles,
     sum_of_pointers,
     tile_of,
 )
 
 _PASS_BLOCK = {"BLOCK": 512}
-_PASS_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -432,7 +430,7 @@ def gradients(
                     HAS_B2=b2 is not None,
                     GROUPS=_grouped.groups_block(w1.shape[0]),
                     **_PASS_BLOCK,
-                    **_PASS_OPTIONS,
+                    **_launch.FOUR_WARPS,
                 )
         if wants_w2:
             dw2 = _grouped.weight_gradient(hidden, dy, offsets, w2, into=into_w2, dy_rows=tokens)
@@ -494,18 +492,18 @@ def static_report_cases() -> list[dict[str, Any]]:
         forms = (("halves", "silu", "stride_wk"), ("pairs", "swiglu_oai", "stride_wn"))
         for gate, activation, dense in forms:
             form = {"GATE": gate, "ACTIVATION": activation}
-            for num_rows, blocks, options, case in report_tiles(
-                dtype, functools.partial(_blocks, gate=gate)
-            ):
-                values = flags | form | {dense: 1} | blocks
-                cases.append(_launch.report_case(_expert_kernel, types, values, options, **case))
-                if reads_by_descriptor(case, num_rows):
-                    columns = blocks["BLOCK_N"] // 2 if gate == "halves" else blocks["BLOCK_N"]
-                    weights = {"weight_ptr": columns}
-                    cases += _descriptors.report_cases(
-                        _expert_kernel, types, values, options, weights, leading=1, gathers=True
-                    )
+            cases += matrix_cases(
+                _expert_kernel,
+                dtype,
+                types,
+                flags | form | {dense: 1},
+                functools.partial(_blocks, gate=gate),
+                weights=("weight_ptr",),
+                tiles_per_block=2 if gate == "halves" else 1,
+                leading=1,
+                gathers=True,
+            )
             wants = dict.fromkeys(("WANTS_GRAD", "WANTS_HIDDEN", "WANTS_PROBS", "HAS_B2"), True)
             values = form | wants | {"GROUPS": 128} | _PASS_BLOCK
-            cases.append(_launch.report_case(_pass_kernel, types, values, _PASS_OPTIONS))
+            cases.append(_launch.report_case(_pass_kernel, types, values))
     return cases

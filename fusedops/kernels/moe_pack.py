@@ -7,6 +7,7 @@ every backend writes the same bytes.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -188,15 +189,12 @@ def static_report_cases() -> list[dict[str, Any]]:
     types = dict.fromkeys(("probs_ptr", "ids_ptr", "index_ptr", "count_ptr", "words_ptr"), "*i32")
     types |= {"bytes_ptr": "*u8", "elements_ptr": "*i16"}
     flags = {"HAS_IDS": True, "HAS_INDEX": True, "HAS_COUNT": True, "ELEMENT_BYTES": 2}
+    flags |= {"BLOCK_K": 8, "BLOCK_N": _MAX_BLOCK}
+    options = _launch.row_options(_MAX_BLOCK)
     cases = []
-    for quantized in (False, True):
-        for has_span in (False, True):
-            constexprs = flags | {"HAS_SPAN": has_span, "QUANTIZED": quantized}
-            constexprs |= {"BLOCK_K": 8, "BLOCK_N": _MAX_BLOCK}
-            signature = types | {"x_ptr": "*bf16" if quantized else "*i16"}
-            options = _launch.row_options(_MAX_BLOCK)
-            label = f"{'float8' if quantized else 'copy'}, {'tokens' if has_span else 'slots'}"
-            cases.append(
-                _launch.report_case(_pack_kernel, signature, constexprs, options, label=label)
-            )
+    for quantized, has_span in itertools.product((False, True), (False, True)):
+        constexprs = flags | {"HAS_SPAN": has_span, "QUANTIZED": quantized}
+        signature = types | {"x_ptr": "*bf16" if quantized else "*i16"}
+        label = f"{'float8' if quantized else 'copy'}, {'tokens' if has_span else 'slots'}"
+        cases.append(_launch.report_case(_pack_kernel, signature, constexprs, options, label=label))
     return cases

@@ -13,7 +13,6 @@ from fusedops.kernels import _launch, _moe_rows
 
 # Eight to sixteen elements a thread.
 _BLOCK = 1024
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -35,7 +34,7 @@ def forward(input: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> 
         return output
     with _launch.device_of(x):
         _gather_kernel[(num_rows, triton.cdiv(num_cols, _BLOCK))](
-            x, output, index.contiguous(), x.stride(0), num_cols, BLOCK=_BLOCK, **_OPTIONS
+            x, output, index.contiguous(), x.stride(0), num_cols, BLOCK=_BLOCK, **_launch.FOUR_WARPS
         )
     return output
 
@@ -53,4 +52,4 @@ def backward(
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"index_ptr": "*i32"}
-    return [_launch.report_case(_gather_kernel, types, {"BLOCK": _BLOCK}, _OPTIONS)]
+    return [_launch.report_case(_gather_kernel, types, {"BLOCK": _BLOCK})]

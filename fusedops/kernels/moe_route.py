@@ -396,17 +396,8 @@ def static_report_cases() -> list[dict[str, Any]]:
     types = dict.fromkeys(("bias_ptr", "probs_ptr", "grad_ptr"), "*fp32")
     types |= dict.fromkeys(("ids_ptr", "given_ptr"), "*i32")
     types |= {"seed_ptr": "*i64", "kept_ptr": "*u8", "scaling": "fp32", "jitter": "fp32"}
-    plain = {
-        "SIGMOID": False,
-        "NORMALIZE": True,
-        "BIAS": False,
-        "GROUPS": False,
-        "TOP2": False,
-        "CHOICE": "best",
-        "JITTER": False,
-        "KEPT": False,
-        "BLOCK_G": 2,
-    }
+    plain: dict[str, Any] = {"NORMALIZE": True, "CHOICE": "best", "BLOCK_G": 2}
+    plain |= dict.fromkeys(("SIGMOID", "BIAS", "GROUPS", "TOP2", "JITTER", "KEPT"), False)
     deepseek = {"SIGMOID": True, "BIAS": True, "GROUPS": True, "TOP2": True, "BLOCK_G": 8}
     kinds: list[tuple[str, int, int, dict[str, Any]]] = [
         ("softmax", 8, 2, {}),

@@ -17,7 +17,6 @@ import triton.language as tl
 from fusedops.kernels import _launch, _moe_rows
 
 _BLOCK = 1024
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -99,7 +98,7 @@ def backward(
             WANTS_INPUT=dx is not None,
             WANTS_PROBS=dprobs is not None,
             BLOCK=_BLOCK,
-            **_OPTIONS,
+            **_launch.FOUR_WARPS,
         )
     return dx, dprobs
 
@@ -109,4 +108,4 @@ def static_report_cases() -> list[dict[str, Any]]:
     types = _moe_rows.REPORT_TYPES | {"dprobs_ptr": "*fp32"}
     combined = [_moe_rows.combine_report(top_k, weighted=True) for top_k in (2, 8, 0)]
     blocks = {"WANTS_INPUT": True, "WANTS_PROBS": True, "BLOCK": _BLOCK}
-    return [*combined, _launch.report_case(_backward_kernel, types, blocks, _OPTIONS)]
+    return [*combined, _launch.report_case(_backward_kernel, types, blocks)]

@@ -6,6 +6,7 @@ for all of them. Traffic: query and key once in, once out, each by its own strid
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -207,33 +208,26 @@ def _launch_on(
     cos, sin = _with_dense_rows(cos), _with_dense_rows(sin)
     rotary_dim = cos.shape[-1]
     heads = [0 if x is None else x.shape[1] for x in inputs]
-    block_h, block_r, block_rest = _blocks(max(heads), rotary_dim, head_dim)
+    blocks = _blocks(max(heads), rotary_dim, head_dim)
     stand_ins = [any_input if x is None else x for x in (*inputs, *outputs)]
-    strides = [x.stride()[:3] for x in stand_ins]
-    tables = [
-        (x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else 0, x.stride(-2)) for x in (cos, sin)
-    ]
-    tiles = sum(triton.cdiv(num, block_h) for num in heads)
+    strides = [stride for x in stand_ins for stride in x.stride()[:3]]
+    for table in (cos, sin):
+        has_batch = table.dim() == 3 and table.shape[0] > 1
+        strides += [table.stride(0) if has_batch else 0, table.stride(-2)]
+    tiles = sum(triton.cdiv(num, blocks["BLOCK_H"]) for num in heads)
     with _launch.device_of(any_input):
         _kernel[(batch * seq_len, tiles)](
             *stand_ins,
             cos,
             sin,
-            *strides[0],
-            *strides[1],
-            *strides[2],
-            *strides[3],
-            *tables[0],
-            *tables[1],
+            *strides,
             *heads,
             seq_len,
             HEAD_DIM=head_dim,
             ROTARY_DIM=rotary_dim,
             INTERLEAVED=interleaved,
             INVERSE=inverse,
-            BLOCK_H=block_h,
-            BLOCK_R=block_r,
-            BLOCK_REST=block_rest,
+            **blocks,
             **_OPTIONS,
         )
     return outputs[0], outputs[1]
@@ -242,22 +236,16 @@ def _launch_on(
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
-    for rotary_dim, head_dim in ((64, 64), (128, 128), (32, 80), (512, 512)):
-        block_h, block_r, block_rest = _blocks(32, rotary_dim, head_dim)
-        for interleaved in (False, True):
-            for inverse in (False, True):
-                constexprs = {
-                    "HEAD_DIM": head_dim,
-                    "ROTARY_DIM": rotary_dim,
-                    "INTERLEAVED": interleaved,
-                    "INVERSE": inverse,
-                    "BLOCK_H": block_h,
-                    "BLOCK_R": block_r,
-                    "BLOCK_REST": block_rest,
-                }
-                form = "interleaved" if interleaved else "half"
-                label = f"{form}, {'inverse' if inverse else 'forward'}"
-                cases.append(_launch.report_case(_kernel, {}, constexprs, _OPTIONS, label=label))
+    sizes = ((64, 64), (128, 128), (32, 80), (512, 512))
+    for (rotary_dim, head_dim), interleaved, inverse in itertools.product(
+        sizes, (False, True), (False, True)
+    ):
+        blocks = _blocks(32, rotary_dim, head_dim)
+        constexprs = {"HEAD_DIM": head_dim, "ROTARY_DIM": rotary_dim} | blocks
+        constexprs |= {"INTERLEAVED": interleaved, "INVERSE": inverse}
+        form = "interleaved" if interleaved else "half"
+        label = f"{form}, {'inverse' if inverse else 'forward'}"
+        cases.append(_launch.report_case(_kernel, {}, constexprs, _OPTIONS, label=label))
     return cases
 
 
@@ -265,10 +253,11 @@ def _with_dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _blocks(heads: int, rotary_dim: int, head_dim: int) -> tuple[int, int, int]:
+def _blocks(heads: int, rotary_dim: int, head_dim: int) -> dict[str, int]:
     """Return heads and pairs of a tile, and the columns beyond the rotated ones."""
     block_r = triton.next_power_of_2(rotary_dim // 2)
     rest = head_dim - rotary_dim
     block_rest = triton.next_power_of_2(rest) if rest else 0
     widest = max(block_r, block_rest // 2)
-    return max(1, min(triton.next_power_of_2(heads), _PAIRS // widest)), block_r, block_rest
+    block_h = max(1, min(triton.next_power_of_2(heads), _PAIRS // widest))
+    return {"BLOCK_H": block_h, "BLOCK_R": block_r, "BLOCK_REST": block_rest}

@@ -245,35 +245,22 @@ def forward(
             dims = _dims(x.shape, mask.shape, mask.stride())
         if kind == "keep":
             mask = mask.view(torch.uint8)
+    tensors = (x, x if mask is None else mask, output)
     arguments = (num_cols, queries, scale, *_walk(dims))
-    given = x if mask is None else mask
+    form = {"MASK": kind, "MASK_COL": mask_col, "CAUSAL": is_causal}
     with _launch.device_of(x):
         if num_cols > _MAX_BLOCK:
             _forward_long_kernel[(num_rows,)](
-                x,
-                given,
-                output,
+                *tensors,
                 *arguments,
-                MASK=kind,
-                MASK_COL=mask_col,
-                CAUSAL=is_causal,
+                **form,
                 BLOCK_N=_LONG_BLOCK,
                 **_launch.row_options(_LONG_BLOCK),
             )
         else:
-            block_m, block_n = _tile(num_cols)
-            _forward_kernel[(triton.cdiv(num_rows, block_m),)](
-                x,
-                given,
-                output,
-                num_rows,
-                *arguments,
-                MASK=kind,
-                MASK_COL=mask_col,
-                CAUSAL=is_causal,
-                BLOCK_M=block_m,
-                BLOCK_N=block_n,
-                **_launch.row_options(block_m * block_n),
+            tile, options = _tile(num_cols)
+            _forward_kernel[(triton.cdiv(num_rows, tile["BLOCK_M"]),)](
+                *tensors, num_rows, *arguments, **form, **tile, **options
             )
     return output
 
@@ -308,18 +295,10 @@ def backward(
     if num_cols > _MAX_BLOCK:
         _launch_long(dy, y, dx, scale)
         return dx, None
-    block_m, block_n = _tile(num_cols)
+    tile, options = _tile(num_cols)
     with _launch.device_of(y):
-        _backward_kernel[(triton.cdiv(num_rows, block_m),)](
-            dy,
-            y,
-            dx,
-            num_rows,
-            num_cols,
-            scale,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            **_launch.row_options(block_m * block_n),
+        _backward_kernel[(triton.cdiv(num_rows, tile["BLOCK_M"]),)](
+            dy, y, dx, num_rows, num_cols, scale, **tile, **options
         )
     return dx, None
 
@@ -378,22 +357,15 @@ def static_report_cases() -> list[dict[str, Any]]:
     types = {"scale": "fp32"}
     cases = []
     for cols in (256, 2048, 16384):
-        block_m, block_n = _tile(cols)
-        options = _launch.row_options(block_m * block_n)
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+        blocks, options = _tile(cols)
         for mask, causal in (("none", True), ("keep", False), ("additive", False)):
             kind = types | ({"mask_ptr": "*u8"} if mask == "keep" else {})
             chosen = {"MASK": mask, "MASK_COL": int(mask != "none"), "CAUSAL": causal} | blocks
             cases.append(_launch.report_case(_forward_kernel, kind, chosen, options, label=mask))
         cases.append(_launch.report_case(_backward_kernel, types, blocks, options))
-        cases.append(
-            _launch.report_case(
-                _backward_mask_kernel,
-                types,
-                {"WANTS_INPUT": True, "BLOCK_N": block_n},
-                _launch.row_options(2 * block_n),
-            )
-        )
+        chosen = {"WANTS_INPUT": True, "BLOCK_N": cols}
+        options = _launch.row_options(2 * cols)
+        cases.append(_launch.report_case(_backward_mask_kernel, types, chosen, options))
     long = {"BLOCK_N": _LONG_BLOCK}
     chosen = {"MASK": "additive", "MASK_COL": 1, "CAUSAL": True} | long
     options = _launch.row_options(_LONG_BLOCK)
@@ -441,10 +413,11 @@ def _walk(dims: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
     return (*sizes[1:], *rows, *masks)
 
 
-def _tile(num_cols: int) -> tuple[int, int]:
-    """Return rows and columns of a tile of one program."""
+def _tile(num_cols: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return rows and columns of a tile of one program, and launch options."""
     block_n = triton.next_power_of_2(num_cols)
-    return max(1, 1024 // block_n), block_n
+    block_m = max(1, 1024 // block_n)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n}, _launch.row_options(block_m * block_n)
 
 
 def _long_options(major: int) -> dict[str, Any]:
