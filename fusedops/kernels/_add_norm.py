@@ -193,29 +193,15 @@ def forward(
         return normed, summed, mean, rstd
     block_n = triton.next_power_of_2(num_cols)
     block_m = max(1, min(16, 1024 // block_n))
+    tensors = (x, r, _launch.dense(weight, r), _launch.dense(bias, r), _launch.dense(seed, r))
+    numbers = (num_rows, num_cols, eps, kind.weight_offset)
+    flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+    flags |= {"CENTRED": kind.centred, "ROUND_FIRST": kind.round_first}
+    dropout = _launch.dropout_arguments(dropout_p, num_cols, seed)
+    launch = {"BLOCK_M": block_m, "BLOCK_N": block_n} | _launch.row_options(block_m * block_n)
     with _launch.device_of(r):
         _forward_kernel[(triton.cdiv(num_rows, block_m),)](
-            x,
-            r,
-            _launch.dense(weight, r),
-            _launch.dense(bias, r),
-            _launch.dense(seed, r),
-            normed,
-            summed,
-            mean,
-            rstd,
-            num_rows,
-            num_cols,
-            eps,
-            kind.weight_offset,
-            **_launch.dropout_arguments(dropout_p, num_cols, seed),
-            CENTRED=kind.centred,
-            ROUND_FIRST=kind.round_first,
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            **_launch.row_options(block_m * block_n),
+            *tensors, normed, summed, mean, rstd, *numbers, **dropout, **flags, **launch
         )
     return normed, summed, mean, rstd
 
@@ -282,29 +268,19 @@ def backward(
         x.new_empty((programs, num_cols), dtype=torch.float32) if needed else None
         for needed in (wants_weight, wants_bias)
     ]
+    grads = (grad_normed.contiguous(), _launch.dense(grad_summed, x))
+    statistics = (mean.contiguous(), rstd.contiguous())
+    tensors = (*grads, x, _launch.dense(weight, x), *statistics, _launch.dense(seed, x))
+    targets = (x if tensor is None else tensor for tensor in (dx, dresidual, *parts))
+    dropout = _launch.dropout_arguments(dropout_p, num_cols, seed)
+    flags = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
+    flags["HAS_DSUMMED"] = grad_summed is not None
+    names = ("WANTS_INPUT", "WANTS_RESIDUAL", "WANTS_WEIGHT", "WANTS_BIAS")
+    flags |= zip(names, (wants_input, wants_residual, wants_weight, wants_bias), strict=True)
+    launch = {"BLOCK_N": block_n} | options
     with _launch.device_of(x):
         _backward_kernel[(programs,)](
-            grad_normed.contiguous(),
-            _launch.dense(grad_summed, x),
-            x,
-            _launch.dense(weight, x),
-            mean.contiguous(),
-            rstd.contiguous(),
-            _launch.dense(seed, x),
-            *(x if tensor is None else tensor for tensor in (dx, dresidual, *parts)),
-            num_rows,
-            num_cols,
-            kind.weight_offset,
-            **_launch.dropout_arguments(dropout_p, num_cols, seed),
-            CENTRED=kind.centred,
-            HAS_WEIGHT=weight is not None,
-            HAS_DSUMMED=grad_summed is not None,
-            WANTS_INPUT=wants_input,
-            WANTS_RESIDUAL=wants_residual,
-            WANTS_WEIGHT=wants_weight,
-            WANTS_BIAS=wants_bias,
-            BLOCK_N=block_n,
-            **options,
+            *tensors, *targets, num_rows, num_cols, kind.weight_offset, **dropout, **flags, **launch
         )
         dweight, dbias = (
             None if part is None else _launch.sum_rows(part, dtype).reshape(normalized_shape)

@@ -191,23 +191,12 @@ def _launch_delta(
     batch, heads, rows, size = output.shape
     sizes = _delta_sizes(size)
     num_blocks = triton.cdiv(rows, sizes["BLOCK_M"])
+    dlse = lse if grad_lse is None else grad_lse
+    tensors = (do, output, heads_inside(remainder) if kept else output, dlse, lse, delta)
+    strides = (*do.stride()[:3], *dlse.stride())
+    flags = {"VALUE_DIM": size, "HAS_DLSE": grad_lse is not None, "HAS_REST": kept} | sizes
     delta_kernel[(num_blocks * heads * batch,)](
-        do,
-        output,
-        heads_inside(remainder) if kept else output,
-        lse if grad_lse is None else grad_lse,
-        lse,
-        delta,
-        *do.stride()[:3],
-        *(lse if grad_lse is None else grad_lse).stride(),
-        num_blocks,
-        heads,
-        rows,
-        VALUE_DIM=size,
-        HAS_DLSE=grad_lse is not None,
-        HAS_REST=kept,
-        **sizes,
-        **_launch.FOUR_WARPS,
+        *tensors, *strides, num_blocks, heads, rows, **flags, **_launch.FOUR_WARPS
     )
 
 

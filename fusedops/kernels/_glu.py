@@ -18,6 +18,7 @@ from fusedops.kernels._device import act_both, act_value, with_slope
 
 # Eight elements a thread: one 16-byte access in half precision, two in float32.
 _BLOCK = 1024
+_LAUNCH = {"BLOCK": _BLOCK} | _launch.FOUR_WARPS
 
 
 @triton.jit
@@ -80,17 +81,10 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
         return output
     gate, up = _as_rows(gate, up)
     rows, num_cols = gate.shape
+    strides = (gate.stride(0), up.stride(0))
     with _launch.device_of(gate):
         _forward_kernel[(rows * triton.cdiv(num_cols, _BLOCK),)](
-            gate,
-            up,
-            output,
-            gate.stride(0),
-            up.stride(0),
-            num_cols,
-            ACTIVATION=activation,
-            BLOCK=_BLOCK,
-            **_launch.FOUR_WARPS,
+            gate, up, output, *strides, num_cols, ACTIVATION=activation, **_LAUNCH
         )
     return output
 
@@ -108,24 +102,14 @@ def backward(
     grad_up = gate.new_empty(gate.shape) if wants_up else None
     if gate.numel() == 0 or not (wants_gate or wants_up):
         return grad_gate, grad_up
-    grad_output, gate, up = _as_rows(grad_output, gate, up)
-    rows, num_cols = gate.shape
+    tensors = _as_rows(grad_output, gate, up)
+    rows, num_cols = tensors[0].shape
+    targets = (gate if grad is None else grad for grad in (grad_gate, grad_up))
+    strides = (tensor.stride(0) for tensor in tensors)
+    flags = {"ACTIVATION": activation, "WANTS_GATE": wants_gate, "WANTS_UP": wants_up}
     with _launch.device_of(gate):
         _backward_kernel[(rows * triton.cdiv(num_cols, _BLOCK),)](
-            grad_output,
-            gate,
-            up,
-            gate if grad_gate is None else grad_gate,
-            gate if grad_up is None else grad_up,
-            grad_output.stride(0),
-            gate.stride(0),
-            up.stride(0),
-            num_cols,
-            ACTIVATION=activation,
-            WANTS_GATE=wants_gate,
-            WANTS_UP=wants_up,
-            BLOCK=_BLOCK,
-            **_launch.FOUR_WARPS,
+            *tensors, *targets, *strides, num_cols, **flags, **_LAUNCH
         )
     return grad_gate, grad_up
 

@@ -494,21 +494,12 @@ def row_sums(
         return out
     num_rows = values.shape[0] if rows is None else rows.shape[0]
     ends = offsets.contiguous()
+    indices = (ends if rows is None else rows, ends if scale is None else scale)
+    tensors = (values.contiguous(), *indices, ends, out)
+    flags = {"GATHERS": rows is not None, "SCALES": scale is not None, "ADDS": into is not None}
     with _launch.device_of(values):
         _row_sums_kernel[(triton.cdiv(num_cols, _SUM_TILE["BLOCK_N"]), num_groups)](
-            values.contiguous(),
-            ends if rows is None else rows,
-            ends if scale is None else scale,
-            ends,
-            out,
-            num_rows,
-            num_groups,
-            num_cols,
-            GATHERS=rows is not None,
-            SCALES=scale is not None,
-            ADDS=into is not None,
-            **_SUM_TILE,
-            **_launch.FOUR_WARPS,
+            *tensors, num_rows, num_groups, num_cols, **flags, **_SUM_TILE, **_launch.FOUR_WARPS
         )
     return out
 

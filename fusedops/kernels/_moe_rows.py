@@ -18,6 +18,7 @@ from fusedops.kernels import _launch
 
 # Columns of a program: eight to sixteen elements a thread.
 _BLOCK = 1024
+_LAUNCH = {"BLOCK": _BLOCK} | _launch.FOUR_WARPS
 _UNROLLED = 8
 # Of the arguments of the kernels here, for ``static_report_cases``.
 REPORT_TYPES = {"probs_ptr": "*fp32", "positions_ptr": "*i32", "real_ptr": "*i32"}
@@ -132,19 +133,10 @@ def scatter(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor)
     output = x.new_empty(tokens * top_k, x.shape[1])
     if output.numel() == 0:
         return output
-    num_cols = x.shape[1]
+    slots, num_cols = (positions.contiguous(), offsets[-1:]), x.shape[1]
     with _launch.device_of(x):
         _scatter_kernel[(tokens, triton.cdiv(num_cols, _BLOCK))](
-            x,
-            output,
-            positions.contiguous(),
-            offsets[-1:],
-            x.stride(0),
-            num_cols,
-            top_k,
-            TOP_K=unrolled(top_k),
-            BLOCK=_BLOCK,
-            **_launch.FOUR_WARPS,
+            x, output, *slots, x.stride(0), num_cols, top_k, TOP_K=unrolled(top_k), **_LAUNCH
         )
     return output
 
@@ -159,20 +151,11 @@ def combine(
     if output.numel() == 0:
         return output
     num_cols = x.shape[1]
+    tensors = (x, _launch.dense(probs, x), output, positions.contiguous(), offsets[-1:])
+    choices = {"TOP_K": unrolled(top_k), "WEIGHTED": probs is not None}
     with _launch.device_of(x):
         _combine_kernel[(tokens, triton.cdiv(num_cols, _BLOCK))](
-            x,
-            _launch.dense(probs, x),
-            output,
-            positions.contiguous(),
-            offsets[-1:],
-            x.stride(0),
-            num_cols,
-            top_k,
-            TOP_K=unrolled(top_k),
-            WEIGHTED=probs is not None,
-            BLOCK=_BLOCK,
-            **_launch.FOUR_WARPS,
+            *tensors, x.stride(0), num_cols, top_k, **choices, **_LAUNCH
         )
     return output
 

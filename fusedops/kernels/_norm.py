@@ -14,6 +14,7 @@ happens to a row in registers is in ``_norm_rows.py``, for add_layer_norm and ad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -292,34 +293,20 @@ def forward(
     if x.numel() == 0:
         return output, mean, rstd
     num_cols = x.numel() // num_rows
-    arguments = (x, _launch.dense(weight, x), _launch.dense(bias, x), output, mean, rstd)
-    present = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
-    present |= {"CENTRED": kind.centred, "ROUND_FIRST": kind.round_first}
+    tensors = (x, _launch.dense(weight, x), _launch.dense(bias, x), output, mean, rstd)
+    flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+    flags |= {"CENTRED": kind.centred, "ROUND_FIRST": kind.round_first}
+    if num_cols > 2 * MAX_FUSED:
+        kernel, programs, sizes = _forward_long_kernel, num_rows, (num_cols,)
+        blocks = {"BLOCK_N": _LONG_BLOCK}
+    else:
+        block_n = triton.next_power_of_2(num_cols)
+        blocks = {"BLOCK_M": max(1, min(16, 1024 // block_n)), "BLOCK_N": block_n}
+        programs, sizes = triton.cdiv(num_rows, blocks["BLOCK_M"]), (num_rows, num_cols)
+        kernel = _forward_kernel
+    options = _launch.row_options(math.prod(blocks.values()))
     with _launch.device_of(x):
-        if num_cols > 2 * MAX_FUSED:
-            _forward_long_kernel[(num_rows,)](
-                *arguments,
-                num_cols,
-                eps,
-                kind.weight_offset,
-                **present,
-                BLOCK_N=_LONG_BLOCK,
-                **_launch.row_options(_LONG_BLOCK),
-            )
-        else:
-            block_n = triton.next_power_of_2(num_cols)
-            block_m = max(1, min(16, 1024 // block_n))
-            _forward_kernel[(triton.cdiv(num_rows, block_m),)](
-                *arguments,
-                num_rows,
-                num_cols,
-                eps,
-                kind.weight_offset,
-                **present,
-                BLOCK_M=block_m,
-                BLOCK_N=block_n,
-                **_launch.row_options(block_m * block_n),
-            )
+        kernel[(programs,)](*tensors, *sizes, eps, kind.weight_offset, **flags, **blocks, **options)
     return output, mean, rstd
 
 
@@ -354,54 +341,29 @@ def backward(
         x.new_empty((programs, num_cols), dtype=torch.float32) if needed else None
         for needed in output_mask[1:]
     ]
-    w = _launch.dense(weight, x)
     statistics = (mean.contiguous(), rstd.contiguous())
+    data = (dy, x, _launch.dense(weight, x), *statistics)
     targets = [x if part is None else part for part in (dx, *parts)]
     flags = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
     wants = dict(zip(("WANTS_INPUT", "WANTS_WEIGHT", "WANTS_BIAS"), output_mask, strict=True))
+    offset = kind.weight_offset
     with _launch.device_of(x):
         if num_cols <= MAX_FUSED:
+            launch = {"BLOCK_N": block_n} | options
             _backward_kernel[(programs,)](
-                dy,
-                x,
-                w,
-                *statistics,
-                *targets,
-                num_rows,
-                num_cols,
-                kind.weight_offset,
-                **flags,
-                **wants,
-                BLOCK_N=block_n,
-                **options,
+                *data, *targets, num_rows, num_cols, offset, **flags, **wants, **launch
             )
         else:
-            if wants["WANTS_INPUT"]:
+            if wants.pop("WANTS_INPUT"):
+                launch = {"BLOCK_N": _LONG_BLOCK} | _launch.row_options(_LONG_BLOCK)
                 _backward_input_long_kernel[(num_rows,)](
-                    dy,
-                    x,
-                    w,
-                    *statistics,
-                    targets[0],
-                    num_cols,
-                    kind.weight_offset,
-                    **flags,
-                    BLOCK_N=_LONG_BLOCK,
-                    **_launch.row_options(_LONG_BLOCK),
+                    *data, targets[0], num_cols, offset, **flags, **launch
                 )
-            if wants["WANTS_WEIGHT"] or wants["WANTS_BIAS"]:
+            if any(wants.values()):
+                sums = (dy, x, *statistics, *targets[1:], num_rows, num_cols)
+                launch = {"BLOCK_N": 1024} | _launch.row_options(1024)
                 _backward_parameters_long_kernel[(triton.cdiv(num_cols, 1024), programs)](
-                    dy,
-                    x,
-                    *statistics,
-                    *targets[1:],
-                    num_rows,
-                    num_cols,
-                    CENTRED=kind.centred,
-                    WANTS_WEIGHT=wants["WANTS_WEIGHT"],
-                    WANTS_BIAS=wants["WANTS_BIAS"],
-                    BLOCK_N=1024,
-                    **_launch.row_options(1024),
+                    *sums, CENTRED=kind.centred, **wants, **launch
                 )
         dweight, dbias = (
             None if part is None else _launch.sum_rows(part, dtype).reshape(normalized_shape)

@@ -19,6 +19,7 @@ from fusedops.kernels._device import dropout
 
 # Elements of a program, four for each Philox counter.
 _TILE = {"BLOCK_M": 4, "BLOCK_N": 512}
+_LAUNCH = _TILE | _launch.FOUR_WARPS
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -93,19 +94,11 @@ def forward(*args: Any) -> torch.Tensor:
     if r.numel() == 0:
         return output
     num_rows, num_cols = _rows(r)
+    tensors = (x, _launch.dense(bias, r), r, output, _launch.dense(seed, r))
+    dropout = _launch.dropout_arguments(p, num_cols, seed)
     with _launch.device_of(r):
         _forward_kernel[_grid(num_rows, num_cols)](
-            x,
-            _launch.dense(bias, r),
-            r,
-            output,
-            _launch.dense(seed, r),
-            num_rows,
-            num_cols,
-            **_launch.dropout_arguments(p, num_cols, seed),
-            HAS_BIAS=bias is not None,
-            **_TILE,
-            **_launch.FOUR_WARPS,
+            *tensors, num_rows, num_cols, **dropout, HAS_BIAS=bias is not None, **_LAUNCH
         )
     return output
 
@@ -130,19 +123,12 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
         # About eight programs a multiprocessor keep enough loads in flight, and few parts to add.
         programs = min(programs, triton.cdiv(4 * _launch.num_programs(dy.device), blocks))
     parts = dy.new_empty((programs if wants_bias else 1, num_cols), dtype=torch.float32)
+    tensors = (dy, dy if dx is None else dx, parts, _launch.dense(seed, dy))
+    dropout = _launch.dropout_arguments(p, num_cols, seed)
+    wants = {"WANTS_INPUT": wants_input, "WANTS_BIAS": wants_bias}
     with _launch.device_of(dy):
         _backward_kernel[(programs, blocks)](
-            dy,
-            dy if dx is None else dx,
-            parts,
-            _launch.dense(seed, dy),
-            num_rows,
-            num_cols,
-            **_launch.dropout_arguments(p, num_cols, seed),
-            WANTS_INPUT=wants_input,
-            WANTS_BIAS=wants_bias,
-            **_TILE,
-            **_launch.FOUR_WARPS,
+            *tensors, num_rows, num_cols, **dropout, **wants, **_LAUNCH
         )
         if wants_bias:
             assert bias is not None

@@ -129,20 +129,13 @@ def backward(
         parts = x.new_empty((programs, num_cols), dtype=torch.float32)
     else:
         programs = min(programs, 65535)
+    targets = (x if tensor is None else tensor for tensor in (dx, parts))
+    tensors = (grad_output.contiguous(), x, bias.contiguous(), *targets)
+    flags: dict[str, Any] = {"WANTS_INPUT": wants_input, "WANTS_BIAS": wants_bias}
+    flags |= {"ACTIVATION": GELU_VARIANTS[approximate]}
     with _launch.device_of(x):
         _backward_kernel[(col_tiles, programs)](
-            grad_output.contiguous(),
-            x,
-            bias.contiguous(),
-            x if dx is None else dx,
-            x if parts is None else parts,
-            num_rows,
-            num_cols,
-            ACTIVATION=GELU_VARIANTS[approximate],
-            WANTS_INPUT=wants_input,
-            WANTS_BIAS=wants_bias,
-            **tile,
-            **_launch.FOUR_WARPS,
+            *tensors, num_rows, num_cols, **flags, **tile, **_launch.FOUR_WARPS
         )
         grad_bias = None if parts is None else _launch.sum_rows(parts, bias.dtype)
     return dx, grad_bias

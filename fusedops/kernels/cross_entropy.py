@@ -248,11 +248,11 @@ class Pieces:
         num_classes: int,
         options: LossOptions,
         *,
-        several: bool,
-        all_classes: int,
+        several: bool = False,
+        all_classes: int | None = None,
     ) -> None:
         self.target, self.num_classes, self.options = target, num_classes, options
-        self._all_classes = all_classes
+        self._all_classes = num_classes if all_classes is None else all_classes
         rows = target.numel()
         self.loss = target.new_empty(rows, dtype=torch.float32)
         self.lse = torch.empty_like(self.loss)
@@ -344,10 +344,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = CrossEntropy(*args)
     x, target = rows_of(call.logits), call.target
     with _launch.device_of(x):
-        classes = x.shape[1]
-        pieces = Pieces(
-            target.reshape(-1), classes, call.options, several=False, all_classes=classes
-        )
+        pieces = Pieces(target.reshape(-1), x.shape[1], call.options)
         pieces.add(x, 0)
         loss, count, lse = pieces.finish(target.shape, call.reduction)
         if call.reduction == "mean":

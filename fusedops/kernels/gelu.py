@@ -15,6 +15,7 @@ from fusedops.kernels._device import act_slope, act_value
 
 # Eight elements a thread: one 16-byte access in half precision, two in float32.
 _BLOCK = 1024
+_LAUNCH = {"BLOCK": _BLOCK} | _launch.FOUR_WARPS
 
 
 @triton.jit
@@ -44,12 +45,7 @@ def forward(input: torch.Tensor, approximate: str) -> torch.Tensor:
     if count > 0:
         with _launch.device_of(x):
             _forward_kernel[(triton.cdiv(count, _BLOCK),)](
-                x,
-                output,
-                count,
-                ACTIVATION=GELU_VARIANTS[approximate],
-                BLOCK=_BLOCK,
-                **_launch.FOUR_WARPS,
+                x, output, count, ACTIVATION=GELU_VARIANTS[approximate], **_LAUNCH
             )
     return output
 
@@ -60,19 +56,13 @@ def backward(
     """Launch the backward; arguments and result are those of ``fusedops::gelu_backward``."""
     if not output_mask[0]:
         return None
-    x = input.contiguous()
+    dy, x = grad_output.contiguous(), input.contiguous()
     dx = torch.empty_like(x)
     count = x.numel()
     if count > 0:
         with _launch.device_of(x):
             _backward_kernel[(triton.cdiv(count, _BLOCK),)](
-                grad_output.contiguous(),
-                x,
-                dx,
-                count,
-                ACTIVATION=GELU_VARIANTS[approximate],
-                BLOCK=_BLOCK,
-                **_launch.FOUR_WARPS,
+                dy, x, dx, count, ACTIVATION=GELU_VARIANTS[approximate], **_LAUNCH
             )
     return dx
 

@@ -351,21 +351,12 @@ def activation_gradient(
         # About eight programs a multiprocessor keep enough loads in flight, and few parts to add.
         programs = min(programs, triton.cdiv(4 * _launch.num_programs(dy.device), col_tiles))
         parts = dy.new_empty((programs, num_cols), dtype=torch.float32)
+    targets = (dy if tensor is None else tensor for tensor in (hidden, parts))
+    wants = {"WANTS_GRAD": writes_grad, "WANTS_HIDDEN": wants_hidden, "WANTS_BIAS": wants_bias}
+    launch = _GRADIENT_TILE | _launch.FOUR_WARPS
     with _launch.device_of(dy):
         _gradient_kernel[(col_tiles, min(programs, 65535))](
-            dy,
-            kept,
-            dz,
-            dy if hidden is None else hidden,
-            dy if parts is None else parts,
-            num_rows,
-            num_cols,
-            ACTIVATION=activation,
-            WANTS_GRAD=writes_grad,
-            WANTS_HIDDEN=wants_hidden,
-            WANTS_BIAS=wants_bias,
-            **_GRADIENT_TILE,
-            **_launch.FOUR_WARPS,
+            dy, kept, dz, *targets, num_rows, num_cols, ACTIVATION=activation, **wants, **launch
         )
         dbias = None if parts is None else _launch.sum_rows(parts, dy.dtype)
     return dz, hidden, dbias

@@ -31,6 +31,7 @@ from fusedops.kernels.linear_act import (
 )
 
 _GRADIENT_BLOCK = {"BLOCK": 1024}
+_GRADIENT_LAUNCH = _GRADIENT_BLOCK | _launch.FOUR_WARPS
 
 
 @triton.jit
@@ -188,19 +189,12 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     dgate = torch.empty_like(dy) if output_mask[0] or output_mask[1] else None
     dup = torch.empty_like(dy) if output_mask[0] or output_mask[2] else None
     if dy.numel() > 0:
+        targets = (dy if grad is None else grad for grad in (dgate, dup))
+        flags: dict[str, Any] = {"ACTIVATION": activation}
+        flags |= {"WANTS_GATE": dgate is not None, "WANTS_UP": dup is not None}
         with _launch.device_of(dy):
             _gradient_kernel[(triton.cdiv(dy.numel(), _GRADIENT_BLOCK["BLOCK"]),)](
-                dy,
-                gate,
-                up,
-                dy if dgate is None else dgate,
-                dy if dup is None else dup,
-                dy.numel(),
-                ACTIVATION=activation,
-                WANTS_GATE=dgate is not None,
-                WANTS_UP=dup is not None,
-                **_GRADIENT_BLOCK,
-                **_launch.FOUR_WARPS,
+                dy, gate, up, *targets, dy.numel(), **flags, **_GRADIENT_LAUNCH
             )
     grad_input = grad_gate_weight = grad_up_weight = None
     if output_mask[0]:

@@ -141,9 +141,8 @@ def forward(*args: Any) -> torch.Tensor:
     call = PackArguments(*args)
     input, probs, expert_ids, index, num_rows, span, quantized, layout = call
     rows = call.rows
-    probs_at, ids_at, scale_at, stride = layout
     num_tokens, num_cols = input.shape
-    payload = torch.empty((rows, stride), dtype=torch.uint8, device=input.device)
+    payload = torch.empty((rows, layout[-1]), dtype=torch.uint8, device=input.device)
     if rows == 0:
         return payload
     x = input if input.stride(1) == 1 or num_cols == 1 else input.contiguous()
@@ -167,10 +166,7 @@ def forward(*args: Any) -> torch.Tensor:
             span,
             x.stride(0),
             num_cols * (1 if quantized else input.element_size()),
-            probs_at,
-            ids_at,
-            scale_at,
-            stride,
+            *layout,
             HAS_IDS=expert_ids is not None,
             HAS_INDEX=index is not None,
             HAS_COUNT=num_rows is not None,

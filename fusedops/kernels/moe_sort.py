@@ -125,7 +125,7 @@ def forward(
         counts = ids.new_zeros(num_experts, dtype=torch.int32)
         return permutation, positions, counts, counts.clone()
     counts = ids.new_empty(num_experts, dtype=torch.int32)
-    offsets = torch.empty_like(counts)
+    results = (permutation, positions, counts, torch.empty_like(counts))
     blocks = triton.cdiv(slots, _BLOCK)
     before = ids.new_empty((num_experts + 1, blocks), dtype=torch.int32)
     totals = ids.new_empty(num_experts + 1, dtype=torch.int32)
@@ -137,21 +137,9 @@ def forward(
         )
         _scan_kernel[(num_experts + 1,)](before, totals, blocks, BLOCK=_SCAN_BLOCK, **_OPTIONS)
         _place_kernel[(blocks,)](
-            ids,
-            mask,
-            before,
-            totals,
-            permutation,
-            positions,
-            counts,
-            offsets,
-            slots,
-            num_experts,
-            blocks,
-            **constants,
-            **_OPTIONS,
+            ids, mask, before, totals, *results, slots, num_experts, blocks, **constants, **_OPTIONS
         )
-    return permutation, positions, counts, offsets
+    return results
 
 
 def static_report_cases() -> list[dict[str, Any]]:

@@ -82,24 +82,12 @@ def backward(
     if dprobs is not None:
         assert input is not None
         x = _moe_rows.rows_of(input)
+    targets = (dy if dx is None else dx, probs if dprobs is None else dprobs)
+    tensors = (dy, x, probs.contiguous(), *targets, positions.contiguous(), offsets[-1:])
+    sizes = (dy.stride(0), x.stride(0), num_cols, positions.shape[1])
+    wants = {"WANTS_INPUT": dx is not None, "WANTS_PROBS": dprobs is not None}
     with _launch.device_of(dy):
-        _backward_kernel[(slots,)](
-            dy,
-            x,
-            probs.contiguous(),
-            dy if dx is None else dx,
-            probs if dprobs is None else dprobs,
-            positions.contiguous(),
-            offsets[-1:],
-            dy.stride(0),
-            x.stride(0),
-            num_cols,
-            positions.shape[1],
-            WANTS_INPUT=dx is not None,
-            WANTS_PROBS=dprobs is not None,
-            BLOCK=_BLOCK,
-            **_launch.FOUR_WARPS,
-        )
+        _backward_kernel[(slots,)](*tensors, *sizes, **wants, BLOCK=_BLOCK, **_launch.FOUR_WARPS)
     return dx, dprobs
 
 

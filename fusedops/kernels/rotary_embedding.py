@@ -215,20 +215,11 @@ def _launch_on(
         has_batch = table.dim() == 3 and table.shape[0] > 1
         strides += [table.stride(0) if has_batch else 0, table.stride(-2)]
     tiles = sum(triton.cdiv(num, blocks["BLOCK_H"]) for num in heads)
+    form = {"HEAD_DIM": head_dim, "ROTARY_DIM": rotary_dim}
+    form |= {"INTERLEAVED": interleaved, "INVERSE": inverse}
     with _launch.device_of(any_input):
         _kernel[(batch * seq_len, tiles)](
-            *stand_ins,
-            cos,
-            sin,
-            *strides,
-            *heads,
-            seq_len,
-            HEAD_DIM=head_dim,
-            ROTARY_DIM=rotary_dim,
-            INTERLEAVED=interleaved,
-            INVERSE=inverse,
-            **blocks,
-            **_OPTIONS,
+            *stand_ins, cos, sin, *strides, *heads, seq_len, **form, **blocks, **_OPTIONS
         )
     return outputs[0], outputs[1]
 

@@ -332,20 +332,12 @@ def _backward_mask(
     dtype = mask.dtype if final else torch.float32
     parts = y.new_empty((num_rows // sharing, chunks, num_cols), dtype=dtype)
     block_n = triton.next_power_of_2(num_cols)
+    tensors = (dy, y, y if dx is None else dx, parts)
+    sizes = (num_cols, sharing, rows_per_chunk)
+    launch = {"BLOCK_N": block_n} | _launch.row_options(2 * block_n)
     with _launch.device_of(y):
         _backward_mask_kernel[(num_rows // sharing, chunks)](
-            dy,
-            y,
-            y if dx is None else dx,
-            parts,
-            num_cols,
-            sharing,
-            rows_per_chunk,
-            scale,
-            *_walk(dims)[:5],
-            WANTS_INPUT=dx is not None,
-            BLOCK_N=block_n,
-            **_launch.row_options(2 * block_n),
+            *tensors, *sizes, scale, *_walk(dims)[:5], WANTS_INPUT=dx is not None, **launch
         )
     if final:
         return parts.reshape(mask.shape)

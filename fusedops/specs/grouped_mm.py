@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -145,17 +144,11 @@ def _case(
     )
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    if not hasattr(F, "grouped_mm"):
-        return {}
-
-    def torch_grouped_mm(
-        input: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
-        """Run torch's own, which wants strides of 16 bytes."""
-        return F.grouped_mm(input, weight, offs=offsets)
-
-    return {"torch_grouped_mm": torch_grouped_mm}
+def _torch_grouped_mm(
+    input: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Run torch's own, which wants strides of 16 bytes."""
+    return F.grouped_mm(input, weight, offs=offsets)
 
 
 SPEC = Spec(
@@ -174,6 +167,6 @@ SPEC = Spec(
     ),
     summary="matrix products of groups of rows, each with its own weight",
     autocast="lower",
-    peers=_peers,
+    peers=lambda: {"torch_grouped_mm": _torch_grouped_mm} if hasattr(F, "grouped_mm") else {},
     rows_are_independent=False,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,26 +103,20 @@ def _case(
     )
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    if not torch.backends.mkldnn.is_available():
-        return {}
-
-    def onednn(
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "fast_gelu",
-    ) -> torch.Tensor:
-        """Run oneDNN's product through torch's own op; by default MKL serves float32."""
-        pointwise = torch.ops.mkldnn._linear_pointwise
-        fused = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
-        if activation in fused:
-            post, algorithm = fused[activation]
-            return pointwise(input, weight, bias, post, [], algorithm)
-        return ACTIVATIONS[activation](pointwise(input, weight, bias, "none", [], ""))
-
-    return {"onednn": onednn}
+def _onednn(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "fast_gelu",
+) -> torch.Tensor:
+    """Run oneDNN's product through torch's own op; by default MKL serves float32."""
+    pointwise = torch.ops.mkldnn._linear_pointwise
+    fused = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
+    if activation in fused:
+        post, algorithm = fused[activation]
+        return pointwise(input, weight, bias, post, [], algorithm)
+    return ACTIVATIONS[activation](pointwise(input, weight, bias, "none", [], ""))
 
 
 def _from_opinfo(
@@ -152,7 +145,7 @@ SPEC = Spec(
     ),
     summary="linear layer and activation in one product",
     autocast="lower",
-    peers=_peers,
+    peers=lambda: {"onednn": _onednn} if torch.backends.mkldnn.is_available() else {},
     opinfo=("nn.functional.linear",),
     from_opinfo=_from_opinfo,
     limits=(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -103,31 +101,21 @@ def _case(
     )
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    if not torch.backends.mkldnn.is_available():
-        return {}
-
-    def onednn(
-        input: torch.Tensor,
-        gate_weight: torch.Tensor,
-        up_weight: torch.Tensor,
-        *,
-        activation: str = "silu",
-    ) -> torch.Tensor:
-        """Run oneDNN's products through torch's own op, with all that it fuses."""
-        pointwise = torch.ops.mkldnn._linear_pointwise
-        fused = {
-            "silu": ("swish", ""),
-            "gelu": ("gelu", "none"),
-            "gelu_tanh": ("gelu", "tanh"),
-            "relu": ("relu", ""),
-        }
-        post, algorithm = fused.get(activation, ("none", ""))
-        gate = pointwise(input, gate_weight, None, post, [], algorithm)
-        gate = gate if activation in fused else ACTIVATIONS[activation](gate)
-        return pointwise.binary(input, gate, up_weight, None, "mul")
-
-    return {"onednn": onednn}
+def _onednn(
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    *,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """Run oneDNN's products through torch's own op, with all that it fuses."""
+    pointwise = torch.ops.mkldnn._linear_pointwise
+    fused = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
+    fused |= {"silu": ("swish", "")}
+    post, algorithm = fused.get(activation, ("none", ""))
+    gate = pointwise(input, gate_weight, None, post, [], algorithm)
+    gate = gate if activation in fused else ACTIVATIONS[activation](gate)
+    return pointwise.binary(input, gate, up_weight, None, "mul")
 
 
 SPEC = Spec(
@@ -147,5 +135,5 @@ SPEC = Spec(
     ),
     summary="two linear layers, one activated and multiplied by the other, in one product",
     autocast="lower",
-    peers=_peers,
+    peers=lambda: {"onednn": _onednn} if torch.backends.mkldnn.is_available() else {},
 )

@@ -193,6 +193,8 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     x = torch.randn(6, 8, device=device)
 
     grouped: dict[str, Any] = {"num_groups": 4, "topk_groups": 1}
+    pairs: dict[str, Any] = {"num_groups": 8, "topk_groups": 2, "group_score": "top2_sum"}
+    rounds: dict[str, Any] = {"drop_policy": "rounds", "capacity_factor": 1.0}
     bad = bad_changes(logits=x, top_k=2)
     return [
         bad("top_k_above", "top_k", "from 1 to 8", "9", top_k=9),
@@ -213,30 +215,20 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("groups_divide", "num_groups", "3", top_k=1, num_groups=3, topk_groups=1),
         bad("groups_above", "topk_groups", "5", top_k=1, num_groups=4, topk_groups=5),
         bad("top_k_in_groups", "top_k", "from 1 to 2", "3", top_k=3, **grouped),
-        bad(
-            "groups_of_one",
-            "group_score",
-            "max",
-            top_k=1,
-            num_groups=8,
-            topk_groups=2,
-            group_score="top2_sum",
-        ),
+        bad("groups_of_one", "group_score", "max", top_k=1, **pairs),
         bad("capacity_zero", "capacity_factor", "0.0", capacity_factor=0.0),
         bad("capacity", "capacity_factor", error=TypeError, capacity_factor="1"),
         bad("jitter", "jitter", "[0, 1)", "1.0", jitter=1.0),
         bad("scaling", "scaling", "NoneType", error=TypeError, scaling=None),
         bad("after", "score", "sigmoid", softmax_after=True, score="sigmoid"),
-        bad(
-            "rounds",
-            "drop_policy",
-            "normalize",
-            drop_policy="rounds",
-            normalize=True,
-            capacity_factor=1.0,
-        ),
+        bad("rounds", "drop_policy", "normalize", normalize=True, **rounds),
         bad("expert_choice", "bias", expert_choice=True, bias=x[0]),
     ]
+
+
+# What DeepSeek-V3 chooses among 256 experts with.
+_DEEPSEEK: dict[str, Any] = {"score": "sigmoid", "normalize": True, "group_score": "top2_sum"}
+_DEEPSEEK |= {"num_groups": 8, "topk_groups": 4}
 
 
 def _case(
@@ -275,17 +267,7 @@ SPEC = Spec(
         _case(4096, 8, 8, normalize=True, headline=False),
         _case(4096, 64, 2, normalize=True, headline=False),
         _case(4096, 64, 8, normalize=True),
-        _case(
-            4096,
-            256,
-            8,
-            headline=False,
-            score="sigmoid",
-            normalize=True,
-            num_groups=8,
-            topk_groups=4,
-            group_score="top2_sum",
-        ),
+        _case(4096, 256, 8, headline=False, **_DEEPSEEK),
         _case(4096, 64, 8, headline=False),
     ),
     summary="experts and weights of each token: top-k, groups, bias, capacity, expert choice",

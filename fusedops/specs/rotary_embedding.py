@@ -63,7 +63,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     tables = functools.partial(_tables, device=device, dtype=dtype)
     heads = new(2, 5, 3, 8).detach()
     view = heads.transpose(1, 2).requires_grad_()
-    turned = {"interleaved": True}
+    turned = functools.partial(tables, interleaved=True)
+    interleaved = {"interleaved": True}
+    wide, pair = (new(2, 3, 5, 20), new(2, 1, 5, 20)), (new(2, 1, 4, 12), new(2, 2, 4, 12))
 
     def free(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tables that are no cosines and sines: every element counts on its own."""
@@ -71,26 +73,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
     return [
         Sample("dense", (new(5, 2, 6, 8), new(5, 2, 6, 8, key="k"), *tables(6, 8))),
-        Sample(
-            "interleaved",
-            (new(4, 2, 3, 8), new(4, 1, 3, 8), *tables(1, 3, 8, interleaved=True)),
-            turned,
-        ),
+        Sample("interleaved", (new(4, 2, 3, 8), new(4, 1, 3, 8), *turned(1, 3, 8)), interleaved),
         Sample("grouped", (new(2, 6, 7, 16), new(2, 2, 7, 16), *tables(2, 7, 16))),
         Sample("transposed_view", (view, new(2, 1, 5, 8), *tables(1, 5, 8))),
-        Sample("partial", (new(2, 3, 5, 20), new(2, 1, 5, 20), *tables(5, 6))),
-        Sample(
-            "partial_interleaved",
-            (new(2, 3, 5, 20), new(2, 1, 5, 20), *tables(2, 5, 6, interleaved=True)),
-            turned,
-        ),
+        Sample("partial", (*wide, *tables(5, 6))),
+        Sample("partial_interleaved", (*wide, *turned(2, 5, 6)), interleaved),
         Sample("odd_sizes", (new(1, 3, 19, 46), new(1, 1, 19, 46), *tables(1, 19, 34))),
-        Sample("free_tables", (new(2, 1, 4, 12), new(2, 2, 4, 12), *free(2, 4, 10))),
-        Sample(
-            "free_tables_interleaved",
-            (new(2, 1, 4, 12), new(2, 2, 4, 12), *free(2, 4, 10)),
-            turned,
-        ),
+        Sample("free_tables", (*pair, *free(2, 4, 10))),
+        Sample("free_tables_interleaved", (*pair, *free(2, 4, 10)), interleaved),
         Sample("wide_heads", (new(1, 2, 3, 256), new(1, 2, 3, 256), *tables(1, 3, 256))),
         Sample("one_pair", (new(1, 1, 1, 2), new(1, 1, 1, 2, key="k"), *tables(1, 2))),
         Sample("no_batch", (new(0, 2, 3, 8), new(0, 1, 3, 8), *tables(1, 3, 8))),
