@@ -319,6 +319,6 @@ def static_report_cases(centred: bool) -> list[dict[str, Any]]:
             sizes = drawn | {"BLOCK_N": cols}
             options = _backward_options(cols, newest=chips == (120,))
             resident = _launch.resident(options["num_warps"])
-            more = {"resident": resident, "capabilities": chips}
+            more: dict[str, Any] = {"resident": resident, "capabilities": chips}
             cases.append(case(_backward_kernel, constexprs=sizes, options=options, **more))
     return cases

@@ -296,6 +296,7 @@ def forward(
     tensors = (x, _launch.dense(weight, x), _launch.dense(bias, x), output, mean, rstd)
     flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
     flags |= {"CENTRED": kind.centred, "ROUND_FIRST": kind.round_first}
+    sizes: tuple[int, ...]
     if num_cols > 2 * MAX_FUSED:
         kernel, programs, sizes = _forward_long_kernel, num_rows, (num_cols,)
         blocks = {"BLOCK_N": _LONG_BLOCK}

@@ -15,8 +15,8 @@ forward = functools.partial(_add_norm.forward, LAYER_NORM)
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::add_layer_norm_backward``."""
-    *tensors, shape, _, dropout_p, input_dtype, output_mask = args
-    return _add_norm.backward(LAYER_NORM, *tensors, shape, dropout_p, input_dtype, output_mask)
+    before_eps, after_eps = args[:8], args[9:]
+    return _add_norm.backward(LAYER_NORM, *before_eps, *after_eps)
 
 
 static_report_cases = functools.partial(_add_norm.static_report_cases, centred=True)

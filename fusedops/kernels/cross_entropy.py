@@ -416,9 +416,9 @@ def static_report_cases() -> list[dict[str, Any]]:
         # Pieces are products that linear_cross_entropy made, unrounded.
         for piece in (False, True):
             launch = _sums_launch(_BLOCK, smooth=piece, capped=capped)
-            flags = {"FIRST": not piece, "LAST": not piece, "SMOOTH": piece, "CAPPED": capped}
+            flags: dict[str, Any] = {"FIRST": not piece, "LAST": not piece, "SMOOTH": piece}
+            flags |= {"CAPPED": capped, "BLOCK": launch["BLOCK"]}
             of_kind = types | ({"x_ptr": "*fp32"} if piece else {})
-            flags |= {"BLOCK": launch["BLOCK"]}
             cases.append(_launch.report_case(_sums_kernel, of_kind, flags, launch))
         for logits in ("*bf16", "*fp32"):
             flags = {"CAPPED": capped, "BLOCK": _BLOCK}

@@ -18,8 +18,8 @@ def forward(gate: torch.Tensor, up: torch.Tensor, approximate: str) -> torch.Ten
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; arguments and results are those of ``fusedops::geglu_backward``."""
-    *tensors, approximate, output_mask = args
-    return _glu.backward(*tensors, output_mask, GELU_VARIANTS[approximate])
+    grad_output, gate, up, approximate, output_mask = args
+    return _glu.backward(grad_output, gate, up, output_mask, GELU_VARIANTS[approximate])
 
 
 static_report_cases = functools.partial(_glu.static_report_cases, GELU_VARIANTS.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
-    input: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, **factors: float
+    input: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, **factors: Any
 ) -> torch.Tensor:
     if batch1.dim() == batch2.dim() == 3 and batch1.shape[0] == batch2.shape[0]:
         return torch.baddbmm(input, batch1, batch2, **factors)

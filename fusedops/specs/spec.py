@@ -122,7 +122,8 @@ class BenchCase:
         def moved(count: int) -> Callable[[torch.dtype], int]:
             return lambda dtype: count * dtype.itemsize
 
-        return cls(label, make, *map(moved, elements), *flops, headline)
+        forward, backward = map(moved, elements)
+        return cls(label, make, forward, backward, *flops, headline)
 
 
 @dataclass(frozen=True)
