@@ -230,13 +230,8 @@ def _case(
     pairs = pairs // 8 if what == "window" else pairs
     grouped = f"/{shared}" if shared != heads else ""
     label = f"{batch}x{heads}{grouped}x{rows}x{size} {what}"
-    return BenchCase.moving(
-        label,
-        make,
-        ((2 * heads + 2 * shared) * tokens, (4 * heads + 4 * shared) * tokens),
-        (4 * pairs, 10 * pairs),
-        headline=headline,
-    )
+    elements = ((2 * heads + 2 * shared) * tokens, (4 * heads + 4 * shared) * tokens)
+    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs), headline=headline)
 
 
 def _from_opinfo(

@@ -138,13 +138,9 @@ def _case(batch: int, heads: int, key_heads: int, filled: int, size: int) -> Ben
 
     average = filled - filled // 8
     label = f"{batch}x{heads}/{key_heads}x{size}, {filled} cached"
-    return BenchCase.moving(
-        label,
-        make,
-        (2 * batch * key_heads * average * size, 0),
-        (4 * batch * heads * average * size, 0),
-        headline=filled == 2048,
-    )
+    elements = (2 * batch * key_heads * average * size, 0)
+    flops = (4 * batch * heads * average * size, 0)
+    return BenchCase.moving(label, make, elements, flops, headline=filled == 2048)
 
 
 SPEC = Spec(

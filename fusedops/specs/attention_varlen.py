@@ -153,13 +153,8 @@ def _case(lengths: tuple[int, ...], heads: int, size: int, headline: bool = Fals
 
     pairs = sum(length * length for length in lengths) * heads * size // 2
     label = f"{len(lengths)} sequences, {total} tokens, {heads}x{size} causal"
-    return BenchCase.moving(
-        label,
-        make,
-        (4 * total * heads * size, 8 * total * heads * size),
-        (4 * pairs, 10 * pairs),
-        headline=headline,
-    )
+    elements = (4 * total * heads * size, 8 * total * heads * size)
+    return BenchCase.moving(label, make, elements, (4 * pairs, 10 * pairs), headline=headline)
 
 
 SPEC = Spec(

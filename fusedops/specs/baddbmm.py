@@ -105,13 +105,8 @@ def _case(
     result = math.prod(leading) * first[-2] * second[-1]
     operands = math.prod(addend) + math.prod(first) + math.prod(second)
     flops = 2 * result * first[-1]
-    return BenchCase.moving(
-        label,
-        make,
-        (operands + result, 2 * operands + result),
-        (flops, 2 * flops),
-        headline=headline,
-    )
+    elements = (operands + result, 2 * operands + result)
+    return BenchCase.moving(label, make, elements, (flops, 2 * flops), headline=headline)
 
 
 def _sized(batch: int, rows: int, inner: int, columns: int) -> BenchCase:

@@ -54,9 +54,8 @@ def _case(shape: tuple[int, ...], approximate: str, headline: bool = False) -> B
         return Sample("bench", (randn(*shape, device=device, dtype=dtype), approximate))
 
     label = f"{'x'.join(map(str, shape))} {approximate}"
-    return BenchCase.moving(
-        label, make, (2 * math.prod(shape), 3 * math.prod(shape)), headline=headline
-    )
+    elements = (2 * math.prod(shape), 3 * math.prod(shape))
+    return BenchCase.moving(label, make, elements, headline=headline)
 
 
 SPEC = Spec(

@@ -135,13 +135,8 @@ def _case(
     result = rows * columns
     flops = 2 * rows * depth * columns
     label = f"{rows}x{depth}->{columns}, {groups} groups" + (", [N, K]" if transposed else "")
-    return BenchCase.moving(
-        label,
-        make,
-        (operands + result, 2 * operands + result),
-        (flops, 2 * flops),
-        headline=headline,
-    )
+    elements = (operands + result, 2 * operands + result)
+    return BenchCase.moving(label, make, elements, (flops, 2 * flops), headline=headline)
 
 
 def _torch_grouped_mm(

@@ -94,13 +94,8 @@ def _case(
     product = rows * in_features * out_features
     x, w, y = rows * in_features, in_features * out_features, rows * out_features
     label = f"{rows}x{in_features}->{out_features} {activation}"
-    return BenchCase.moving(
-        label,
-        make,
-        (x + w + 2 * y, 2 * x + 2 * w + 2 * y),
-        (2 * product, 4 * product),
-        headline=headline,
-    )
+    elements = (x + w + 2 * y, 2 * x + 2 * w + 2 * y)
+    return BenchCase.moving(label, make, elements, (2 * product, 4 * product), headline=headline)
 
 
 def _onednn(

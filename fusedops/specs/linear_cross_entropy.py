@@ -135,9 +135,8 @@ def _case(
     product = 2 * rows * hidden_size * classes
     extra = "".join(f" {name}={value}" for name, value in options.items())
     label = f"{rows}x{hidden_size}->{classes}{extra}"
-    return BenchCase.moving(
-        label, make, (factors, 2 * factors), (product, 2 * product), headline=headline
-    )
+    elements = (factors, 2 * factors), (product, 2 * product)
+    return BenchCase.moving(label, make, elements, headline=headline)
 
 
 SPEC = Spec(

@@ -92,13 +92,8 @@ def _case(
     product = rows * in_features * out_features
     x, w, y = rows * in_features, in_features * out_features, rows * out_features
     label = f"{rows}x{in_features}->{out_features} {activation}"
-    return BenchCase.moving(
-        label,
-        make,
-        (x + 2 * w + 3 * y, 2 * x + 4 * w + 5 * y),
-        (4 * product, 8 * product),
-        headline=headline,
-    )
+    elements = (x + 2 * w + 3 * y, 2 * x + 4 * w + 5 * y)
+    return BenchCase.moving(label, make, elements, (4 * product, 8 * product), headline=headline)
 
 
 def _onednn(

@@ -108,13 +108,9 @@ def _case(
     product = 2 * rows * features * hidden
     suffix = " recompute" if recompute else ""
     label = f"{rows}x{features}->{hidden}->{features} {activation}{suffix}"
-    return BenchCase.moving(
-        label,
-        make,
-        (2 * x + 2 * w + h, 3 * x + 4 * w + 3 * h),
-        (2 * product, (5 if recompute else 4) * product),
-        headline=headline,
-    )
+    elements = (2 * x + 2 * w + h, 3 * x + 4 * w + 3 * h)
+    flops = (2 * product, (5 if recompute else 4) * product)
+    return BenchCase.moving(label, make, elements, flops, headline=headline)
 
 
 SPEC = Spec(

@@ -189,13 +189,9 @@ def _case(
     product = 2 * rows * hidden * inner
     suffix = ", recompute" if recompute else ""
     label = f"{tokens}x{hidden}, top {top_k} of {experts}, inner {inner}{suffix}"
-    return BenchCase.moving(
-        label,
-        make,
-        (2 * tokens * hidden + weights, 3 * tokens * hidden + 2 * weights),
-        (3 * product, (8 if recompute else 6) * product),
-        headline=headline,
-    )
+    elements = (2 * tokens * hidden + weights, 3 * tokens * hidden + 2 * weights)
+    flops = (3 * product, (8 if recompute else 6) * product)
+    return BenchCase.moving(label, make, elements, flops, headline=headline)
 
 
 def _by_hf_experts(

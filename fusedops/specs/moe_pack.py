@@ -144,9 +144,8 @@ def _case(
 
     # The benchmark times the reading of the parts too: a pass over them on both sides.
     label = f"{tokens}x{hidden} top-{top_k}{' float8' * quantized}"
-    return BenchCase.moving(
-        label, make, (rows * hidden * (2 + 2 * (not quantized)), 0), headline=headline
-    )
+    elements = (rows * hidden * (2 + 2 * (not quantized)), 0)
+    return BenchCase.moving(label, make, elements, headline=headline)
 
 
 SPEC = Spec(

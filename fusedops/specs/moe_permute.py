@@ -56,9 +56,8 @@ def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
 
     # A token is read once and its rows are written; the backward the other way round.
     label = f"{tokens}x{size}, {top_k} of {experts}"
-    return BenchCase.moving(
-        label, make, ((1 + top_k) * tokens * size, (1 + top_k) * tokens * size), headline=top_k == 8
-    )
+    elements = ((1 + top_k) * tokens * size, (1 + top_k) * tokens * size)
+    return BenchCase.moving(label, make, elements, headline=top_k == 8)
 
 
 SPEC = Spec(
