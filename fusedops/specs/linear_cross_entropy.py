@@ -135,8 +135,8 @@ def _case(
     product = 2 * rows * hidden_size * classes
     extra = "".join(f" {name}={value}" for name, value in options.items())
     label = f"{rows}x{hidden_size}->{classes}{extra}"
-    elements = (factors, 2 * factors), (product, 2 * product)
-    return BenchCase.moving(label, make, elements, headline=headline)
+    elements, flops = (factors, 2 * factors), (product, 2 * product)
+    return BenchCase.moving(label, make, elements, flops, headline=headline)
 
 
 SPEC = Spec(
