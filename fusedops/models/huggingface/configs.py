@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
+_SCALING_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 def from_config(config: Any, *, sizes_only: bool = False) -> TransformerConfig:
@@ -55,9 +56,11 @@ def from_config(config: Any, *, sizes_only: bool = False) -> TransformerConfig:
     family = values.get("model_type")
     checks.choice("from_config", "model_type", family, _FAMILIES)
     assert isinstance(family, str)
-    sizes, choices = _FAMILIES[family]
     try:
-        return TransformerConfig(**sizes(values) | ({} if sizes_only else choices(values)))
+        fields = _FAMILIES[family].sizes(values)
+        if not sizes_only:
+            fields |= _choices(values, family, has_rotations="rotary" in fields)
+        return TransformerConfig(**fields)
     except KeyError as error:
         raise ValueError(f"from_config: the configuration has no {error.args[0]}") from None
 
@@ -169,57 +172,95 @@ def _qwen3_moe(values: Values) -> dict[str, Any]:
     )
 
 
-def _wants(values: Values, name: str, expected: Any, default: Any = None) -> None:
-    """Raise where the configuration asks for what ``Transformer`` does not compute."""
-    given = values.get(name, expected if default is None else default)
-    if given != expected:
-        checks.fail("from_config", name, repr(expected), checks.shown(given))
+@dataclass(frozen=True)
+class _Family:
+    """A family of transformers.
+
+    Attributes:
+        architecture: the class of its models with a head.
+        sizes: reads the fields that sizes depend on.
+        choices: other fields that are read and written: name and default of the entry of each.
+        computed: entries of which ``Transformer`` computes one value, with that value.
+        causal: whether a token attends only itself and what is before it.
+    """
+
+    architecture: str
+    sizes: Callable[[Values], dict[str, Any]]
+    choices: dict[str, tuple[str, Any]]
+    computed: dict[str, Any] = field(default_factory=dict)
+    causal: bool = True
 
 
-def _padding(values: Values, default: int | None = None) -> dict[str, Any]:
-    """Return the row without a gradient; GPT-2's embedding has none whatever its entry says."""
-    row = values.get("pad_token_id", default)
-    if row is not None and row < 0:  # from the end, as torch.nn.Embedding counts
-        row += values["vocab_size"]
-    return {"pad_token_id": row}
+_INITIALIZER = {"initializer_range": ("initializer_range", 0.02)}
+_GPT2_CHOICES = {
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "dropout": ("resid_pdrop", 0.1),
+    "attention_dropout": ("attn_pdrop", 0.1),
+}
+_BERT_CHOICES = {
+    "norm_eps": ("layer_norm_eps", 1e-12),
+    "dropout": ("hidden_dropout_prob", 0.1),
+    "attention_dropout": ("attention_probs_dropout_prob", 0.1),
+    "pad_token_id": ("pad_token_id", 0),
+}
+_LLAMA_CHOICES: dict[str, tuple[str, Any]] = _INITIALIZER | {
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "pad_token_id": ("pad_token_id", None),
+}
+_MISTRAL_CHOICES = _LLAMA_CHOICES | {"sliding_window": ("sliding_window", None)}
+_BALANCE = {"balance_loss": ("router_aux_loss_coef", 0.001)}
+_MOE_CHOICES = _LLAMA_CHOICES | _BALANCE | {"router_normalize": ("norm_topk_prob", False)}
+_FAMILIES = {
+    "gpt2": _Family(
+        "GPT2LMHeadModel",
+        _gpt2,
+        _GPT2_CHOICES | _INITIALIZER,
+        computed={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
+    "bert": _Family(
+        "BertForMaskedLM",
+        _bert,
+        _BERT_CHOICES | _INITIALIZER,
+        computed={
+            "is_decoder": False,
+            "add_cross_attention": False,
+            "position_embedding_type": "absolute",
+        },
+        causal=False,
+    ),
+    "llama": _Family("LlamaForCausalLM", _llama, _LLAMA_CHOICES),
+    "mistral": _Family("MistralForCausalLM", _llama, _MISTRAL_CHOICES),
+    "qwen3": _Family("Qwen3ForCausalLM", _qwen3, _LLAMA_CHOICES, {"use_sliding_window": False}),
+    "mixtral": _Family(
+        "MixtralForCausalLM", _mixtral, _MISTRAL_CHOICES | _BALANCE, {"router_jitter_noise": 0.0}
+    ),
+    "qwen3_moe": _Family(
+        "Qwen3MoeForCausalLM", _qwen3_moe, _MOE_CHOICES, {"use_sliding_window": False}
+    ),
+}
 
 
-def _gpt2_choices(values: Values) -> dict[str, Any]:
-    _wants(values, "scale_attn_weights", True)
-    _wants(values, "scale_attn_by_inverse_layer_idx", False)
-    _wants(values, "add_cross_attention", False)
-    dropout = values.get("resid_pdrop", 0.1)
-    _wants(values, "embd_pdrop", dropout, 0.1)
-    return {
-        "norm_eps": values.get("layer_norm_epsilon", 1e-5),
-        "dropout": dropout,
-        "attention_dropout": values.get("attn_pdrop", 0.1),
-        "initializer_range": values.get("initializer_range", 0.02),
-    }
-
-
-def _bert_choices(values: Values) -> dict[str, Any]:
-    _wants(values, "is_decoder", False)
-    _wants(values, "add_cross_attention", False)
-    _wants(values, "position_embedding_type", "absolute")
-    return {
-        "causal": False,
-        "norm_eps": values.get("layer_norm_eps", 1e-12),
-        "dropout": values.get("hidden_dropout_prob", 0.1),
-        "attention_dropout": values.get("attention_probs_dropout_prob", 0.1),
-        "initializer_range": values.get("initializer_range", 0.02),
-        **_padding(values, 0),
-    }
-
-
-def _llama_choices(values: Values) -> dict[str, Any]:
-    return {
-        "norm_eps": values.get("rms_norm_eps", 1e-6),
-        "attention_dropout": values.get("attention_dropout", 0.0),
-        "initializer_range": values.get("initializer_range", 0.02),
-        **_rotations(values),
-        **_padding(values),
-    }
+def _choices(values: Values, family: str, *, has_rotations: bool) -> dict[str, Any]:
+    """Return the fields that no size depends on; raise for what ``Transformer`` does not compute."""
+    entries = _FAMILIES[family]
+    choices = {ours: values.get(*entry) for ours, entry in entries.choices.items()}
+    computed = dict(entries.computed)
+    if family == "gpt2":  # two entries of one dropout
+        computed["embd_pdrop"] = choices["dropout"]
+    for name, expected in computed.items():
+        given = values.get(name, 0.1 if name == "embd_pdrop" else expected)
+        if given != expected:
+            checks.fail("from_config", name, repr(expected), checks.shown(given))
+    padding = choices.get("pad_token_id")
+    if padding is not None and padding < 0:  # from the end, as torch.nn.Embedding counts
+        choices["pad_token_id"] = padding + values["vocab_size"]
+    rotations = _rotations(values) if has_rotations else {}
+    return choices | rotations | {"causal": entries.causal}
 
 
 def _rotations(values: Values) -> dict[str, Any]:
@@ -232,56 +273,10 @@ def _rotations(values: Values) -> dict[str, Any]:
     if kind != "llama3":
         checks.fail("from_config", "rope_type", "'default' or 'llama3'", checks.shown(kind))
     scaling = RopeScaling(
-        factor=float(given["factor"]),
-        low_freq_factor=float(given["low_freq_factor"]),
-        high_freq_factor=float(given["high_freq_factor"]),
+        **{name: float(given[name]) for name in _SCALING_FACTORS},
         original_seq_len=given["original_max_position_embeddings"],
     )
     return {"rope_theta": float(theta), "rope_scaling": scaling}
-
-
-def _mistral_choices(values: Values) -> dict[str, Any]:
-    return _llama_choices(values) | {"sliding_window": values.get("sliding_window")}
-
-
-def _qwen3_choices(values: Values) -> dict[str, Any]:
-    _wants(values, "use_sliding_window", False)
-    return _llama_choices(values)
-
-
-def _mixtral_choices(values: Values) -> dict[str, Any]:
-    _wants(values, "router_jitter_noise", 0.0)
-    return _mistral_choices(values) | {"balance_loss": values.get("router_aux_loss_coef", 0.001)}
-
-
-def _qwen3_moe_choices(values: Values) -> dict[str, Any]:
-    return _qwen3_choices(values) | {
-        "router_normalize": values.get("norm_topk_prob", False),
-        "balance_loss": values.get("router_aux_loss_coef", 0.001),
-    }
-
-
-Reader = Callable[[Values], dict[str, Any]]
-
-# Sizes and choices of each family.
-_FAMILIES: dict[str, tuple[Reader, Reader]] = {
-    "gpt2": (_gpt2, _gpt2_choices),
-    "bert": (_bert, _bert_choices),
-    "llama": (_llama, _llama_choices),
-    "mistral": (_llama, _mistral_choices),
-    "qwen3": (_qwen3, _qwen3_choices),
-    "mixtral": (_mixtral, _mixtral_choices),
-    "qwen3_moe": (_qwen3_moe, _qwen3_moe_choices),
-}
-_ARCHITECTURES = {
-    "gpt2": "GPT2LMHeadModel",
-    "bert": "BertForMaskedLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 
 
 def to_config(config: TransformerConfig) -> dict[str, Any]:
@@ -298,13 +293,15 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
         UnsupportedError: no family of transformers computes the same.
     """
     family = _family(config)
-    writer = {"gpt2": _to_gpt2, "bert": _to_bert}.get(family, _to_llama)
-    values = writer(config)
-    values |= {
+    choices = {
+        theirs: getattr(config, ours) for ours, (theirs, _) in _FAMILIES[family].choices.items()
+    }
+    values = {
+        **{"gpt2": _to_gpt2, "bert": _to_bert}.get(family, _to_llama)(config),
+        **choices,
         "model_type": family,
-        "architectures": [_ARCHITECTURES[family]],
+        "architectures": [_FAMILIES[family].architecture],
         "vocab_size": config.vocab_size,
-        "initializer_range": config.initializer_range,
         "tie_word_embeddings": config.tied,
     }
     # What these entries leave out would come back as another model.
@@ -340,61 +337,41 @@ def _to_gpt2(config: TransformerConfig) -> dict[str, Any]:
         "n_inner": config.intermediate_size,
         "n_positions": config.seq_len,
         "activation_function": _name_of(config),
-        "layer_norm_epsilon": config.norm_eps,
-        "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
-        "attn_pdrop": config.attention_dropout,
     }
 
 
 def _to_common(config: TransformerConfig) -> dict[str, Any]:
     sizes = {theirs: getattr(config, ours) for ours, theirs in _COMMON.items()}
-    return sizes | {"hidden_act": _name_of(config), "pad_token_id": config.pad_token_id}
+    return sizes | {"hidden_act": _name_of(config)}
 
 
 def _to_bert(config: TransformerConfig) -> dict[str, Any]:
-    return _to_common(config) | {
-        "type_vocab_size": config.token_types,
-        "layer_norm_eps": config.norm_eps,
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.attention_dropout,
-    }
+    return _to_common(config) | {"type_vocab_size": config.token_types}
 
 
 def _to_llama(config: TransformerConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
     values = _to_common(config) | {
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.size_of_head,
-        "rms_norm_eps": config.norm_eps,
-        "attention_dropout": config.attention_dropout,
         # Two entries that every version of transformers reads.
         "rope_theta": config.rope_theta,
-        "rope_scaling": _scaling_values(config.rope_scaling),
+        "rope_scaling": None if scaling is None else _to_scaling(scaling),
         "sliding_window": config.sliding_window,
     }
-    if config.num_experts:
-        values |= {
-            "num_experts_per_tok": config.top_k,
-            "router_aux_loss_coef": config.balance_loss,
-        }
-        if config.qk_norm:
-            values |= {
-                "num_experts": config.num_experts,
-                "moe_intermediate_size": config.intermediate_size,
-                "norm_topk_prob": config.router_normalize,
-            }
-        else:
-            values["num_local_experts"] = config.num_experts
-    return values
+    if not config.num_experts:
+        return values
+    values["num_experts_per_tok"] = config.top_k
+    if not config.qk_norm:
+        return values | {"num_local_experts": config.num_experts}
+    sizes = {"num_experts": config.num_experts, "moe_intermediate_size": config.intermediate_size}
+    return values | sizes
 
 
-def _scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
+def _to_scaling(scaling: RopeScaling) -> dict[str, Any]:
     return {
         "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
+        **{name: getattr(scaling, name) for name in _SCALING_FACTORS},
         "original_max_position_embeddings": scaling.original_seq_len,
     }
