@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 
 from fusedops.models.parallelization.engine import TrainEngine
+from fusedops.parallel.comm import collectives
 
 
 class BatchShard:
@@ -50,8 +51,6 @@ class BatchShard:
         """Return what the last stage chose; other ranks pass a tensor of the same shape."""
         if self._stages is None or not chosen.numel():
             return chosen
-        from fusedops.parallel.comm import collectives
-
         return collectives.broadcast(
             chosen.contiguous(), self._stages, source=self._last, label="chosen"
         ).wait()
@@ -66,8 +65,6 @@ class BatchShard:
             for sequence, token in zip(sequences, tokens.tolist(), strict=True):
                 gathered[sequence] = token
             return gathered
-        from fusedops.parallel.comm import collectives
-
         first = self._rank * self._per_rank * samples
         shape = (self._per_rank * samples,)
         shard = torch.full(shape, -1, dtype=torch.int64, device=self._device)
@@ -79,8 +76,6 @@ class BatchShard:
         """Return whether the value is true on any rank."""
         if self._group is None:
             return value
-        from fusedops.parallel.comm import collectives
-
         count = torch.tensor([int(value)], device=self._device)
         return bool(collectives.all_reduce(count, self._group, label="unfinished").wait())
 

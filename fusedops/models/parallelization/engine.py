@@ -26,6 +26,7 @@ from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.models.transformer import Loss
 from fusedops.optim import AdamW, OffloadedAdamW, global_norm
 from fusedops.optim.norms import clip_coefficient, scale_gradients
+from fusedops.parallel.comm import collectives
 
 if TYPE_CHECKING:
     from fusedops.models.parallelization.pipeline import PipelineEngine
@@ -222,9 +223,7 @@ class TrainEngine:
                 return [self._run(shard) for shard in shards]
 
     def _run(self, shard: MicroBatch, **dropout: Any) -> Loss:
-        tokens, labels, *others = shard
-        inputs = dict(zip(shard._fields[2:], others, strict=True))
-        return self.model(tokens, labels, **inputs, **dropout)
+        return self.model(shard.tokens, shard.labels, **shard.inputs(), **dropout)
 
     def _dropout_inputs(
         self, shards: Sequence[MicroBatch], seed: torch.Tensor | None
@@ -346,8 +345,6 @@ class TrainEngine:
     def _sum(self, values: torch.Tensor, name: str = "data") -> torch.Tensor:
         if self.mesh is None:
             return values
-        from fusedops.parallel.comm import collectives
-
         return collectives.all_reduce(values, self.mesh.group(name), label="loss").wait()
 
 

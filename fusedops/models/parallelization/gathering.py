@@ -11,6 +11,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.transformer import Transformer
+from fusedops.parallel.comm import collectives
 
 
 def parameter_gatherer(engine: TrainEngine) -> ParameterGatherer:
@@ -63,8 +64,6 @@ class StageParameterGatherer(ParameterGatherer):
 
     def read(self, name: str) -> torch.Tensor | None:
         """Return the unsharded parameter on its own stage and on the process that writes."""
-        from fusedops.parallel.comm import collectives
-
         parameter, owner, rank = super().read(name), self.owners[name], self.group.rank()
         if owner == 0 or rank not in (0, owner) or not self.sends:
             return parameter

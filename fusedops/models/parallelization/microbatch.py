@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,3 +18,7 @@ class MicroBatch(NamedTuple):
     positions: torch.Tensor
     document_ids: torch.Tensor | None
     domains: torch.Tensor | None = None
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what ``Transformer`` takes by name: all but tokens and labels."""
+        return dict(zip(self._fields[2:], self[2:], strict=True))

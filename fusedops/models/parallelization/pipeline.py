@@ -77,34 +77,40 @@ class PipelineEngine:
         dropout: Sequence[Mapping[str, Any]],
     ) -> list[Loss]:
         """Run the schedule; ``loss_fn`` returns the scalar whose gradients a stage computes."""
-        losses = [self._zero_loss(shard) for shard in shards]
-
-        def compute(
-            stage: int, microbatch: int, given: torch.Tensor | None
-        ) -> tuple[torch.Tensor | None, torch.Tensor]:
-            with computing():
-                x_BSH, loss = self._run(stage, shards[microbatch], given, dropout[microbatch])
-            share = loss_fn(loss)
-            losses[microbatch] = _added(losses[microbatch], loss)
-            return x_BSH, share
-
-        self.driver.step(compute, shards[0].tokens.device, _keys(_tokens(shards), computing))
+        losses = self._run(self.driver.step, shards, computing, dropout, loss_fn)
         self._add_tied_gradients()
         return losses
 
     def forward(self, shards: Sequence[MicroBatch], computing: Computing) -> list[Loss]:
         """Run the forwards alone; as ``TrainEngine.forward``."""
+        return self._run(self.driver.forward, shards, computing, [{}] * len(shards))
+
+    def _run(
+        self,
+        run_schedule: Callable[..., None],
+        shards: Sequence[MicroBatch],
+        computing: Computing,
+        dropout: Sequence[Mapping[str, Any]],
+        loss_fn: Callable[[Loss], torch.Tensor] | None = None,
+    ) -> list[Loss]:
+        """Run a schedule of the driver; return the loss of each micro-batch."""
         losses = [self._zero_loss(shard) for shard in shards]
 
         def compute(
-            stage: int, microbatch: int, given: torch.Tensor | None
-        ) -> tuple[torch.Tensor | None, None]:
+            stage: int, microbatch: int, received: torch.Tensor | None
+        ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            shard, model = shards[microbatch], self.stages[stage]
             with computing():
-                x_BSH, loss = self._run(stage, shards[microbatch], given, {})
-            losses[microbatch] = _added(losses[microbatch], loss)
-            return x_BSH, None
+                context = model.make_context(shard.tokens, **shard.inputs(), **dropout[microbatch])
+                stage_input = shard.tokens if received is None else received
+                x_BSH, loss = model(stage_input, shard.labels, context)
+            share = None if loss_fn is None else loss_fn(loss)
+            parts = zip(losses[microbatch], loss, strict=True)
+            losses[microbatch] = Loss(*(total + part.detach() for total, part in parts))
+            return x_BSH, share
 
-        self.driver.forward(compute, shards[0].tokens.device, _keys(_tokens(shards), computing))
+        tokens = [shard.tokens for shard in shards]
+        run_schedule(compute, tokens[0].device, _keys(tokens, computing))
         return losses
 
     def logits(self, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor | None:
@@ -129,19 +135,6 @@ class PipelineEngine:
     def _unsplit(self) -> Driver:
         """The driver of forwards of a batch that is not split into micro-batches."""
         return Driver(replace(self.driver.table, microbatches=1), self.driver.group, self.stages)
-
-    def _run(
-        self,
-        stage: int,
-        shard: MicroBatch,
-        received: torch.Tensor | None,
-        dropout: Mapping[str, Any],
-    ) -> tuple[torch.Tensor | None, Loss]:
-        tokens, labels, positions, document_ids, domains = shard
-        context = self.stages[stage].make_context(
-            tokens, positions=positions, document_ids=document_ids, domains=domains, **dropout
-        )
-        return self.stages[stage](tokens if received is None else received, labels, context)
 
     def _zero_loss(self, shard: MicroBatch) -> Loss:
         """Return a loss of zeros, to which stages add theirs, in the dtype of all stages."""
@@ -181,15 +174,6 @@ class PipelineEngine:
             dtype=torch.float64,
             device=mine.device,
         )
-
-
-def _added(one: Loss, other: Loss) -> Loss:
-    """Return the sum of two losses, without a graph."""
-    return Loss(*(a + b.detach() for a, b in zip(one, other, strict=True)))
-
-
-def _tokens(shards: Sequence[MicroBatch]) -> list[torch.Tensor]:
-    return [shard.tokens for shard in shards]
 
 
 def _keys(tokens: Sequence[torch.Tensor], computing: Computing) -> Callable[[int], Hashable]:
