@@ -30,17 +30,10 @@ class DropoutSeeds(NamedTuple):
     rows: torch.Tensor
     scores: torch.Tensor
 
-    def of_embedding(self) -> torch.Tensor:
-        """Return the seed of the input of the first layer."""
-        return self.rows[0]
 
-    def of_branch(self, layer: int, call: int) -> torch.Tensor:
-        """Return the seed of a branch of a layer: ``ATTENTION`` or ``FEED_FORWARD``."""
-        return self.rows[1 + _CALLS * layer + call]
-
-    def of_scores(self, layer: int) -> torch.Tensor:
-        """Return the seed of a layer's attention scores."""
-        return self.scores[1 + _CALLS * layer + SCORES]
+def call_index(layer: int, call: int) -> int:
+    """Return the row of a dropout call of a layer; row 0 is the input of the first layer."""
+    return 1 + _CALLS * layer + call
 
 
 def call_seeds(seed: torch.Tensor, num_layers: int) -> torch.Tensor:

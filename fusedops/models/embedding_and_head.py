@@ -13,8 +13,9 @@ from torch import nn
 
 from fusedops import ops
 from fusedops.models.config import TransformerConfig
-from fusedops.models.layer_parts import kernel_name, linear, norm_of
-from fusedops.nn import Dropout
+from fusedops.models.forward_context import ForwardContext
+from fusedops.models.layer_parts import kernel_name, norm_of
+from fusedops.nn import Dropout, LinearAct
 
 
 class Embedding(nn.Module):
@@ -33,24 +34,18 @@ class Embedding(nn.Module):
         self.norm = norm_of(config) if config.post_norm else None
         self.dropout = Dropout(config.dropout)
 
-    def forward(
-        self,
-        tokens_BS: torch.Tensor,
-        positions: torch.Tensor,
-        token_types_BS: torch.Tensor | None = None,
-        *,
-        seed: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return ``[B, S, H]``; positions are ``[S]`` or ``[B, S]``, ``seed`` is dropout's."""
+    def forward(self, tokens_BS: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Return ``[B, S, H]``."""
         x_BSH = self.tokens(tokens_BS)
         if self.positions is not None:
-            x_BSH = x_BSH + self.positions(positions)
+            x_BSH = x_BSH + self.positions(context.positions)
         if self.token_types is not None:
-            types = torch.zeros_like(tokens_BS) if token_types_BS is None else token_types_BS
+            types = context.token_types
+            types = torch.zeros_like(tokens_BS) if types is None else types
             x_BSH = x_BSH + self.token_types(types)
         if self.norm is not None:
             x_BSH = self.norm(x_BSH)
-        return self.dropout(x_BSH, seed=seed)
+        return self.dropout(x_BSH, seed=context.embedding_seed())
 
 
 class Head(nn.Module):
@@ -73,7 +68,8 @@ class Head(nn.Module):
         super().__init__()
         hidden, vocab = config.hidden_size, config.vocab_size
         masked = config.head == "masked"
-        self.transform = linear(hidden, hidden, True, kernel_name(config)) if masked else None
+        activation = kernel_name(config)
+        self.transform = LinearAct(hidden, hidden, activation=activation) if masked else None
         self.norm = norm_of(config) if masked else None
         self.weight = None if config.tied else nn.Parameter(torch.empty(vocab, hidden))
         self.bias = nn.Parameter(torch.empty(vocab)) if masked else None
@@ -84,39 +80,30 @@ class Head(nn.Module):
     def forward(
         self,
         x_BSH: torch.Tensor,
-        labels_BS: torch.Tensor | None = None,
-        *,
+        labels_BS: torch.Tensor | None,
+        context: ForwardContext,
         weight: torch.Tensor | None = None,
-        logits_to_keep: torch.Tensor | None = None,
-        gather_logits: bool = True,
     ) -> torch.Tensor:
         """Return logits ``[B, S, V]``, or with labels the sum of the targets' losses.
 
         Args:
             x_BSH: of the last layer.
             labels_BS: the target of each token; -100 where there is none.
+            context: of ``R`` tokens whose indices are its ``logits_to_keep`` logits are
+                ``[B, R, V]``; ``gather_logits`` is for ranks that shard the vocabulary.
             weight: the embedding's, where it is tied.
-            logits_to_keep: indices of the tokens ``[R]``: logits are ``[B, R, V]``.
-            gather_logits: whether ranks that shard the vocabulary gather the logits.
         """
         if self.transform is not None and self.norm is not None:
             x_BSH = self.norm(self.transform(x_BSH))
         weight = self.weight if weight is None else weight
         if labels_BS is None:
-            return self.logits(x_BSH, weight, logits_to_keep, gather_logits=gather_logits)
+            return self.logits(x_BSH, weight, context)
         return self.loss(x_BSH, weight, labels_BS)
 
-    def logits(
-        self,
-        x_BSH: torch.Tensor,
-        weight: Any,
-        logits_to_keep: torch.Tensor | None,
-        *,
-        gather_logits: bool,
-    ) -> torch.Tensor:
+    def logits(self, x_BSH: torch.Tensor, weight: Any, context: ForwardContext) -> torch.Tensor:
         """Return logits ``[B, S, V]``, or ``[B, R, V]``; arguments as of ``forward``."""
-        if logits_to_keep is not None:
-            x_BSH = x_BSH[:, logits_to_keep]
+        if context.logits_to_keep is not None:
+            x_BSH = x_BSH[:, context.logits_to_keep]
         return ops.linear_act(x_BSH, weight, self.bias, activation="identity")
 
     def loss(self, x_BSH: torch.Tensor, weight: Any, labels_BS: torch.Tensor) -> torch.Tensor:

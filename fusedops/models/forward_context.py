@@ -10,7 +10,7 @@ import torch
 
 from fusedops.models.attention_core import Documents, attend
 from fusedops.models.config import TransformerConfig
-from fusedops.models.dropout_seeds import DropoutSeeds, call_seeds, with_offsets
+from fusedops.models.dropout_seeds import DropoutSeeds, call_index, call_seeds, with_offsets
 
 
 class CachedAttention(Protocol):
@@ -111,8 +111,10 @@ class ForwardContext:
 
     def embedding_seed(self) -> torch.Tensor | None:
         """Return the dropout seed of the input of the first layer."""
-        return None if self.dropout_seeds is None else self.dropout_seeds.of_embedding()
+        return None if self.dropout_seeds is None else self.dropout_seeds.rows[0]
 
     def branch_seed(self, layer: int, call: int) -> torch.Tensor | None:
         """Return the dropout seed of a branch of a layer."""
-        return None if self.dropout_seeds is None else self.dropout_seeds.of_branch(layer, call)
+        return (
+            None if self.dropout_seeds is None else self.dropout_seeds.rows[call_index(layer, call)]
+        )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from fusedops._core import checks
@@ -12,19 +15,11 @@ def check_inputs(
     config: TransformerConfig,
     tokens: torch.Tensor,
     labels: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    document_ids: torch.Tensor | None = None,
-    token_types: torch.Tensor | None = None,
-    domains: torch.Tensor | None = None,
+    inputs: Mapping[str, Any],
 ) -> None:
-    """Raise unless these are tokens of the model and what belongs to them."""
+    """Raise unless these are tokens of the model and what belongs to them, ``inputs`` by name."""
     name = "Transformer"
-    given = {
-        "labels": labels,
-        "document_ids": document_ids,
-        "token_types": token_types,
-        "domains": domains,
-    }
+    positions, domains = inputs.get("positions"), inputs.get("domains")
     if (domains is None) == bool(config.domain_experts):
         expected = "given with" if config.domain_experts else "None without"
         got = "None" if domains is None else "a tensor"
@@ -32,7 +27,8 @@ def check_inputs(
     checks.index_tensor(name, "tokens", tokens, dtypes=(torch.int64,))
     if tokens.dim() != 2:
         checks.fail(name, "tokens", "of shape [B, S]", list(tokens.shape))
-    for argument, value in given.items():
+    for argument in ("labels", "document_ids", "token_types", "domains"):
+        value = labels if argument == "labels" else inputs.get(argument)
         if value is not None:
             checks.index_tensor(name, argument, value, dtypes=(torch.int64, torch.int32))
             checks.shape(name, argument, value, tokens.shape, "that of tokens")

@@ -11,15 +11,9 @@ from fusedops.nn import (
     AddRMSNorm,
     GatedMLP,
     LayerNorm,
-    LinearAct,
     MoE,
     RMSNorm,
 )
-
-
-def linear(inputs: int, outputs: int, bias: bool, activation: str = "identity") -> LinearAct:
-    """Return a linear layer."""
-    return LinearAct(inputs, outputs, bias, activation=activation)
 
 
 def kernel_name(config: TransformerConfig) -> str:

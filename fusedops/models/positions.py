@@ -6,36 +6,31 @@ import math
 
 import torch
 
-from fusedops.models.config import RopeScaling
+from fusedops.models.config import RopeScaling, TransformerConfig
 
 
 def rotary_tables(
-    positions: torch.Tensor,
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling | None,
-    dtype: torch.dtype,
+    positions: torch.Tensor, config: TransformerConfig, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of ``position * theta ** (-2 i / head_dim)``.
+    """Return cosines and sines of ``position * rope_theta ** (-2 i / head_dim)``.
 
     They are computed by each call: a buffer would be lost where a model is created on ``meta``, and
     rounded where it is cast.
 
     Args:
         positions: of the tokens, ``[S]`` or ``[B, S]``.
-        head_dim: size of a head.
-        theta: base of the wave lengths.
-        scaling: how they are stretched.
+        config: has the size of a head, the base of the wave lengths, and how they are stretched.
         dtype: of the tables: float32, or float64 for float64.
 
     Returns:
         Two tables of the shape of ``positions`` and ``head_dim`` behind; each angle stands twice,
         in both halves.
     """
-    powers = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
-    frequencies = theta**-powers
-    if scaling is not None:
-        frequencies = _stretched(frequencies, scaling)
+    width = config.size_of_head
+    powers = torch.arange(0, width, 2, dtype=dtype, device=positions.device) / width
+    frequencies = config.rope_theta**-powers
+    if config.rope_scaling is not None:
+        frequencies = _stretched(frequencies, config.rope_scaling)
     angles = positions.to(dtype)[..., None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)

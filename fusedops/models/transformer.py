@@ -27,14 +27,14 @@ from fusedops._core import checks, dtypes, philox
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.attention_core import Documents
 from fusedops.models.config import TransformerConfig
-from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD
+from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD, SCORES, call_index
 from fusedops.models.embedding_and_head import Embedding, Head
 from fusedops.models.forward_context import BatchPartition, ForwardContext
 from fusedops.models.initialize import initialize
 from fusedops.models.input_checks import check_inputs
-from fusedops.models.layer_parts import feed_forward_of, linear, norm_of
+from fusedops.models.layer_parts import feed_forward_of, norm_of
 from fusedops.models.positions import alibi_slopes, rotary_tables
-from fusedops.nn import BalancingBias, MoE, RMSNorm
+from fusedops.nn import BalancingBias, LinearAct, MoE, RMSNorm
 
 
 class Loss(NamedTuple):
@@ -65,17 +65,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
-        hidden, bias = config.hidden_size, config.bias
+        hidden, eps = config.hidden_size, config.norm_eps
+        linear = partial(LinearAct, bias=config.bias, activation="identity")
         self.config, self.index = config, index
         self.num_heads = config.num_heads
         self.num_kv_heads = config.kv_heads
         self.first_head = 0
         self.head_dim = config.size_of_head
-        self.query = linear(hidden, config.query_width, bias)
-        self.key = linear(hidden, config.key_width, bias)
-        self.value = linear(hidden, config.key_width, bias)
-        self.output = linear(config.query_width, hidden, bias)
-        eps = config.norm_eps
+        self.query = linear(hidden, config.query_width)
+        self.key = linear(hidden, config.key_width)
+        self.value = linear(hidden, config.key_width)
+        self.output = linear(config.query_width, hidden)
         self.query_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
         self.key_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
 
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         dropout_p = config.attention_dropout if self.training else 0.0
         seed = {}
         if context.dropout_seeds is not None and dropout_p > 0.0:
-            seed["seed"] = context.dropout_seeds.of_scores(self.index)
+            seed["seed"] = context.dropout_seeds.scores[call_index(self.index, SCORES)]
         output_BNSD = self._attention_function(context)(
             query_BNSD,
             key_BNSD,
@@ -390,15 +390,14 @@ class Transformer(nn.Module):
                 f"{self.config.num_layers} layers: call step or forward of the TrainEngine"
             )
         if context is None:
-            names = ("positions", "document_ids", "token_types", "domains")
-            check_inputs(self.config, tokens, labels, *map(inputs.get, names))
+            check_inputs(self.config, tokens, labels, inputs)
             context = self.make_context(tokens, **inputs)
         elif inputs:
             raise TypeError(f"Transformer: {', '.join(inputs)} must not be given with context")
         else:
-            check_inputs(self.config, tokens, labels, context.positions, domains=context.domains)
-        seed = context.embedding_seed()
-        x_BSH = self.embedding(tokens, context.positions, context.token_types, seed=seed)
+            made = {"positions": context.positions, "domains": context.domains}
+            check_inputs(self.config, tokens, labels, made)
+        x_BSH = self.embedding(tokens, context)
         x_BSH, auxiliary = self.layers(x_BSH, context, self.norm, self.query_positions)
         output = self.output(x_BSH, labels, context)
         if labels is None:
@@ -440,8 +439,7 @@ class Transformer(nn.Module):
         rotary = None
         if config.rotary:
             dtype = dtypes.statistics_dtype(next(self.layers.parameters()).dtype)
-            width, theta, scaling = config.size_of_head, config.rope_theta, config.rope_scaling
-            rotary = rotary_tables(positions, width, theta, scaling, dtype)
+            rotary = rotary_tables(positions, config, dtype)
         seeds = None
         if self.training and (config.dropout or config.attention_dropout):
             seed = philox.new_seed(tokens.device) if seed is None else seed
@@ -466,13 +464,7 @@ class Transformer(nn.Module):
         if self.query_positions is None:
             x_BSH = self.norm(x_BSH)
         weight = self.embedding.tokens.weight if self.config.tied else None
-        return self.head(
-            x_BSH,
-            labels_BS,
-            weight=weight,
-            logits_to_keep=context.logits_to_keep,
-            gather_logits=context.gather_logits,
-        )
+        return self.head(x_BSH, labels_BS, context, weight)
 
 
 def _check(config: TransformerConfig) -> None:

@@ -63,11 +63,10 @@ def measured(
     network.to_empty(device=device)
     initialize(network, 0)
     tokens = torch.arange(length, device=device)[None] % model.vocab_size
-    positions = torch.arange(length, device=device)
     with torch.random.fork_rng():
-        x_BSH = network.embedding(tokens, positions).detach()
-        first = _seconds(lambda _: network.embedding(tokens, positions), x_BSH)
         context = network.make_context(tokens)
+        x_BSH = network.embedding(tokens, context).detach()
+        first = _seconds(lambda _: network.embedding(tokens, context), x_BSH)
         last = _seconds(lambda hidden: network.output(hidden, tokens, context), x_BSH)
         of_kind = {}
         for index in kinds:

@@ -14,11 +14,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.forward_context import ForwardContext
+from fusedops.models.parallelization.config import ParallelConfig
+from fusedops.models.parallelization.stage_costs import Costs, by_operations, measured
 from fusedops.models.transformer import Loss, Transformer, TransformerLayers
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.mesh import Mesh
+from fusedops.parallel.pipeline.schedules import table
+from fusedops.parallel.pipeline.split import at, balanced, shortest
 
 
 class Stage(Transformer):
@@ -50,7 +57,7 @@ class Stage(Transformer):
         """
         x_BSH = stage_input
         if self.is_first:
-            x_BSH = self.embedding(stage_input, context.positions, seed=context.embedding_seed())
+            x_BSH = self.embedding(stage_input, context)
         x_BSH, auxiliary = self.layers(x_BSH, context, self.norm, self.query_positions)
         output = self.output(x_BSH, labels, context) if self.is_last else x_BSH
         if self.is_last and labels is not None:
@@ -59,7 +66,37 @@ class Stage(Transformer):
         return output, Loss(nothing, torch.zeros_like(nothing, dtype=torch.int64), auxiliary)
 
 
-def cut(model: Transformer, layers: Sequence[range]) -> list[Stage]:
+def split_into_stages(model: Transformer, config: ParallelConfig, mesh: Mesh) -> dict[int, Stage]:
+    """Cut the model, changed in place; return this rank's stages by their numbers."""
+    layers = model.config.num_layers
+    order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
+    if config.pipeline_cuts is not None:
+        runs = at(config.pipeline_cuts, layers, order.stages)
+    elif config.pipeline_balance == "layers":
+        runs = balanced([1.0] * layers, order.stages)
+    else:
+        costs = _costs(model, config, mesh)
+        runs = shortest(costs.layers, order, first=costs.first, last=costs.last)
+    mine = order.stages_of(mesh.rank("pp"))
+    return dict(zip(mine, _cut(model, [runs[stage] for stage in mine]), strict=True))
+
+
+def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
+    """Return the costs that stages balance, the same on all processes."""
+    if config.pipeline_balance == "operations":
+        return by_operations(model.config)
+    device, world = mesh.dense.device_type, dist.group.WORLD
+    assert world is not None
+    costs = torch.zeros(model.config.num_layers + 2, dtype=torch.float64, device=device)
+    if dist.get_rank() == 0:
+        dtype = next(model.parameters()).dtype
+        layers, first, last = measured(model.config, device=device, dtype=dtype)
+        costs.copy_(torch.tensor([*layers, first, last]))
+    *layers, first, last = collectives.broadcast(costs, world, label="costs").wait().tolist()
+    return Costs(layers, first, last)
+
+
+def _cut(model: Transformer, layers: Sequence[range]) -> list[Stage]:
     """Remove other processes' modules from a model, in place; return this process's stages."""
     last = model.config.num_layers - 1
     kept = {str(index) for run in layers for index in run}

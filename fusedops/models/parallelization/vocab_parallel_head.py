@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops.models.embedding_and_head import Head
+from fusedops.models.forward_context import ForwardContext
 from fusedops.parallel.tensor.layers import distribute, local, to_tensor_parallel
 from fusedops.parallel.tensor.vocabulary import (
     VocabParallelProjection,
@@ -46,20 +47,13 @@ class VocabParallelHead(Head):
         self._group, self._sequence = mesh.get_group(), sequence
         return self.train(head.training)
 
-    def logits(
-        self,
-        x_BSH: torch.Tensor,
-        weight: Any,
-        logits_to_keep: torch.Tensor | None,
-        *,
-        gather_logits: bool,
-    ) -> torch.Tensor:
+    def logits(self, x_BSH: torch.Tensor, weight: Any, context: ForwardContext) -> torch.Tensor:
         """Return logits of the whole vocabulary, or of this rank's shard."""
         x_BSH = self.projection.gather_hidden(x_BSH)
-        if logits_to_keep is not None:
-            x_BSH = x_BSH[:, logits_to_keep]
+        if context.logits_to_keep is not None:
+            x_BSH = x_BSH[:, context.logits_to_keep]
         shard = self.projection.local_logits(x_BSH, weight, self.bias)
-        return self.projection.gather_logits(shard) if gather_logits else shard
+        return self.projection.gather_logits(shard) if context.gather_logits else shard
 
     def loss(self, x_BSH: torch.Tensor, weight: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         """Return the sum of the targets' cross-entropies, the same on every rank."""
