@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from fusedops.models.transformer import Layer
-from fusedops.nn import MoE
+from fusedops.nn import BalancingBias
 from fusedops.ops import update_balancing_bias
 from fusedops.parallel.comm import collectives
 
@@ -28,19 +29,16 @@ def balance(model: nn.Module, group: dist.ProcessGroup | None, *, stepped: bool)
         group: the processes that see other tokens of this step, ``None``: there is one.
         stepped: whether the optimizer made its step: else the counts are discarded.
     """
-    layers = _layers(model)
-    if not layers:
+    counted = _counted(model)
+    if not counted:
         return
-    counters = [layer.balancing for layer in layers if layer.balancing is not None]
+    counters = [counter for _, counter in counted]
     if stepped:
         counts = torch.stack([counter.tokens_per_expert for counter in counters])
         if group is not None:
             counts = collectives.all_reduce(counts, group, label="tokens of experts").wait()
-        for layer, counter, row in zip(layers, counters, counts, strict=True):
-            assert isinstance(layer.feed_forward, MoE) and layer.feed_forward.gate is not None
-            bias = layer.feed_forward.gate.e_score_correction_bias
-            assert bias is not None
-            update_balancing_bias(bias, row, rate=counter.rate)
+        for (moe, counter), row in zip(counted, counts, strict=True):
+            update_balancing_bias(moe.gate.e_score_correction_bias, row, rate=counter.rate)
     for counter in counters:
         counter.tokens_per_expert.zero_()
 
@@ -48,7 +46,7 @@ def balance(model: nn.Module, group: dist.ProcessGroup | None, *, stepped: bool)
 @contextmanager
 def uncounted(model: nn.Module) -> Iterator[None]:
     """Forget what is counted inside: forwards that no step follows."""
-    counters = [layer.balancing for layer in _layers(model) if layer.balancing is not None]
+    counters = [counter for _, counter in _counted(model)]
     before = [counter.tokens_per_expert.clone() for counter in counters]
     try:
         yield
@@ -57,6 +55,9 @@ def uncounted(model: nn.Module) -> Iterator[None]:
             counter.tokens_per_expert.copy_(counts)
 
 
-def _layers(model: nn.Module) -> list[Layer]:
+def _counted(model: nn.Module) -> list[tuple[Any, BalancingBias]]:
+    """Return the experts whose routers have biases, with the counters of their choices."""
     layers = (module for module in model.modules() if isinstance(module, Layer))
-    return [layer for layer in layers if layer.balancing is not None]
+    return [
+        (layer.feed_forward, layer.balancing) for layer in layers if layer.balancing is not None
+    ]

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -62,14 +63,6 @@ class Routed(NamedTuple):
 
     logits: torch.Tensor
     expert_ids: torch.Tensor
-
-
-class _Half(NamedTuple):
-    """The input of the layers for one half of a batch."""
-
-    x_BSH: torch.Tensor
-    context: ForwardContext
-    query_input_BSH: torch.Tensor | None
 
 
 def overlap_microbatches(model: Transformer) -> None:
@@ -127,15 +120,14 @@ class OverlappedLayers(TransformerLayers):
 
     def _runs(self, *, has_query_layer: bool) -> list[list[Layer]]:
         """Return the layers in runs; the two halves are synchronized between runs."""
+
+        def is_joined(layer: Any) -> bool:
+            return _is_plain(layer) and not (has_query_layer and _is_last(layer))
+
         runs: list[list[Any]] = []
-        joins = False
-        for layer in self.values():
-            alone = not _is_plain(layer) or (has_query_layer and _is_last(layer))
-            if joins and not alone:
-                runs[-1].append(layer)
-            else:
-                runs.append([layer])
-            joins = not alone
+        for joined, group in groupby(self.values(), is_joined):
+            layers = list(group)
+            runs += [layers] if joined else [[layer] for layer in layers]
         return runs
 
 
@@ -205,9 +197,9 @@ class _LayerRun:
         """Return the halves after the layers, and the sum of the auxiliary losses."""
         for layer in self._layers:
             _check_not_wrapped(layer)
-        halves = [_Half(*half) for half in zip(xs, contexts, query_inputs, strict=True)]
+        halves = zip(xs, contexts, query_inputs, strict=True)
         with _shared_once(self._layers), summed(True):
-            phases = [self._phases(half, late=i == 0) for i, half in enumerate(halves)]
+            phases = [self._phases(*half, late=i == 0) for i, half in enumerate(halves)]
             results = run_interleaved(phases, lead=_LEAD)
             pairs = zip(*(routed for _, routed in results), strict=True)
             losses = [
@@ -217,10 +209,22 @@ class _LayerRun:
             some = [loss for loss in losses if loss is not None]
         return tuple(x for x, _ in results), sum(some[1:], some[0]) if some else None
 
-    def _phases(self, half: _Half, *, late: bool) -> Phases[list[Routed | None]]:
-        x_BSH, routed = half.x_BSH, []
+    def _phases(
+        self,
+        x_BSH: torch.Tensor,
+        context: ForwardContext,
+        query_input_BSH: torch.Tensor | None,
+        *,
+        late: bool,
+    ) -> Phases[list[Routed | None]]:
+        """Run the layers on one half; yields where the other half runs a phase."""
+        routed = []
         for layer in self._layers:
-            x_BSH, of_layer = yield from _layer(layer, half._replace(x_BSH=x_BSH), late)
+            input_BSH = layer.attention_input(x_BSH)
+            branch_BSH = yield from _attention(layer, input_BSH, context, query_input_BSH)
+            input_BSH, x_BSH = layer.feed_forward_input(branch_BSH, x_BSH, context)
+            branch_BSH, of_layer = yield from _feed_forward(layer, input_BSH, context, late)
+            x_BSH = layer.add_feed_forward(branch_BSH, x_BSH, context)
             routed.append(of_layer)
         return x_BSH, routed
 
@@ -300,16 +304,6 @@ def _auxiliary_loss(
         return None
     logits, expert_ids = (torch.cat(tensors) for tensors in zip(*halves, strict=True))
     return layer.auxiliary_loss(logits, expert_ids, context)
-
-
-def _layer(layer: Layer, half: _Half, late: bool) -> Phases[Routed | None]:
-    """Run a layer on one half; yields where the other half runs a phase."""
-    x_BSH, context, query_input_BSH = half
-    input_BSH = layer.attention_input(x_BSH)
-    branch_BSH = yield from _attention(layer, input_BSH, context, query_input_BSH)
-    input_BSH, x_BSH = layer.feed_forward_input(branch_BSH, x_BSH, context)
-    branch_BSH, routed = yield from _feed_forward(layer, input_BSH, context, late)
-    return layer.add_feed_forward(branch_BSH, x_BSH, context), routed
 
 
 def _attention(
