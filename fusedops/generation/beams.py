@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fusedops.generation.decoder import decoder_for, device_of
+from fusedops.generation.decoder import device_of, start
 from fusedops.generation.options import Generated, NonFiniteLogitsError, Options
-from fusedops.generation.ranks import BatchShard
 from fusedops.generation.sampling import penalized, tokens_seen
 from fusedops.models import TrainEngine
 
@@ -80,24 +79,17 @@ class _Prompt:
 @torch.no_grad()
 def search(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -> list[Generated]:
     """Return the best sequence of each prompt."""
-    model = engine.model
-    size, vocab_size = options.beams, model.config.vocab_size
-    device = device_of(model)
-    batch = BatchShard(engine, len(prompts), device)
-    rank_prompts = [prompts[number] for number in batch.prompts]
-    max_seq_len = max(len(prompt) for prompt in prompts) + options.tokens
-    decoder = decoder_for(engine, max_seq_len, options)
-    logits_RV = decoder.prefill(rank_prompts)
-    rows = torch.arange(len(rank_prompts), device=device).repeat_interleave(size)
-    decoder.select(rows)
-    logits_RV = logits_RV[rows]
+    size, vocab_size = options.beams, engine.model.config.vocab_size
+    device = device_of(engine.model)
+    batch, decoder, logits_RV = start(engine, prompts, options, size)
     seen_RV = None
     if options.repetition_penalty != 1.0:
-        seen_RV = tokens_seen(rank_prompts, vocab_size, device)[rows]
+        row_prompts = [prompts[number] for number in batch.prompts for _ in range(size)]
+        seen_RV = tokens_seen(row_prompts, vocab_size, device)
     # At first the beams are the same: all but one are out of the question.
     begin = [0.0, *[-torch.inf] * (size - 1)]
     alive = [_Prompt(number, [[] for _ in range(size)], begin) for number in batch.prompts]
-    done = [prompt for prompt in alive if prompt.done]
+    done: list[_Prompt] = []
     # One more for each token that ends, so that as many stay as there are beams.
     count = min((1 + max(1, len(set(options.stop)))) * size, size * vocab_size)
     for _ in range(options.tokens):

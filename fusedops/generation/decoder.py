@@ -21,6 +21,7 @@ from fusedops._core import checks
 from fusedops._core.deprecation import Renamed, renamed
 from fusedops.generation.cache import KVCache, KVCacheCall
 from fusedops.generation.options import Options
+from fusedops.generation.ranks import BatchShard
 from fusedops.generation.sampling import gathers_logits
 from fusedops.models import Transformer
 from fusedops.models.parallelization.engine import TrainEngine
@@ -186,22 +187,15 @@ class Decoder:
             return logits_1RV[0, : len(last_R)]
 
 
-class RecomputingDecoder:
+class RecomputingDecoder(Decoder):
     """A ``Decoder`` without a cache, to compare with: each step computes all tokens again."""
 
-    def __init__(
-        self, model: Transformer | TrainEngine, max_seq_len: int, *, shard_logits: bool = False
-    ) -> None:
-        self._model, self._max_seq_len, self._shard_logits = model, max_seq_len, shard_logits
-        transformer = check_model(_OP, model).model
-        self.vocab_projection = vocab_projection(transformer) if shard_logits else None
-        self._rows: list[torch.Tensor] = []
+    _rows: list[torch.Tensor]
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Do as ``Decoder.prefill``."""
         self._rows = list(prompts)
-        decoder = Decoder(self._model, self._max_seq_len, shard_logits=self._shard_logits)
-        return decoder.prefill(self._rows)
+        return super().prefill(self._rows)
 
     def step(self, tokens_R: torch.Tensor) -> torch.Tensor:
         """Do as ``Decoder.step``."""
@@ -213,15 +207,28 @@ class RecomputingDecoder:
         self._rows = [self._rows[row] for row in rows.tolist()]
 
 
-def decoder_for(
-    engine: TrainEngine, max_seq_len: int, options: Options
-) -> Decoder | RecomputingDecoder:
-    """Return the decoder that ``options`` ask for."""
+def start(
+    engine: TrainEngine, prompts: list[torch.Tensor], options: Options, copies: int
+) -> tuple[BatchShard, Decoder, torch.Tensor]:
+    """Run the prompts of this rank by the decoder that ``options`` ask for.
+
+    Returns:
+        This rank's shard of the prompts, the decoder with ``copies`` adjacent rows for each prompt,
+        and the logits after these rows, ``[R, V]``.
+    """
     projection = vocab_projection(engine.model)
     shard_logits = projection is not None and not gathers_logits(options, projection)
-    if options.cache:
-        return Decoder(engine, max_seq_len, options.cache_size, shard_logits=shard_logits)
-    return RecomputingDecoder(engine, max_seq_len, shard_logits=shard_logits)
+    kind = Decoder if options.cache else RecomputingDecoder
+    max_seq_len = max(len(prompt) for prompt in prompts) + options.tokens
+    decoder = kind(engine, max_seq_len, options.cache_size, shard_logits=shard_logits)
+    device = device_of(engine.model)
+    batch = BatchShard(engine, len(prompts), device)
+    logits_RV = decoder.prefill([prompts[number] for number in batch.prompts])
+    if copies > 1:
+        rows = torch.arange(len(batch.prompts), device=device).repeat_interleave(copies)
+        decoder.select(rows)
+        logits_RV = logits_RV[rows]
+    return batch, decoder, logits_RV
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -25,6 +25,7 @@ from fusedops.models import (
     Transformer,
     TransformerConfig,
     load_huggingface,
+    parallelize,
 )
 from fusedops.train import InputError, precision
 from fusedops.train.builder import layout_of
@@ -185,6 +186,4 @@ def _parallelized(model: Transformer, layout: ParallelConfig, ranks: Ranks) -> T
         if next(model.parameters()).is_meta:
             model.to_empty(device=ranks.device)
         return check_model("generate", model)
-    from fusedops.models import parallelize
-
     return check_model("generate", parallelize(model, layout, device=ranks.device))

@@ -14,9 +14,8 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops.generation.beams import search
-from fusedops.generation.decoder import check_model, decoder_for, device_of
+from fusedops.generation.decoder import check_model, device_of, start
 from fusedops.generation.options import Generated, NonFiniteLogitsError, Options, Token
-from fusedops.generation.ranks import BatchShard
 from fusedops.generation.sampling import NO_TOKEN, Sampler
 from fusedops.models import TrainEngine, Transformer, TransformerConfig
 
@@ -61,8 +60,7 @@ def generate(
         [5, 5]
     """
     options = _options(options, more)
-    rows = check(model, prompts, options)
-    engine = check_model(_OP, model)
+    engine, rows = check(model, prompts, options)
     if options.beams > 1:
         with _evaluating(engine.model):
             return search(engine, rows, options)
@@ -102,33 +100,23 @@ def stream(
     options = _options(options, more)
     if options.beams > 1:
         checks.fail("stream", "beams", "1: the best is known at the end only", options.beams)
-    rows = check(model, prompts, options)
-    return _stream(check_model(_OP, model), rows, options)
+    return _stream(*check(model, prompts, options), options)
 
 
 def _stream(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -> Iterator[Token]:
-    model = engine.model
     samples = options.samples
-    device = device_of(model)
-    batch = BatchShard(engine, len(prompts), device)
-    rank_prompts = [prompts[number] for number in batch.prompts]
-    # Numbers of the sequences of this rank that are in the batch, in the order of its rows.
-    sequences = [number * samples + sample for number in batch.prompts for sample in range(samples)]
+    device = device_of(engine.model)
     generated: list[list[int]] = [[] for _ in range(len(prompts) * samples)]
     unfinished = set(range(len(generated)))
-    with _evaluating(model):
-        max_seq_len = max(len(prompt) for prompt in prompts) + options.tokens
-        decoder = decoder_for(engine, max_seq_len, options)
-        logits = decoder.prefill(rank_prompts)
-        if samples > 1:
-            rows = torch.arange(len(rank_prompts), device=device).repeat_interleave(samples)
-            decoder.select(rows)
-            logits = logits[rows]
+    with _evaluating(engine.model):
+        batch, decoder, logits = start(engine, prompts, options, samples)
+        # Numbers of the sequences of this rank that are in the batch, in the order of its rows.
+        sequences = [n * samples + sample for n in batch.prompts for sample in range(samples)]
         sampler = Sampler(
             options,
             [prompts[sequence // samples] for sequence in sequences],
             [options.stream(*divmod(sequence, samples)) for sequence in sequences],
-            model.config.vocab_size,
+            engine.model.config.vocab_size,
             device,
             decoder.vocab_projection,
         )
@@ -239,8 +227,8 @@ def _check_tokens(name: str, given: Any) -> None:
         checks.fail_type(_OP, name, "tokens: a tensor of int64, or a list of numbers", given)
 
 
-def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
-    """Return the tokens of each prompt; raise what ``generate`` would."""
+def check(model: Any, prompts: Any, options: Options) -> tuple[TrainEngine, list[torch.Tensor]]:
+    """Return the engine of a model and the tokens of each prompt; raise what ``generate`` would."""
     engine = check_model(_OP, model)
     rows = _prompts(prompts, options)
     config: TransformerConfig = engine.model.config
@@ -258,7 +246,7 @@ def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
     for token in options.stop:
         if token >= config.vocab_size:
             checks.fail(_OP, "stop", f"tokens below {config.vocab_size}, the words", token)
-    return rows
+    return engine, rows
 
 
 def _check_room(what: str, size: int, prompt: int, options: Options, spare: int = 0) -> None:
