@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fusedops._core import checks
@@ -104,35 +104,23 @@ def layouts(
     checks.integer("plan", "devices", devices, least=1)
     base = base.replace(recompute_slice_activation=False)
     # What only does not fit is passed over, what has no meaning is not.
-    tried: dict[str, Sequence[Any]] = {
-        "tp": tp,
-        "pp": pp,
-        "ep": ep,
-        "zero": zero,
-        "recompute": recompute,
-        "offload": offload,
-        "pipeline_schedule": schedule,
-    }
-    for name, values in tried.items():
+    for name, sizes in (("tp", tp), ("pp", pp), ("ep", ep)):
+        for size in sizes:
+            checks.integer("plan", name, size, least=1)
+    options: dict[str, Sequence[Any]] = {"zero": zero, "recompute": recompute, "offload": offload}
+    for name, values in (options | {"pipeline_schedule": schedule}).items():
         for value in values:
-            _check_value(base, name, value)
+            base.replace(**{name: value})
     if virtual is not None:
         checks.integer("plan", "pipeline_virtual", virtual, least=1)
-    for mesh in _meshes(model, devices, base, tp, pp, ep, schedule, virtual):
+    choices = {"tp": tp, "pp": pp, "ep": ep, "schedule": schedule, "virtual": virtual}
+    for mesh in _meshes(model, devices, base, **choices):
         if mesh.layout is None:
             continue
         # With nobody to share with all stages of zero are the same.
         stages = zero if mesh.layout.parallel.sizes.data > 1 else (min(zero),)
         for stage, words, offloaded in itertools.product(stages, recompute, offload):
             yield mesh.layout.replace(zero=stage, recompute=words, offload=offloaded)
-
-
-def _check_value(base: Layout, name: str, value: Any) -> None:
-    """Raise unless a value to try has a meaning, whether or not it fits the other sizes."""
-    if name in ("tp", "pp", "ep"):
-        checks.integer("plan", name, value, least=1)
-    else:
-        base.replace(**{name: value})
 
 
 class _MeshChoice(NamedTuple):
@@ -147,13 +135,15 @@ def _meshes(
     model: TransformerConfig,
     devices: int,
     base: Layout,
+    *,
     tp: Sequence[int] = (),
     pp: Sequence[int] = (),
     ep: Sequence[int] = (),
     schedule: Sequence[str] = _SCHEDULES,
     virtual: int | None = None,
+    **_: Any,
 ) -> Iterator[_MeshChoice]:
-    """Yield each choice of parallel sizes."""
+    """Yield each choice of parallel sizes; arguments as of ``layouts``."""
     tensor = tp or [n for n in (1, 2, 4, 8) if n <= MOST_TENSOR]
     stages = pp or [n for n in range(1, min(devices, model.depth) + 1) if model.depth % n == 0]
     cp = base.parallel.cp
@@ -193,32 +183,6 @@ def _fitted(
     return layout.replace(dp=options["dp"])
 
 
-def _notes(
-    model: TransformerConfig,
-    devices: int,
-    base: Layout,
-    choices: dict[str, Any],
-    used: Sequence[Layout],
-) -> list[str]:
-    """Return why sizes that were asked for are in no layout; without any layout, at least one."""
-    names = ("tp", "pp", "ep", "schedule", "virtual")
-    given = {name: choices[name] for name in names if name in choices}
-    meshes = list(_meshes(model, devices, base, **given))
-    asked = [(name, value) for name in ("tp", "pp", "ep") for value in given.get(name, ())]
-    if tuple(given.get("schedule", _SCHEDULES)) != _SCHEDULES:
-        asked += [("pipeline_schedule", name) for name in given["schedule"]]
-    if given.get("virtual") is not None:
-        asked.append(("pipeline_virtual", given["virtual"]))
-    notes = []
-    for name, value in asked:
-        if not any(getattr(layout.parallel, name) == value for layout in used):
-            refusals = (mesh.refusal for mesh in meshes if mesh.options[name] == value)
-            notes += [refusal for refusal in refusals if refusal][:1]
-    if not used and not notes:
-        notes = [mesh.refusal for mesh in meshes][:1]
-    return list(dict.fromkeys(notes))
-
-
 def _divides(size: int, ranks: int, model: TransformerConfig) -> bool:
     if not model.sparse_layers:
         return size == 1
@@ -252,25 +216,97 @@ def plan(
         >>> result.rows[0].layout.recompute
         'none'
     """
-    base = base or Layout()
     checks.integer("plan", "memory", memory, least=1)
-    rows = _rows(model, devices, base, choices)
-    notes = _notes(model, devices, base, choices, [row.layout for row in rows])
-    if not rows:
-        raise ValueError(f"plan: no layout is possible: {'; '.join(notes)}")
-    rows.sort(key=lambda row: _cost(row, memory))
-    if rows[0].left(memory) >= 0:
-        advice = f"take the first: {describe(rows[0].layout)}"
-    else:
-        advice = _advice(model, devices, memory, base, choices, rows)
-    return Plan(tuple(rows), memory, advice, tuple(notes))
+    return _Search(model, devices, memory, base or Layout(), choices).plan()
 
 
-def _rows(
-    model: TransformerConfig, devices: int, base: Layout, choices: dict[str, Any]
-) -> list[PlannedLayout]:
-    every = layouts(model, devices, base, **choices)
-    return [PlannedLayout(layout, estimate_unchecked(model, layout)) for layout in every]
+@dataclass(frozen=True)
+class _Search:
+    """The arguments of ``plan``."""
+
+    model: TransformerConfig
+    devices: int
+    memory: int
+    base: Layout
+    choices: dict[str, Any]
+
+    def plan(self) -> Plan:
+        rows = list(self.rows())
+        notes = self.notes([row.layout for row in rows])
+        if not rows:
+            raise ValueError(f"plan: no layout is possible: {'; '.join(notes)}")
+        rows.sort(key=lambda row: _cost(row, self.memory))
+        if rows[0].left(self.memory) >= 0:
+            advice = f"take the first: {describe(rows[0].layout)}"
+        else:
+            advice = self.advice(rows)
+        return Plan(tuple(rows), self.memory, advice, tuple(notes))
+
+    def rows(self) -> Iterator[PlannedLayout]:
+        for layout in layouts(self.model, self.devices, self.base, **self.choices):
+            yield PlannedLayout(layout, estimate_unchecked(self.model, layout))
+
+    def notes(self, used: Sequence[Layout]) -> list[str]:
+        """Return why sizes that were asked for are in no layout; without any, at least one."""
+        choices = self.choices
+        meshes = list(_meshes(self.model, self.devices, self.base, **choices))
+        asked = [(name, value) for name in ("tp", "pp", "ep") for value in choices.get(name, ())]
+        if tuple(choices.get("schedule", _SCHEDULES)) != _SCHEDULES:
+            asked += [("pipeline_schedule", name) for name in choices["schedule"]]
+        if choices.get("virtual") is not None:
+            asked.append(("pipeline_virtual", choices["virtual"]))
+        notes = []
+        for name, value in asked:
+            if not any(getattr(layout.parallel, name) == value for layout in used):
+                refusals = (mesh.refusal for mesh in meshes if mesh.options[name] == value)
+                notes += [refusal for refusal in refusals if refusal][:1]
+        if not used and not notes:
+            notes = [mesh.refusal for mesh in meshes][:1]
+        return list(dict.fromkeys(notes))
+
+    def advice(self, rows: list[PlannedLayout]) -> str:
+        """Return what to do where none of the rows fits."""
+        least = min(rows, key=lambda row: row.estimate.peak)
+        needed = show_bytes(least.estimate.peak)
+        advice = f"nothing fits in {show_bytes(self.memory)}: the least is {needed}"
+        advice += f" with {describe(least.layout)}"
+        more = self.fitting_devices()
+        if more is not None:
+            return f"{advice}; {more} such devices would do, or {self.devices} of that size"
+        if self.base.training.micro_batch > 1 or self.base.length(self.model) > 1024:
+            return f"{advice}; a smaller micro-batch or shorter sequences need less"
+        return f"{advice}; take devices of that size"
+
+    def fitting_devices(self) -> int | None:
+        """Return how many devices would do, doubling their number; ``None``: no number would.
+
+        Only choices that can need the least are looked at. With more devices nothing grows on each
+        of them but the buffers of their communication: where the largest number would not do
+        without these, no smaller one does with them.
+        """
+        offload = self.choices.get("offload", _OFFLOAD)
+        choices = {"schedule": ("1f1b",)} | self.choices  # one of those that keep least
+        choices["offload"] = [a for a in offload if not any(set(a) < set(b) for b in offload)]
+        choices["zero"] = sorted(choices.get("zero", (0, 1, 2, 3)), reverse=True)
+        numbers = [self.devices << n for n in range(1, _MOST_DEVICES.bit_length())]
+        searches = [
+            replace(self, devices=number, choices=choices)
+            for number in numbers
+            if number <= _MOST_DEVICES
+        ]
+        if not searches or all(
+            row.left(self.memory) + row.estimate.parts["communication"] < 0
+            for row in searches[-1].rows()
+        ):
+            return None
+        weights = self.model.parameters().total * self.base.bytes_of.weights  # never off devices
+        fewest = fewest_devices(weights, self.memory)
+        for search in searches:
+            if search.devices >= fewest and any(
+                row.left(self.memory) >= 0 for row in search.rows()
+            ):
+                return search.devices
+        return None
 
 
 def _cost(row: PlannedLayout, memory: int) -> tuple[float, ...]:
@@ -279,57 +315,6 @@ def _cost(row: PlannedLayout, memory: int) -> tuple[float, ...]:
         return (1, -left, 0, 0, 0, 0, 0)
     recomputed = {"none": 0, "full": 4}.get(layout.recompute, len(layout.recomputed))
     return (0, len(config.offload), recomputed, layout.bubble, config.tp, config.zero, -left)
-
-
-def _advice(
-    model: TransformerConfig,
-    devices: int,
-    memory: int,
-    base: Layout,
-    choices: dict[str, Any],
-    rows: list[PlannedLayout],
-) -> str:
-    least = min(rows, key=lambda row: row.estimate.peak)
-    advice = f"nothing fits in {show_bytes(memory)}: the least is {show_bytes(least.estimate.peak)}"
-    advice += f" with {describe(least.layout)}"
-    more = _fitting_devices(model, devices, memory, base, choices)
-    if more is not None:
-        return f"{advice}; {more} such devices would do, or {devices} of that size"
-    if base.training.micro_batch > 1 or base.length(model) > 1024:
-        return f"{advice}; a smaller micro-batch or shorter sequences need less"
-    return f"{advice}; take devices of that size"
-
-
-def _fitting_devices(
-    model: TransformerConfig, devices: int, memory: int, base: Layout, choices: dict[str, Any]
-) -> int | None:
-    """Return how many devices would do, doubling their number; ``None``: no number would.
-
-    Only choices that can need the least are looked at. With more devices nothing grows on each of
-    them but the buffers of their communication: where the largest number would not do without
-    these, no smaller one does with them.
-    """
-    offload = choices.get("offload", _OFFLOAD)
-    choices = {"schedule": ("1f1b",)} | choices  # one of those that keep least
-    choices["offload"] = [a for a in offload if not any(set(a) < set(b) for b in offload)]
-    choices["zero"] = sorted(choices.get("zero", (0, 1, 2, 3)), reverse=True)
-    weights = model.parameters().total * base.bytes_of.weights  # never off the devices
-    numbers = [devices << n for n in range(1, _MOST_DEVICES.bit_length())]
-    numbers = [number for number in numbers if number <= _MOST_DEVICES]
-
-    def estimates(number: int) -> Iterator[Estimate]:
-        every = layouts(model, number, base, **choices)
-        return (estimate_unchecked(model, layout) for layout in every)
-
-    if not numbers or all(
-        needed.peak - needed.parts["communication"] > memory for needed in estimates(numbers[-1])
-    ):
-        return None
-    fewest = fewest_devices(weights, memory)
-    for number in numbers:
-        if number >= fewest and any(needed.peak <= memory for needed in estimates(number)):
-            return number
-    return None
 
 
 def fewest_devices(size: float, memory: float) -> int:
