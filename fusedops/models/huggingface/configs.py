@@ -52,7 +52,7 @@ def from_config(config: Any, *, sizes_only: bool = False) -> TransformerConfig:
         >>> from_config(small | {"vocab_size": 512, "n_positions": 128}).parameters().total
         141056
     """
-    values = _values(config)
+    values = config_values(config)
     family = values.get("model_type")
     checks.choice("from_config", "model_type", family, _FAMILIES)
     assert isinstance(family, str)
@@ -65,7 +65,8 @@ def from_config(config: Any, *, sizes_only: bool = False) -> TransformerConfig:
         raise ValueError(f"from_config: the configuration has no {error.args[0]}") from None
 
 
-def _values(config: Any) -> Values:
+def config_values(config: Any) -> Values:
+    """Return the entries of what ``from_config`` takes."""
     if hasattr(config, "to_dict"):
         return config.to_dict()
     if isinstance(config, Mapping):
@@ -246,7 +247,7 @@ _FAMILIES = {
 
 
 def _choices(values: Values, family: str, *, has_rotations: bool) -> dict[str, Any]:
-    """Return the fields that no size depends on; raise for what ``Transformer`` does not compute."""
+    """Return the fields that no size depends on; raise for what is not computed here."""
     entries = _FAMILIES[family]
     choices = {ours: values.get(*entry) for ours, entry in entries.choices.items()}
     computed = dict(entries.computed)

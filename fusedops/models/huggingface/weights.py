@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
-from fusedops.models.huggingface.configs import from_config, to_config
+from fusedops.models.huggingface.configs import config_values, from_config, to_config
 from fusedops.models.huggingface.families import FAMILIES, TIED_HEADS, Family, Row
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.gathering import parameter_gatherer
@@ -65,18 +66,17 @@ def load_huggingface(
         if isinstance(source, nn.Module):
             if not hasattr(source, "config"):
                 checks.fail("load_huggingface", "source", "a model with a config", "one without")
-            config: Any = source.config
-            weights: _Held | _Files = _Held(source)
+            values = config_values(source.config)
+            weights: Mapping[str, torch.Tensor] = source.state_dict()
         else:
             folder = _folder(source)
-            config, weights = folder / "config.json", _Files(folder, stack)
-        ours = from_config(config)
-        family = FAMILIES[_model_type(config)]
+            values, weights = config_values(folder / "config.json"), _Files(folder, stack)
+        ours = from_config(values)
+        family = FAMILIES[values["model_type"]]
         checkpoint = _Checkpoint(weights, family)
         if dtype is None:
             dtype = checkpoint.read(next(family.rows(ours)))[0].dtype
-        with torch.device("meta"):
-            model = Transformer(ours, dtype=dtype)
+        model = Transformer(ours, device="meta", dtype=dtype)
         place = torch.get_default_device() if device is None else torch.device(device)
         model.to_empty(device=place)
         _fill(model, checkpoint, family)
@@ -128,12 +128,6 @@ def save_huggingface(
         writer.finish(values)
 
 
-def _model_type(config: Any) -> str:
-    if isinstance(config, Path):
-        return json.loads(config.read_bytes())["model_type"]
-    return config.model_type
-
-
 def _folder(source: Any) -> Path:
     if not isinstance(source, (str, os.PathLike)):
         checks.fail_type("load_huggingface", "source", "a folder or a model", source)
@@ -144,20 +138,7 @@ def _folder(source: Any) -> Path:
     return folder
 
 
-class _Held:
-    """The tensors of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.tensors = model.state_dict()
-
-    def names(self) -> set[str]:
-        return set(self.tensors)
-
-    def read(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
-
-
-class _Files:
+class _Files(Mapping[str, torch.Tensor]):
     """The tensors of a folder, read when they are asked for."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -190,10 +171,13 @@ class _Files:
             self.opened[file] = self.stack.enter_context(opened)
         return self.opened[file]
 
-    def names(self) -> set[str]:
-        return set(self.files)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
 
-    def read(self, name: str) -> torch.Tensor:
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
         opened = self._open(self.files[name])
         try:
             return opened.get_tensor(name)
@@ -213,11 +197,10 @@ def _modern(name: str, prefix: str) -> str:
 class _Checkpoint:
     """A checkpoint's tensors by the names of the family's table, however old it is."""
 
-    def __init__(self, weights: _Held | _Files, family: Family) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], family: Family) -> None:
         self.weights = weights
-        known = weights.names()
-        prefix = "" if any(name.startswith(family.base) for name in known) else family.base
-        self.names = {_modern(name, prefix): name for name in known}
+        prefix = "" if any(name.startswith(family.base) for name in weights) else family.base
+        self.names = {_modern(name, prefix): name for name in weights}
         self.unread = set(self.names)
 
     def read(self, row: Row) -> list[torch.Tensor]:
@@ -233,7 +216,7 @@ class _Checkpoint:
 
     def _tensor(self, name: str) -> torch.Tensor:
         self.unread.discard(name)
-        return self.weights.read(self.names[name])
+        return self.weights[self.names[name]]
 
 
 def _fill(model: Transformer, checkpoint: _Checkpoint, family: Family) -> None:
