@@ -137,7 +137,7 @@ def _build_corpus(
     with ranks.together():
         if ranks.rank == 0:
             if config.log.tensorboard:
-                metrics.check_tensorboard()
+                metrics.summary_writer()
             _make_export(config)
             resources.enter_context(lock_run_folder(out))
             corpora.prepare(config.data, cache)

@@ -50,7 +50,7 @@ class Metrics:
         self.rewind(step)
         if tensorboard:
             purged = step + 1
-            self._events = _summary_writer()(str(folder / "tensorboard"), purge_step=purged)
+            self._events = summary_writer()(str(folder / "tensorboard"), purge_step=purged)
 
     def _count_from_one(self) -> None:
         """Rewrite a file whose first line is step 0."""
@@ -130,12 +130,8 @@ class Metrics:
         return f"cannot write {self._path}: {error.strerror or error}"
 
 
-def check_tensorboard() -> None:
-    """Raise an ``InputError`` unless TensorBoard is installed."""
-    _summary_writer()
-
-
-def _summary_writer() -> Any:
+def summary_writer() -> Any:
+    """Return TensorBoard's writer; raise an ``InputError`` unless it is installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
