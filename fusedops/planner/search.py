@@ -113,7 +113,8 @@ def layouts(
             base.replace(**{name: value})
     if virtual is not None:
         checks.integer("plan", "pipeline_virtual", virtual, least=1)
-    choices = {"tp": tp, "pp": pp, "ep": ep, "schedule": schedule, "virtual": virtual}
+    choices: dict[str, Any] = {"tp": tp, "pp": pp, "ep": ep}
+    choices |= {"schedule": schedule, "virtual": virtual}
     for mesh in _meshes(model, devices, base, **choices):
         if mesh.layout is None:
             continue

@@ -35,19 +35,7 @@ from fusedops.models.parallelization.memory_policy import apply_memory_policy
 from fusedops.models.parallelization.microbatch_overlap import overlap_microbatches
 from fusedops.models.parallelization.pipeline import PipelineEngine
 from fusedops.models.parallelization.stages import Stage, split_into_stages
-from fusedops.models.parallelization.tensor_parallel import (
-    ColumnParallel,
-    FeedForward,
-    Heads,
-    ParallelStyle,
-    PositionTable,
-    RowParallel,
-    SharedNorm,
-    SummedGradients,
-    VocabEmbedding,
-    VocabHead,
-    apply_plan,
-)
+from fusedops.models.parallelization.tensor_parallel import apply_plan, tensor_parallel_plan
 from fusedops.models.transformer import Transformer
 from fusedops.nn import MoE
 from fusedops.parallel.comm import collectives
@@ -181,48 +169,6 @@ def _device_type(model: nn.Module) -> str:
     """Return the type of the device of a model; ``"cpu"`` for one on ``meta``."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     return "cpu" if device == "meta" else device
-
-
-def tensor_parallel_plan(
-    model: TransformerConfig, config: ParallelConfig
-) -> dict[str, ParallelStyle]:
-    """Return how ``tp`` shards the modules of a model, by their names.
-
-    With sequence parallelism each rank has other tokens between the layers: the norms and tables
-    there are replicated, and their gradients summed. Products overlap communication only then,
-    block by block; with micro-batch overlap the products of the other half do.
-    """
-    sp = config.sp
-    overlap = sp and config.overlap and not config.overlap_microbatches
-    recompute = "activation" in config.recomputed
-    plan: dict[str, ParallelStyle] = {
-        "embedding.tokens": VocabEmbedding(sp),
-        "layers.*.attention": Heads(sp),
-        "layers.*.attention.query": ColumnParallel(sp),
-        "layers.*.attention.key": ColumnParallel(sp, model.kv_heads),
-        "layers.*.attention.value": ColumnParallel(sp, model.kv_heads),
-        "layers.*.attention.output": RowParallel(sp, overlap),
-        "layers.*.attention.query_norm": SharedNorm(),
-        "layers.*.attention.key_norm": SharedNorm(),
-        "layers.*.feed_forward": FeedForward(sp, overlap, recompute),
-        "layers.*.feed_forward.gate": SummedGradients(),
-        "layers.*.feed_forward.shared_experts": SummedGradients(),
-        "layers.*.feed_forward.shared_expert_gate": SummedGradients(),
-        "head": VocabHead(model.vocab_size, sp),
-    }
-    if sp:
-        plan |= {
-            "embedding.positions": PositionTable(),
-            "embedding.token_types": PositionTable(),
-            "embedding.norm": SharedNorm(),
-            "layers.*.attention_norm": SharedNorm(),
-            "layers.*.feed_forward_norm": SharedNorm(),
-            "norm": SharedNorm(),
-            "query_positions": PositionTable(),
-            "head.transform": SummedGradients(),
-            "head.norm": SharedNorm(),
-        }
-    return plan
 
 
 def _broadcast(model: nn.Module) -> None:

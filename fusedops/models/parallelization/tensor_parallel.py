@@ -1,4 +1,4 @@
-"""Parallel styles, which a plan names for the modules of a model, and the loop that applies a plan.
+"""The plan of tensor parallelism: which function shards which modules of a model.
 
 A style changes one module, or returns another in its place with the same parameter names. Between
 the modules activations are replicated over the ranks of ``tp``, or with sequence parallelism
@@ -11,16 +11,17 @@ them (with sequence parallelism), H hidden size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fusedops.models.config import TransformerConfig
+from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.models.parallelization.vocab_parallel_head import VocabParallelHead
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel.tensor.layers import (
@@ -37,11 +38,53 @@ from fusedops.parallel.tensor.vocabulary import VocabularyEmbedding
 _LOG = logging.getLogger("fusedops")
 
 
-class ParallelStyle(Protocol):
-    """How ``tp`` shards a module."""
+# Of a module and the ranks: the parallel form of the module, which is itself, changed, or another.
+ParallelStyle: TypeAlias = Callable[[Any, DeviceMesh], nn.Module]
 
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return the parallel form of a module: itself, changed, or another one."""
+
+def tensor_parallel_plan(
+    model: TransformerConfig, config: ParallelConfig
+) -> dict[str, ParallelStyle]:
+    """Return how ``tp`` shards the modules of a model, by their names.
+
+    With sequence parallelism each rank has other tokens between the layers: the norms and tables
+    there are replicated, and their gradients summed. Products overlap communication only then,
+    block by block; with micro-batch overlap the products of the other half do.
+    """
+    sp = config.sp
+    overlap = sp and config.overlap and not config.overlap_microbatches
+    recompute = "activation" in config.recomputed
+    column = partial(ColumnLinear.of, sequence=sp, communicate=False)
+    plan: dict[str, ParallelStyle] = {
+        "embedding.tokens": partial(VocabularyEmbedding.of, sequence=sp),
+        "layers.*.attention": partial(shard_heads, sequence=sp),
+        "layers.*.attention.query": column,
+        "layers.*.attention.key": partial(column, heads=model.kv_heads),
+        "layers.*.attention.value": partial(column, heads=model.kv_heads),
+        "layers.*.attention.output": partial(RowLinear.of, sequence=sp, overlap=overlap),
+        "layers.*.attention.query_norm": replicate_norm,
+        "layers.*.attention.key_norm": replicate_norm,
+        "layers.*.feed_forward": partial(
+            shard_feed_forward, sequence=sp, overlap=overlap, recompute=recompute
+        ),
+        "layers.*.feed_forward.gate": sum_gradients,
+        "layers.*.feed_forward.shared_experts": sum_gradients,
+        "layers.*.feed_forward.shared_expert_gate": sum_gradients,
+        "head": partial(VocabParallelHead.of, vocab_size=model.vocab_size, sequence=sp),
+    }
+    if sp:
+        plan |= {
+            "embedding.positions": shard_positions,
+            "embedding.token_types": shard_positions,
+            "embedding.norm": replicate_norm,
+            "layers.*.attention_norm": replicate_norm,
+            "layers.*.feed_forward_norm": replicate_norm,
+            "norm": replicate_norm,
+            "query_positions": shard_positions,
+            "head.transform": sum_gradients,
+            "head.norm": replicate_norm,
+        }
+    return plan
 
 
 def apply_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
@@ -51,141 +94,62 @@ def apply_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: Device
         for name in names:
             owner, _, child = name.rpartition(".")
             module = model.get_submodule(name)
-            setattr(model.get_submodule(owner), child, style.apply(module, mesh))
+            setattr(model.get_submodule(owner), child, style(module, mesh))
         if names:
-            _LOG.debug("parallelize: tp: %d modules %s: %s", len(names), pattern, style)
+            function = style.func if isinstance(style, partial) else style
+            options = style.keywords if isinstance(style, partial) else {}
+            text = f"{function.__qualname__} {options or ''}".rstrip()
+            _LOG.debug("parallelize: tp: %d modules %s: %s", len(names), pattern, text)
 
 
-@dataclass(frozen=True)
-class ColumnParallel:
-    """Shard the outputs of a linear layer, whose input is in the tensor-parallel region.
-
-    Attributes:
-        heads: number of key and value heads, if a head must not be divided.
-    """
-
-    sequence: bool = False
-    heads: int | None = None
-
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return a ``ColumnLinear``."""
-        return ColumnLinear.of(
-            module, mesh, sequence=self.sequence, communicate=False, heads=self.heads
-        )
-
-
-@dataclass(frozen=True)
-class RowParallel:
-    """Shard the inputs of a linear layer, and reduce its output."""
-
-    sequence: bool = False
-    overlap: bool = False
-
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return a ``RowLinear``."""
-        return RowLinear.of(module, mesh, sequence=self.sequence, overlap=self.overlap)
-
-
-@dataclass(frozen=True)
-class Heads:
+def shard_heads(attention: Any, mesh: DeviceMesh, *, sequence: bool) -> nn.Module:
     """Shard the heads of attention: queries, keys and values share one communication."""
+    group, ranks = mesh.get_group(), mesh.size()
+    attention.num_heads //= ranks
+    attention.num_kv_heads = max(1, attention.num_kv_heads // ranks)
+    attention.first_head = mesh.get_local_rank() * attention.num_heads
 
-    sequence: bool = False
+    def enter_region(module: nn.Module, args: Any) -> Any:
+        x_BSH, context, query_input_BSH = args
+        if query_input_BSH is not None:
+            query_input_BSH = to_tensor_parallel(query_input_BSH, group, sequence=sequence)
+        return to_tensor_parallel(x_BSH, group, sequence=sequence), context, query_input_BSH
 
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return the attention with the heads of this rank and its input communicated."""
-        group, ranks = mesh.get_group(), mesh.size()
-        module.num_heads //= ranks
-        module.num_kv_heads = max(1, module.num_kv_heads // ranks)
-        module.first_head = mesh.get_local_rank() * module.num_heads
-
-        def enter_region(module: nn.Module, args: Any) -> Any:
-            x_BSH, context, query_input_BSH = args
-            if query_input_BSH is not None:
-                query_input_BSH = to_tensor_parallel(query_input_BSH, group, sequence=self.sequence)
-            return (
-                to_tensor_parallel(x_BSH, group, sequence=self.sequence),
-                context,
-                query_input_BSH,
-            )
-
-        module.register_forward_pre_hook(enter_region)
-        return module
+    attention.register_forward_pre_hook(enter_region)
+    return attention
 
 
-@dataclass(frozen=True)
-class FeedForward:
+def shard_feed_forward(
+    module: Any, mesh: DeviceMesh, *, sequence: bool, overlap: bool, recompute: bool
+) -> nn.Module:
     """Shard the hidden features of an MLP; experts are left to ``ep`` and to the partition."""
-
-    sequence: bool = False
-    overlap: bool = False
-    recompute: bool = False
-
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return a ``ParallelMLP`` or a ``ParallelGatedMLP``, or the experts as they are."""
-        if isinstance(module, MoE):
-            return module
-        if isinstance(module, GatedMLP):
-            overlap = self.overlap and module.gate_proj.bias is None
-            return ParallelGatedMLP.of(module, mesh, sequence=self.sequence, overlap=overlap)
-        assert isinstance(module, MLP)
-        overlap = self.overlap and not self.recompute
-        return ParallelMLP.of(module, mesh, sequence=self.sequence, overlap=overlap)
+    if isinstance(module, MoE):
+        return module
+    if isinstance(module, GatedMLP):
+        overlap = overlap and module.gate_proj.bias is None
+        return ParallelGatedMLP.of(module, mesh, sequence=sequence, overlap=overlap)
+    assert isinstance(module, MLP)
+    return ParallelMLP.of(module, mesh, sequence=sequence, overlap=overlap and not recompute)
 
 
-@dataclass(frozen=True)
-class SharedNorm:
+def replicate_norm(norm: Any, mesh: DeviceMesh) -> nn.Module:
     """Sum the gradients of a norm over ranks that give it other tokens, or other heads."""
-
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return a ``SequenceNorm``."""
-        return module if isinstance(module, nn.Identity) else SequenceNorm.of(module, mesh)
+    return norm if isinstance(norm, nn.Identity) else SequenceNorm.of(norm, mesh)
 
 
-@dataclass(frozen=True)
-class SummedGradients:
+def sum_gradients(module: Any, mesh: DeviceMesh) -> nn.Module:
     """Replicate a module over ranks that give it other tokens, and sum its gradients."""
-
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return the module itself."""
-        allreduce_gradients(module, mesh)
-        return module
+    allreduce_gradients(module, mesh)
+    return module
 
 
-@dataclass(frozen=True)
-class PositionTable:
+def shard_positions(table: Any, mesh: DeviceMesh) -> nn.Module:
     """Replicate a table that is indexed by token, and look up this rank's tokens only."""
-
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return the table itself, with a hook that shards its indices."""
-        allreduce_gradients(module, mesh)
-        module.register_forward_pre_hook(partial(_shard_indices, mesh.get_group()))
-        return module
+    allreduce_gradients(table, mesh)
+    table.register_forward_pre_hook(partial(_shard_indices, mesh.get_group()))
+    return table
 
 
 def _shard_indices(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
     """Return the indices of this rank's tokens: ``[..., S]`` to ``[..., s]``."""
     return (local_chunk(args[0], group, -1),)
-
-
-@dataclass(frozen=True)
-class VocabEmbedding:
-    """Shard the vocabulary of the embedding."""
-
-    sequence: bool = False
-
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return a ``VocabularyEmbedding``."""
-        return VocabularyEmbedding.of(module, mesh, sequence=self.sequence)
-
-
-@dataclass(frozen=True)
-class VocabHead:
-    """Shard the vocabulary of the head."""
-
-    vocab_size: int
-    sequence: bool = False
-
-    def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Return a ``VocabParallelHead``."""
-        return VocabParallelHead.of(module, mesh, self.vocab_size, sequence=self.sequence)
