@@ -79,6 +79,10 @@ class Run:
     finite: bool = True
     notes: tuple[str, ...] = ()
 
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a forward."""
+        return precision.computing(self.config.precision, self.ranks.device)
+
     def resume_from(self, restored: Restored) -> None:
         """Go on from what a checkpoint restored."""
         self.step, self.position = restored.step, restored.data["sequences"]
@@ -125,7 +129,10 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
             kept = len(corpus.validation)
             run.notes = (f"no validation: the {kept} tokens that are kept for it are no sequence",)
         _resume(run)
-        _open_metrics(run, out, resources)
+        with ranks.together():
+            if ranks.rank == 0:
+                run.metrics = Metrics(out, step=run.step, tensorboard=config.log.tensorboard)
+                resources.callback(run.metrics.close)
         yield run
 
 
@@ -178,13 +185,6 @@ def _build_checkpointer(
     guard = Guard(checkpointer, **asdict(config.guard))
     checkpointer.add(guard=guard)
     return checkpointer, guard
-
-
-def _open_metrics(run: Run, out: Path, resources: contextlib.ExitStack) -> None:
-    with run.ranks.together():
-        if run.ranks.rank == 0:
-            run.metrics = Metrics(out, step=run.step, tensorboard=run.config.log.tensorboard)
-            resources.callback(run.metrics.close)
 
 
 def _make_export(config: Config) -> None:

@@ -19,6 +19,7 @@ from fusedops.launch.processes import StopSignals, initialize_distributed, set_c
 from fusedops.launch.watchdog import Watchdog
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Log
+from fusedops.parallel.tensor.layers import local
 from fusedops.train import metrics
 from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
@@ -130,10 +131,8 @@ def _due(step: int, every: int) -> bool:
 
 def _has_finite_weights(run: Run) -> bool:
     """Return whether all weights are finite, on all ranks."""
-    finite = []
-    for parameter in run.parallel.model.parameters():
-        local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        finite.append(torch.isfinite(local.detach()).all())
+    parameters = run.parallel.model.parameters()
+    finite = [torch.isfinite(local(parameter).detach()).all() for parameter in parameters]
     return run.ranks.total(float(not torch.stack(finite).all()))[0] == 0
 
 

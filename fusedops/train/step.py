@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -13,7 +12,6 @@ from fusedops._core.labels import IGNORE_INDEX
 from fusedops.checkpoint import Restored
 from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.optim.norms import clip_coefficient
-from fusedops.train import precision
 from fusedops.train.builder import Run
 from fusedops.train.data import TokenBatch
 from fusedops.train.schedule import learning_rate
@@ -56,13 +54,12 @@ def backward(run: Run) -> tuple[float, float]:
         run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks
     )
     _seed_generators(run)
-    losses = parallel.step(
+    for loss in parallel.step(
         [_shard(run, batch) for batch in rows],
         targets,
         scale=run.scale.value,
-        computing=partial(precision.computing, config.precision, device),
-    )
-    for loss in losses:
+        computing=run.computing,
+    ):
         total += loss.total
         routers += loss.auxiliary
     return total.item(), routers.item()
@@ -125,10 +122,7 @@ def evaluate(run: Run) -> float | None:
             batch = run.validation.rows(rows)
             batch.labels[rows >= count] = IGNORE_INDEX
             shards.append(_shard(run, batch))
-        losses = parallel.forward(
-            shards, computing=partial(precision.computing, config.precision, device)
-        )
-        for loss in losses:
+        for loss in parallel.forward(shards, computing=run.computing):
             total += loss.total
     parallel.model.train()
     summed = run.ranks.total(total.item() / parallel.config.tp)[0]
