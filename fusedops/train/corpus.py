@@ -104,7 +104,7 @@ def prepare(data: DataConfig, cache: Path) -> None:
     for paths in filter(None, (data.train, data.validation)):
         files = _expand(paths)
         if not _are_tokens(files):
-            tokenizer = _tokenizer(data)
+            tokenizer = tokenizer_of(data)
             stem = _stem(files, tokenizer, data, cache)
             if not all(stem.with_suffix(suffix).exists() for suffix in (".json", TOKENS)):
                 _write_tokens(files, tokenizer, data.errors, stem)
@@ -146,7 +146,7 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
             "data.documents needs data.tokenizer where data.train is a file of tokens: its "
             "data.end_of_text is what ends a document"
         )
-    tokenizer = None if given else _tokenizer(data)
+    tokenizer = None if given else tokenizer_of(data)
     size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
     return Corpus(train, validation, size, end, description, identity, domains)
 
@@ -175,7 +175,7 @@ def _open(data: DataConfig, paths: Iterable[str], cache: Path) -> tuple[torch.Te
         dtype, path = _DTYPES[data.token_dtype], files[0]
         description, identity = str(path), _sampled(path)
     else:
-        tokenizer = _tokenizer(data)
+        tokenizer = tokenizer_of(data)
         path = _stem(files, tokenizer, data, cache)
         dtype = _dtype_for(tokenizer.size)
         try:
@@ -214,7 +214,7 @@ def _domains(data: DataConfig, entries: Sequence[str], cache: Path) -> Domains:
                     f"data.domains: {path} must be of one entry of the corpus, got "
                     f"{entries[number[str(path)]]} and {entry}"
                 )
-    stem = _stem(files, _tokenizer(data), data, cache)
+    stem = _stem(files, tokenizer_of(data), data, cache)
     record = json.loads(stem.with_suffix(".json").read_text())
     ends = torch.tensor([end for _, end in record["ends"]])
     return Domains(ends, torch.tensor([number[name] for name, _ in record["ends"]]))
@@ -247,7 +247,8 @@ def _are_tokens(files: list[Path]) -> bool:
     return kinds == {True}
 
 
-def _tokenizer(data: DataConfig) -> Tokenizer:
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """Return what turns text into tokens."""
     if data.tokenizer == BYTES:
         return Tokenizer(257, 256, lambda texts: [_ids_of(text) for text in texts], BYTES)
     tokenizer, text = open_tokenizer(data.tokenizer)
@@ -269,11 +270,6 @@ def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
     paths = [Path(entry).expanduser() for entry in train]
     tokens = any(path.suffix == TOKENS or any(path.glob(f"**/*{TOKENS}")) for path in paths)
     return tokens and tokenizer == BYTES
-
-
-def end_of(data: DataConfig) -> int:
-    """Return the token that ends a text."""
-    return _tokenizer(data).end
 
 
 def open_tokenizer(path: str) -> tuple[Any, str]:

@@ -41,7 +41,7 @@ def export(model: Any, config: Config, *, first: bool) -> None:
             _write(folder / _SETTINGS, _settings(_END))
         else:
             _copy_tokenizer(Path(data.tokenizer), folder, data.end_of_text)
-        ends = {"bos_token_id": None, "eos_token_id": corpus.end_of(data)}
+        ends = {"bos_token_id": None, "eos_token_id": corpus.tokenizer_of(data).end}
         _write(folder / "generation_config.json", ends)
         # Else transformers takes the tokens of the family's first model.
         _write(folder / _CONFIG, json.loads((folder / _CONFIG).read_bytes()) | ends)
