@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from fusedops.parallel.mesh import Mesh
 from fusedops.parallel.tensor.replicated import gather_tokens, local_chunk, scatter_tokens
 
 
+@dataclass(frozen=True, eq=False)
 class ProcessPartition(BatchPartition):
     """The part of the batch that a process of a mesh computes.
 
-    Args:
+    Attributes:
         place: of this process's tokens and heads in the whole batch, for dropout.
         router_group: ranks whose tokens count in the auxiliary loss of a router.
         tp_group: ranks that share the tokens of experts.
@@ -29,19 +31,11 @@ class ProcessPartition(BatchPartition):
         context_core: attention over the ranks of ``cp``.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        *,
-        router_group: dist.ProcessGroup | None = None,
-        tp_group: dist.ProcessGroup | None = None,
-        sequence: bool = False,
-        context_core: ContextCore | None = None,
-    ) -> None:
-        self.place = place
-        self.router_group = router_group
-        self._tp_group, self._is_sequence_parallel = tp_group, sequence
-        self._context_core = context_core
+    place: Place
+    router_group: dist.ProcessGroup | None = None
+    tp_group: dist.ProcessGroup | None = None
+    sequence: bool = False
+    context_core: ContextCore | None = None
 
     @classmethod
     def of(cls, config: ParallelConfig, mesh: Mesh) -> ProcessPartition:
@@ -60,8 +54,8 @@ class ProcessPartition(BatchPartition):
 
     def attend(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attend the tokens of the whole sequence, on whatever ranks of ``cp`` they are."""
-        if self._context_core is not None:
-            return self._context_core(*tensors, **options)
+        if self.context_core is not None:
+            return self.context_core(*tensors, **options)
         return super().attend(*tensors, **options)
 
     def shard_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
@@ -69,19 +63,19 @@ class ProcessPartition(BatchPartition):
 
         With sequence parallelism they are sharded already.
         """
-        if self._tp_group is None or self._is_sequence_parallel:
+        if self.tp_group is None or self.sequence:
             return x_BSH
-        return scatter_tokens(x_BSH, group=self._tp_group)
+        return scatter_tokens(x_BSH, group=self.tp_group)
 
     def shard_ids(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the ids of this rank's tokens."""
-        return ids_BS if self._tp_group is None else local_chunk(ids_BS, group=self._tp_group)
+        return ids_BS if self.tp_group is None else local_chunk(ids_BS, group=self.tp_group)
 
     def gather_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the tokens of all ranks of ``tp``, of the shards that ``shard_tokens`` made."""
-        if self._tp_group is None or self._is_sequence_parallel:
+        if self.tp_group is None or self.sequence:
             return x_BSH
-        return gather_tokens(x_BSH, group=self._tp_group)
+        return gather_tokens(x_BSH, group=self.tp_group)
 
     def dropout_seeds(
         self,
