@@ -338,7 +338,14 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check(config)
+        if not isinstance(config, TransformerConfig):
+            checks.fail_type("Transformer", "config", "a TransformerConfig", config)
+        for name in ("encoder_layers", "relative_buckets"):
+            if getattr(config, name):
+                raise checks.UnsupportedError(
+                    f"Transformer: {name} must be 0, got {getattr(config, name)}: a model "
+                    "has an encoder or a decoder, not both, and no relative positions"
+                )
         self.config = config
         self.partition = BatchPartition()  # all of a batch
         target = torch.get_default_device() if device is None else torch.device(device)
@@ -465,14 +472,3 @@ class Transformer(nn.Module):
             x_BSH = self.norm(x_BSH)
         weight = self.embedding.tokens.weight if self.config.tied else None
         return self.head(x_BSH, labels_BS, context, weight)
-
-
-def _check(config: TransformerConfig) -> None:
-    if not isinstance(config, TransformerConfig):
-        checks.fail_type("Transformer", "config", "a TransformerConfig", config)
-    for name in ("encoder_layers", "relative_buckets"):
-        if getattr(config, name):
-            raise checks.UnsupportedError(
-                f"Transformer: {name} must be 0, got {getattr(config, name)}: a model "
-                "has an encoder or a decoder, not both, and no relative positions"
-            )

@@ -33,6 +33,10 @@ BALANCES = ("operations", "measured", "layers")
 RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 
 _OP = "ParallelConfig"
+_FLAGS = (
+    *("sp", "overlap", "overlap_microbatches", "ep_deterministic", "mp_comm_recompute"),
+    *("recompute_slice_activation", "parallel_optimizer_comm_recompute"),
+)
 _MAX_CHUNKS = 8  # of expert_parallel
 
 
@@ -144,7 +148,7 @@ class ParallelConfig:
             checks.integer(_OP, name, getattr(self, name), least=1)
         for name in ("zero", "bucket_bytes", "shard_threshold"):
             checks.integer(_OP, name, getattr(self, name), least=0)
-        for name in ("sp", "overlap", "overlap_microbatches", "ep_deterministic", *RECOMPUTE_FLAGS):
+        for name in _FLAGS:
             checks.flag(_OP, name, getattr(self, name))
         if self.zero > 3:
             checks.fail(_OP, "zero", "0, 1, 2 or 3", self.zero)
@@ -195,13 +199,6 @@ class ParallelConfig:
         by_name = {name: getattr(self, name) for name in ("dp", "tp", "pp", "cp")}
         check_ranks(_OP, by_name, ranks, "processes")
         return self
-
-
-RECOMPUTE_FLAGS = (
-    "recompute_slice_activation",
-    "mp_comm_recompute",
-    "parallel_optimizer_comm_recompute",
-)
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:

@@ -36,10 +36,9 @@ class Costs(NamedTuple):
     last: float
 
 
-def by_operations(model: TransformerConfig, seq_len: int | None = None) -> Costs:
+def by_operations(model: TransformerConfig) -> Costs:
     """Return the multiplications and additions of a token's forward; a look-up has none."""
-    length = model.seq_len if seq_len is None else seq_len
-    products = 4 * model.query_width * length * (0.5 if model.causal else 1.0)
+    products = 4 * model.query_width * model.seq_len * (0.5 if model.causal else 1.0)
     layers = [2 * model.used_weights(index) + products for index in range(model.num_layers)]
     return Costs(layers, 0.0, 2.0 * model.output(own_weight=True).total)
 
