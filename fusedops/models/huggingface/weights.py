@@ -21,7 +21,7 @@ from fusedops._core import checks
 from fusedops.models.huggingface.configs import config_values, from_config, to_config
 from fusedops.models.huggingface.families import FAMILIES, TIED_HEADS, Family, Row
 from fusedops.models.parallelization.engine import TrainEngine
-from fusedops.models.parallelization.gathering import parameter_gatherer
+from fusedops.models.parallelization.gathering import ParameterGatherer
 from fusedops.models.transformer import Transformer
 
 _WHOLE = "model.safetensors"
@@ -77,8 +77,7 @@ def load_huggingface(
         if dtype is None:
             dtype = checkpoint.read(next(family.rows(ours)))[0].dtype
         model = Transformer(ours, device="meta", dtype=dtype)
-        place = torch.get_default_device() if device is None else torch.device(device)
-        model.to_empty(device=place)
+        model.to_empty(device=torch.get_default_device() if device is None else device)
         _fill(model, checkpoint, family)
     return model
 
@@ -113,7 +112,7 @@ def save_huggingface(
     checks.integer("save_huggingface", "max_file_bytes", max_file_bytes, least=1)
     values = to_config(model.config)
     values["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
-    parameters = parameter_gatherer(engine)
+    parameters = ParameterGatherer(engine)
     rows = FAMILIES[values["model_type"]].rows(model.config)
     writer = _Writer(Path(folder), max_file_bytes) if _is_first() else None
     for row in rows:

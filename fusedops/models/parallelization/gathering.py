@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch import nn
 
 from fusedops._core import checks
 from fusedops.models.parallelization.engine import TrainEngine
@@ -14,43 +13,26 @@ from fusedops.models.transformer import Transformer
 from fusedops.parallel.comm import collectives
 
 
-def parameter_gatherer(engine: TrainEngine) -> ParameterGatherer:
-    """Return what gathers the parameters of a model; every process calls this.
+class ParameterGatherer:
+    """The parameters of a model; stages of a pipeline send theirs to the process that writes.
+
+    Every process makes one, and reads the same names in the same order.
 
     Raises:
         ValueError: the model is one stage of a pipeline, and the engine does not know the others.
     """
-    if engine.pipeline is not None:
-        return StageParameterGatherer(engine)
-    model = engine.model
-    if isinstance(model, Transformer) and len(model.layers) < model.config.num_layers:
-        expected = "the TrainEngine that parallelize returned, for a stage of a pipeline"
-        checks.fail("save_huggingface", "model", expected, "its Transformer alone")
-    return ParameterGatherer(model)
-
-
-class ParameterGatherer:
-    """The parameters of a model whose layers are all on this process, sharded or not."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = dict(model.named_parameters())
-
-    def read(self, name: str) -> torch.Tensor | None:
-        """Return the unsharded parameter; ``None`` if this process has no shard of it."""
-        if name not in self.parameters:
-            return None
-        parameter: Any = self.parameters[name].detach()
-        return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-
-
-class StageParameterGatherer(ParameterGatherer):
-    """The parameters of a model whose stages send theirs to the process that writes."""
 
     def __init__(self, engine: TrainEngine) -> None:
-        super().__init__(engine.model)
-        assert engine.pipeline is not None
+        model = engine.model
+        self.parameters = dict(model.named_parameters())
+        self.group: Any = None  # of the stages
+        if engine.pipeline is None:
+            if isinstance(model, Transformer) and len(model.layers) < model.config.num_layers:
+                expected = "the TrainEngine that parallelize returned, for a stage of a pipeline"
+                checks.fail("save_huggingface", "model", expected, "its Transformer alone")
+            return
         self.group = engine.pipeline.driver.group
-        self.device = next(engine.model.parameters()).device
+        self.device = next(model.parameters()).device
         mine = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
         stages: list[dict[str, Any]] = [{} for _ in range(self.group.size())]
         dist.all_gather_object(stages, mine, group=self.group)
@@ -64,7 +46,13 @@ class StageParameterGatherer(ParameterGatherer):
 
     def read(self, name: str) -> torch.Tensor | None:
         """Return the unsharded parameter on its own stage and on the process that writes."""
-        parameter, owner, rank = super().read(name), self.owners[name], self.group.rank()
+        parameter: Any = None
+        if name in self.parameters:
+            parameter = self.parameters[name].detach()
+            parameter = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        if self.group is None:
+            return parameter
+        owner, rank = self.owners[name], self.group.rank()
         if owner == 0 or rank not in (0, owner) or not self.sends:
             return parameter
         to, source = (0, None) if rank == owner else (None, owner)
