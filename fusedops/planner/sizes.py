@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 _UNITS = {
     f"{prefix}{middle}b": base**power
@@ -57,11 +58,7 @@ def show_bytes(size: float) -> str:
         >>> show_bytes(1610612736)
         '1.50 GiB'
     """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} B" if unit == "B" else f"{_digits(size)} {unit}"
+    return _in_units(size, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
 
 
 def show_count(count: float) -> str:
@@ -71,13 +68,13 @@ def show_count(count: float) -> str:
         >>> show_count(12_800_000_000)
         '12.80 B'
     """
-    for unit in ("", "K", "M", "B", "T"):
-        if count < 1000 or unit == "T":
-            break
-        count /= 1000
-    return f"{count:.0f}" if not unit else f"{_digits(count)} {unit}"
+    return _in_units(count, ("", "K", "M", "B", "T"), 1000)
 
 
-def _digits(value: float) -> str:
-    """Return a number with three or four digits."""
-    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+def _in_units(value: float, units: Sequence[str], base: int) -> str:
+    """Return a value in the largest unit in which it is at least 1, with three or four digits."""
+    power = 0
+    while abs(value) >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    digits = 2 if power and abs(value) < 100 else 0
+    return f"{value:.{digits}f} {units[power]}".rstrip()
