@@ -98,10 +98,10 @@ def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
 
 def _cut(model: Transformer, layers: Sequence[range]) -> list[Stage]:
     """Remove other processes' modules from a model, in place; return this process's stages."""
-    last = model.config.num_layers - 1
-    kept = {str(index) for run in layers for index in run}
-    is_first = any(0 in run for run in layers)
-    is_last = any(last in run for run in layers)
+    stages = [Stage(model, run) for run in layers]
+    kept = {name for stage in stages for name in stage.layers}
+    is_first = any(stage.is_first for stage in stages)
+    is_last = any(stage.is_last for stage in stages)
     part: Any = model
     for name in [name for name in model.layers if name not in kept]:
         del part.layers[name]
@@ -112,4 +112,4 @@ def _cut(model: Transformer, layers: Sequence[range]) -> list[Stage]:
         part.embedding = None
     if not is_last:
         part.norm = part.query_positions = part.head = None
-    return [Stage(model, run) for run in layers]
+    return stages
