@@ -141,22 +141,19 @@ class TrainEngine:
         length = tokens.shape[1]
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
-        config = self.config
+        config, mesh = self.config, self.mesh
         per_rank = config.tp if config.sp or _routes(self.model) else 1
         unit = per_rank * config.cp
         if length % unit:
             shared = f"a multiple of {unit}, for the ranks of cp {config.cp} and tp {config.tp}"
             checks.fail("shard_batch", "tokens of a sequence", shared, length)
-        if self.mesh is None or config.cp == 1:
-            return MicroBatch(tokens, labels, positions, document_ids, domains)
-        from fusedops.parallel.context import shard_sequence
+        batch: tuple[Any, ...] = tokens, labels, positions, document_ids, domains
+        if mesh is not None and config.cp > 1:
+            from fusedops.parallel.context import shard_sequence
 
-        group = self.mesh.group("cp")
-
-        def part(tensor: torch.Tensor | None) -> Any:
-            return None if tensor is None else shard_sequence(tensor, group, tensor.dim() - 1)
-
-        return MicroBatch(*map(part, (tokens, labels, positions, document_ids, domains)))
+            group = mesh.group("cp")
+            batch = tuple(x if x is None else shard_sequence(x, group, x.dim() - 1) for x in batch)
+        return MicroBatch(*batch)
 
     def step(
         self,
