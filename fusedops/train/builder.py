@@ -243,14 +243,6 @@ def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -
     return sizes
 
 
-def layout(config: Config, ranks: Ranks) -> ParallelConfig:
-    """Return the layout of a run; ``dp`` is what the processes leave, and must divide the batch."""
-    parallel = layout_of(config.parallel, ranks.size)
-    parts = parallel.dp * parallel.microbatches
-    check_divides("config", "dp x microbatches", parts, config.batch, "batch")
-    return parallel
-
-
 def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
     """Return the ``ParallelConfig`` of a table; ``dp`` is what the ranks leave for it."""
     if given.get("mode") != "data" and "dp" not in given:
@@ -266,7 +258,9 @@ def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks)
     """Return the model with its first weights, which the seed alone decides, on all processes."""
     dtype = precision.dtype(config.precision.parameters)
     try:  # all ranks find the same mistakes
-        parallel_config = layout(config, ranks)
+        parallel_config = layout_of(config.parallel, ranks.size)
+        parts = parallel_config.dp * parallel_config.microbatches
+        check_divides("config", "dp x microbatches", parts, config.batch, "batch")
         device = ranks.device
         if "load" in config.model:
             model = load_huggingface(config.model["load"], device=device, dtype=dtype)
