@@ -15,8 +15,7 @@ _LEAST = 2.0**-14
 
 def dtype(name: str) -> torch.dtype:
     """Return torch's dtype of a name."""
-    value: torch.dtype = getattr(torch, name)
-    return value
+    return getattr(torch, name)
 
 
 def computing(

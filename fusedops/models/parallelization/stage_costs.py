@@ -9,13 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fusedops.models.config import TransformerConfig
-from fusedops.models.forward_context import ForwardContext
 from fusedops.models.initialize import initialize
 from fusedops.models.transformer import Transformer
 
@@ -66,30 +65,26 @@ def measured(
         context = network.make_context(tokens)
         x_BSH = network.embedding(tokens, context).detach()
         first = _seconds(lambda _: network.embedding(tokens, context), x_BSH)
-        last = _seconds(lambda hidden: network.output(hidden, tokens, context), x_BSH)
+        last = _seconds(network.output, x_BSH, tokens, context)
         of_kind = {}
         for index in kinds:
             layer: nn.Module = network.layers[str(index)]
             is_query_layer = index == model.num_layers - 1 and model.query_layer
-            run = _layer(layer, context, x_BSH if is_query_layer else None)
-            of_kind[model.is_sparse(index)] = _seconds(run, x_BSH)
+            query_input_BSH = x_BSH if is_query_layer else None
+            seconds = _seconds(layer, x_BSH, context, query_input_BSH)
+            of_kind[model.is_sparse(index)] = seconds
     return Costs([of_kind[model.is_sparse(i)] for i in range(model.num_layers)], first, last)
 
 
-def _layer(
-    layer: nn.Module, context: ForwardContext, query_input: torch.Tensor | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda hidden: layer(hidden, context, query_input)[0]
-
-
-def _seconds(run: Callable[[torch.Tensor], torch.Tensor], x_BSH: torch.Tensor) -> float:
+def _seconds(run: Callable[..., Any], x_BSH: torch.Tensor, *args: Any) -> float:
     """Return the median time of a forward and its backward; the first run does not count."""
     times = []
     for _ in range(_RUNS + 1):
         input_BSH = x_BSH.detach().requires_grad_()
         _wait(input_BSH.device)
         began = time.perf_counter()
-        output = run(input_BSH)
+        output = run(input_BSH, *args)
+        output = output[0] if isinstance(output, tuple) else output  # a layer's auxiliary loss
         torch.autograd.backward(output, torch.ones_like(output))
         _wait(input_BSH.device)
         times.append(time.perf_counter() - began)
