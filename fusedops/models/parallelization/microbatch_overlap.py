@@ -142,30 +142,22 @@ def _split(
         return tensor.split(list(sizes))
 
     has_batch = context.positions.dim() == 2
-    positions = halves(context.positions, has_batch)
-    rotary: Sequence[Any] = [None, None]
+    split: dict[str, Sequence[Any]] = {
+        "positions": halves(context.positions, has_batch),
+        "tokens": halves(context.tokens),
+        "domains": halves(context.domains),
+    }
     if context.rotary is not None:
-        rotary = list(zip(*(halves(table, has_batch) for table in context.rotary), strict=True))
-    ids = halves(None if context.documents is None else context.documents.ids_BS)
-    seeds = [context.dropout_seeds, context.dropout_seeds]
+        tables = (halves(table, has_batch) for table in context.rotary)
+        split["rotary"] = list(zip(*tables, strict=True))
+    if context.documents is not None:
+        split["documents"] = [Documents(ids) for ids in halves(context.documents.ids_BS)]
     if context.dropout_seeds is not None:
         layer: Any = next(iter(layers.values()))
-        seeds[1] = seeds_of_later_sequences(
-            context.dropout_seeds, sizes[0], context.positions.shape[-1], layer.config
-        )
-    tokens, domains = halves(context.tokens), halves(context.domains)
-    return [
-        replace(
-            context,
-            positions=positions[half],
-            rotary=rotary[half],
-            documents=None if ids[half] is None else Documents(ids[half]),
-            tokens=tokens[half],
-            domains=domains[half],
-            dropout_seeds=seeds[half],
-        )
-        for half in range(2)
-    ]
+        length, seeds = context.positions.shape[-1], context.dropout_seeds
+        later = seeds_of_later_sequences(seeds, sizes[0], length, layer.config)
+        split["dropout_seeds"] = [seeds, later]
+    return [replace(context, **{name: pair[i] for name, pair in split.items()}) for i in range(2)]
 
 
 def _is_last(layer: Any) -> bool:

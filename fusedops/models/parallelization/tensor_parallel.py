@@ -96,10 +96,11 @@ def apply_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: Device
             module = model.get_submodule(name)
             setattr(model.get_submodule(owner), child, style(module, mesh))
         if names:
-            function = style.func if isinstance(style, partial) else style
-            options = style.keywords if isinstance(style, partial) else {}
-            text = f"{function.__qualname__} {options or ''}".rstrip()
-            _LOG.debug("parallelize: tp: %d modules %s: %s", len(names), pattern, text)
+            function = getattr(style, "func", style).__qualname__
+            options = getattr(style, "keywords", {})
+            _LOG.debug(
+                "parallelize: tp: %d modules %s: %s %s", len(names), pattern, function, options
+            )
 
 
 def shard_heads(attention: Any, mesh: DeviceMesh, *, sequence: bool) -> nn.Module:
