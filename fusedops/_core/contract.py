@@ -191,7 +191,7 @@ Step = TensorRule | Definition | Requirement | Range | Choice | Gradients | Elem
 
 
 @dataclass
-class Known:
+class Bindings:
     """Sizes, lists and dtypes that the arguments checked so far have bound."""
 
     args: Sequence[Any]
@@ -215,9 +215,9 @@ class Program:
     steps: tuple[Step, ...]  # what is looked at, in order
     results: tuple[TensorRule, ...] = ()
 
-    def check(self, args: Sequence[Any]) -> Known:
+    def check(self, args: Sequence[Any]) -> Bindings:
         """Raise unless the arguments fit; return what they say of sizes and dtypes."""
-        known = Known(args)
+        known = Bindings(args)
         self._check_devices(args)
         for (kind, name), value in zip(self.arguments, args, strict=True):
             if kind == "ScalarType":
@@ -231,7 +231,7 @@ class Program:
 
     def empty_results(
         self,
-        known: Known,
+        known: Bindings,
         requested: Sequence[bool] | None,
         layouts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
     ) -> list[torch.Tensor | None]:
@@ -258,7 +258,7 @@ class Program:
                 results.append(given.new_empty(given.shape) if layout is None else layout(given))
         return results
 
-    def _empty(self, rule: TensorRule, known: Known, like: torch.Tensor) -> torch.Tensor:
+    def _empty(self, rule: TensorRule, known: Bindings, like: torch.Tensor) -> torch.Tensor:
         allowed = self._allowed(rule, known)
         if len(allowed) != 1 or len(rule.shapes) != 1:
             what = f"{rule.name} has several dtypes or shapes: give a fake"
@@ -296,7 +296,7 @@ class Program:
         if value not in FLOATS:
             raise TypeError(f"{self.op}: {name} must be a floating dtype, got {value}")
 
-    def _check_tensor(self, rule: TensorRule, known: Known) -> None:
+    def _check_tensor(self, rule: TensorRule, known: Bindings) -> None:
         value, name = known.args[rule.argument], rule.name + known.place
         if value is None:
             if not rule.optional:
@@ -316,7 +316,7 @@ class Program:
         if rule.dense:
             self._check_layout(name, value, known)
 
-    def _check_layout(self, name: str, value: torch.Tensor, known: Known) -> None:
+    def _check_layout(self, name: str, value: torch.Tensor, known: Bindings) -> None:
         first = known.layout = value if known.layout is None else known.layout
         if value.is_contiguous() and first.is_contiguous():
             return
@@ -324,7 +324,7 @@ class Program:
             expected = f"without gaps and of strides {list(first.stride())}"
             checks.fail(self.op, name, expected, f"strides {list(value.stride())}")
 
-    def _check_elements(self, step: Elements, known: Known) -> None:
+    def _check_elements(self, step: Elements, known: Bindings) -> None:
         counts = [len(known.args[argument]) for argument, _, _ in step.lists]
         first = step.lists[0][1]
         for (_, name, may_be_empty), count in zip(step.lists, counts, strict=True):
@@ -337,17 +337,17 @@ class Program:
             for argument, *_ in step.lists:
                 row[argument] = known.args[argument][number] if known.args[argument] else None
             sizes = {**known.sizes, "number": number}
-            element = Known(row, sizes, dict(known.lists), dict(known.letters), f"[{number}]")
+            element = Bindings(row, sizes, dict(known.lists), dict(known.letters), f"[{number}]")
             for inner in step.steps:
                 _CHECKS[type(inner)](self, inner, element)
 
     @staticmethod
-    def _allowed(rule: TensorRule, known: Known) -> list[torch.dtype]:
+    def _allowed(rule: TensorRule, known: Bindings) -> list[torch.dtype]:
         if rule.binds is not None and rule.binds in known.letters:
             return [known.letters[rule.binds]]
         return [dtype for atom in rule.atoms for dtype in atom.allowed(known.letters)]
 
-    def _define(self, step: Definition, known: Known) -> None:
+    def _define(self, step: Definition, known: Bindings) -> None:
         try:
             if step.expression[0] == "broadcast":
                 pair = [known.lists.get(name) for name in step.expression[1:]]
@@ -364,7 +364,7 @@ class Program:
             checks.fail(self.op, name, f"sizes that broadcast with {list(first)}", list(second))
         return wide
 
-    def _require(self, step: Requirement, known: Known) -> None:
+    def _require(self, step: Requirement, known: Bindings) -> None:
         try:
             holds = _holds(_value(step.expression, known))
         except _UnknownError:
@@ -379,17 +379,17 @@ class Program:
             values = (_shown(word, given[word]) for word in _names(step) if word in given)
             checks.fail(self.op, step.name, f"such that {step.text}", ", ".join(values))
 
-    def _check_range(self, step: Range, known: Known) -> None:
+    def _check_range(self, step: Range, known: Bindings) -> None:
         value = known.args[step.argument]
         above = step.low < value if step.low_open else step.low <= value
         below = value < step.high if step.high_open else value <= step.high
         if not (above and below):
             checks.fail(self.op, step.name, f"a number such that {step.text}", value)
 
-    def _check_choice(self, step: Choice, known: Known) -> None:
+    def _check_choice(self, step: Choice, known: Bindings) -> None:
         checks.choice(self.op, step.name, known.args[step.argument], step.words)
 
-    def _check_gradients(self, step: Gradients, known: Known) -> None:
+    def _check_gradients(self, step: Gradients, known: Bindings) -> None:
         names = [name for _, name in self.arguments]
         if all(known.args[index] is None for index in step.incoming):
             expected = " or ".join(names[index] for index in step.incoming)
@@ -449,7 +449,7 @@ def _fits(sizes: Sequence[Any], others: Sequence[Any], broadcast: bool = True) -
     )
 
 
-def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: Known) -> bool:
+def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: Bindings) -> bool:
     """Return whether a shape matches ``sizes``; if so, bind the names that it defines."""
     bound, lists = dict(known.sizes), dict(known.lists)
     open_ended = [rule.is_list and (rule.shorter or rule.expression not in lists) for rule in sizes]
@@ -481,7 +481,7 @@ def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: Known) -> b
             bound[rule.expression[1]] = size
             continue
         try:
-            value = _value(rule.expression, Known(known.args, bound, lists))
+            value = _value(rule.expression, Bindings(known.args, bound, lists))
         except _UnknownError:
             continue
         except IndexError:
@@ -492,7 +492,7 @@ def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: Known) -> b
     return True
 
 
-def _value(expression: Expression, known: Known) -> Any:
+def _value(expression: Expression, known: Bindings) -> Any:
     if not isinstance(expression, tuple):
         return expression
     kind, *operands = expression
@@ -539,7 +539,7 @@ _COMPUTE: dict[str, Any] = {
 }
 
 
-def _rendered(sizes: tuple[SizeRule, ...], known: Known) -> str:
+def _rendered(sizes: tuple[SizeRule, ...], known: Bindings) -> str:
     """Return a shape for a message: numbers where they are known."""
     parts = []
     for rule in sizes:
