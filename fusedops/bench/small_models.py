@@ -40,15 +40,10 @@ class SmallModel:
 
 
 class InterleavedRow:
-    """A row of one of several ways that are measured by turns: of generation, or of scaling.
+    """A row of one of several ways that are measured by turns: of generation, or of scaling."""
 
-    Attributes:
-        seconds: of each turn.
-        ratios: of the seconds of the way that is compared with, turn by turn.
-    """
-
-    seconds: list[float]
-    ratios: list[float]
+    seconds: list[float]  # of each turn
+    ratios: list[float]  # of the seconds of the way that is compared with, turn by turn
 
     @property
     def tokens_of_turn(self) -> int:

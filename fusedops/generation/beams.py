@@ -21,23 +21,15 @@ from fusedops.models import TrainEngine
 
 @dataclass
 class _Prompt:
-    """The beams of a prompt.
+    """The beams of a prompt."""
 
-    Attributes:
-        number: of the prompt.
-        beams: new tokens of each.
-        scores: their log-probabilities.
-        finished: score, new tokens and reason of those that ended, the best first.
-        done: whether no better one can come.
-        failed: whether a log-probability was NaN.
-    """
-
-    number: int
-    beams: list[list[int]]
-    scores: list[float]
+    number: int  # of the prompt
+    beams: list[list[int]]  # new tokens of each
+    scores: list[float]  # their log-probabilities
+    # Score, new tokens and reason of those that ended, the best first
     finished: list[tuple[float, list[int], str]] = field(default_factory=list)
-    done: bool = False
-    failed: bool = False
+    done: bool = False  # whether no better one can come
+    failed: bool = False  # whether a log-probability was NaN
 
     def advance(self, ranked: list[tuple[float, int, int]], options: Options) -> list[int]:
         """Take the best of (log-probability, beam, token); return the beams that they continue."""

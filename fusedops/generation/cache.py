@@ -69,24 +69,17 @@ class KVCache:
 
 @dataclass(frozen=True)
 class KVCacheCall:
-    """A cache with the places in it of the tokens of one call of the model.
-
-    Attributes:
-        rows: of the cache, for each token, ``[tokens]``; padding after them has none.
-        positions: in their row, ``[tokens]``.
-        cu_seqlens: cumulative lengths of concatenated prompts, padding the last; ``None``: each row
-            has one new token.
-        longest: tokens of the longest prompt.
-        lengths: tokens of each row, new ones included, ``[R]`` int64.
-        same_position: the position of all tokens, where each row has one and they are the same.
-    """
+    """A cache with the places in it of the tokens of one call of the model."""
 
     cache: KVCache
-    rows: torch.Tensor
-    positions: torch.Tensor
+    rows: torch.Tensor  # of the cache, for each token, ``[tokens]``; padding after them has none
+    positions: torch.Tensor  # in their row, ``[tokens]``
+    # Cumulative lengths of concatenated prompts, padding the last; ``None``: each row has one new
+    # token
     cu_seqlens: torch.Tensor | None
-    longest: int
-    lengths: torch.Tensor
+    longest: int  # tokens of the longest prompt
+    lengths: torch.Tensor  # tokens of each row, new ones included, ``[R]`` int64
+    # The position of all tokens, where each row has one and they are the same
     same_position: int | None = None
 
     def attend(

@@ -37,17 +37,11 @@ _TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, and what its tokens mean.
+    """A model, and what its tokens mean."""
 
-    Attributes:
-        engine: of the model, in its layout.
-        text: between text and its tokens.
-        description: where it is from.
-    """
-
-    engine: TrainEngine
-    text: Text
-    description: str
+    engine: TrainEngine  # of the model, in its layout
+    text: Text  # between text and its tokens
+    description: str  # where it is from
 
 
 def load(

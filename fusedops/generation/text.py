@@ -14,19 +14,13 @@ _BYTES = 256
 
 @dataclass(frozen=True)
 class Text:
-    """What a model's tokens mean.
+    """What a model's tokens mean."""
 
-    Attributes:
-        encode: a text to its tokens.
-        decoder: takes the tokens of a prompt, and returns a function that is given those after it
-            one by one and gives the text that is known by then; ``None`` says that there are no
-            more.
-        stop: tokens at which a text ends.
-    """
-
-    encode: Callable[[str], list[int]]
+    encode: Callable[[str], list[int]]  # a text to its tokens
+    # Takes the tokens of a prompt, and returns a function that is given those after it one by one
+    # and gives the text that is known by then; ``None`` says that there are no more
     decoder: Callable[[Sequence[int]], Callable[[int | None], str]]
-    stop: tuple[int, ...]
+    stop: tuple[int, ...]  # tokens at which a text ends
 
     @staticmethod
     def of(tokenizer: str, stop: Sequence[int] = (), *, end_of_text: str = "") -> Text:

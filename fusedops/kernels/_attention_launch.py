@@ -144,41 +144,24 @@ _FLOAT32: _Blocks = {
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention over dense batches or packed sequences, as the kernels see it.
+    """One attention over dense batches or packed sequences, as the kernels see it."""
 
-    Attributes:
-        query: ``[B, H, Sq, D]``; packed sequences are one batch, ``[1, H, tokens, D]``.
-        key: ``[B, Hkv, Sk, D]``.
-        value: ``[B, Hkv, Sk, Dv]``.
-        mask: in four dims, each 1 or whole, or ``None``.
-        slopes: ``[H]`` or ``[sequences, H]``, or ``None``.
-        sinks: ``[H]``, or ``None``.
-        seed: of dropout, or ``None``.
-        ends: where packed sequences end, of queries and of keys; ``None`` for dense batches.
-        max_rows: the longest sequence of queries.
-        max_keys: the longest sequence of keys; dropout counts rows of that many.
-        dropout_p: probability with which a weight is dropped.
-        scale: factor of the scores.
-        left: bound of the window, negative without.
-        right: the same for later keys.
-        softcap: bound of the scores, 0 without.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    slopes: torch.Tensor | None
-    sinks: torch.Tensor | None
-    seed: torch.Tensor | None
+    query: torch.Tensor  # ``[B, H, Sq, D]``; packed sequences are one batch, ``[1, H, tokens, D]``
+    key: torch.Tensor  # ``[B, Hkv, Sk, D]``
+    value: torch.Tensor  # ``[B, Hkv, Sk, Dv]``
+    mask: torch.Tensor | None  # in four dims, each 1 or whole, or ``None``
+    slopes: torch.Tensor | None  # ``[H]`` or ``[sequences, H]``, or ``None``
+    sinks: torch.Tensor | None  # ``[H]``, or ``None``
+    seed: torch.Tensor | None  # of dropout, or ``None``
+    # Where packed sequences end, of queries and of keys; ``None`` for dense batches
     ends: tuple[torch.Tensor, torch.Tensor] | None
-    max_rows: int
-    max_keys: int
-    dropout_p: float
-    scale: float
-    left: int
-    right: int
-    softcap: float
+    max_rows: int  # the longest sequence of queries
+    max_keys: int  # the longest sequence of keys; dropout counts rows of that many
+    dropout_p: float  # probability with which a weight is dropped
+    scale: float  # factor of the scores
+    left: int  # bound of the window, negative without
+    right: int  # the same for later keys
+    softcap: float  # bound of the scores, 0 without
 
     @property
     def sequences(self) -> int:

@@ -194,25 +194,16 @@ DATA_ARGUMENTS = 6
 
 @dataclass
 class StepLaunch:
-    """One launch of the step: the tensors of one mixture of dtypes, and what all of them share.
+    """One launch of the step: the tensors of one mixture of dtypes, and what all of them share."""
 
-    Attributes:
-        table: a row of each tensor.
-        members: int64, which tensors of the call these are.
-        dtypes: of parameters, gradients, moments, copies and numbers of steps.
-        vectorizes: whether all may be read by vectors to the end.
-        amsgrad: whether the largest second moments are kept.
-        copies: whether parameters are copied.
-        draws: whether float32 becomes bfloat16 by stochastic rounding.
-    """
-
-    table: _pointer_table.PointerTable
-    members: torch.Tensor
+    table: _pointer_table.PointerTable  # a row of each tensor
+    members: torch.Tensor  # int64, which tensors of the call these are
+    # Of parameters, gradients, moments, copies and numbers of steps
     dtypes: tuple[torch.dtype, ...]
-    vectorizes: bool
-    amsgrad: bool
-    copies: bool
-    draws: bool
+    vectorizes: bool  # whether all may be read by vectors to the end
+    amsgrad: bool  # whether the largest second moments are kept
+    copies: bool  # whether parameters are copied
+    draws: bool  # whether float32 becomes bfloat16 by stochastic rounding
 
     def move_gradients(self, addresses: torch.Tensor) -> None:
         """Take the addresses of the gradients of all tensors of the call."""

@@ -60,18 +60,12 @@ def _sums_kernel(table_ptr, parts_ptr, sums_ptr, COLUMNS: tl.constexpr, BLOCK: t
 
 @dataclass
 class SumsLaunch:
-    """The two launches for the tensors of one dtype.
+    """The two launches for the tensors of one dtype."""
 
-    Attributes:
-        table: of each tensor its address, size, place in the result, and the number of its first
-            part.
-        dtype: of all.
-        vectorizes: whether all may be read by vectors to the end.
-    """
-
+    # Of each tensor its address, size, place in the result, and the number of its first part
     table: _pointer_table.PointerTable
-    dtype: torch.dtype
-    vectorizes: bool
+    dtype: torch.dtype  # of all
+    vectorizes: bool  # whether all may be read by vectors to the end
 
     def move(self, addresses: torch.Tensor) -> None:
         """Take the addresses of all tensors of the call."""

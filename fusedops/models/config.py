@@ -63,17 +63,11 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of parameters.
+    """Numbers of parameters."""
 
-    Attributes:
-        split: those that tensor parallelism divides.
-        replicated: those that each of its ranks has.
-        experts: those of experts, which tensor parallelism does not divide.
-    """
-
-    split: int = 0
-    replicated: int = 0
-    experts: int = 0
+    split: int = 0  # those that tensor parallelism divides
+    replicated: int = 0  # those that each of its ranks has
+    experts: int = 0  # those of experts, which tensor parallelism does not divide
 
     def __add__(self, other: Weights) -> Weights:
         split, experts = self.split + other.split, self.experts + other.experts
@@ -96,12 +90,6 @@ class RopeScaling:
     ``original_seq_len / high_freq_factor`` stay, and between them a straight line leads from one to
     the other.
 
-    Attributes:
-        factor: how many times longer.
-        low_freq_factor: waves of the first training length from which on none grows.
-        high_freq_factor: waves of it below which all grow.
-        original_seq_len: tokens of the sequences of the first training.
-
     Raises:
         ValueError: a factor is not positive, or the two bounds are not in order.
         TypeError: one is no number.
@@ -110,10 +98,10 @@ class RopeScaling:
         The Llama 3 Herd of Models, arXiv:2407.21783.
     """
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_seq_len: int = 8192
+    factor: float = 8.0  # how many times longer
+    low_freq_factor: float = 1.0  # waves of the first training length from which on none grows
+    high_freq_factor: float = 4.0  # waves of it below which all grow
+    original_seq_len: int = 8192  # tokens of the sequences of the first training
 
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):

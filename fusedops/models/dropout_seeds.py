@@ -20,15 +20,10 @@ _CALLS = 3
 
 
 class DropoutSeeds(NamedTuple):
-    """Seeds with the offsets of a process's elements in the whole batch, a row for each call.
+    """Seeds with the offsets of a process's elements in the whole batch, a row for each call."""
 
-    Attributes:
-        rows: for activations, int64 ``[calls, n]``.
-        scores: for attention scores, int64 ``[calls, n]``.
-    """
-
-    rows: torch.Tensor
-    scores: torch.Tensor
+    rows: torch.Tensor  # for activations, int64 ``[calls, n]``
+    scores: torch.Tensor  # for attention scores, int64 ``[calls, n]``
 
 
 def call_index(layer: int, call: int) -> int:

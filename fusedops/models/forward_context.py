@@ -31,12 +31,10 @@ class BatchPartition:
     """Which part of a batch, of its sequences and of the heads this process computes: all of it.
 
     ``parallelize`` gives a model the one of its process.
-
-    Attributes:
-        router_group: ranks whose tokens count in the auxiliary loss of a router; ``None``: this
-            process has all tokens.
     """
 
+    # Ranks whose tokens count in the auxiliary loss of a router; ``None``: this process has all
+    # tokens
     router_group: Any = None
 
     def attend(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -75,39 +73,30 @@ class BatchPartition:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers need in addition to the hidden states; ``Transformer.make_context`` makes it.
+    """What all layers need beyond the hidden states; ``Transformer.make_context`` makes it."""
 
-    Attributes:
-        positions: of the tokens in their sequence, ``[S]`` or ``[B, S]``.
-        rotary: cosines and sines, ``[S, D]`` or ``[B, S, D]`` each, or ``None``.
-        documents: which tokens may attend each other; ``None``: all of a sequence.
-        token_types: BERT's segments, ``[B, S]``, or ``None``: 0.
-        tokens: the ids ``[B, S]``, for routers that hash them, else ``None``.
-        domains: of the tokens, ``[B, S]``, or ``None``.
-        dropout_seeds: of all dropout calls; ``None``: nothing is dropped.
-        partition: which part of the batch this process computes.
-        attend: attention over queries, keys and values, called as ``attention_core.attend``;
-            ``None``: that of the partition.
-        kv_cache: keys and values of earlier tokens, which are attended instead.
-        logits_to_keep: indices of the tokens whose logits are computed, ``[R]``; ``None``: all.
-        gather_logits: whether every rank of ``tp`` gets the logits of the whole vocabulary, not of
-            its own shard alone.
-        dropless: whether experts take all tokens, whatever their ``capacity_factor``.
-    """
-
-    positions: torch.Tensor
+    positions: torch.Tensor  # of the tokens in their sequence, ``[S]`` or ``[B, S]``
+    # Cosines and sines, ``[S, D]`` or ``[B, S, D]`` each, or ``None``
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    # Which tokens may attend each other; ``None``: all of a sequence
     documents: Documents | None = None
-    token_types: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None  # BERT's segments, ``[B, S]``, or ``None``: 0
+    # The ids ``[B, S]``, for routers that hash them, else ``None``
     tokens: torch.Tensor | None = None
-    domains: torch.Tensor | None = None
-    dropout_seeds: DropoutSeeds | None = None
-    partition: BatchPartition = BatchPartition()
+    domains: torch.Tensor | None = None  # of the tokens, ``[B, S]``, or ``None``
+    dropout_seeds: DropoutSeeds | None = None  # of all dropout calls; ``None``: nothing is dropped
+    partition: BatchPartition = BatchPartition()  # which part of the batch this process computes
+    # Attention over queries, keys and values, called as ``attention_core.attend``; ``None``: that
+    # of the partition
     attend: Callable[..., torch.Tensor] | None = None
+    # Keys and values of earlier tokens, which are attended instead
     kv_cache: CachedAttention | None = None
+    # Indices of the tokens whose logits are computed, ``[R]``; ``None``: all
     logits_to_keep: torch.Tensor | None = None
+    # Whether every rank of ``tp`` gets the logits of the whole vocabulary, not of its own shard
+    # alone
     gather_logits: bool = True
-    dropless: bool = False
+    dropless: bool = False  # whether experts take all tokens, whatever their ``capacity_factor``
 
     def embedding_seed(self) -> torch.Tensor | None:
         """Return the dropout seed of the input of the first layer."""

@@ -26,25 +26,15 @@ RECOMPUTE = ("none", "selective", "full", *PARTIAL_RECOMPUTE)
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes of each number.
+    """Bytes of each number."""
 
-    Attributes:
-        weights: of the weights that the layers read.
-        gradients: of the gradients as they are accumulated.
-        master: of the optimizer's own copy of the weights; 0: it updates the weights.
-        moments: of AdamW's two moments together.
-        activations: of what products and attention compute.
-        stream: of the residual stream, which norms read.
-        casts: of the copies of weights that autocast makes in the forward and keeps for the
-            backward.
-    """
-
-    weights: int
-    gradients: int
-    master: int
-    moments: int
-    activations: int
-    stream: int
+    weights: int  # of the weights that the layers read
+    gradients: int  # of the gradients as they are accumulated
+    master: int  # of the optimizer's own copy of the weights; 0: it updates the weights
+    moments: int  # of AdamW's two moments together
+    activations: int  # of what products and attention compute
+    stream: int  # of the residual stream, which norms read
+    # Of the copies of weights that autocast makes in the forward and keeps for the backward
     casts: int = 0
 
     @property

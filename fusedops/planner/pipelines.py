@@ -22,14 +22,10 @@ _WHOLE_ROUNDS = ("interleaved", "zero_bubble")
 
 
 class ScheduleCost(NamedTuple):
-    """What a schedule costs.
+    """What a schedule costs."""
 
-    Attributes:
-        bubble: the share of all ranks' time in which they compute nothing.
-        in_flight: of each rank, of how many micro-batches it keeps what its layers save, at most.
-    """
-
-    bubble: float
+    bubble: float  # the share of all ranks' time in which they compute nothing
+    # Of each rank, of how many micro-batches it keeps what its layers save, at most
     in_flight: tuple[float, ...]
 
 

@@ -24,22 +24,15 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """A tensor that is saved from the forward to the backward.
+    """A tensor that is saved from the forward to the backward."""
 
-    Attributes:
-        name: what it is.
-        numbers: per token.
-        itemsize: bytes of each.
-        split: ``"tp"``: divided by tensor parallelism; ``"sp"``: only with sequence parallelism;
-            ``""``: each rank has all.
-        recompute: the word of ``Layout.recompute`` that recomputes it instead.
-    """
-
-    name: str
-    numbers: float
-    itemsize: int
+    name: str  # what it is
+    numbers: float  # per token
+    itemsize: int  # bytes of each
+    # ``"tp"``: divided by tensor parallelism; ``"sp"``: only with sequence parallelism; ``""``:
+    # each rank has all
     split: str = ""
-    recompute: str = ""
+    recompute: str = ""  # the word of ``Layout.recompute`` that recomputes it instead
 
     def bytes_per_token(self, layout: Layout) -> float:
         """Return the bytes per token on one device."""

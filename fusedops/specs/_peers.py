@@ -25,23 +25,15 @@ PACKAGES = {"liger": "liger-kernel", "flash_attn": "flash-attn", "flex": "torch"
 
 @dataclass
 class Peer:
-    """A peer's function with an op's signature.
+    """A peer's function with an op's signature."""
 
-    Attributes:
-        label: name of its benchmark row.
-        module: where it is imported from.
-        name: what is imported.
-        adapt: calls what is imported, its first argument, with the arguments of the op.
-        overwrites: whether it writes on its arguments or on the gradients that come in.
-        devices: types of devices that it is worth timing on.
-    """
-
-    label: str
-    module: str
-    name: str
+    label: str  # name of its benchmark row
+    module: str  # where it is imported from
+    name: str  # what is imported
+    # Calls what is imported, its first argument, with the arguments of the op
     adapt: Callable[..., Any]
-    overwrites: bool = False
-    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    overwrites: bool = False  # whether it writes on its arguments or on the gradients that come in
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)  # types of devices that it is worth timing on
 
     def load(self) -> Any:
         """Return what is imported.

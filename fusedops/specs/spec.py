@@ -87,24 +87,17 @@ def bad_changes(**call: Any) -> Callable[..., BadInput]:
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One benchmark row: a size and how to make its inputs.
+    """One benchmark row: a size and how to make its inputs."""
 
-    Attributes:
-        label: the size as a reader writes it, for example ``"4096x1024"``.
-        make: ``make(device, dtype)`` returns the sample to run; its tensors are random.
-        bytes_forward: least bytes that the forward moves through memory, given the dtype.
-        bytes_backward: the same for the backward.
-        flops_forward: floating-point operations of the matrix products of the forward, or 0.
-        flops_backward: the same for the backward.
-        headline: whether the row is in the default run (the others run with ``--all-sizes``).
-    """
-
-    label: str
+    label: str  # the size as a reader writes it, for example ``"4096x1024"``
+    # ``make(device, dtype)`` returns the sample to run; its tensors are random
     make: Callable[[torch.device, torch.dtype], Sample]
+    # Least bytes that the forward moves through memory, given the dtype
     bytes_forward: Callable[[torch.dtype], int]
-    bytes_backward: Callable[[torch.dtype], int]
-    flops_forward: int = 0
-    flops_backward: int = 0
+    bytes_backward: Callable[[torch.dtype], int]  # the same for the backward
+    flops_forward: int = 0  # floating-point operations of the matrix products of the forward, or 0
+    flops_backward: int = 0  # the same for the backward
+    # Whether the row is in the default run (the others run with ``--all-sizes``)
     headline: bool = True
 
     @classmethod
@@ -128,15 +121,10 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Depth:
-    """How many terms are summed into one element.
+    """How many terms are summed into one element."""
 
-    Attributes:
-        outputs: of any output.
-        gradients: of the gradient of each leaf of the sample, in their order.
-    """
-
-    outputs: int
-    gradients: tuple[int, ...]
+    outputs: int  # of any output
+    gradients: tuple[int, ...]  # of the gradient of each leaf of the sample, in their order
 
 
 def same_arguments(
@@ -154,60 +142,49 @@ def all_elements(sample: Sample) -> Depth:
 
 @dataclass(frozen=True)
 class Spec:
-    """What tests, benchmarks and documentation need to know of one op.
+    """What tests, benchmarks and documentation need to know of one op."""
 
-    Attributes:
-        name: the op's name; file names, dispatcher name and documentation page follow it.
-        op: the public function.
-        eager: what a user writes today in eager torch, same signature; in float64 it is the
-            reference of the value tests, in the sample's dtype the baseline of benchmarks.
-        non_finite: where NaN and infinities make a difference, the eager functions that say how, a
-            result being what one of them gives; by default ``eager`` alone. Needed where that is a
-            kernel of torch's that loses NaN, and for what an op promises beyond torch.
-        samples: ``samples(device, dtype)`` gives small and odd calls (empty, one element, odd
-            sizes, optional arguments absent, high-rank); floating tensors require gradients.
-        bad_inputs: ``bad_inputs(device)`` gives calls that must raise.
-        bench_cases: rows of the benchmark.
-        bench_case: makes a row of any size; its parameters are the dimensions by which
-            ``fusedops bench --shape`` takes one.
-        peers: label -> function of the same signature, another library's. It may have ``devices``,
-            the types of device that it is timed on, and raises ``UnsupportedError`` for what it
-            cannot do and where it is not installed (``specs/_peers.py``).
-        opinfo: names of the torch OpInfo entries that describe the same op.
-        from_opinfo: turns an OpInfo sample ``(input, args, kwargs)`` into ``(args, kwargs)`` of
-            ``op``, or ``None`` when that sample means something that ``op`` does not offer;
-            by default they are the same.
-        rows_are_independent: whether the result of a row (an index of the first dim of ``args[0]``)
-            depends on that row of the arguments alone.
-        depth: how many terms are summed into an element of an output and of a gradient, which the
-            error budget grows with (rules: ``specs/depth.py``).
-        rounds_inside: whether the kernels round values between their products to the dtype of the
-            inputs, so that a float32 result of bfloat16 inputs (the gradient of a probability) is a
-            sum of terms with the spacing of bfloat16, and has no better one.
-        double_backward: whether the op is twice differentiable (as torch's own is).
-        autocast: what autocast does to the op, in one word of ``_core/dtypes.py``.
-        summary: one line for the README's table.
-        limits: known limits, one sentence each, for the documentation page.
-    """
-
-    name: str
-    op: Callable[..., Tensors]
+    name: str  # the op's name; file names, dispatcher name and documentation page follow it
+    op: Callable[..., Tensors]  # the public function
+    # What a user writes today in eager torch, same signature; in float64 it is the reference of the
+    # value tests, in the sample's dtype the baseline of benchmarks
     eager: Callable[..., Tensors]
+    # ``samples(device, dtype)`` gives small and odd calls (empty, one element, odd sizes, optional
+    # arguments absent, high-rank); floating tensors require gradients
     samples: Callable[[torch.device, torch.dtype], list[Sample]]
+    # ``bad_inputs(device)`` gives calls that must raise
     bad_inputs: Callable[[torch.device], list[BadInput]]
-    bench_cases: tuple[BenchCase, ...]
-    summary: str
-    autocast: str
+    bench_cases: tuple[BenchCase, ...]  # rows of the benchmark
+    summary: str  # one line for the README's table
+    autocast: str  # what autocast does to the op, in one word of ``_core/dtypes.py``
+    # Makes a row of any size; its parameters are the dimensions by which ``fusedops bench --shape``
+    # takes one
     bench_case: Callable[..., BenchCase] | None = None
+    # Where NaN and infinities make a difference, the eager functions that say how, a result being
+    # what one of them gives; by default ``eager`` alone. Needed where that is a kernel of torch's
+    # that loses NaN, and for what an op promises beyond torch.
     non_finite: tuple[Callable[..., Tensors], ...] = ()
+    # Label -> function of the same signature, another library's. It may have ``devices``, the types
+    # of device that it is timed on, and raises ``UnsupportedError`` for what it cannot do and where
+    # it is not installed (``specs/_peers.py``).
     peers: Callable[[], dict[str, Callable[..., Tensors]]] = dict
-    opinfo: tuple[str, ...] = ()
+    opinfo: tuple[str, ...] = ()  # names of the torch OpInfo entries that describe the same op
+    # Turns an OpInfo sample ``(input, args, kwargs)`` into ``(args, kwargs)`` of ``op``, or
+    # ``None`` when that sample means something that ``op`` does not offer; by default they are the
+    # same
     from_opinfo: Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None] = same_arguments
+    # Whether the result of a row (an index of the first dim of ``args[0]``) depends on that row of
+    # the arguments alone
     rows_are_independent: bool = True
+    # How many terms are summed into an element of an output and of a gradient, which the error
+    # budget grows with (rules: ``specs/depth.py``)
     depth: Callable[[Sample], Depth] = all_elements
+    # Whether the kernels round values between their products to the dtype of the inputs, so that a
+    # float32 result of bfloat16 inputs (the gradient of a probability) is a sum of terms with the
+    # spacing of bfloat16, and has no better one
     rounds_inside: bool = False
-    double_backward: bool = True
-    limits: tuple[str, ...] = ()
+    double_backward: bool = True  # whether the op is twice differentiable (as torch's own is)
+    limits: tuple[str, ...] = ()  # known limits, one sentence each, for the documentation page
 
     def inner_dtype(self, sample: Sample) -> torch.dtype | None:
         """Return the dtype that inner values are rounded to, where the kernels round any.
@@ -223,12 +200,9 @@ class MultiTensorSpec:
 
     It is no ``Spec``: such an operator has no public function of its own that returns what it
     computes, no gradient and no row in the table of ops, and may write to its arguments.
-
-    Attributes:
-        name: the operator's name, and that of its file.
-        calls: ``calls(device, dtype)`` gives right calls of the operator; their ``args`` are those
-            of its schema, in order, and no two tensors share memory.
     """
 
-    name: str
+    name: str  # the operator's name, and that of its file
+    # ``calls(device, dtype)`` gives right calls of the operator; their ``args`` are those of its
+    # schema, in order, and no two tensors share memory
     calls: Callable[[torch.device, torch.dtype], list[Sample]]

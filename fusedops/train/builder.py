@@ -45,39 +45,25 @@ _ROWS = 64
 
 @dataclass
 class Run:
-    """A training run between two steps.
-
-    Attributes:
-        parallel: the model, and how the processes share its training.
-        scale: of the loss.
-        validation: sequences that are only evaluated; ``None``: there are none.
-        metrics: where figures go; ``None`` on all ranks but the first.
-        flops: of a token, forward and backward.
-        peak: operations a second that all devices reach.
-        corpus: identity of the tokens.
-        step: steps that were done.
-        position: sequences that were trained on.
-        finite: whether loss and weights were finite at the last checkpoint.
-        notes: what the user should know before the first step.
-    """
+    """A training run between two steps."""
 
     config: Config
     ranks: Ranks
-    parallel: TrainEngine
+    parallel: TrainEngine  # the model, and how the processes share its training
     optimizer: AdamW
-    scale: LossScale
+    scale: LossScale  # of the loss
     train: Sequences
-    validation: Sequences | None
+    validation: Sequences | None  # sequences that are only evaluated; ``None``: there are none
     checkpointer: Checkpointer
     guard: Guard
-    metrics: Metrics | None
-    flops: float
-    peak: float
-    corpus: str
-    step: int = 0
-    position: int = 0
-    finite: bool = True
-    notes: tuple[str, ...] = ()
+    metrics: Metrics | None  # where figures go; ``None`` on all ranks but the first
+    flops: float  # of a token, forward and backward
+    peak: float  # operations a second that all devices reach
+    corpus: str  # identity of the tokens
+    step: int = 0  # steps that were done
+    position: int = 0  # sequences that were trained on
+    finite: bool = True  # whether loss and weights were finite at the last checkpoint
+    notes: tuple[str, ...] = ()  # what the user should know before the first step
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward."""

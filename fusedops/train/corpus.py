@@ -38,34 +38,21 @@ _SCAN = 1 << 24
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What turns text into tokens.
+    """What turns text into tokens."""
 
-    Attributes:
-        size: of the vocabulary.
-        end: token that follows each file.
-        encode: texts to their ids.
-        identity: what a cache of tokens depends on.
-    """
-
-    size: int
-    end: int
-    encode: Callable[[list[str]], list[torch.Tensor]]
-    identity: str
+    size: int  # of the vocabulary
+    end: int  # token that follows each file
+    encode: Callable[[list[str]], list[torch.Tensor]]  # texts to their ids
+    identity: str  # what a cache of tokens depends on
 
 
 @dataclass(frozen=True)
 class Domains:
-    """Which domain each token of a stream belongs to.
+    """Which domain each token of a stream belongs to."""
 
-    Attributes:
-        ends: int64, ascending: where the files of a stream end.
-        of_files: int64, the domain of each.
-        first: place of the first token in that stream.
-    """
-
-    ends: torch.Tensor
-    of_files: torch.Tensor
-    first: int = 0
+    ends: torch.Tensor  # int64, ascending: where the files of a stream end
+    of_files: torch.Tensor  # int64, the domain of each
+    first: int = 0  # place of the first token in that stream
 
     def at(self, places: torch.Tensor) -> torch.Tensor:
         """Return the domains of tokens at these places, of any shape; int64."""
@@ -74,24 +61,15 @@ class Domains:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Streams of token ids, mapped into memory.
+    """Streams of token ids, mapped into memory."""
 
-    Attributes:
-        train: ``[tokens]``.
-        validation: ``[tokens]``, maybe empty.
-        vocab_size: ids are less than this; ``None``: files of tokens do not say.
-        end: the token that ends each document; ``None``: likewise.
-        description: for people.
-        identity: changes when the tokens do.
-        domains: of the tokens of ``train``, then ``validation``; ``None``: nobody asked.
-    """
-
-    train: torch.Tensor
-    validation: torch.Tensor
-    vocab_size: int | None
-    end: int | None
-    description: str
-    identity: str
+    train: torch.Tensor  # ``[tokens]``
+    validation: torch.Tensor  # ``[tokens]``, maybe empty
+    vocab_size: int | None  # ids are less than this; ``None``: files of tokens do not say
+    end: int | None  # the token that ends each document; ``None``: likewise
+    description: str  # for people
+    identity: str  # changes when the tokens do
+    # Of the tokens of ``train``, then ``validation``; ``None``: nobody asked
     domains: tuple[Domains, Domains] | None = None
 
 

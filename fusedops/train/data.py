@@ -19,19 +19,13 @@ _LOW = 0xFFFFFFFF
 
 
 class TokenBatch(NamedTuple):
-    """Sequences, int64.
+    """Sequences, int64."""
 
-    Attributes:
-        tokens: ``[B, S]``.
-        labels: ``[B, S]``: the targets of each position.
-        documents: ``[B, S]``: which document of its row each token belongs to; ``None``: a row is
-            one.
-        domains: ``[B, S]``: the domain of each token; ``None``: nobody asked.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
+    tokens: torch.Tensor  # ``[B, S]``
+    labels: torch.Tensor  # ``[B, S]``: the targets of each position
+    # ``[B, S]``: which document of its row each token belongs to; ``None``: a row is one
     documents: torch.Tensor | None = None
+    # ``[B, S]``: the domain of each token; ``None``: nobody asked
     domains: torch.Tensor | None = None
 
 

@@ -19,25 +19,15 @@ from fusedops.train.schedule import learning_rate
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step computed, and whether the optimizer took it.
+    """What a step computed, and whether the optimizer took it."""
 
-    Attributes:
-        loss: mean over all targets, without the routers' losses.
-        router_loss: of all layers, mean over the tokens.
-        grad_norm: before clipping.
-        lr: the learning rate.
-        action: ``"go"``, or why it was not taken: ``"overflow"``, ``"skip"``, ``"rollback"``.
-        restored: what a rollback restored.
-        stop: whether a rank was asked to stop.
-    """
-
-    loss: float
-    router_loss: float
-    grad_norm: float
-    lr: float
-    action: str
-    restored: Restored | None
-    stop: bool
+    loss: float  # mean over all targets, without the routers' losses
+    router_loss: float  # of all layers, mean over the tokens
+    grad_norm: float  # before clipping
+    lr: float  # the learning rate
+    action: str  # ``"go"``, or why it was not taken: ``"overflow"``, ``"skip"``, ``"rollback"``
+    restored: Restored | None  # what a rollback restored
+    stop: bool  # whether a rank was asked to stop
 
 
 def backward(run: Run) -> tuple[float, float]:

@@ -175,21 +175,15 @@ def _qwen3_moe(values: Values) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Family:
-    """A family of transformers.
+    """A family of transformers."""
 
-    Attributes:
-        architecture: the class of its models with a head.
-        sizes: reads the fields that sizes depend on.
-        choices: other fields that are read and written: name and default of the entry of each.
-        computed: entries of which ``Transformer`` computes one value, with that value.
-        causal: whether a token attends only itself and what is before it.
-    """
-
-    architecture: str
-    sizes: Callable[[Values], dict[str, Any]]
+    architecture: str  # the class of its models with a head
+    sizes: Callable[[Values], dict[str, Any]]  # reads the fields that sizes depend on
+    # Other fields that are read and written: name and default of the entry of each
     choices: dict[str, tuple[str, Any]]
+    # Entries of which ``Transformer`` computes one value, with that value
     computed: dict[str, Any] = field(default_factory=dict)
-    causal: bool = True
+    causal: bool = True  # whether a token attends only itself and what is before it
 
 
 _INITIALIZER = {"initializer_range": ("initializer_range", 0.02)}

@@ -22,40 +22,26 @@ def _same(tensors: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Row:
-    """Parameters that correspond.
+    """Parameters that correspond."""
 
-    Attributes:
-        ours: names in ``Transformer``.
-        theirs: names in a checkpoint.
-        read: theirs to ours.
-        write: ours to theirs.
-        loaded: name of the one parameter, in our layout, that a loaded transformers model has
-            for all of theirs; ``None``: its parameters are named and divided as in checkpoints.
-        twin: a second name of the one tensor: read instead where a checkpoint has it, and written
-            as well.
-    """
-
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
-    read: Callable[[Tensors], Tensors] = _same
-    write: Callable[[Tensors], Tensors] = _same
+    ours: tuple[str, ...]  # names in ``Transformer``
+    theirs: tuple[str, ...]  # names in a checkpoint
+    read: Callable[[Tensors], Tensors] = _same  # theirs to ours
+    write: Callable[[Tensors], Tensors] = _same  # ours to theirs
+    # Name of the one parameter, in our layout, that a loaded transformers model has for all of
+    # theirs; ``None``: its parameters are named and divided as in checkpoints
     loaded: str | None = None
+    # A second name of the one tensor: read instead where a checkpoint has it, and written as well
     twin: str | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's table.
+    """A family's table."""
 
-    Attributes:
-        rows: of a configuration.
-        base: the prefix that checkpoints of the model without its head leave out.
-        unused: ends of names that hold nothing that is computed with here.
-    """
-
-    rows: Callable[[TransformerConfig], Iterator[Row]]
-    base: str
-    unused: tuple[str, ...] = ()
+    rows: Callable[[TransformerConfig], Iterator[Row]]  # of a configuration
+    base: str  # the prefix that checkpoints of the model without its head leave out
+    unused: tuple[str, ...] = ()  # ends of names that hold nothing that is computed with here
 
 
 def _pair(ours: str, theirs: str, *kinds: str) -> Iterator[Row]:

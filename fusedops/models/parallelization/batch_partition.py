@@ -21,21 +21,14 @@ from fusedops.parallel.tensor.replicated import gather_tokens, local_chunk, scat
 
 @dataclass(frozen=True, eq=False)
 class ProcessPartition(BatchPartition):
-    """The part of the batch that a process of a mesh computes.
+    """The part of the batch that a process of a mesh computes."""
 
-    Attributes:
-        place: of this process's tokens and heads in the whole batch, for dropout.
-        router_group: ranks whose tokens count in the auxiliary loss of a router.
-        tp_group: ranks that share the tokens of experts.
-        sequence: whether those tokens are sharded along the sequence already.
-        context_core: attention over the ranks of ``cp``.
-    """
-
-    place: Place
+    place: Place  # of this process's tokens and heads in the whole batch, for dropout
+    # Ranks whose tokens count in the auxiliary loss of a router
     router_group: dist.ProcessGroup | None = None
-    tp_group: dist.ProcessGroup | None = None
-    sequence: bool = False
-    context_core: ContextCore | None = None
+    tp_group: dist.ProcessGroup | None = None  # ranks that share the tokens of experts
+    sequence: bool = False  # whether those tokens are sharded along the sequence already
+    context_core: ContextCore | None = None  # attention over the ranks of ``cp``
 
     @classmethod
     def of(cls, config: ParallelConfig, mesh: Mesh) -> ProcessPartition:

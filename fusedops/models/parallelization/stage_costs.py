@@ -22,17 +22,11 @@ _RUNS = 5
 
 
 class Costs(NamedTuple):
-    """In one unit.
+    """In one unit."""
 
-    Attributes:
-        layers: of each layer.
-        first: of what stands before them.
-        last: of what stands behind them, the loss included.
-    """
-
-    layers: list[float]
-    first: float
-    last: float
+    layers: list[float]  # of each layer
+    first: float  # of what stands before them
+    last: float  # of what stands behind them, the loss included
 
 
 def by_operations(model: TransformerConfig) -> Costs:
