@@ -61,9 +61,6 @@ BANNED = {
 
 VARIABLES = ("each", "found", "held", "taken", "told", "wanted", "whole")
 
-# Public arguments with a former name, by file.
-PUBLIC_ARGUMENTS = (("engine.py", "taken"), ("fsdp.py", "whole"))
-
 PHRASES = (
     "anew",
     "as it is",
@@ -166,7 +163,7 @@ def variables(package: Path) -> list[str]:
                 name = node.id
             else:
                 continue
-            if name in VARIABLES and (path.name, name) not in PUBLIC_ARGUMENTS:
+            if name in VARIABLES:
                 place = f"{PACKAGE}/{path.relative_to(package)}:{node.lineno}"
                 lines.append(f"{place}: {name!r} does not say what the value is")
     return lines

@@ -18,7 +18,7 @@ DType dtype_of(const std::string& name) {
   throw std::invalid_argument("StepQueue: no kernel for dtype " + name);
 }
 
-// What a caller says of one tensor: see TensorStep in fusedops/optim/_step_queue.py.
+// What a caller says of one tensor: see describe in fusedops/optim/_step_queue.py.
 AdamWTensor tensor_of(const py::handle& given) {
   const auto address = [&](const char* name) {
     return reinterpret_cast<void*>(given.attr(name).cast<uintptr_t>());

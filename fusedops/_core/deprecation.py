@@ -1,8 +1,9 @@
 """Former names: accepted for one release, with a ``DeprecationWarning`` that has the new one.
 
 ``@renamed(old=Renamed("new", convert))`` above a dataclass lets its constructor, ``fill`` of a TOML
-table and the options of ``verify`` take the former name of a field. ``former_names`` makes the
-``__getattr__`` of a module that had other names for its classes or functions.
+table and the options of ``verify`` take the former name of a field. ``@renamed_arguments`` does
+that for the keywords of a function. ``former_names`` makes the ``__getattr__`` of a module that had
+other names for its classes or functions.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Class = TypeVar("Class", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,36 @@ def present(kind: type, values: Mapping[str, Any], stacklevel: int = 3) -> dict[
     Raises:
         TypeError: a field is given under both names.
     """
+    return _by_new_name(kind.__name__, former_fields(kind), values, stacklevel + 1)
+
+
+def renamed_arguments(**former: str) -> Callable[[Function], Function]:
+    """Return a decorator that lets a function take former names of its keyword arguments."""
+    renames = {old: Renamed(new) for old, new in former.items()}
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **_by_new_name(function.__qualname__, renames, kwargs, 3))
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _by_new_name(
+    owner: str, former: Mapping[str, Renamed], values: Mapping[str, Any], stacklevel: int
+) -> dict[str, Any]:
+    """Return values by today's names; ``owner`` is whose names they are, for messages."""
     result = dict(values)
-    for old, field in former_fields(kind).items():
+    for old, field in former.items():
         if old not in result:
             continue
         if field.name in result:
-            raise TypeError(f"{kind.__name__}: {old} is the former name of {field.name}: give one")
+            raise TypeError(f"{owner}: {old} is the former name of {field.name}: give one")
         result[field.name] = field.convert(result.pop(old))
         warnings.warn(
-            f"{kind.__name__}: {old} is now {field.name}={result[field.name]!r}; the former name "
+            f"{owner}: {old} is now {field.name}={result[field.name]!r}; the former name "
             "goes with the next release",
             DeprecationWarning,
             stacklevel=stacklevel,

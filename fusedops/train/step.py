@@ -85,7 +85,7 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> StepResult:
         optimizer.grad_scale = scale / coefficient  # type: ignore[attr-defined]
         optimizer.found_inf = torch.tensor(float(action != "go"))  # type: ignore[attr-defined]
         optimizer.step()
-    run.parallel.balance(taken=action == "go")
+    run.parallel.balance(stepped=action == "go")
     optimizer.zero_grad(set_to_none=True)
     routers /= run.ranks.size // layout.pp * layout.microbatches
     return StepResult(loss, routers, norm.item(), lr, action, restored, stops > 0)

@@ -109,7 +109,7 @@ def test_biases_move_by_the_choices_of_the_step_alone(recomputed: bool) -> None:
         assert not layer.balancing.tokens_per_expert.any()
     before = [layer.feed_forward.gate.e_score_correction_bias.clone() for layer in _layers(model)]
     run.step([shard], count)
-    run.balance(taken=False)  # the optimizer made no step
+    run.balance(stepped=False)  # the optimizer made no step
     run.balance()
     for layer, bias in zip(_layers(model), before, strict=True):
         assert torch.equal(layer.feed_forward.gate.e_score_correction_bias, bias)

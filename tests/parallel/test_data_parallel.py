@@ -153,10 +153,10 @@ def test_half_precision_is_summed_in_float32(on_ranks: OnRanks) -> None:
 def _sharded(world: World, stage: int) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
     model = _model()
-    whole = {model[4].bias, model.unused}
+    ignored = {model[4].bias, model.unused}
     blocks = [[model[0], model[2]], model]
-    shard(blocks, mesh, stage=stage, whole=whole)
-    reducer = BucketedAllReduce([list(whole)], world.group(RANKS))
+    shard(blocks, mesh, stage=stage, ignored_params=ignored)
+    reducer = BucketedAllReduce([list(ignored)], world.group(RANKS))
     data = GradientSync([reducer], [model], stage)
     log = _train(model, data, world.rank)
     _assert_same_gradients(model, _alone())

@@ -83,9 +83,9 @@ def _shard_part(
     """Shard what ``zero`` shards of one stage."""
     if mesh is None or config.zero == 0 or config.sizes.data == 1:
         return GradientSync()
-    left = {parameter for name, parameter in model.named_parameters() if name in unsharded}
+    ignored = {parameter for name, parameter in model.named_parameters() if name in unsharded}
     again = config.parallel_optimizer_comm_recompute
-    share = partial(shard, stage=config.zero, whole=left, gather_again=again)
+    share = partial(shard, stage=config.zero, ignored_params=ignored, gather_again=again)
     experts = _expert_modules(model, config) if mesh.expert_data.size() > 1 else []
     if experts:
         share(experts, mesh.expert_data)

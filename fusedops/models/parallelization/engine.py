@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 from fusedops._core import checks, philox
+from fusedops._core.deprecation import renamed_arguments
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.config import TransformerConfig
 from fusedops.models.parallelization import balancing
@@ -307,16 +308,17 @@ class TrainEngine:
             return self.pipeline.norm()
         return global_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
-    def balance(self, *, taken: bool = True) -> None:
+    @renamed_arguments(taken="stepped")
+    def balance(self, *, stepped: bool = True) -> None:
         """Update the biases of routers that balance without a loss; with the optimizer's step.
 
         Uses the choices of all processes since the last call; every process must call this. Models
         without ``balance_rate`` are unchanged.
 
         Args:
-            taken: whether the optimizer made its step; else the choices are discarded.
+            stepped: whether the optimizer made its step; else the choices are discarded.
         """
-        balancing.balance(self.model, self.group("stage"), stepped=taken)
+        balancing.balance(self.model, self.group("stage"), stepped=stepped)
 
     def optimizer(self, **options: Any) -> AdamW:
         """Return an AdamW of the model's parameters, its states where the configuration says.

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fusedops._core import checks
+from fusedops._core.deprecation import renamed_arguments
 from fusedops.parallel.comm import collectives
 
 if TYPE_CHECKING:
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
+@renamed_arguments(whole="ignored_params")
 def shard(
     blocks: Sequence[nn.Module | list[nn.Module]],
     mesh: DeviceMesh,
     *,
     stage: int,
-    whole: set[nn.Parameter] | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
     gather_again: bool = True,
 ) -> None:
     """Shard the parameters of modules over the ranks, by FSDP2.
@@ -42,7 +44,7 @@ def shard(
         mesh: the ranks; of one dimension, or ``[replicas, ranks that shard]`` (HSDP).
         stage: 1, 2 or 3. Stages 1 and 2 keep weights unsharded from the forward to the backward;
             ``GradientSync`` adds that stage 1 reduces gradients once per step.
-        whole: parameters that are not sharded; their gradients are not reduced here
+        ignored_params: parameters that are not sharded; their gradients are not reduced here
             (``BucketedAllReduce`` does that).
         gather_again: with stage 3: gather weights again in the backward, else keep them from the
             forward on.
@@ -75,7 +77,7 @@ def shard(
             # None: all but the model itself, whose own parameters the backward needs first.
             reshard_after_forward=None if stage == 3 and gather_again else False,
             shard_placement_fn=lambda parameter: Shard(_shard_dim(parameter, mesh.size(-1))),
-            ignored_params=whole,
+            ignored_params=ignored_params,
         )
         first: FSDPModule = block[0] if isinstance(block, list) else block  # type: ignore[assignment]
         first.set_gradient_divide_factor(1.0)
