@@ -15,7 +15,7 @@ from torch import nn
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.lm_heads import head_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.ops.linear_act import linear_act
 
@@ -24,8 +24,6 @@ class _Output(nn.Module):
     """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``, all after the product in one."""
 
     def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
-            return super().forward(hidden_states, input_tensor)
         dropout_p = residual_norm.probability(self.dropout)
         branch = self.dense(hidden_states)
         return residual_norm.add_norm(branch, input_tensor, self.LayerNorm, dropout_p)[0]
@@ -38,10 +36,8 @@ class _DenseAct(nn.Module):
     with_norm: bool
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        name = self.activation_child
-        if not runs_here(hidden_states) or feed_forward.dense_act_obstacle(self, "dense", name):
-            return super().forward(hidden_states)
-        output = feed_forward.dense_act(self.dense, getattr(self, name), hidden_states)
+        activation = getattr(self, self.activation_child)
+        output = feed_forward.dense_act(self.dense, activation, hidden_states)
         return self.LayerNorm(output) if self.with_norm else output
 
 
@@ -49,8 +45,6 @@ class _LMHead(nn.Module):
     """``decoder(layer_norm(gelu(dense(features))))``; its GELU is a function."""
 
     def forward(self: Any, features: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if not runs_here(features) or _head_obstacle(self) is not None:
-            return super().forward(features, **kwargs)
         dense = self.dense
         hidden_states = linear_act(features, dense.weight, dense.bias, activation="gelu")
         return self.decoder(self.layer_norm(hidden_states))
@@ -89,6 +83,7 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Pa
             feed_forward.probe_dense_act,
             _head_obstacle,
             absorbs=("dense",),
+            guarded=True,
         ),
         head_rule(getattr(family, f"{prefix}ForMaskedLM"), module_name),
     )
@@ -108,6 +103,7 @@ def dense_act_rule(
         feed_forward.probe_dense_act,
         lambda module: feed_forward.dense_act_obstacle(module, "dense", activation),
         absorbs=("dense", activation),
+        guarded=True,
     )
 
 

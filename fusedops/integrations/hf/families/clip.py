@@ -9,7 +9,6 @@ from transformers.models.clip import modeling_clip
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import runs_here
 
 
 class CLIPEncoderLayer(modeling_clip.CLIPEncoderLayer):
@@ -19,8 +18,6 @@ class CLIPEncoderLayer(modeling_clip.CLIPEncoderLayer):
         self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Return the residual stream after the block."""
-        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
-            return super().forward(hidden_states, attention_mask, **kwargs)
         attended, _ = self.self_attn(
             hidden_states=self.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs
         )

@@ -9,7 +9,7 @@ from transformers.models.distilbert import modeling_distilbert
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule
 
 _NAMES = feed_forward.Names("lin1", "activation", "lin2")
 
@@ -19,8 +19,6 @@ class FFN(modeling_distilbert.FFN):
 
     def ff_chunk(self, input: torch.Tensor) -> torch.Tensor:
         """Return the dropped-out output of the layer."""
-        if not runs_here(input) or _feed_forward_obstacle(self) is not None:
-            return super().ff_chunk(input)
         return self.dropout(feed_forward.fused(self, _NAMES, input))
 
 
@@ -34,8 +32,6 @@ class TransformerBlock(modeling_distilbert.TransformerBlock):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the hidden states after the block."""
-        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
-            return super().forward(hidden_states, attention_mask, **kwargs)
         attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
         hidden_states, _ = residual_norm.add_norm(attended, hidden_states, self.sa_layer_norm)
         with residual_norm.deferred(self.ffn, "dropout", _FFNS) as dropout_p:
@@ -47,10 +43,6 @@ class TransformerBlock(modeling_distilbert.TransformerBlock):
 
 
 _FFNS = (modeling_distilbert.FFN, FFN)
-
-
-def _feed_forward_obstacle(module: Any) -> str | None:
-    return feed_forward.obstacle(module, _NAMES)
 
 
 RULES = (
@@ -68,8 +60,9 @@ RULES = (
         ("mlp",),
         "O2",
         feed_forward.probe,
-        _feed_forward_obstacle,
+        lambda module: feed_forward.obstacle(module, _NAMES),
         absorbs=("lin1", "activation", "lin2"),
+        guarded=True,
         methods=("ff_chunk",),
     ),
 )

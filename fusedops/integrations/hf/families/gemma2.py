@@ -12,17 +12,12 @@ from transformers.models.gemma2 import modeling_gemma2
 
 from fusedops.integrations.hf.families import llama_like
 from fusedops.integrations.hf.rules import rms_norms
-from fusedops.integrations.hf.rules.rule import global_hooks
 
 
 class _DecoderLayer(llama_like.PositionsFirst):
     absorbs = ("pre_feedforward_layernorm",)
 
-    def _obstacle(self: Any) -> str | None:
-        name = "pre_feedforward_layernorm"
-        return rms_norms.norm_obstacle(name, self.pre_feedforward_layernorm) or global_hooks()
-
-    def _residuals(self: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    def _residuals(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states)
         attended, _ = self.self_attn(hidden_states=normed, **options)
         attended = self.post_attention_layernorm(attended)

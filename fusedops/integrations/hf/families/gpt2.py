@@ -14,7 +14,7 @@ from transformers.models.gpt2 import modeling_gpt2
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks
 from fusedops.integrations.hf.rules.transformers_modules import (
     activation_obstacle,
     conv1d_obstacle,
@@ -29,24 +29,13 @@ class GPT2MLP(modeling_gpt2.GPT2MLP):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the dropped-out output of the layer."""
-        if not runs_here(hidden_states) or mlp_obstacle(self) is not None:
-            return super().forward(hidden_states)
-        return self.dropout(before_dropout(self, hidden_states))
+        first, second = self.c_fc, self.c_proj
+        # The weights of Conv1D are [in, out].
+        weights = (first.weight.t(), first.bias, second.weight.t(), second.bias)
+        return self.dropout(mlp(hidden_states, *weights, activation=known_activation(self.act)))
 
 
-def before_dropout(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return what a ``GPT2MLP`` computes up to its dropout. ``Conv1D`` weights are [in, out]."""
-    return mlp(
-        hidden_states,
-        module.c_fc.weight.t(),
-        module.c_fc.bias,
-        module.c_proj.weight.t(),
-        module.c_proj.bias,
-        activation=known_activation(module.act),
-    )
-
-
-def mlp_obstacle(module: Any) -> str | None:
+def _mlp_obstacle(module: Any) -> str | None:
     """Return why the MLP cannot run as one op now, or ``None``."""
     return (
         conv1d_obstacle("c_fc", module.c_fc)
@@ -70,11 +59,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream after the block."""
-        if (
-            encoder_hidden_states is not None
-            or not runs_here(hidden_states)
-            or self.fused_rule.obstacle(self) is not None
-        ):
+        if encoder_hidden_states is not None:
             return super().forward(
                 hidden_states,
                 past_key_values,
@@ -124,7 +109,8 @@ RULES = (
         ("mlp",),
         "O2",
         feed_forward.probe,
-        mlp_obstacle,
+        _mlp_obstacle,
         absorbs=("c_fc", "act", "c_proj"),
+        guarded=True,
     ),
 )

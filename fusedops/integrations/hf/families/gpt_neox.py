@@ -10,10 +10,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import (
-    runs_here,
-    subclass,
-)
+from fusedops.integrations.hf.rules.rule import subclass
 
 
 class _Layer(nn.Module):
@@ -33,7 +30,8 @@ class _Layer(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream after the layer."""
-        options = dict(
+        attended, _ = self.attention(
+            self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
             use_cache=use_cache,
@@ -41,13 +39,6 @@ class _Layer(nn.Module):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        if (
-            self.use_parallel_residual
-            or not runs_here(hidden_states)
-            or self.fused_rule.obstacle(self) is not None
-        ):
-            return super().forward(hidden_states, **options)
-        attended, _ = self.attention(self.input_layernorm(hidden_states), **options)
         dropout_p = residual_norm.probability(self.post_attention_dropout)
         norm = self.post_attention_layernorm
         normed, residual = residual_norm.add_norm(attended, hidden_states, norm, dropout_p)
@@ -55,7 +46,12 @@ class _Layer(nn.Module):
 
 
 _ORIGINAL = modeling_gpt_neox.GPTNeoXLayer
-_UNKNOWN = residual_norm.unknown(_Layer, _ORIGINAL)
+_UNKNOWN = residual_norm.unknown(_Layer, _ORIGINAL, ("use_parallel_residual",))
+
+
+def _obstacle(layer: Any) -> str | None:
+    return "its branches are parallel" if layer.use_parallel_residual else _UNKNOWN
+
 
 RULES = (
     attention_rule(modeling_gpt_neox.GPTNeoXAttention, __name__, eager=True, rotary=True),
@@ -69,7 +65,7 @@ RULES = (
         ("add_layer_norm",),
         norms=("post_attention_layernorm",),
         dropouts=("post_attention_dropout",),
-        obstacle=lambda layer: _UNKNOWN,
+        obstacle=_obstacle,
         applies=lambda layer: not layer.use_parallel_residual,
     ),
 )

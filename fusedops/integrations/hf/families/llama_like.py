@@ -15,25 +15,19 @@ from torch import nn
 from fusedops.integrations.hf.rules import residual_norm, rms_norms
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.gated_mlp import gated_mlp_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
 
 
 class _Layer(nn.Module):
     """A decoder layer's work, whatever the order of its arguments.
 
-    ``absorbs`` names the norm after the first residual sum, which is computed in one pass with it.
+    ``absorbs`` names the norm after the first residual sum, which is computed in one pass with it,
+    and the dropout before the sum where there is one.
     """
 
     absorbs: tuple[str, ...] = ("post_attention_layernorm",)
 
-    def _obstacle(self: Any) -> str | None:
-        name = "post_attention_layernorm"
-        return rms_norms.norm_obstacle(name, self.post_attention_layernorm) or global_hooks()
-
-    def _steps_aside(self, hidden_states: torch.Tensor) -> bool:
-        return not runs_here(hidden_states) or self._obstacle() is not None
-
-    def _residuals(self: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    def _residuals(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states)
         attended, _ = self.self_attn(hidden_states=normed, **options)
         norm = self.post_attention_layernorm
@@ -57,7 +51,8 @@ class DecoderLayer(_Layer):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream after the layer."""
-        options = dict(
+        return self._residuals(
+            hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -65,9 +60,6 @@ class DecoderLayer(_Layer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        if self._steps_aside(hidden_states):
-            return super().forward(hidden_states, **options)
-        return self._residuals(hidden_states, options)
 
 
 class PositionsFirst(_Layer):
@@ -83,29 +75,36 @@ class PositionsFirst(_Layer):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream after the layer."""
-        options = dict(
+        return self._residuals(
+            hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             **kwargs,
         )
-        if self._steps_aside(hidden_states):
-            return super().forward(hidden_states, **options)
-        return self._residuals(hidden_states, options)
 
 
 def layer_rule(original: type[nn.Module], forward: type[_Layer], module_name: str) -> PatchRule:
     """Return the rule for a decoder layer, which refuses where this transformers has another."""
     unknown = residual_norm.unknown(forward, original)
+    norm, *dropouts = forward.absorbs
+
+    def obstacle(layer: Any) -> str | None:
+        reason = unknown or rms_norms.norm_obstacle(norm, getattr(layer, norm))
+        for name in dropouts:
+            reason = reason or residual_norm.dropout_obstacle(name, getattr(layer, name))
+        return reason or global_hooks()
+
     return PatchRule(
         original,
         subclass(original, forward, module_name),
         ("add_rms_norm",),
         "O1",
-        lambda layer: rms_norms.probe_add_norm(getattr(layer, forward.absorbs[0])),
-        lambda layer: unknown or forward._obstacle(layer),
+        lambda layer: rms_norms.probe_add_norm(getattr(layer, norm)),
+        obstacle,
         absorbs=forward.absorbs,
+        guarded=True,
     )
 
 

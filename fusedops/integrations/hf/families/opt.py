@@ -10,12 +10,7 @@ from transformers.models.opt import modeling_opt
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import (
-    PatchRule,
-    global_hooks,
-    runs_here,
-    subclass,
-)
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 _NAMES = feed_forward.Names()
@@ -40,8 +35,6 @@ class _DecoderLayer(nn.Module):
             position_ids=position_ids,
             **kwargs,
         )
-        if not runs_here(hidden_states) or _layer_obstacle(self) is not None:
-            return super().forward(hidden_states, use_cache=use_cache, **options)
         dropout_p = self.dropout if self.training else 0.0
         first, second = self.self_attn_layer_norm, self.final_layer_norm
         if not self.do_layer_norm_before:
@@ -97,5 +90,6 @@ RULES = (
         absorbs=("self_attn_layer_norm", "final_layer_norm", "fc1", "activation_fn", "fc2"),
         note=_note,
         calls=_called,
+        guarded=True,
     ),
 )

@@ -11,20 +11,12 @@ from fusedops.integrations.hf.families import llama_like
 from fusedops.integrations.hf.rules import residual_norm, rms_norms
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.gated_mlp import packed_gated_mlp_rule
-from fusedops.integrations.hf.rules.rule import global_hooks
 
 
 class _DecoderLayer(llama_like.DecoderLayer):
     absorbs = ("post_attention_layernorm", "resid_attn_dropout")
 
-    def _obstacle(self: Any) -> str | None:
-        return (
-            rms_norms.norm_obstacle("post_attention_layernorm", self.post_attention_layernorm)
-            or residual_norm.dropout_obstacle("resid_attn_dropout", self.resid_attn_dropout)
-            or global_hooks()
-        )
-
-    def _residuals(self: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    def _residuals(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states)
         attended, _ = self.self_attn(hidden_states=normed, **options)
         dropout_p = residual_norm.probability(self.resid_attn_dropout)

@@ -46,8 +46,6 @@ class T5DenseActDense(modeling_t5.T5DenseActDense):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
-        if not runs_here(hidden_states) or _plain_obstacle(self) is not None:
-            return super().forward(hidden_states)
         if not _called_by_plain(self):
             return feed_forward.fused(self, _NAMES, hidden_states)
         return _rest(self, feed_forward.dense_act(self.wi, self.act, hidden_states))
@@ -58,8 +56,6 @@ class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
-        if not runs_here(hidden_states) or _gated_obstacle(self) is not None:
-            return super().forward(hidden_states)
         name = known_activation(self.act)
         gate, up = self.wi_0.weight, self.wi_1.weight
         return _rest(self, linear_glu(hidden_states, gate, up, activation=name))
@@ -79,12 +75,7 @@ class T5LayerFF(modeling_t5.T5LayerFF):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the sublayer."""
-        if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
-            return super().forward(hidden_states)
-        output = self.DenseReluDense(self.layer_norm(hidden_states))
-        return bias_dropout_add(
-            output, None, hidden_states, residual_norm.probability(self.dropout)
-        )
+        return _summed(self, self.DenseReluDense(self.layer_norm(hidden_states)), hidden_states)
 
 
 class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
@@ -99,10 +90,6 @@ class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """Return the residual stream, the position bias and the attention's weights."""
-        if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
-            return super().forward(
-                hidden_states, attention_mask, position_bias, past_key_values, **kwargs
-            )
         attended, *rest = self.SelfAttention(
             self.layer_norm(hidden_states),
             mask=attention_mask,
@@ -110,8 +97,7 @@ class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
             past_key_values=past_key_values,
             **kwargs,
         )
-        dropout_p = residual_norm.probability(self.dropout)
-        return bias_dropout_add(attended, None, hidden_states, dropout_p), *rest
+        return _summed(self, attended, hidden_states), *rest
 
 
 class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
@@ -127,15 +113,6 @@ class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """Return the residual stream, the position bias and the attention's weights."""
-        if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
-            return super().forward(
-                hidden_states,
-                key_value_states,
-                attention_mask,
-                position_bias,
-                past_key_values,
-                **kwargs,
-            )
         attended, *rest = self.EncDecAttention(
             self.layer_norm(hidden_states),
             mask=attention_mask,
@@ -144,8 +121,12 @@ class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
             past_key_values=past_key_values,
             **kwargs,
         )
-        dropout_p = residual_norm.probability(self.dropout)
-        return bias_dropout_add(attended, None, hidden_states, dropout_p), *rest
+        return _summed(self, attended, hidden_states), *rest
+
+
+def _summed(sublayer: Any, branch: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Return the residual stream after the sublayer's dropout."""
+    return bias_dropout_add(branch, None, residual, residual_norm.probability(sublayer.dropout))
 
 
 def _plain_obstacle(module: Any) -> str | None:
@@ -219,6 +200,7 @@ RULES = (
             _probe_sublayer,
             _sublayer_obstacle,
             absorbs=("dropout",),
+            guarded=True,
         )
         for original, patched in _SUBLAYERS
     ),
@@ -231,6 +213,7 @@ RULES = (
         _plain_obstacle,
         absorbs=("wi", "act", "dropout", "wo"),
         calls=_called_by_plain,
+        guarded=True,
     ),
     PatchRule(
         modeling_t5.T5DenseGatedActDense,
@@ -240,5 +223,6 @@ RULES = (
         gated_mlp.probe,
         _gated_obstacle,
         absorbs=("wi_0", "wi_1", "act"),
+        guarded=True,
     ),
 )

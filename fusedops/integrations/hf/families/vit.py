@@ -9,7 +9,6 @@ from transformers.models.vit import modeling_vit
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 
@@ -23,8 +22,6 @@ class ViTLayer(modeling_vit.ViTLayer):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream after the block."""
-        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
-            return super().forward(hidden_states, attention_mask, **kwargs)
         dropout_p = residual_norm.probability(self.dropout)
         normed = self.layernorm_before(hidden_states)
         attended, _ = self.attention(normed, attention_mask, **kwargs)

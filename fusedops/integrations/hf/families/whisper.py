@@ -28,8 +28,6 @@ class WhisperEncoderLayer(modeling_whisper.WhisperEncoderLayer):
         self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Return the residual stream after the layer."""
-        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
-            return super().forward(hidden_states, attention_mask, **kwargs)
         attended, _ = self.self_attn(
             hidden_states=self.self_attn_layer_norm(hidden_states),
             attention_mask=attention_mask,
@@ -56,16 +54,6 @@ class WhisperDecoderLayer(modeling_whisper.WhisperDecoderLayer):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream after the layer."""
-        if not runs_here(hidden_states) or self.fused_rule.obstacle(self) is not None:
-            return super().forward(
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                past_key_values,
-                use_cache,
-                **kwargs,
-            )
         attended, _ = self.self_attn(
             self.self_attn_layer_norm(hidden_states),
             past_key_values=past_key_values,

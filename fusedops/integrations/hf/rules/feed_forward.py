@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import (
     activation_obstacle,
@@ -77,8 +77,6 @@ class _FeedForward(nn.Module):
     names: Names
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not runs_here(hidden_states) or obstacle(self, self.names) is not None:
-            return super().forward(hidden_states)
         return fused(self, self.names, hidden_states)
 
 
@@ -97,4 +95,5 @@ def feed_forward_rule(
         probe,
         lambda module: obstacle(module, names),
         absorbs=(names.first, names.activation, names.second),
+        guarded=True,
     )

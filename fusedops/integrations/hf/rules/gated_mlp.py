@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import (
     activation_name,
@@ -27,8 +27,6 @@ class _GatedMLP(nn.Module):
     """The forward of every patched gated feed-forward layer."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if not runs_here(x) or _obstacle(self) is not None:
-            return super().forward(x)
         name = known_activation(self.act_fn)
         if _projections_obstacle(self) is None:
             gate, up = self.gate_proj.weight, self.up_proj.weight
@@ -87,6 +85,7 @@ def gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
         absorbs=(*_PROJECTIONS, "act_fn"),
         calls=_called_projections,
         note=_note,
+        guarded=True,
     )
 
 
@@ -109,8 +108,6 @@ class _PackedGatedMLP(nn.Module):
     """The forward of a gated feed-forward layer whose two projections are one linear layer."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not runs_here(hidden_states) or _packed_obstacle(self) is not None:
-            return super().forward(hidden_states)
         name = known_activation(self.activation_fn)
         gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         return self.down_proj(_gated(gate, up, name))
@@ -125,9 +122,16 @@ def _packed_obstacle(module: Any) -> str | None:
 
 def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
     """Return the rule for a layer of ``gate_up_proj``, ``down_proj`` and ``activation_fn``."""
-    patched = subclass(original, _PackedGatedMLP, module_name)
-    ops, absorbs = ("swiglu",), ("activation_fn",)
-    return PatchRule(original, patched, ops, "O1", _probe_packed, _packed_obstacle, absorbs=absorbs)
+    return PatchRule(
+        original,
+        subclass(original, _PackedGatedMLP, module_name),
+        ("swiglu",),
+        "O1",
+        _probe_packed,
+        _packed_obstacle,
+        absorbs=("activation_fn",),
+        guarded=True,
+    )
 
 
 def _probe_packed(module: Any) -> None:

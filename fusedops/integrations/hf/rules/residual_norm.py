@@ -149,6 +149,7 @@ def layer_rule(
         lambda layer: probe_add_norm(getattr(layer, norms[-1])),
         layer_obstacle,
         absorbs=(*norms, *dropouts, *absorbs),
+        guarded=True,
         **options,
     )
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf.rules import residual_norm
-from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, subclass
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_route import moe_route
 
@@ -27,8 +27,6 @@ class Router(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> Routed:
         """Return logits ``[tokens, num_experts]``, weights and indices ``[tokens, k]``."""
-        if not runs_here(hidden_states) or self._obstacle() is not None:
-            return super().forward(hidden_states)
         logits, plan = self._route(hidden_states)
         return logits, self._rounded(plan.probs, logits), plan.expert_ids.long()
 
@@ -133,6 +131,7 @@ def router_rule(original: type[nn.Module], forward: type[Router], module_name: s
         "O2",
         _probe,
         lambda module: unknown or forward._obstacle(module),
+        guarded=True,
     )
 
 

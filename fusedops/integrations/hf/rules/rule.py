@@ -18,6 +18,7 @@ fused forward does not know: ``PatchRule`` puts these questions in front of it
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ class PatchRule:
         calls: those of ``absorbs`` that it still calls for an instance in its current state.
         inside: further children whose work it does for an instance in its current state.
         methods: those of ``patched`` that call fused ops.
+        guarded: whether the original runs where an instance has an obstacle, or where the ops have
+            no kernels for the first argument; otherwise ``methods`` find that out themselves.
         places: what these methods of ``original`` are made of, read when the rule is made.
     """
 
@@ -88,6 +91,7 @@ class PatchRule:
     calls: Callable[[Any], tuple[str, ...]] = _nothing
     inside: Callable[[Any], tuple[str, ...]] = _nothing
     methods: tuple[str, ...] = ("forward",)
+    guarded: bool = False
     places: Places = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,18 +137,22 @@ def _asking(rule: PatchRule, name: str) -> Callable[..., Any]:
     them when it compiles, and guards what it found.
     """
     original, patched, places = rule.original, rule.patched, rule.places
+    guarded, obstacle = rule.guarded, rule.obstacle
     fused = getattr(patched, name)
     known = known_arguments(fused, getattr(original, name))
     most = known.positional - 1  # self is no element of args
     any_keyword = known.names is None and not known.foreign
+    first = list(inspect.signature(fused).parameters)[1]
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        input = args[0] if args else kwargs.get(first)
         if (
             not isinstance(self, patched)
             or len(args) > most
             or (kwargs and not any_keyword and foreign_keyword(known, kwargs) is not None)
             or replaced(places)
             or context_obstacle()
+            or (guarded and (input is None or not runs_here(input) or obstacle(self) is not None))
         ):
             return getattr(original, name)(self, *args, **kwargs)
         return fused(self, *args, **kwargs)

@@ -81,12 +81,6 @@ class LayerNorm(fused.LayerNorm):
 
     qconfig = _Qconfig()
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the normalised input."""
-        if not runs_here(input):
-            return nn.LayerNorm.forward(self, input)
-        return super().forward(input)
-
 
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` with the fused op."""
@@ -104,8 +98,6 @@ class GELU(nn.GELU):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return GELU of the input."""
-        if not runs_here(input):
-            return super().forward(input)
         return gelu(input, self.approximate)
 
 
@@ -251,6 +243,10 @@ def _probe_rms_norm(module: nn.RMSNorm) -> None:
     rms_norm(like(module).new_zeros((1, *shape)), shape, weight, module.eps)
 
 
+def _probe_gelu(module: nn.GELU) -> None:
+    gelu(torch.zeros(1), module.approximate)
+
+
 def _probe_linear(module: nn.Linear) -> None:
     weight = gathered(module.weight)
     rows = like(module).new_zeros(16, module.in_features)
@@ -272,11 +268,9 @@ def _probe_loss(module: nn.CrossEntropyLoss) -> None:
 
 
 RULES = (
-    PatchRule(nn.LayerNorm, LayerNorm, ("layer_norm",), "O1", _probe_layer_norm),
+    PatchRule(nn.LayerNorm, LayerNorm, ("layer_norm",), "O1", _probe_layer_norm, guarded=True),
     PatchRule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", _probe_rms_norm),
-    PatchRule(
-        nn.GELU, GELU, ("gelu",), "O1", lambda module: gelu(torch.zeros(1), module.approximate)
-    ),
+    PatchRule(nn.GELU, GELU, ("gelu",), "O1", _probe_gelu, guarded=True),
     PatchRule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, weight_obstacle),
     PatchRule(
         nn.Sequential,

@@ -21,7 +21,6 @@ from fusedops.integrations.hf.rules.rule import (
     bypass_obstacle,
     like,
     plain_weight,
-    runs_here,
     subclass,
     weight_obstacle,
 )
@@ -55,8 +54,6 @@ class _Gelu(nn.Module):
     widens: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not runs_here(input):
-            return super().forward(input)
         if self.widens and input.is_cuda and torch.is_autocast_enabled("cuda"):
             input = input.float()
         return gelu(input, self.approximate)
@@ -75,7 +72,7 @@ for _name, (_approximate, _activation) in _GELUS.items():
     _widens = _name in _WITH_POW
     _patched = subclass(_original, _Gelu, __name__, approximate=_approximate, widens=_widens)
     _NAMES.update({_original: _activation, _patched: _activation})
-    _GELU_RULES.append(PatchRule(_original, _patched, ("gelu",), "O1", _probe_gelu))
+    _GELU_RULES.append(PatchRule(_original, _patched, ("gelu",), "O1", _probe_gelu, guarded=True))
 for _name, _activation in _OTHERS.items():
     if hasattr(activations, _name):
         _NAMES[getattr(activations, _name)] = _activation
