@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from fusedops._core import checks
-from fusedops.nn._arguments import check_norm, check_place
+from fusedops.nn.layer_norm import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
 
 
-class AddLayerNorm(nn.LayerNorm):
+class AddLayerNorm(LayerNorm):
     """Add to the residual stream and normalise the sum.
 
     ``summed = residual + dropout(input); normed = layer_norm(summed) * weight + bias``
@@ -19,12 +18,7 @@ class AddLayerNorm(nn.LayerNorm):
     which it is a subclass, so that weight decay rules and initialisers treat it as one.
 
     Args:
-        normalized_shape: sizes of the trailing dimensions, or the size of the last one.
-        eps: added to the variance.
-        elementwise_affine: whether there is a weight (and a bias).
-        bias: whether there is a bias; only read with ``elementwise_affine``.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        normalized_shape: this and the following up to ``dtype`` as in :class:`LayerNorm`.
         dropout_p: probability with which an element of ``input`` is dropped in training.
 
     Raises:
@@ -52,10 +46,7 @@ class AddLayerNorm(nn.LayerNorm):
         *,
         dropout_p: float = 0.0,
     ) -> None:
-        name = type(self).__name__
-        checks.probability(name, "dropout_p", dropout_p)
-        check_norm(name, normalized_shape, eps, elementwise_affine=elementwise_affine, bias=bias)
-        check_place(name, device, dtype)
+        checks.probability(type(self).__name__, "dropout_p", dropout_p)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.dropout_p = dropout_p
 

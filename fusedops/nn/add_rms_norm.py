@@ -18,13 +18,7 @@ class AddRMSNorm(RMSNorm):
     it is a subclass, so that weight decay rules and initialisers treat it as one.
 
     Args:
-        normalized_shape: sizes of the trailing dimensions, or the size of the last one.
-        eps: added to the mean square; ``None``: as ``fusedops.rms_norm``.
-        elementwise_affine: whether there is a weight.
-        device: device of the weight.
-        dtype: dtype of the weight.
-        weight_offset: added to the weight, which starts at ``1 - weight_offset``; 1 for Gemma.
-        rounding: ``"torch"`` or ``"hf"``, see ``fusedops.rms_norm``.
+        normalized_shape: this and the following up to ``rounding`` as in :class:`RMSNorm`.
         dropout_p: probability with which an element of ``input`` is dropped in training.
 
     Raises:

@@ -13,7 +13,32 @@ from fusedops.nn._arguments import check_flags, check_place, check_sizes
 from fusedops.ops.linear_act import linear_act
 
 
-class LinearAct(nn.Module):
+class LinearParameters(nn.Module):
+    """The parameters of ``torch.nn.Linear``: ``weight``, and ``bias`` or ``None``."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+
+        def parameter(*sizes: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
+
+        self.weight = parameter(out_features, in_features)
+        self.register_parameter("bias", parameter(out_features) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as ``torch.nn.Linear`` does."""
+        reset_linear(self.weight, self.bias)
+
+
+class LinearAct(LinearParameters):
     """Apply a linear layer and an activation.
 
     ``y = activation(x @ weight.T + bias)``
@@ -52,27 +77,15 @@ class LinearAct(nn.Module):
         *,
         activation: str = "fast_gelu",
     ) -> None:
-        super().__init__()
         name = "LinearAct"
         check_sizes(name, in_features=in_features, out_features=out_features)
         checks.choice(name, "activation", activation, ACTIVATIONS)
         check_flags(name, bias=bias)
         check_place(name, device, dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
         self.in_features = in_features
         self.out_features = out_features
         self.activation = activation
-        self.weight = nn.Parameter(
-            torch.empty(out_features, in_features, device=device, dtype=dtype)
-        )
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the parameters as ``torch.nn.Linear`` does."""
-        reset_linear(self.weight, self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., out_features]`` for ``[..., in_features]``."""

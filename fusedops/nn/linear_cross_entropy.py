@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fusedops._core import checks
 from fusedops.nn._arguments import check_flags, check_place, check_sizes
-from fusedops.nn.linear_act import reset_linear
+from fusedops.nn.linear_act import LinearParameters
 from fusedops.ops._cross_entropy_math import check_options
 from fusedops.ops.linear_cross_entropy import check_chunks, linear_cross_entropy
 
 
-class LinearCrossEntropyLoss(nn.Module):
+class LinearCrossEntropyLoss(LinearParameters):
     """Compute the loss of a language model from its last hidden states.
 
     ``cross_entropy(hidden @ weight.T + bias, target)``
@@ -29,14 +28,7 @@ class LinearCrossEntropyLoss(nn.Module):
         bias: whether there is a bias.
         device: device of the parameters.
         dtype: dtype of the parameters.
-        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
-        label_smoothing: fraction of the target that is distributed over all classes.
-        z_loss: weight of ``lse^2``, which keeps the logits from drifting.
-        softcap: bound of the logits' absolute value, or ``None``.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        chunk_size: number of classes whose logits are in memory at a time; ``None``: the op's
-            default.
-        recompute: recompute the logits in the backward, as in ``linear_cross_entropy``.
+        ignore_index: this and the following as in ``fusedops.linear_cross_entropy``.
 
     Raises:
         ValueError: an option is out of range.
@@ -71,13 +63,13 @@ class LinearCrossEntropyLoss(nn.Module):
         chunk_size: int | None = None,
         recompute: bool | None = None,
     ) -> None:
-        super().__init__()
         op = "LinearCrossEntropyLoss"
         check_sizes(op, hidden_size=hidden_size, vocab_size=vocab_size)
         check_flags(op, bias=bias)
         check_place(op, device, dtype)
         check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
         check_chunks(op, chunk_size, recompute)
+        super().__init__(hidden_size, vocab_size, bias, device, dtype)
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.ignore_index = ignore_index
@@ -87,16 +79,6 @@ class LinearCrossEntropyLoss(nn.Module):
         self.reduction = reduction
         self.chunk_size = chunk_size
         self.recompute = recompute
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(vocab_size, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the parameters as ``torch.nn.Linear`` does."""
-        reset_linear(self.weight, self.bias)
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss of ``hidden`` ``[..., hidden_size]`` and ``target`` ``[...]``."""

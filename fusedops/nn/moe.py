@@ -194,18 +194,9 @@ class MoE(nn.Module):
                 correction_bias,
                 **place,
             )
-        self.experts = _Experts(
-            hidden_size,
-            intermediate_size,
-            num_experts,
-            activation,
-            gated,
-            interleaved,
-            bias,
-            transposed,
-            recompute,
-            **place,
-        )
+        form = {"activation": activation, "gated": gated, "interleaved": interleaved}
+        sizes = (num_experts, hidden_size, intermediate_size)
+        self.experts = _Experts(*sizes, form, bias, transposed, recompute, **place)
         self.shared_experts: GatedMLP | MLP | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_intermediate_size is not None:
@@ -289,22 +280,17 @@ class _Router(nn.Module):
         logits_dtype: torch.dtype | None,
         bias: bool,
         correction_bias: bool,
-        *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        **place: Any,
     ) -> None:
         super().__init__()
         self.top_k = top_k
         self.options = options
         self.jitter = jitter
         self.logits_dtype = logits_dtype
-        self.weight = nn.Parameter(
-            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
-        )
-        empty = torch.empty(num_experts, device=device, dtype=dtype) if bias else None
-        self.bias = None if empty is None else nn.Parameter(empty)
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **place))
+        self.bias = nn.Parameter(torch.empty(num_experts, **place)) if bias else None
         # float32 whatever the parameters are: it moves by small steps.
-        balance = torch.zeros(num_experts, device=device) if correction_bias else None
+        balance = torch.zeros(num_experts, device=place["device"]) if correction_bias else None
         self.register_buffer("e_score_correction_bias", balance)
         self.reset_parameters()
 
@@ -356,6 +342,7 @@ class _Experts(nn.Module):
     """The weights of all experts.
 
     Attributes:
+        form: ``activation``, ``gated`` and ``interleaved``, as in ``fusedops.moe_mlp``.
         stored: ``(plan, tensors, compute)`` runs ``compute`` where weights and biases lie
             elsewhere: it brings those that the plan names (``fusedops.memory.store_experts``).
     """
@@ -364,37 +351,32 @@ class _Experts(nn.Module):
 
     def __init__(
         self,
+        num_experts: int,
         hidden_size: int,
         intermediate_size: int,
-        num_experts: int,
-        activation: str,
-        gated: bool,
-        interleaved: bool,
+        form: dict[str, Any],
         bias: bool,
         transposed: bool,
         recompute: bool,
-        *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        **place: Any,
     ) -> None:
         super().__init__()
-        self.activation = activation
-        self.gated = gated
-        self.interleaved = interleaved
+        self.form = form
         self.transposed = transposed
         self.recompute = recompute
-        self.first = "gate_up_proj" if gated else "up_proj"
+        self.first = "gate_up_proj" if form["gated"] else "up_proj"
         sizes = {
-            self.first: (hidden_size, (2 if gated else 1) * intermediate_size),
+            self.first: (hidden_size, (2 if form["gated"] else 1) * intermediate_size),
             "down_proj": (intermediate_size, hidden_size),
         }
+
+        def parameter(*sizes: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *sizes, **place))
+
         for name, (inputs, outputs) in sizes.items():
             shape = (inputs, outputs) if transposed else (outputs, inputs)
-            weight = torch.empty(num_experts, *shape, device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(weight))
-            offset = torch.empty(num_experts, outputs, device=device, dtype=dtype) if bias else None
-            parameter = None if offset is None else nn.Parameter(offset)
-            self.register_parameter(f"{name}_bias", parameter)
+            self.register_parameter(name, parameter(*shape))
+            self.register_parameter(f"{name}_bias", parameter(outputs) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -412,18 +394,7 @@ class _Experts(nn.Module):
             w1, w2, b1, b2 = tensors
             if not self.transposed:
                 w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-            return moe_mlp(
-                input,
-                plan,
-                w1,
-                w2,
-                b1,
-                b2,
-                activation=self.activation,
-                gated=self.gated,
-                interleaved=self.interleaved,
-                recompute=self.recompute,
-            )
+            return moe_mlp(input, plan, w1, w2, b1, b2, recompute=self.recompute, **self.form)
 
         if self.stored is not None:
             return self.stored(plan, tensors, compute)
@@ -435,8 +406,8 @@ class _Experts(nn.Module):
         inputs, outputs = shape if self.transposed else reversed(shape)
         return (
             f"num_experts={num_experts}, hidden_size={inputs}, "
-            f"intermediate_size={outputs // (2 if self.gated else 1)}, "
-            f"activation={self.activation!r}"
+            f"intermediate_size={outputs // (2 if self.form['gated'] else 1)}, "
+            f"activation={self.form['activation']!r}"
         )
 
 

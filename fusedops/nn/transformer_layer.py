@@ -63,6 +63,19 @@ def _activation_name(activation: Any) -> str | None:
     return None if isinstance(activation, nn.Module) else _FUNCTIONS.get(activation)
 
 
+def _attend(
+    attention: nn.MultiheadAttention,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    mask: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    is_causal: bool,
+) -> torch.Tensor:
+    options = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
+    output, _ = attention(queries, keys, keys, key_padding_mask, **options)
+    return output
+
+
 def _norm(x: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
     return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
@@ -145,23 +158,15 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         if src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
 
-        def attend(x: torch.Tensor) -> torch.Tensor:
-            output, _ = self.self_attn(
-                x,
-                x,
-                x,
-                src_key_padding_mask,
-                need_weights=False,
-                attn_mask=src_mask,
-                is_causal=is_causal,
-            )
-            return output
-
         x = src
+        normed = _norm(x, self.norm1) if self.norm_first else x
+        attended = _attend(
+            self.self_attn, normed, normed, src_mask, src_key_padding_mask, is_causal
+        )
         if self.norm_first:
-            normed, x = _add_norm(attend(_norm(x, self.norm1)), x, self.dropout1, self.norm2)
+            normed, x = _add_norm(attended, x, self.dropout1, self.norm2)
             return _add(self._feed_forward(normed), x, self.dropout2)
-        x, _ = _add_norm(attend(x), x, self.dropout1, self.norm1)
+        x, _ = _add_norm(attended, x, self.dropout1, self.norm1)
         return _add_norm(self._feed_forward(x), x, self.dropout2, self.norm2)[0]
 
 
@@ -217,33 +222,18 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         flags = {"tgt_is_causal": tgt_is_causal, "memory_is_causal": memory_is_causal}
         check_inputs("TransformerDecoderLayer", {"tgt": tgt, "memory": memory}, masks, **flags)
 
-        def attend(x: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(
-                x,
-                x,
-                x,
-                tgt_key_padding_mask,
-                need_weights=False,
-                attn_mask=tgt_mask,
-                is_causal=tgt_is_causal,
-            )[0]
-
-        def look(x: torch.Tensor) -> torch.Tensor:
-            return self.multihead_attn(
-                x,
-                memory,
-                memory,
-                memory_key_padding_mask,
-                need_weights=False,
-                attn_mask=memory_mask,
-                is_causal=memory_is_causal,
-            )[0]
-
+        of_memory = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
         x = tgt
+        normed = _norm(x, self.norm1) if self.norm_first else x
+        attended = _attend(
+            self.self_attn, normed, normed, tgt_mask, tgt_key_padding_mask, tgt_is_causal
+        )
         if self.norm_first:
-            normed, x = _add_norm(attend(_norm(x, self.norm1)), x, self.dropout1, self.norm2)
-            normed, x = _add_norm(look(normed), x, self.dropout2, self.norm3)
+            normed, x = _add_norm(attended, x, self.dropout1, self.norm2)
+            attended = _attend(self.multihead_attn, normed, *of_memory)
+            normed, x = _add_norm(attended, x, self.dropout2, self.norm3)
             return _add(self._feed_forward(normed), x, self.dropout3)
-        x, _ = _add_norm(attend(x), x, self.dropout1, self.norm1)
-        x, _ = _add_norm(look(x), x, self.dropout2, self.norm2)
+        x, _ = _add_norm(attended, x, self.dropout1, self.norm1)
+        attended = _attend(self.multihead_attn, x, *of_memory)
+        x, _ = _add_norm(attended, x, self.dropout2, self.norm2)
         return _add_norm(self._feed_forward(x), x, self.dropout3, self.norm3)[0]
