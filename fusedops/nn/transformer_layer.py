@@ -42,15 +42,10 @@ class _Layer(nn.Module):
         drops = self.dropout.training and self.dropout.p > 0.0
         if name is not None and not drops:
             return mlp(x, first.weight, first.bias, second.weight, second.bias, activation=name)
-        if name is not None:
-            hidden = linear_act(x, first.weight, first.bias, activation=name)
-        else:
-            hidden = self.activation(_identity(x, first))
-        return _identity(self.dropout(hidden), second)
-
-
-def _identity(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    return linear_act(x, linear.weight, linear.bias, activation="identity")
+        hidden = linear_act(x, first.weight, first.bias, activation=name or "identity")
+        if name is None:
+            hidden = self.activation(hidden)
+        return linear_act(self.dropout(hidden), second.weight, second.bias, activation="identity")
 
 
 def _activation_name(activation: Any) -> str | None:

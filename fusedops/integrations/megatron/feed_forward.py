@@ -19,7 +19,12 @@ from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.moe import experts, shared_experts
 from megatron.core.utils import get_pg_size
 
-from fusedops.integrations.hf.rules.rule import global_hooks, plain_weight, runs_here
+from fusedops.integrations.hf.rules.rule import (
+    global_hooks,
+    hooks_obstacle,
+    plain_weight,
+    runs_here,
+)
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_act import linear_act
@@ -67,15 +72,8 @@ def _is_product(linear: Any) -> bool:
         return False
     alone = linear.explicit_expert_comm or get_pg_size(linear.tp_group) == 1
     extra = linear.gradient_accumulation_fusion or linear.config._cpu_offloading_context is not None
-    watched = (
-        linear._forward_hooks
-        or linear._forward_pre_hooks
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-        or "forward" in vars(linear)
-        or global_hooks() is not None
-    )
-    return alone and not extra and not watched and plain_weight(linear.weight)
+    watched = hooks_obstacle("the layer", linear) or global_hooks()
+    return alone and not extra and watched is None and plain_weight(linear.weight)
 
 
 class MLP(megatron_mlp.MLP):

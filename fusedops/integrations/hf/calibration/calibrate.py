@@ -157,17 +157,18 @@ def _decide(
     done = {key for key, finding in findings.items() if not finding.for_want_of_time}
     time.plan({key: size for key, size in sizes.items() if key not in done})
     for module, key in keys.items():
-        finding = _obstacle(module)
-        if finding is None:
-            if key not in done:
-                done.add(key)
-                findings[key] = _measured(module, model, time.take(key), time)
-                if not findings[key].for_want_of_time:
-                    _FOUND[key] = findings[key]
-            finding = findings[key]
-        _FINDINGS[module] = finding
-        rule = rule_of(module)
-        if finding.stock_wins and rule is not None:
+        rule: Any = rule_of(module)
+        problem = _problem(module, rule)
+        if problem is not None:
+            _FINDINGS[module] = CalibrationFinding(problem=problem)
+            continue
+        if key not in done:
+            done.add(key)
+            findings[key] = _measured(module, rule, model, time.take(key), time)
+            if not findings[key].for_want_of_time:
+                _FOUND[key] = findings[key]
+        finding = _FINDINGS[module] = findings[key]
+        if finding.stock_wins:
             module.__class__ = rule.original
 
 
@@ -228,15 +229,13 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _measured(
-    module: nn.Module, model: nn.Module, share: float, time: TimeShares
+    module: nn.Module, rule: PatchRule, model: nn.Module, share: float, time: TimeShares
 ) -> CalibrationFinding:
     """Measure a module for about ``share`` seconds; an exception becomes a finding as well."""
     if share <= 0:
         return CalibrationFinding(
             problem="the time for calibration was over", for_want_of_time=True
         )
-    rule = rule_of(module)
-    assert rule is not None
     if resolution(rule.ops[0], rule.probe, module) is None:
         return CalibrationFinding(problem="torch's own kernel runs either way")
     devices = [like(module).device] if like(module).is_cuda else []
@@ -250,14 +249,8 @@ def _measured(
         return CalibrationFinding(problem=f"{type(error).__name__}: {first}")
 
 
-def _obstacle(module: nn.Module) -> CalibrationFinding | None:
-    """Return why this module, whatever others of its class may, must not be run, or ``None``."""
-    rule = rule_of(module)
-    problem = None if rule is None else _problem(module, rule)
-    return None if problem is None else CalibrationFinding(problem=problem)
-
-
 def _problem(module: nn.Module, rule: PatchRule) -> str | None:
+    """Return why this module, whatever others of its class may, must not be run, or ``None``."""
     if type(module) is not rule.patched:
         return "another class lies on top of the patched one"
     if rule.bypass_reason(module) is not None:
