@@ -23,12 +23,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     Args:
         weight: class weights ``[C]``; then torch's loss runs.
         size_average: deprecated in torch.
-        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
+        ignore_index: this and the following as in ``fusedops.cross_entropy``.
         reduce: deprecated in torch.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: fraction of the target that is distributed over all classes.
-        z_loss: weight of ``lse^2``, which torch does not offer.
-        softcap: bound of the logits' absolute value, which torch does not offer.
+        z_loss: as in ``fusedops.cross_entropy``; torch does not offer it.
+        softcap: likewise.
 
     Raises:
         ValueError: an option is out of range, or ``z_loss`` or ``softcap`` is combined with an

@@ -62,19 +62,10 @@ class MoE(nn.Module):
         bias: whether the experts' projections have biases (``experts.gate_up_proj_bias`` ...).
         router_bias: whether the router's projection has a bias.
         transposed: whether weights are stored as ``[num_experts, in, out]``.
-        score: ``"softmax"`` or ``"sigmoid"``; this and the following as in ``fusedops.moe_route``.
-        normalize: whether the weights of a token's experts add up to 1.
-        softmax_after: softmax over the chosen logits only.
-        num_groups: number of groups of experts, ``None`` for no groups.
-        topk_groups: number of groups that a token may choose from.
-        group_score: ``"max"`` or ``"top2_sum"``.
-        scaling: factor of the weights.
+        score: ``"softmax"`` or ``"sigmoid"``; this and the following up to ``jitter`` as in
+            ``fusedops.moe_route``. ``jitter`` acts in training only.
         correction_bias: whether the buffer ``gate.e_score_correction_bias`` is added for the choice
             (not in the weights), for loss-free balancing.
-        capacity_factor: limits the rows of an expert; ``None`` for no limit.
-        drop_policy: which rows beyond the limit are dropped: ``"position"``, ``"probability"`` ...
-        expert_choice: experts choose tokens.
-        jitter: width of the noise on the logits in training.
         router: whether the module has a router; without it every call needs a plan, such as that of
             ``fusedops.hash_route``.
         router_dtype: dtype of the router's product; ``None``: the input's.

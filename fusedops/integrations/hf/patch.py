@@ -125,12 +125,9 @@ def patch(
 
 
 def _calibrate(model: nn.Module, path: str | os.PathLike[str] | None) -> None:
-    if path is None:
-        calibration.calibrate(model)
-        return
-    known = file.read(path)
+    known = {} if path is None else file.read(path)
     findings = calibration.calibrate(model, known)
-    if not findings.keys() <= known.keys():
+    if path is not None and not findings.keys() <= known.keys():
         file.write(path, known | findings)
 
 
@@ -327,7 +324,7 @@ def _entry_of_patched(
         note = f"{note}; {finding}" if note else str(finding)
     if _covered(module):
         note = f"another class lies on top of the patched one{f'; {note}' if note else ''}"
-    backend = resolution(rule.ops[0], rule.probe, module)
+    backend = resolution(rule.ops[0], module, rule.probe)
     cls = type(module).__name__
     if backend is None:
         return ModuleReport(name, cls, False, reason=aside or _AS_FAST)
@@ -369,7 +366,7 @@ def _entry_of_loss(name: str, owner: Any, level: str) -> ModuleReport:
     losses = _losses()
     name, cls = f"{name}.loss_function".removeprefix("."), losses.title(owner)
     if losses.is_replaced(owner):
-        backend = resolution(losses.OP, losses.probe, owner)
+        backend = resolution(losses.OP, owner)
         return ModuleReport(name, cls, True, losses.OP, backend or "", losses.note(owner))
     reason = losses.obstacle(owner)
     if reason is None:

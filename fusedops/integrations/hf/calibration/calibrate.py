@@ -95,7 +95,6 @@ class CalibrationFinding:
 
 # Findings measured once per process, and the finding of each module, for its report.
 _FOUND: dict[str, CalibrationFinding] = {}
-_NOTHING: Mapping[str, CalibrationFinding] = {}
 _FINDINGS: weakref.WeakKeyDictionary[nn.Module, CalibrationFinding] = weakref.WeakKeyDictionary()
 
 
@@ -116,7 +115,7 @@ def clear() -> None:
 
 
 def calibrate(
-    model: nn.Module, known: Mapping[str, CalibrationFinding] = _NOTHING
+    model: nn.Module, known: Mapping[str, CalibrationFinding]
 ) -> dict[str, CalibrationFinding]:
     """Take the patched class from each module of ``model`` whose stock forward is faster here.
 
@@ -164,7 +163,7 @@ def _decide(
             continue
         if key not in done:
             done.add(key)
-            findings[key] = _measured(module, rule, model, time.take(key), time)
+            findings[key] = _measured(module, model, time.take(key), time)
             if not findings[key].for_want_of_time:
                 _FOUND[key] = findings[key]
         finding = _FINDINGS[module] = findings[key]
@@ -229,14 +228,15 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _measured(
-    module: nn.Module, rule: PatchRule, model: nn.Module, share: float, time: TimeShares
+    module: nn.Module, model: nn.Module, share: float, time: TimeShares
 ) -> CalibrationFinding:
     """Measure a module for about ``share`` seconds; an exception becomes a finding as well."""
     if share <= 0:
         return CalibrationFinding(
             problem="the time for calibration was over", for_want_of_time=True
         )
-    if resolution(rule.ops[0], rule.probe, module) is None:
+    rule: Any = rule_of(module)
+    if resolution(rule.ops[0], module, rule.probe) is None:
         return CalibrationFinding(problem="torch's own kernel runs either way")
     devices = [like(module).device] if like(module).is_cuda else []
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.models.gpt2 import modeling_gpt2
 
-from fusedops.integrations.hf.rules import feed_forward, residual_norm
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks
 from fusedops.integrations.hf.rules.transformers_modules import (
@@ -108,8 +108,7 @@ RULES = (
         GPT2MLP,
         ("mlp",),
         "O2",
-        feed_forward.probe,
-        _mlp_obstacle,
+        obstacle=_mlp_obstacle,
         absorbs=("c_fc", "act", "c_proj"),
         guarded=True,
     ),

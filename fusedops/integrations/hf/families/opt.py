@@ -66,7 +66,7 @@ def _called(layer: Any) -> tuple[str, ...]:
     apart = feed_forward.obstacle(layer, _NAMES) is not None
     return (
         *(("self_attn_layer_norm",) if layer.do_layer_norm_before else ()),
-        *((_NAMES.first, _NAMES.activation, _NAMES.second) if apart else ()),
+        *(_NAMES if apart else ()),
     )
 
 
@@ -85,9 +85,8 @@ RULES = (
         subclass(_ORIGINAL, _DecoderLayer, __name__),
         ("mlp", "add_layer_norm", "bias_dropout_add"),
         "O2",
-        feed_forward.probe,
-        lambda layer: _UNKNOWN or _layer_obstacle(layer),
-        absorbs=("self_attn_layer_norm", "final_layer_norm", "fc1", "activation_fn", "fc2"),
+        obstacle=lambda layer: _UNKNOWN or _layer_obstacle(layer),
+        absorbs=("self_attn_layer_norm", "final_layer_norm", *_NAMES),
         note=_note,
         calls=_called,
         guarded=True,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.models.t5 import modeling_t5
 
 from fusedops.integrations.hf.rules import feed_forward, gated_mlp, residual_norm, rms_norms
@@ -162,22 +161,9 @@ def _sublayer_obstacle(module: Any) -> str | None:
     )
 
 
-_SUBLAYERS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (
-    (modeling_t5.T5LayerFF, T5LayerFF),
-    (modeling_t5.T5LayerSelfAttention, T5LayerSelfAttention),
-    (modeling_t5.T5LayerCrossAttention, T5LayerCrossAttention),
-)
-_UNKNOWN_SUBLAYER = next(
-    filter(
-        None, (residual_norm.unknown_forward(patched, original) for original, patched in _SUBLAYERS)
-    ),
-    None,
-)
-
-
-def _probe_sublayer(module: Any) -> None:
-    row = module.layer_norm.weight.new_zeros(1, 2)
-    bias_dropout_add(row, None, row)
+_SUBLAYERS: tuple[Any, ...] = (T5LayerFF, T5LayerSelfAttention, T5LayerCrossAttention)
+_REASONS = [residual_norm.unknown_forward(patched, patched.__base__) for patched in _SUBLAYERS]
+_UNKNOWN_SUBLAYER = next(filter(None, _REASONS), None)
 
 
 def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments:
@@ -193,24 +179,22 @@ RULES = (
     PatchRule(modeling_t5.T5LayerNorm, T5LayerNorm, ("rms_norm",), "O1", rms_norms.probe_norm),
     *(
         PatchRule(
-            original,
+            patched.__base__,
             patched,
             ("bias_dropout_add",),
             "O1",
-            _probe_sublayer,
-            _sublayer_obstacle,
+            obstacle=_sublayer_obstacle,
             absorbs=("dropout",),
             guarded=True,
         )
-        for original, patched in _SUBLAYERS
+        for patched in _SUBLAYERS
     ),
     PatchRule(
         modeling_t5.T5DenseActDense,
         T5DenseActDense,
         ("mlp", "linear_act"),
         "O2",
-        feed_forward.probe,
-        _plain_obstacle,
+        obstacle=_plain_obstacle,
         absorbs=("wi", "act", "dropout", "wo"),
         calls=_called_by_plain,
         guarded=True,
@@ -220,8 +204,7 @@ RULES = (
         T5DenseGatedActDense,
         ("linear_glu",),
         "O2",
-        gated_mlp.probe,
-        _gated_obstacle,
+        obstacle=_gated_obstacle,
         absorbs=("wi_0", "wi_1", "act"),
         guarded=True,
     ),

@@ -119,7 +119,7 @@ _FEED_FORWARD: dict[str, Any] = {
     "ops": ("add_layer_norm", "mlp", "bias_dropout_add"),
     "level": "O2",
     "obstacle": lambda layer: feed_forward.obstacle(layer, _NAMES),
-    "absorbs": ("fc1", "activation_fn", "fc2"),
+    "absorbs": _NAMES,
     "calls": _called,
 }
 

@@ -36,7 +36,6 @@ from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     global_hooks,
     hooks_obstacle,
-    like,
     on_known_device,
     subclass,
 )
@@ -118,18 +117,20 @@ def attend(
             position_bias, attention_mask, causal, query, key
         )
         causal = False
-    output = attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout,
-        bool(causal),
-        scale=scaling,
-        enable_gqa=bool(query.shape[1] != key.shape[1]),
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    options = {"is_causal": bool(causal), "scale": scaling, "softcap": softcap, "sinks": s_aux}
+    return _fused(query, key, value, attention_mask, dropout, **options)
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    grouped = bool(query.shape[1] != key.shape[1])
+    output = attention(query, key, value, mask, dropout_p, enable_gqa=grouped, **options)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -161,24 +162,15 @@ def attend_as_eager(
     """
     implementations = getattr(module, "implementations", None)
     if implementations is not None and implementations.eager_knows(kwargs):
-        options = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
-        given = {name: value for name, value in options.items() if value is not None}
+        known = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+        given = {name: value for name, value in known.items() if value is not None}
         original = implementations.eager[0].known
         return original(module, query, key, value, attention_mask, **given, **kwargs)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = attention_mask.to(query.dtype)
-    output = attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout if module.training else 0.0,
-        scale=scaling,
-        enable_gqa=bool(query.shape[1] != key.shape[1]),
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return output.transpose(1, 2).contiguous(), None
+    dropout_p = dropout if module.training else 0.0
+    options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    return _fused(query, key, value, attention_mask, dropout_p, **options)
 
 
 _SDPA_ARGUMENTS = known_arguments(attend, sdpa_attention_forward)
@@ -346,8 +338,7 @@ def attention_rule(
         subclass(original, _Attention, module_name, implementations=known, **methods),
         ("attention", "rotary_embedding") if methods else ("attention",),
         "O2",
-        _probe,
-        partial(_obstacle, implementations=known),
+        obstacle=partial(_obstacle, implementations=known),
         absorbs=absorbs,
         note=_note,
     )
@@ -360,8 +351,3 @@ def _note(module: Any) -> str | None:
     if configured == "eager":
         return "eager, but gives its caller no weights until a hook asks for them"
     return None
-
-
-def _probe(module: Any) -> None:
-    heads = like(module).new_zeros(1, 1, 2, 8)
-    attention(heads, heads, heads)

@@ -24,7 +24,6 @@ from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
     global_hooks,
-    like,
     plain_weight,
     runs_here,
     subclass,
@@ -92,7 +91,8 @@ def experts_forward(
 
 def compute(module: Any, hidden_states: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     """Return the weighted sum of each token's experts by a plan, where ``obstacle`` is ``None``."""
-    w1, w2, b1, b2 = _weights(module)
+    weights = _weights(module)
+    w1, w2, b1, b2 = weights
     rows = hidden_states
     if rows.dtype != w1.dtype and dtypes.autocast_dtype(rows.device) is None:
         rows = rows.to(w1.dtype)
@@ -101,10 +101,7 @@ def compute(module: Any, hidden_states: torch.Tensor, plan: RoutingPlan) -> torc
         output = moe_mlp(
             rows,
             plan,
-            w1,
-            w2,
-            b1,
-            b2,
+            *weights,
             activation=gate.activation,
             gated=gate.gated,
             interleaved=gate.interleaved,
@@ -220,8 +217,7 @@ def experts_rule(original: type[nn.Module], module_name: str) -> PatchRule:
         subclass(original, Experts, module_name),
         ("moe_mlp",),
         "O2",
-        _probe,
-        obstacle,
+        obstacle=obstacle,
         absorbs=("act_fn",),
         calls=lambda module: () if known_gate(module) is not None else ("act_fn",),
         note=gate_note,
@@ -231,10 +227,3 @@ def experts_rule(original: type[nn.Module], module_name: str) -> PatchRule:
 def gate_note(module: Any) -> str | None:
     """Return what a reader of the report should know about an experts module, or ``None``."""
     return None if known_gate(module) is not None else "its own gate between two grouped_mm"
-
-
-def _probe(module: Any) -> None:
-    row = like(module).new_zeros(1, 8)
-    ids = torch.zeros(1, 1, dtype=torch.int32, device=row.device)
-    plan = RoutingPlan.from_choices(ids, row.new_ones(1, 1).float(), 1)
-    moe_mlp(row, plan, row.new_zeros(1, 8, 16), row.new_zeros(1, 8, 8))

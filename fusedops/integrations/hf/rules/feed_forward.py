@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import (
     activation_obstacle,
@@ -18,8 +17,7 @@ from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(NamedTuple):
     """Names of the children, in the order in which they run."""
 
     first: str = "fc1"
@@ -29,11 +27,9 @@ class Names:
 
 def fused(module: Any, names: Names, hidden_states: torch.Tensor) -> torch.Tensor:
     """Return ``second(activation(first(hidden_states)))`` as one op."""
-    first, second = getattr(module, names.first), getattr(module, names.second)
-    activation = known_activation(getattr(module, names.activation))
-    return mlp(
-        hidden_states, first.weight, first.bias, second.weight, second.bias, activation=activation
-    )
+    first, activation, second = (getattr(module, name) for name in names)
+    weights = (first.weight, first.bias, second.weight, second.bias)
+    return mlp(hidden_states, *weights, activation=known_activation(activation))
 
 
 def dense_act(linear: Any, activation: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -59,18 +55,6 @@ def dense_act_obstacle(module: Any, linear: str, activation: str) -> str | None:
     )
 
 
-def probe(module: Any) -> None:
-    """Call ``mlp`` on one row, as ``PatchRule.probe`` does."""
-    row = like(module).new_zeros(1, 2)
-    mlp(row, row, None, row.t(), None, activation="gelu")
-
-
-def probe_dense_act(module: Any) -> None:
-    """Call ``linear_act`` on one row, as ``PatchRule.probe`` does."""
-    row = like(module).new_zeros(1, 2)
-    linear_act(row, row, activation="gelu")
-
-
 class _FeedForward(nn.Module):
     """The forward of modules that are nothing but a feed-forward layer."""
 
@@ -92,8 +76,7 @@ def feed_forward_rule(
         subclass(original, _FeedForward, module_name, names=names),
         ("mlp",),
         "O2",
-        probe,
-        lambda module: obstacle(module, names),
-        absorbs=(names.first, names.activation, names.second),
+        obstacle=lambda module: obstacle(module, names),
+        absorbs=names,
         guarded=True,
     )

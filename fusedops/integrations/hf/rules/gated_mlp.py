@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import (
     activation_name,
@@ -80,8 +80,7 @@ def gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
         subclass(original, _GatedMLP, module_name),
         ("linear_glu",),
         "O2",
-        probe,
-        _obstacle,
+        obstacle=_obstacle,
         absorbs=(*_PROJECTIONS, "act_fn"),
         calls=_called_projections,
         note=_note,
@@ -96,12 +95,6 @@ def _called_projections(module: Any) -> tuple[str, ...]:
 def _note(module: Any) -> str | None:
     reason = _projections_obstacle(module)
     return None if reason is None else f"swiglu or geglu after the products: {reason}"
-
-
-def probe(module: Any) -> None:
-    """Call ``linear_glu`` on one row, as ``PatchRule.probe`` does."""
-    row = like(module).new_zeros(1, 2)
-    linear_glu(row, row, row)
 
 
 class _PackedGatedMLP(nn.Module):
@@ -127,13 +120,7 @@ def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchR
         subclass(original, _PackedGatedMLP, module_name),
         ("swiglu",),
         "O1",
-        _probe_packed,
-        _packed_obstacle,
+        obstacle=_packed_obstacle,
         absorbs=("activation_fn",),
         guarded=True,
     )
-
-
-def _probe_packed(module: Any) -> None:
-    row = like(module).new_zeros(1, 2)
-    swiglu(row, row)

@@ -68,8 +68,7 @@ def head_rule(
         subclass(original, body, module_name),
         ("cross_entropy",),
         losses.LEVEL,
-        losses.probe,
-        lambda model: _unknown(original),
+        obstacle=lambda model: _unknown(original),
     )
 
 

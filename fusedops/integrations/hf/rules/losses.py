@@ -23,7 +23,7 @@ from fusedops.integrations.hf.original_code import (
     name_of,
     replaced,
 )
-from fusedops.integrations.hf.rules.rule import like, runs_here
+from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.cross_entropy import cross_entropy
 
 LEVEL = "O2"
@@ -194,12 +194,6 @@ def note(owner: Any) -> str:
     """Return what a reader of the report should know about the loss taken from ``owner``."""
     reason = bypass_reason(_set_loss(owner))
     return NOTE if reason is None else f"steps aside now: {reason}"
-
-
-def probe(owner: Any) -> None:
-    """Call ``cross_entropy`` on one row, as ``PatchRule.probe`` does."""
-    row = like(owner).new_zeros(1, 2)
-    cross_entropy(row, row.new_zeros(1, dtype=torch.int64))
 
 
 def _ours(loss: Any) -> Any:

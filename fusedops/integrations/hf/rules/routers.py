@@ -129,11 +129,6 @@ def router_rule(original: type[nn.Module], forward: type[Router], module_name: s
         subclass(original, forward, module_name),
         ("moe_route",),
         "O2",
-        _probe,
-        lambda module: unknown or forward._obstacle(module),
+        obstacle=lambda module: unknown or forward._obstacle(module),
         guarded=True,
     )
-
-
-def _probe(module: Any) -> None:
-    moe_route(module.weight.new_zeros(1, 2), 1)

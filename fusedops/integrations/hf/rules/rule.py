@@ -39,6 +39,7 @@ from fusedops.integrations.hf.original_code import (
     replaced,
 )
 from fusedops.integrations.hf.partitioned_weights import only_gather
+from fusedops.integrations.hf.rules.probes import call_op
 from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -65,8 +66,8 @@ class PatchRule:
         patched: a subclass of ``original`` whose ``forward`` calls fused ops.
         ops: names of the ops that the new forward calls itself.
         level: the lowest level at which the rule applies.
-        probe: calls ``ops[0]`` on a small input where the module's parameters are, to learn
-            the backend.
+        probe: calls ``ops[0]`` on a small input where the module's parameters are, to learn the
+            backend; ``None``: ``call_op`` does, since the module's own sizes do not matter.
         obstacle: why an instance cannot be replaced, ``None`` if it can.
         applies: whether the rule concerns an instance at all.
         absorbs: names of the children whose work the new forward does.
@@ -83,7 +84,7 @@ class PatchRule:
     patched: type[nn.Module]
     ops: tuple[str, ...]
     level: str
-    probe: Callable[[Any], object]
+    probe: Callable[[Any], object] | None = None
     obstacle: Callable[[Any], str | None] = _none
     applies: Callable[[Any], bool] = _always
     absorbs: tuple[str, ...] = ()
@@ -275,22 +276,24 @@ def like(module: nn.Module) -> torch.Tensor:
     return torch.empty(0)
 
 
-def resolution(op: str, probe: Callable[[Any], object], module: nn.Module) -> str | None:
+def resolution(
+    op: str, module: nn.Module, probe: Callable[[Any], object] | None = None
+) -> str | None:
     """Return which backend would run an op for this module, and why.
 
     ``None`` means that the patched forward would leave this module's parameters to torch.
 
     Args:
         op: the op's name.
-        probe: as in ``PatchRule``.
         module: on whose parameters' device it would run.
+        probe: as in ``PatchRule``.
     """
     device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
     if device.type == "meta":
         return "known when the parameters are on a device"
     try:
         with torch.no_grad(), _Watch(op):
-            probe(module)
+            call_op(op, like(module)) if probe is None else probe(module)
     except _FoundError as found:
         return str(found.resolution)
     except Exception as error:  # the module's forward would say so: a report never does

@@ -16,9 +16,8 @@ from torch import nn
 from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.experts import compute, experts_obstacle, gate_note
 from fusedops.integrations.hf.rules.routers import router_obstacle
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan
-from fusedops.ops.moe_route import moe_route
 
 
 class SparseBlock(nn.Module):
@@ -96,8 +95,7 @@ def block_rule(
         subclass(original, forward, module_name),
         ("moe_route", "moe_mlp"),
         "O2",
-        _probe,
-        lambda module: unknown,
+        obstacle=lambda module: unknown,
         absorbs=children,
         calls=lambda module: () if module._obstacle() is None else children,
         note=_note,
@@ -107,7 +105,3 @@ def block_rule(
 def _note(module: Any) -> str | None:
     reason = module._obstacle()
     return gate_note(module.experts) if reason is None else f"router and experts apart: {reason}"
-
-
-def _probe(module: Any) -> None:
-    moe_route(like(module).new_zeros(1, 2), 1)

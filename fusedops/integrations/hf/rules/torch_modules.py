@@ -25,7 +25,6 @@ from fusedops.integrations.hf.rules.rule import (
     runs_here,
     weight_obstacle,
 )
-from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
@@ -243,10 +242,6 @@ def _probe_rms_norm(module: nn.RMSNorm) -> None:
     rms_norm(like(module).new_zeros((1, *shape)), shape, weight, module.eps)
 
 
-def _probe_gelu(module: nn.GELU) -> None:
-    gelu(torch.zeros(1), module.approximate)
-
-
 def _probe_linear(module: nn.Linear) -> None:
     weight = gathered(module.weight)
     rows = like(module).new_zeros(16, module.in_features)
@@ -254,35 +249,25 @@ def _probe_linear(module: nn.Linear) -> None:
         linear_act(rows, weight, None, activation="identity")
 
 
-def _probe_sequence(module: nn.Sequential) -> None:
-    row = like(module).new_zeros(1, 2)
-    linear_act(row, row, activation="relu")
-
-
 def _loss_obstacle(module: nn.CrossEntropyLoss) -> str | None:
     return None if module.weight is None else "it has class weights"
-
-
-def _probe_loss(module: nn.CrossEntropyLoss) -> None:
-    cross_entropy(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))
 
 
 RULES = (
     PatchRule(nn.LayerNorm, LayerNorm, ("layer_norm",), "O1", _probe_layer_norm, guarded=True),
     PatchRule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", _probe_rms_norm),
-    PatchRule(nn.GELU, GELU, ("gelu",), "O1", _probe_gelu, guarded=True),
+    PatchRule(nn.GELU, GELU, ("gelu",), "O1", guarded=True),
     PatchRule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, weight_obstacle),
     PatchRule(
         nn.Sequential,
         Sequential,
         ("linear_act", "mlp"),
         "O2",
-        _probe_sequence,
-        _sequence_obstacle,
-        _sequence_applies,
+        obstacle=_sequence_obstacle,
+        applies=_sequence_applies,
         inside=_sequence_inside,
     ),
     PatchRule(
-        nn.CrossEntropyLoss, CrossEntropyLoss, ("cross_entropy",), "O2", _probe_loss, _loss_obstacle
+        nn.CrossEntropyLoss, CrossEntropyLoss, ("cross_entropy",), "O2", obstacle=_loss_obstacle
     ),
 )

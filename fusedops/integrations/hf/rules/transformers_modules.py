@@ -59,10 +59,6 @@ class _Gelu(nn.Module):
         return gelu(input, self.approximate)
 
 
-def _probe_gelu(module: Any) -> None:
-    gelu(torch.zeros(1), "tanh")
-
-
 _NAMES: dict[type, str] = {}
 _GELU_RULES: list[PatchRule] = []
 for _name, (_approximate, _activation) in _GELUS.items():
@@ -72,7 +68,7 @@ for _name, (_approximate, _activation) in _GELUS.items():
     _widens = _name in _WITH_POW
     _patched = subclass(_original, _Gelu, __name__, approximate=_approximate, widens=_widens)
     _NAMES.update({_original: _activation, _patched: _activation})
-    _GELU_RULES.append(PatchRule(_original, _patched, ("gelu",), "O1", _probe_gelu, guarded=True))
+    _GELU_RULES.append(PatchRule(_original, _patched, ("gelu",), "O1", guarded=True))
 for _name, _activation in _OTHERS.items():
     if hasattr(activations, _name):
         _NAMES[getattr(activations, _name)] = _activation
