@@ -23,7 +23,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     Args:
         weight: class weights ``[C]``; then torch's loss runs.
         size_average: deprecated in torch.
-        ignore_index: this and the following as in ``fusedops.cross_entropy``.
+        ignore_index: this, ``reduction`` and ``label_smoothing`` as in ``fusedops.cross_entropy``.
         reduce: deprecated in torch.
         z_loss: as in ``fusedops.cross_entropy``; torch does not offer it.
         softcap: likewise.

@@ -275,11 +275,10 @@ def _report(model: nn.Module, level: str) -> PatchReport:
     entries = []
     for module, name in names.items():
         rule = rule_of(module)
-        if rule is not None:
-            entries.append(_entry_of_patched(name, module, rule, owners.get(name)))
-        elif name in owners:
-            owner, by = owners[name]
-            entries.append(_absorbed(name, module, owner, by))
+        if name in owners:
+            entries.append(_absorbed(name, module, *owners[name]))
+        elif rule is not None:
+            entries.append(_entry_of_patched(name, module, rule))
         elif module in uncalled:
             reason = _ONLY_READ.format(uncalled[module])
             entries.append(ModuleReport(name, type(module).__name__, False, reason=reason))
@@ -312,11 +311,7 @@ def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, PatchRule]]:
     return owners
 
 
-def _entry_of_patched(
-    name: str, module: nn.Module, rule: PatchRule, owner: tuple[str, PatchRule] | None
-) -> ModuleReport:
-    if owner is not None:
-        return _absorbed(name, module, *owner)
+def _entry_of_patched(name: str, module: nn.Module, rule: PatchRule) -> ModuleReport:
     aside = rule.bypass_reason(module)
     note = f"steps aside now: {aside}" if aside is not None else rule.note(module)
     finding = calibration.finding_of(module)

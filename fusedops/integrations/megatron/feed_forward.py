@@ -94,8 +94,9 @@ class MLP(megatron_mlp.MLP):
         if self.config.gated_linear_unit:
             if product and first.bias is None:
                 hidden = linear_glu(hidden_states, *first.weight.chunk(2), activation=name)
-            else:
-                hidden = self._gated_halves(hidden_states, name)
+            elif name == "silu" or name in _GELUS:
+                hidden, bias = first(hidden_states)
+                hidden = gated(hidden if bias is None else hidden + bias, name)
         elif product and per_token_scale is None and _is_product(second):
             weights = (first.weight, first.bias, second.weight, None)
             return mlp(hidden_states, *weights, activation=name), second.bias
@@ -111,12 +112,6 @@ class MLP(megatron_mlp.MLP):
         scale = per_token_scale.unsqueeze(-1)
         output, bias = second((hidden * scale).to(hidden.dtype))
         return output if bias is None else output + bias * scale, None
-
-    def _gated_halves(self, hidden_states: torch.Tensor, name: str) -> torch.Tensor | None:
-        if name != "silu" and name not in _GELUS:
-            return None
-        hidden, bias = self.linear_fc1(hidden_states)
-        return gated(hidden if bias is None else hidden + bias, name)
 
 
 class SharedExpertMLP(shared_experts.SharedExpertMLP, MLP):

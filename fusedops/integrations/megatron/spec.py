@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from megatron.core.fusions import fused_bias_dropout, fused_layer_norm
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer import (
-    dot_product_attention,
-    torch_norm,
-    transformer_layer,
-)
+from megatron.core.transformer import dot_product_attention, torch_norm, transformer_layer
 from megatron.core.transformer.moe import experts, shared_experts
 
 from fusedops._core.checks import UnsupportedError

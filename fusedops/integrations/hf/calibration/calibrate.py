@@ -24,14 +24,7 @@ from torch import nn
 from fusedops._core import backends
 from fusedops._core.architecture import architecture
 from fusedops._core.dtypes import autocast_dtype
-from fusedops._core.timer import (
-    BriefClock,
-    Clock,
-    TimingPlan,
-    Variant,
-    clock_for,
-    measure,
-)
+from fusedops._core.timer import BriefClock, Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.integrations.hf.calibration.inputs import UnknownError, inputs, width
 from fusedops.integrations.hf.calibration.replay import Recording, called
 from fusedops.integrations.hf.calibration.timing import TimeShares

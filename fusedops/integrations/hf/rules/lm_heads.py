@@ -21,10 +21,6 @@ from fusedops.ops.cross_entropy import cross_entropy
 Arguments = dict[str, Any]
 
 
-def _same(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments:
-    return arguments
-
-
 def needs_decoder_input(arguments: Arguments) -> bool:
     """Return whether the decoder's input is to be made of the labels."""
     names = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -34,7 +30,7 @@ def needs_decoder_input(arguments: Arguments) -> bool:
 def head_rule(
     original: type[nn.Module],
     module_name: str,
-    from_labels: Callable[[Any, torch.Tensor, Arguments], Arguments | None] = _same,
+    from_labels: Callable[[Any, torch.Tensor, Arguments], Arguments | None] | None = None,
 ) -> PatchRule:
     """Return the rule for a model whose forward ends with a cross-entropy of its own.
 
@@ -42,7 +38,7 @@ def head_rule(
         original: the class.
         module_name: holds the patched class.
         from_labels: returns the arguments of the forward without labels, with all that theirs
-            derives from the labels except the loss; ``None`` leaves the call to theirs.
+            derives from the labels except the loss; if it returns ``None``, theirs computes all.
     """
     theirs: Any = original.forward
     names = list(inspect.signature(theirs).parameters)[1:]
@@ -53,7 +49,7 @@ def head_rule(
         labels = arguments.pop("labels", None)
         if type(labels) is not torch.Tensor or labels.dtype != torch.int64 or global_hooks():
             return theirs(self, *args, **kwargs)
-        given = from_labels(self, labels, arguments)
+        given = arguments if from_labels is None else from_labels(self, labels, arguments)
         if given is None:
             return theirs(self, *args, **kwargs)
         as_dict = given.pop("return_dict", None)
