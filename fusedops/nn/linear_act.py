@@ -16,6 +16,8 @@ from fusedops.ops.linear_act import linear_act
 class LinearParameters(nn.Module):
     """The parameters of ``torch.nn.Linear``: ``weight``, and ``bias`` or ``None``."""
 
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
