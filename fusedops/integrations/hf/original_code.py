@@ -44,17 +44,11 @@ _EQUIVALENT = {"deepspeed.runtime.zero.linear.zero3_linear_wrap"}
 
 
 class CodePlace(NamedTuple):
-    """An attribute that somebody may replace.
+    """An attribute that somebody may replace."""
 
-    Attributes:
-        owner: a module or a class.
-        name: of the attribute.
-        known: its value when it was read first, or ``None`` if that was a replacement already.
-    """
-
-    owner: Any
-    name: str
-    known: Any
+    owner: Any  # a module or a class
+    name: str  # of the attribute
+    known: Any  # its value when it was read first, or ``None`` if that was a replacement already
 
 
 Places = tuple[CodePlace, ...]

@@ -15,17 +15,11 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Known(NamedTuple):
-    """The arguments that a fused function takes in the meaning that the original gives them.
+    """The arguments that a fused function takes in the meaning that the original gives them."""
 
-    Attributes:
-        positional: how many, ``self`` included.
-        names: those by keyword; ``None`` where it takes any and hands them on.
-        foreign: name -> default of those that only the original names.
-    """
-
-    positional: int
-    names: frozenset[str] | None
-    foreign: Mapping[str, Any]
+    positional: int  # how many, ``self`` included
+    names: frozenset[str] | None  # those by keyword; ``None`` where it takes any and hands them on
+    foreign: Mapping[str, Any]  # name -> default of those that only the original names
 
 
 def known_arguments(fused: Callable[..., Any], original: Callable[..., Any]) -> Known:

@@ -57,22 +57,15 @@ _PLACE = ("layer_idx", "layer_id", "training")
 
 @dataclass(frozen=True)
 class CalibrationFinding:
-    """What was found of one class and shape.
+    """What was found of one class and shape."""
 
-    Attributes:
-        speed_up: time of the stock module divided by the patched one's, median of the rounds;
-            ``None`` where it was not measured.
-        sure: whether the stock module won in three rounds of four, measured twice.
-        where: dtype and rows, ``"bfloat16, 1024x512"``.
-        problem: why it was not measured.
-        for_want_of_time: whether another calibration may measure it.
-    """
-
+    # Time of the stock module divided by the patched one's, median of the rounds; ``None`` where it
+    # was not measured
     speed_up: float | None = None
-    sure: bool = False
-    where: str = ""
-    problem: str = ""
-    for_want_of_time: bool = False
+    sure: bool = False  # whether the stock module won in three rounds of four, measured twice
+    where: str = ""  # dtype and rows, ``"bfloat16, 1024x512"``
+    problem: str = ""  # why it was not measured
+    for_want_of_time: bool = False  # whether another calibration may measure it
 
     @property
     def stock_wins(self) -> bool:

@@ -191,18 +191,13 @@ _SDPA = original_code.functions("scaled_dot_product_attention")
 
 @dataclass(frozen=True)
 class Implementations:
-    """Where an attention class looks its implementation up, and what stands for it.
+    """Where an attention class looks its implementation up, and what stands for it."""
 
-    Attributes:
-        registry: the ``AttentionInterface`` of its file, which may override entries for itself.
-        eager: the places of its ``eager_attention_forward``, where ``attend_as_eager`` computes
-            what that does; else ``None``.
-        eager_arguments: those of that function which ``attend_as_eager`` knows.
-    """
-
-    registry: Any
+    registry: Any  # the ``AttentionInterface`` of its file, which may override entries for itself
+    # The places of its ``eager_attention_forward``, where ``attend_as_eager`` computes what that
+    # does; else ``None``
     eager: Places | None
-    eager_arguments: Known | None
+    eager_arguments: Known | None  # those of that function which ``attend_as_eager`` knows
 
     @staticmethod
     def of(original: type[nn.Module], *, eager: bool) -> Implementations:

@@ -20,17 +20,11 @@ from fusedops.ops.rms_norm import rms_norm
 
 @dataclass(frozen=True)
 class NormKind:
-    """What a class of norm computes.
+    """What a class of norm computes."""
 
-    Attributes:
-        eps_name: the attribute that is added to the mean square.
-        weight_offset: as in ``rms_norm``.
-        rounding: as in ``rms_norm``.
-    """
-
-    eps_name: str
-    weight_offset: float
-    rounding: str
+    eps_name: str  # the attribute that is added to the mean square
+    weight_offset: float  # as in ``rms_norm``
+    rounding: str  # as in ``rms_norm``
 
     def options(self, norm: Any) -> dict[str, Any]:
         """Return the arguments of ``rms_norm`` other than the weight."""

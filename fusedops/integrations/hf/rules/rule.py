@@ -59,40 +59,30 @@ def _always(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class PatchRule:
-    """How instances of one class are replaced.
+    """How instances of one class are replaced."""
 
-    Attributes:
-        original: the class; subclasses of it are not touched.
-        patched: a subclass of ``original`` whose ``forward`` calls fused ops.
-        ops: names of the ops that the new forward calls itself.
-        level: the lowest level at which the rule applies.
-        probe: calls ``ops[0]`` on a small input where the module's parameters are, to learn the
-            backend; ``None``: ``call_op`` does, since the module's own sizes do not matter.
-        obstacle: why an instance cannot be replaced, ``None`` if it can.
-        applies: whether the rule concerns an instance at all.
-        absorbs: names of the children whose work the new forward does.
-        note: what a reader of the report should know about this replacement.
-        calls: those of ``absorbs`` that it still calls for an instance in its current state.
-        inside: further children whose work it does for an instance in its current state.
-        methods: those of ``patched`` that call fused ops.
-        guarded: whether the original runs where an instance has an obstacle, or where the ops have
-            no kernels for the first argument; otherwise ``methods`` find that out themselves.
-        places: what these methods of ``original`` are made of, read when the rule is made.
-    """
-
-    original: type[nn.Module]
-    patched: type[nn.Module]
-    ops: tuple[str, ...]
-    level: str
+    original: type[nn.Module]  # the class; subclasses of it are not touched
+    patched: type[nn.Module]  # a subclass of ``original`` whose ``forward`` calls fused ops
+    ops: tuple[str, ...]  # names of the ops that the new forward calls itself
+    level: str  # the lowest level at which the rule applies
+    # Calls ``ops[0]`` on a small input where the module's parameters are, to learn the backend;
+    # ``None``: ``call_op`` does, since the module's own sizes do not matter
     probe: Callable[[Any], object] | None = None
+    # Why an instance cannot be replaced, ``None`` if it can
     obstacle: Callable[[Any], str | None] = _none
-    applies: Callable[[Any], bool] = _always
-    absorbs: tuple[str, ...] = ()
+    applies: Callable[[Any], bool] = _always  # whether the rule concerns an instance at all
+    absorbs: tuple[str, ...] = ()  # names of the children whose work the new forward does
+    # What a reader of the report should know about this replacement
     note: Callable[[Any], str | None] = _none
+    # Those of ``absorbs`` that it still calls for an instance in its current state
     calls: Callable[[Any], tuple[str, ...]] = _nothing
+    # Further children whose work it does for an instance in its current state
     inside: Callable[[Any], tuple[str, ...]] = _nothing
-    methods: tuple[str, ...] = ("forward",)
+    methods: tuple[str, ...] = ("forward",)  # those of ``patched`` that call fused ops
+    # Whether the original runs where an instance has an obstacle, or where the ops have no kernels
+    # for the first argument; otherwise ``methods`` find that out themselves
     guarded: bool = False
+    # What these methods of ``original`` are made of, read when the rule is made
     places: Places = field(init=False)
 
     def __post_init__(self) -> None:
