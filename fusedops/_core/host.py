@@ -32,17 +32,11 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclass(frozen=True)
 class SettingChange:
-    """One setting that ``tune_host`` looked at.
+    """One setting that ``tune_host`` looked at."""
 
-    Attributes:
-        setting: what it is called.
-        applied: whether it has the good value now.
-        note: the value and its meaning, or why it could not be applied.
-    """
-
-    setting: str
-    applied: bool
-    note: str
+    setting: str  # what it is called
+    applied: bool  # whether it has the good value now
+    note: str  # the value and its meaning, or why it could not be applied
 
 
 @dataclass(frozen=True)
@@ -65,21 +59,13 @@ class HostTuning:
 
 @dataclass(frozen=True)
 class HostFinding:
-    """One host setting as ``inspect_host`` found it.
+    """One host setting as ``inspect_host`` found it."""
 
-    Attributes:
-        setting: what it is called.
-        good: whether it costs no speed.
-        state: what was found.
-        cost: what it costs, empty when good.
-        cure: the command or call that cures it, empty when good or when there is none.
-    """
-
-    setting: str
-    good: bool
-    state: str
-    cost: str = ""
-    cure: str = ""
+    setting: str  # what it is called
+    good: bool  # whether it costs no speed
+    state: str  # what was found
+    cost: str = ""  # what it costs, empty when good
+    cure: str = ""  # the command or call that cures it, empty when good or when there is none
 
 
 def tune_host(*, threads: int | None = None) -> HostTuning:

@@ -44,23 +44,14 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Scores after all options, their softmax and its logarithmic denominator.
+    """Scores after all options, their softmax and its logarithmic denominator."""
 
-    Attributes:
-        tanh: ``tanh(score / softcap)``, ``None`` without softcap.
-        probabilities: ``[B, Hq, Sq, Sk]``; rows with nothing to attend to are 0.
-        sink: probability of the sink ``[B, Hq, Sq]``, ``None`` without.
-        lse: ``[B, Hq, Sq]``, minus infinity for rows with nothing to attend to.
-        top: ``[B, Hq, Sq]``, the largest score, likewise.
-        total: ``[B, Hq, Sq]``, the sum of ``exp(score - top)``, 1 for rows with nothing.
-    """
-
-    tanh: torch.Tensor | None
-    probabilities: torch.Tensor
-    sink: torch.Tensor | None
-    lse: torch.Tensor
-    top: torch.Tensor
-    total: torch.Tensor
+    tanh: torch.Tensor | None  # ``tanh(score / softcap)``, ``None`` without softcap
+    probabilities: torch.Tensor  # ``[B, Hq, Sq, Sk]``; rows with nothing to attend to are 0
+    sink: torch.Tensor | None  # probability of the sink ``[B, Hq, Sq]``, ``None`` without
+    lse: torch.Tensor  # ``[B, Hq, Sq]``, minus infinity for rows with nothing to attend to
+    top: torch.Tensor  # ``[B, Hq, Sq]``, the largest score, likewise
+    total: torch.Tensor  # ``[B, Hq, Sq]``, the sum of ``exp(score - top)``, 1 for rows with nothing
 
 
 def per_query_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:

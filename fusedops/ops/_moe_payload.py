@@ -23,21 +23,13 @@ _EXPONENT_OF_LARGEST = 8
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """Where the parts of a packed row stand, in bytes.
+    """Where the parts of a packed row stand, in bytes."""
 
-    Attributes:
-        hidden_size: elements of a row.
-        dtype: of the row before packing.
-        prob_dtype: float32, or float64 for a float64 router.
-        pairs: probabilities, and expert ids, per row.
-        quantized: whether the row travels as float8 with a scale.
-    """
-
-    hidden_size: int
-    dtype: torch.dtype
-    prob_dtype: torch.dtype
-    pairs: int
-    quantized: bool = False
+    hidden_size: int  # elements of a row
+    dtype: torch.dtype  # of the row before packing
+    prob_dtype: torch.dtype  # float32, or float64 for a float64 router
+    pairs: int  # probabilities, and expert ids, per row
+    quantized: bool = False  # whether the row travels as float8 with a scale
 
     @property
     def data_bytes(self) -> int:

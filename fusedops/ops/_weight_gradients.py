@@ -48,16 +48,11 @@ Into = torch.Tensor | GradientSum | None
 
 
 class Shared(NamedTuple):
-    """The parameters of a call whose gradients are summed with those of other calls.
+    """The parameters of a call whose gradients are summed with those of other calls."""
 
-    Attributes:
-        parameters: the same, cut off from the graph.
-        into: the sum of each, ``None`` where no gradient is asked for.
-        anchors: those of the sums, in their order: they stand behind the arguments of the call.
-    """
-
-    parameters: list[Any]
-    into: list[GradientSum | None]
+    parameters: list[Any]  # the same, cut off from the graph
+    into: list[GradientSum | None]  # the sum of each, ``None`` where no gradient is asked for
+    # Those of the sums, in their order: they stand behind the arguments of the call
     anchors: list[torch.Tensor]
 
 
@@ -127,22 +122,16 @@ def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> Shared
 
 @dataclass(frozen=True)
 class Form:
-    """An op, and the form of its backward that adds the gradients of parameters to buffers.
+    """An op, and the form of its backward that adds the gradients of parameters to buffers."""
 
-    Attributes:
-        op: takes tensors, then others; returns the output, and what it keeps for the backward.
-        add_gradients: takes a buffer or ``None`` per parameter, the gradient of the output, the
-            tensors, what was kept, the others and a mask; returns a gradient for each entry of it.
-        tensors: number of tensors that ``op`` takes.
-        inputs: places among them of those whose gradients the mask asks for.
-        parameters: places of the parameters.
-    """
-
+    # Takes tensors, then others; returns the output, and what it keeps for the backward
     op: Callable[..., Any]
+    # Takes a buffer or ``None`` per parameter, the gradient of the output, the tensors, what was
+    # kept, the others and a mask; returns a gradient for each entry of it
     add_gradients: Callable[..., Any]
-    tensors: int
-    inputs: tuple[int, ...]
-    parameters: tuple[int, ...]
+    tensors: int  # number of tensors that ``op`` takes
+    inputs: tuple[int, ...]  # places among them of those whose gradients the mask asks for
+    parameters: tuple[int, ...]  # places of the parameters
 
 
 def call(

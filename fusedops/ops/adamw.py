@@ -30,19 +30,12 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Draw:
-    """The position of a parameter's elements in the random numbers of stochastic rounding.
+    """The position of a parameter's elements in the random numbers of stochastic rounding."""
 
-    Attributes:
-        key: the key of Philox; the offset is the number of the step.
-        base: index of the first element in the unsharded parameter, in row-major order.
-        run: how many elements are adjacent there.
-        pitch: distance from the start of one run to the start of the next.
-    """
-
-    key: int
-    base: int
-    run: int
-    pitch: int
+    key: int  # the key of Philox; the offset is the number of the step
+    base: int  # index of the first element in the unsharded parameter, in row-major order
+    run: int  # how many elements are adjacent there
+    pitch: int  # distance from the start of one run to the start of the next
 
 
 @dataclass
@@ -50,28 +43,22 @@ class TensorLists:
     """The tensors of a step. A list is empty, or as long as ``params``.
 
     All tensors of a parameter have its shape and its strides, without gaps.
-
-    Attributes:
-        params: float32, bfloat16, float16, or float64 if all are.
-        grads: read only.
-        exp_avgs: first moments.
-        exp_avg_sqs: second moments.
-        max_exp_avg_sqs: their largest values, for amsgrad.
-        copies: tensors that receive ``params``, rounded to their own dtype.
-        steps: number of steps so far, one element each; the op increments it.
-        draws: if given, states and params in bfloat16 are rounded stochastically.
-        weight_decays: one number per parameter.
     """
 
+    # Float32, bfloat16, float16, or float64 if all are
     params: list[torch.Tensor] = field(default_factory=list)
-    grads: list[torch.Tensor] = field(default_factory=list)
-    exp_avgs: list[torch.Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)  # read only
+    exp_avgs: list[torch.Tensor] = field(default_factory=list)  # first moments
+    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)  # second moments
+    # Their largest values, for amsgrad
     max_exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
+    # Tensors that receive ``params``, rounded to their own dtype
     copies: list[torch.Tensor] = field(default_factory=list)
+    # Number of steps so far, one element each; the op increments it
     steps: list[torch.Tensor] = field(default_factory=list)
+    # If given, states and params in bfloat16 are rounded stochastically
     draws: list[Draw] = field(default_factory=list)
-    weight_decays: list[float] = field(default_factory=list)
+    weight_decays: list[float] = field(default_factory=list)  # one number per parameter
 
 
 def adamw(

@@ -26,46 +26,37 @@ REFUSALS = ("ValueError", "UnsupportedError")
 @renamed(whole=Renamed("gather"))
 @dataclass
 class Parallel:
-    """A model that is ready to train on the ranks of a mesh, as ``parallelize`` returns it.
+    """A model that is ready to train on the ranks of a mesh, as ``parallelize`` returns it."""
 
-    Attributes:
-        model: this rank's part; its parameters have the names that the whole model gives them.
-        forward_backward: takes the whole batch, trains on this rank's share of it, leaves the
-            gradients of the whole batch's loss and returns that loss.
-        optimizer: ``None``: the one of the comparison, over the parameters of ``model``.
-        clip: takes the largest norm, clips, and returns the norm of all gradients as it was;
-            ``None``: ``torch.nn.utils.clip_grad_norm_``.
-        gather: takes a parameter's name and what this rank has of it or of its gradient, and
-            returns the full tensor; ``None``: DTensors are gathered, and other tensors are full.
-    """
-
+    # This rank's part; its parameters have the names that the whole model gives them
     model: nn.Module
+    # Takes the whole batch, trains on this rank's share of it, leaves the gradients of the whole
+    # batch's loss and returns that loss
     forward_backward: Callable[[Batch], torch.Tensor]
+    # ``None``: the one of the comparison, over the parameters of ``model``
     optimizer: torch.optim.Optimizer | None = None
+    # Takes the largest norm, clips, and returns the norm of all gradients as it was; ``None``:
+    # ``torch.nn.utils.clip_grad_norm_``
     clip: Callable[[float], torch.Tensor] | None = None
+    # Takes a parameter's name and what this rank has of it or of its gradient, and returns the full
+    # tensor; ``None``: DTensors are gathered, and other tensors are full
     gather: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified: functions that make the model, its parallel form, its batches and loss.
+    """What is verified: functions that make the model, its parallel form, its batches and loss."""
 
-    Attributes:
-        factories: by name, functions that return a whole model; its weights must follow from
-            torch's seed.
-        parallelize: ``(model, mesh, case) -> Parallel`` or a module, for which ``data_parallel``
-            makes the rest.
-        batch: ``(case, generator) -> dict`` of tensors, the whole batch of a step.
-        loss: ``(model, batch) -> (total, count)``: sum of the losses, and number of targets; a
-            third, if there is one, is added to their mean: a router's loss.
-        optimizer: ``(parameters) -> Optimizer``.
-    """
-
+    # By name, functions that return a whole model; its weights must follow from torch's seed
     factories: Mapping[str, Callable[[], nn.Module]]
+    # ``(model, mesh, case) -> Parallel`` or a module, for which ``data_parallel`` makes the rest
     parallelize: Callable[[nn.Module, DeviceMesh, Case], Any]
+    # ``(case, generator) -> dict`` of tensors, the whole batch of a step
     batch: Callable[[Case, torch.Generator], Batch]
+    # ``(model, batch) -> (total, count)``: sum of the losses, and number of targets; a third, if
+    # there is one, is added to their mean: a router's loss
     loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, ...]]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
+    optimizer: Callable[[Any], torch.optim.Optimizer]  # ``(parameters) -> Optimizer``
 
     def model(self, case: Case) -> nn.Module:
         """Return the whole model of a case, the same wherever it is called."""
@@ -170,23 +161,14 @@ def _full_tensor(name: str, given: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value of one rank that is not that of a single process.
+    """A value of one rank that is not that of a single process."""
 
-    Attributes:
-        kind: ``"loss"``, ``"gradient"``, ``"norm"`` or ``"weight"``.
-        step: of the optimizer.
-        name: of the parameter.
-        rank: whose value it is.
-        text: what is wrong.
-        ratio: error by what it may be.
-    """
-
-    kind: str
-    step: int
-    name: str
-    rank: int
-    text: str
-    ratio: float
+    kind: str  # ``"loss"``, ``"gradient"``, ``"norm"`` or ``"weight"``
+    step: int  # of the optimizer
+    name: str  # of the parameter
+    rank: int  # whose value it is
+    text: str  # what is wrong
+    ratio: float  # error by what it may be
 
     def __str__(self) -> str:
         what = f"{self.kind} {self.name}".strip()

@@ -38,21 +38,13 @@ class ParityError(AssertionError):
 
 @dataclass
 class Failure:
-    """A case that is not as in a single process.
+    """A case that is not as in a single process."""
 
-    Attributes:
-        case: the smallest that fails in this way.
-        drawn: the case as it was drawn.
-        kind: ``"differs"``, or the name of the error.
-        why: the first differences, or the error.
-        script: Python code that runs it again.
-    """
-
-    case: Case
-    drawn: Case
-    kind: str
-    why: str
-    script: str
+    case: Case  # the smallest that fails in this way
+    drawn: Case  # the case as it was drawn
+    kind: str  # ``"differs"``, or the name of the error
+    why: str  # the first differences, or the error
+    script: str  # Python code that runs it again
 
     def __str__(self) -> str:
         return f"{self.case} (drawn as {self.drawn})\n\n{self.script}"
@@ -60,19 +52,13 @@ class Failure:
 
 @dataclass
 class Report:
-    """What ``verify`` has done.
+    """What ``verify`` has done."""
 
-    Attributes:
-        passed: cases that were as in a single process.
-        refused: cases that all ranks refused, with the reason.
-        failures: the others, each smallest case once.
-        seconds: how long it took.
-    """
-
-    passed: list[Case] = field(default_factory=list)
+    passed: list[Case] = field(default_factory=list)  # cases that were as in a single process
+    # Cases that all ranks refused, with the reason
     refused: list[tuple[Case, str]] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    seconds: float = 0.0
+    failures: list[Failure] = field(default_factory=list)  # the others, each smallest case once
+    seconds: float = 0.0  # how long it took
 
     def __bool__(self) -> bool:
         return bool(self.passed) and not self.failures

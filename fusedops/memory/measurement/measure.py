@@ -32,24 +32,15 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors of one kind at the peak.
+    """Tensors of one kind at the peak."""
 
-    Attributes:
-        layer: in whose forward, or backward, they were made; ``""`` outside of all modules.
-        op: the operator that made them, ``"fusedops::mlp"``.
-        output: the result's name in its schema, or ``None``.
-        kind: ``"activation"``, ``"gradient"``, ``"cast"`` (weights in autocast's dtype) or
-            ``"temporary"``.
-        count: how many.
-        nbytes: of all of them.
-    """
-
-    layer: str
-    op: str
-    output: str | None
+    layer: str  # in whose forward, or backward, they were made; ``""`` outside of all modules
+    op: str  # the operator that made them, ``"fusedops::mlp"``
+    output: str | None  # the result's name in its schema, or ``None``
+    # ``"activation"``, ``"gradient"``, ``"cast"`` (weights in autocast's dtype) or ``"temporary"``
     kind: str
-    count: int
-    nbytes: int
+    count: int  # how many
+    nbytes: int  # of all of them
 
 
 @dataclass(frozen=True)

@@ -42,17 +42,12 @@ Compute = Callable[[RoutingPlan, list[torch.Tensor | None]], torch.Tensor]
 
 @dataclass
 class ExpertTraffic:
-    """What the experts of a layer have moved since they were stored.
+    """What the experts of a layer have moved since they were stored."""
 
-    Attributes:
-        chosen: the numbers, within this process's, of the experts that the last forward fetched.
-        fetched_bytes: of weights that came to the device, forward and backward.
-        returned_bytes: of gradients that went to the host.
-    """
-
+    # The numbers, within this process's, of the experts that the last forward fetched
     chosen: tuple[int, ...] = ()
-    fetched_bytes: int = 0
-    returned_bytes: int = 0
+    fetched_bytes: int = 0  # of weights that came to the device, forward and backward
+    returned_bytes: int = 0  # of gradients that went to the host
 
 
 def store_experts(
