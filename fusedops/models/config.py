@@ -90,6 +90,12 @@ class RopeScaling:
     ``original_seq_len / high_freq_factor`` stay, and between them a straight line leads from one to
     the other.
 
+    Attributes:
+        factor: how many times longer.
+        low_freq_factor: waves of the first training length from which on none grows.
+        high_freq_factor: waves of it below which all grow.
+        original_seq_len: tokens of the sequences of the first training.
+
     Raises:
         ValueError: a factor is not positive, or the two bounds are not in order.
         TypeError: one is no number.
@@ -98,10 +104,10 @@ class RopeScaling:
         The Llama 3 Herd of Models, arXiv:2407.21783.
     """
 
-    factor: float = 8.0  # how many times longer
-    low_freq_factor: float = 1.0  # waves of the first training length from which on none grows
-    high_freq_factor: float = 4.0  # waves of it below which all grow
-    original_seq_len: int = 8192  # tokens of the sequences of the first training
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_seq_len: int = 8192
 
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):

@@ -38,11 +38,17 @@ from fusedops.nn import BalancingBias, LinearAct, MoE, RMSNorm
 
 
 class Loss(NamedTuple):
-    """The parts of a loss, as sums: what shards of a batch have are added, then divided."""
+    """The parts of a loss, as sums: what shards of a batch have are added, then divided.
 
-    total: torch.Tensor  # cross-entropy summed over the targets, a float32 scalar
-    num_tokens: torch.Tensor  # how many targets there are, an int64 scalar
-    # The routers' losses summed over the layers, each a mean over the tokens; a float32 scalar
+    Attributes:
+        total: cross-entropy summed over the targets, a float32 scalar.
+        num_tokens: how many targets there are, an int64 scalar.
+        auxiliary: the routers' losses summed over the layers, each a mean over the tokens; a
+            float32 scalar.
+    """
+
+    total: torch.Tensor
+    num_tokens: torch.Tensor
     auxiliary: torch.Tensor
 
 
