@@ -23,7 +23,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.checkpoint import folder as folders
 from fusedops.checkpoint import generators, reasons, tensors
-from fusedops.parallel.collective_errors import gather_errors, raise_on_all
+from fusedops.parallel.collective_errors import gather_errors, gather_objects, raise_on_all
 
 _log = logging.getLogger(__name__)
 _OP = "Checkpointer"
@@ -515,11 +515,7 @@ class Checkpointer:
         return "; ".join(f"rank {rank}: {text}" if named else text for rank, text in errors.items())
 
     def _gather(self, value: Any) -> list[Any]:
-        if self._group is None:
-            return [value]
-        gathered: list[Any] = [None] * self._ranks
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        return gather_objects(value, self._group)
 
     def _from_first(self, value: Any) -> Any:
         return self._gather(value)[0]

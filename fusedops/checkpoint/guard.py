@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from fusedops._core import checks
 from fusedops.checkpoint.checkpointer import Checkpointer, Restored
+from fusedops.parallel.collective_errors import gather_objects
 
 _log = logging.getLogger(__name__)
 _OP = "Guard"
@@ -206,8 +207,7 @@ class Guard:
         if self._group is None and not (dist.is_available() and dist.is_initialized()):
             return values
         # Ranks must not differ in what they do. NaN is more than infinity here.
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, list(values.values()), group=self._group)
+        gathered = gather_objects(list(values.values()), self._group or dist.group.WORLD)
         columns = zip(*gathered, strict=True)
         worst = [max(column, key=lambda value: (math.isnan(value), value)) for column in columns]
         return dict(zip(values, worst, strict=True))

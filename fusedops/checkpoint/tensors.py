@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from fusedops.parallel.collective_errors import gather_objects
+
 _SHOWN = 3
 _MASTER = ".master"  # of the state of a parameter that fusedops.optim.AdamW steps in its place
 # What torch's wrappers put into the names of parameters.
@@ -168,11 +170,7 @@ class State:
             for name in loading.without_master
             if "master" in states.get(known[name], {})
         }
-        anywhere = [bool(masters)]
-        if group is not None:
-            anywhere = [False] * dist.get_world_size(group)
-            dist.all_gather_object(anywhere, bool(masters), group=group)
-        if any(anywhere):
+        if any(gather_objects(bool(masters), group)):
             _read({"model": masters}, loading.reader, group)
 
     def _content(self, optimizers: list[torch.optim.Optimizer], *, flat: bool) -> dict[str, Any]:

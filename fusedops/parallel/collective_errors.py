@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,11 +45,17 @@ def raise_on_all(
 
 def gather_errors(message: str | None, group: dist.ProcessGroup | None) -> dict[int, str]:
     """Return the error messages of the ranks that have one, by rank; the same on every rank."""
-    messages = [message]
-    if group is not None and group.size() > 1:
-        messages = [None] * group.size()
-        dist.all_gather_object(messages, message, group=group)
+    messages = gather_objects(message, group)
     return {rank: text for rank, text in enumerate(messages) if text is not None}
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the values of all ranks, in their order; without a group this process's alone."""
+    if group is None or group.size() == 1:
+        return [value]
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 class ErrorCode(IntEnum):
