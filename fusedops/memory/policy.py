@@ -12,7 +12,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -368,15 +368,17 @@ def _several(value: Any) -> tuple[Any, ...]:
     return (value,) if plain or not isinstance(value, Iterable) else tuple(value)
 
 
+def _fail_type(treatment: str, argument: str, expected: str, value: object) -> NoReturn:
+    raise TypeError(f"{treatment}: {argument} must be {expected}, got {checks.shown(value)}")
+
+
 def _patterns(treatment: str, modules: Modules) -> tuple[str | type[nn.Module], ...]:
     patterns = _several(modules)
     for pattern in patterns:
         is_class = isinstance(pattern, type) and issubclass(pattern, nn.Module)
         if not isinstance(pattern, str) and not is_class:
-            raise TypeError(
-                f"{treatment}: modules must be names such as 'layers.*' or classes of modules, "
-                f"got {checks.shown(pattern)}"
-            )
+            expected = "names such as 'layers.*' or classes of modules"
+            _fail_type(treatment, "modules", expected, pattern)
     return patterns
 
 
@@ -384,10 +386,7 @@ def _words(treatment: str, outputs: str | Iterable[str]) -> tuple[str, ...]:
     names = _several(outputs)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(
-                f"{treatment}: outputs must be names of an operator's results, "
-                f"got {checks.shown(name)}"
-            )
+            _fail_type(treatment, "outputs", "names of an operator's results", name)
     return names
 
 
@@ -398,10 +397,7 @@ def _op_name(treatment: str, op: Any) -> str:
     if isinstance(op, torch._ops.OpOverloadPacket):
         return op._qualified_op_name
     if not isinstance(op, str):
-        raise TypeError(
-            f"{treatment}: ops must be names of operators or objects of torch.ops, "
-            f"got {checks.shown(op)}"
-        )
+        _fail_type(treatment, "ops", "names of operators or objects of torch.ops", op)
     if re.search(r"::|\.", op):
         namespace, name = re.split(r"::|\.", op, maxsplit=1)
         bare = name.partition(".")[0]

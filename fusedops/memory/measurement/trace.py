@@ -31,7 +31,6 @@ class TracedBlock:
     op: str  # the operator that made it
     output: str | None  # the result's name, if it has one
     layer: str  # the layer that ran
-    phase: str  # ``"forward"`` or ``"backward"``
     key: int  # tells it from other memory while it lives
     # ``"activation"``, ``"gradient"`` (of a weight), ``"cast"`` (a weight in autocast's dtype) or
     # ``"temporary"``
@@ -64,7 +63,7 @@ class AllocationTrace:
         """Note new memory that ``op`` made, of a cast from ``source``, and when it is let go."""
         storage = tensor.untyped_storage()
         index = len(self.blocks)
-        block = TracedBlock(storage.nbytes(), op, output, self.layer, self.phase, storage._cdata)
+        block = TracedBlock(storage.nbytes(), op, output, self.layer, storage._cdata)
         if source is not None and source.untyped_storage()._cdata in self.weights:
             block.kind = CAST
         self.blocks.append(block)
