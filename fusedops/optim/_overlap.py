@@ -235,7 +235,7 @@ class Workers:
         self, slots: list[Slot], gradients: list[GradientSnapshot], staging: torch.Tensor
     ) -> list[torch.Tensor]:
         """Copy gradients to the staging memory, or without it to where they stay."""
-        begin, targets = 0, []
+        begin, targets, copies = 0, [], []
         for slot, gradient in zip(slots, gradients, strict=True):
             grad = gradient.local
             if self._in_place:
@@ -248,10 +248,8 @@ class Workers:
                 target = torch.as_strided(target, slot.copy.shape, slot.copy.stride())
                 begin += _padded(size)
             targets.append(target)
-        copies = [
-            partial(self._engine.copy, gradient.local, target, to_host=True, after=(gradient.mark,))
-            for gradient, target in zip(gradients, targets, strict=True)
-        ]
+            after = (gradient.mark,)
+            copies.append(partial(self._engine.copy, grad, target, to_host=True, after=after))
         finish_all(self._engine, copies)
         return targets
 

@@ -63,9 +63,8 @@ class RepeatedStep:
         ``grads`` are those of all parameters that have one, in their order.
         """
         for *_, collected in batches:
-            if collected.write_back or collected.copies_gradients:
-                return None
-            if not RepeatedBatch.serves(collected.tensors):
+            rearranged = collected.write_back or collected.copies_gradients
+            if rearranged or not RepeatedBatch.serves(collected.tensors):
                 return None
         if extension.cpu_library() is not None:
             return None

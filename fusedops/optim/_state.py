@@ -15,7 +15,6 @@ from fusedops._core import checks
 from fusedops.optim import _shards
 
 _HALF = (torch.bfloat16, torch.float16)
-_MASTERS = {torch.float64: torch.float64}
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -52,14 +51,15 @@ class OptimizerPolicy:
         One that is ``offloaded`` is stepped in host memory, where a master must then be.
         """
         master = offloaded or (self.master_weights and param.dtype in _HALF)
+        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
         moments = self.state_dtype or (torch.float32 if master else param.dtype)
         if param.dtype == torch.float64:
-            moments = torch.float64
+            moments = wide
         rounded = torch.bfloat16 in (moments, None if master else param.dtype)
         return Storage(
             device=torch.device("cpu") if offloaded else param.device,
             moments=moments,
-            master=_MASTERS.get(param.dtype, torch.float32) if master else None,
+            master=wide if master else None,
             draws=bool(self.stochastic_rounding) and rounded,
         )
 
