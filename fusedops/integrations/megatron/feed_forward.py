@@ -19,12 +19,7 @@ from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.moe import experts, shared_experts
 from megatron.core.utils import get_pg_size
 
-from fusedops.integrations.hf.rules.rule import (
-    global_hooks,
-    hooks_obstacle,
-    plain_weight,
-    runs_here,
-)
+from fusedops.integrations.hf.rules.rule import global_hooks, plain_weight, runs_here
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_act import linear_act
@@ -72,8 +67,15 @@ def _is_product(linear: Any) -> bool:
         return False
     alone = linear.explicit_expert_comm or get_pg_size(linear.tp_group) == 1
     extra = linear.gradient_accumulation_fusion or linear.config._cpu_offloading_context is not None
-    watched = hooks_obstacle("the layer", linear) or global_hooks()
-    return alone and not extra and watched is None and plain_weight(linear.weight)
+    watched = (
+        linear._forward_hooks
+        or linear._forward_pre_hooks
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+        or "forward" in vars(linear)
+        or global_hooks() is not None
+    )
+    return alone and not extra and not watched and plain_weight(linear.weight)
 
 
 class MLP(megatron_mlp.MLP):
@@ -94,9 +96,8 @@ class MLP(megatron_mlp.MLP):
         if self.config.gated_linear_unit:
             if product and first.bias is None:
                 hidden = linear_glu(hidden_states, *first.weight.chunk(2), activation=name)
-            elif name == "silu" or name in _GELUS:
-                hidden, bias = first(hidden_states)
-                hidden = gated(hidden if bias is None else hidden + bias, name)
+            else:
+                hidden = self._gated_halves(hidden_states, name)
         elif product and per_token_scale is None and _is_product(second):
             weights = (first.weight, first.bias, second.weight, None)
             return mlp(hidden_states, *weights, activation=name), second.bias
@@ -112,6 +113,12 @@ class MLP(megatron_mlp.MLP):
         scale = per_token_scale.unsqueeze(-1)
         output, bias = second((hidden * scale).to(hidden.dtype))
         return output if bias is None else output + bias * scale, None
+
+    def _gated_halves(self, hidden_states: torch.Tensor, name: str) -> torch.Tensor | None:
+        if name != "silu" and name not in _GELUS:
+            return None
+        hidden, bias = self.linear_fc1(hidden_states)
+        return gated(hidden if bias is None else hidden + bias, name)
 
 
 class SharedExpertMLP(shared_experts.SharedExpertMLP, MLP):
