@@ -8,8 +8,8 @@ import torch
 def seed_generators(seed: int) -> None:
     """Do what ``torch.manual_seed(seed)`` does, without its cost where there is no accelerator.
 
-    There ``torch.manual_seed`` keeps a formatted traceback for each kind of device that is not
-    initialised: up to a millisecond in a deep stack, in which a whole test of a kernel fits.
+    There ``torch.manual_seed`` formats a traceback for each kind of device that is not initialised:
+    0.2 ms in a plain script and about 1 ms below pytest (Zen 4).
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)

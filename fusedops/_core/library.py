@@ -172,10 +172,11 @@ def define_op(
             _differentiate_native(name, parsed, gradient)
         else:
             _differentiate_python(name, parsed, gradient)
-        if shard is not None:
-            rule = shard_backward or _transposed_rule(programs[1], shard, parsed, gradient)
+        if shard_backward is None and shard is not None:
+            shard_backward = _transposed_rule(programs[1], shard, parsed, gradient)
+        if shard_backward is not None:
             backward_op = getattr(torch.ops.fusedops, backward_name).default
-            sharding.register(backward_op, _complete_rule(programs[1], rule, gradient))
+            sharding.register(backward_op, _complete_rule(programs[1], shard_backward, gradient))
     if autocast != "keep":
         _autocast(name, autocast, native)
     if shard is not None:

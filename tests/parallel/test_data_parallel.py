@@ -209,6 +209,20 @@ def test_offloaded_states_step_to_the_same_bits(on_ranks: OnRanks, stage: int) -
     on_ranks(_offloaded, stage)
 
 
+def _unsharded(world: World) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4 * RANKS, 4 * RANKS, dtype=torch.float64)
+    weight = model.weight.detach().clone()
+    shard([model], mesh, stage=3)
+    model.unshard(async_op=True).wait()
+    assert torch.equal(model.weight, weight)
+
+
+def test_weights_are_there_after_an_asynchronous_unshard(on_ranks: OnRanks) -> None:
+    on_ranks(_unsharded)
+
+
 def test_wrong_arguments_say_what_was_wanted() -> None:
     with pytest.raises(
         TypeError, match=r"BucketedAllReduce: group must be a .*ProcessGroup, got int"
