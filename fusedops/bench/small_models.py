@@ -40,7 +40,7 @@ class SmallModel:
 
 
 class InterleavedRow:
-    """A row of one of several ways that are measured by turns: of generation, or of scaling."""
+    """A row of one of several ways that are measured alternately: of generation, or of scaling."""
 
     seconds: list[float]  # of each turn
     ratios: list[float]  # of the seconds of the way that is compared with, turn by turn
