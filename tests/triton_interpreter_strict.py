@@ -98,6 +98,7 @@ class Launch:
 
 _launch = Launch("", iter(()))
 _listed: list[Region] = []
+_patched_for: set[int] = set()  # the globals whose Triton modules this launch has patched
 _has_other = False  # whether the load that is being interpreted was given ``other``
 _drawn = random.Random(0)
 shuffle: Callable[[list[int]], None] = _drawn.shuffle
@@ -149,8 +150,19 @@ def _run(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     global _launch
     names = (name for name in self.arg_names if name not in self.constexprs)
     _launch = Launch(self.fn.__name__, names, list(_listed))
+    _patched_for.clear()
     original(self, *args, **kwargs)
     _find_races(_launch)
+
+
+@_around(interpreter, "_patch_lang")
+def _patch_once(original: Any, function: Any) -> Any:
+    # The interpreter patches Triton's modules at each call of a device function, which takes longer
+    # than most of these functions. What a launch has patched stays so until the launch ends.
+    if id(function.__globals__) in _patched_for:
+        return interpreter._LangPatchScope()
+    _patched_for.add(id(function.__globals__))
+    return original(function)
 
 
 @_around(interpreter, "_implicit_cvt")

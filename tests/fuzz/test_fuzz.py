@@ -20,7 +20,7 @@ from .arguments import Arguments
 from .functions import Functions
 from .operators import Operators
 
-SECONDS = 15.0
+SECONDS = 8.0
 
 
 @pytest.fixture(autouse=True)

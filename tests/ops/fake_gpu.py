@@ -215,6 +215,13 @@ class _NoCopies(TorchDispatchMode):
 class _WithoutGuards(TorchFunctionMode):
     """Does what Python's bindings do under a guard of the GPU, which a torch for CPUs lacks."""
 
+    _same = {
+        torch.arange: torch.ops.aten.arange,
+        torch.empty_like: torch.ops.aten.empty_like,
+        torch.Tensor.copy_: torch.ops.aten.copy_,
+        torch.Tensor.__invert__: torch.ops.aten.bitwise_not,
+    }
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
         if func is torch.Tensor.contiguous:
@@ -228,13 +235,7 @@ class _WithoutGuards(TorchFunctionMode):
             return self._item(args[0], args[1])
         if func is torch.Tensor.__iter__:
             return iter(aten.unbind(args[0]))
-        same = {
-            torch.arange: aten.arange,
-            torch.empty_like: aten.empty_like,
-            torch.Tensor.copy_: aten.copy_,
-            torch.Tensor.__invert__: aten.bitwise_not,
-        }
-        return same.get(func, func)(*args, **(kwargs or {}))
+        return self._same.get(func, func)(*args, **(kwargs or {}))
 
     def _item(self, found: torch.Tensor, indices: Any) -> torch.Tensor:
         aten, dim = torch.ops.aten, 0

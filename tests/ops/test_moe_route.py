@@ -123,7 +123,7 @@ def test_nan_and_infinity_are_routed_as_documented(
 def test_all_backends_choose_the_same(backend: str) -> None:
     torch.manual_seed(5)
     for experts, top_k in ((8, 2), (60, 4), (64, 8), (128, 8), (200, 40)):
-        logits = (torch.randn(67, experts) * 8).round() / 8  # full of ties
+        logits = (torch.randn(29, experts) * 8).round() / 8  # full of ties
         bias = torch.randn(experts) * 0.1
         got, want = route(backend, logits, top_k), route("torch", logits, top_k)
         assert torch.equal(got[1], want[1])
