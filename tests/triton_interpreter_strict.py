@@ -155,6 +155,20 @@ def _run(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     _find_races(_launch)
 
 
+_numpy_dtypes: dict[Any, Any] = {}
+
+
+@_around(interpreter, "_get_np_dtype")
+def _numpy_dtype(original: Any, dtype: Any) -> Any:
+    # The interpreter makes a table of all types at each call, and each operation has several calls.
+    scalar = dtype.scalar
+    if isinstance(scalar, tl.pointer_type):
+        return original(scalar)
+    if scalar not in _numpy_dtypes:
+        _numpy_dtypes[scalar] = original(scalar)
+    return _numpy_dtypes[scalar]
+
+
 @_around(interpreter, "_patch_lang")
 def _patch_once(original: Any, function: Any) -> Any:
     # The interpreter patches Triton's modules at each call of a device function, which takes longer
