@@ -30,11 +30,12 @@ _ALIGNMENT = 64  # bytes: what is written around the cache must begin there
 STATES = ("master", *MOMENTS)
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """A parameter of a bucket, its state and its buffers in host memory."""
 
     param: Any
+    index: int  # of the parameter in its group
     state: dict[str, Any]  # its state in the optimizer
     # the state after the step that is being made; empty where steps are made in place
     shadow: dict[str, Any]
@@ -84,8 +85,7 @@ class GradientSnapshot:
 class Job:
     """One run of a bucket: its inputs and results."""
 
-    members: list[int]  # slots of the bucket that have a gradient
-    gradients: list[GradientSnapshot]
+    gradients: dict[Slot, GradientSnapshot]  # of the slots that have one, in the bucket's order
     basis: Basis
     steps: bool  # or only the sums
     sums: list[float] = field(default_factory=list)
@@ -99,17 +99,15 @@ class Bucket:
     def __init__(self, group: dict[str, Any], slots: list[Slot]) -> None:
         self.group = group
         self.slots = slots
-        self.arrived: dict[int, GradientSnapshot] = {}
+        self.arrived: dict[Slot, GradientSnapshot] = {}
         self.job: Job | None = None
 
-    def sums(self, members: list[int]) -> list[float] | None:
-        """Return the last job's sums; ``None`` unless they are of the current gradients."""
+    def has_sums(self, slots: list[Slot]) -> bool:
+        """Return whether the last job's sums are those of the current gradients of the slots."""
         job = self.job
-        if job is None or job.error is not None or job.members != members:
-            return None
-        pairs = zip(job.members, job.gradients, strict=True)
-        current = all(gradient.is_that_of(self.slots[i].param) for i, gradient in pairs)
-        return job.sums if current else None
+        if job is None or job.error is not None or list(job.gradients) != slots:
+            return False
+        return all(gradient.is_that_of(slot.param) for slot, gradient in job.gradients.items())
 
     def forget(self) -> None:
         """Drop the gradients that arrived, and the last job."""
@@ -118,10 +116,10 @@ class Bucket:
     def written(self) -> None:
         """Update the snapshots of gradients that have been written to ``grad`` since."""
         if self.job is not None:
-            gradients = zip(self.job.members, self.job.gradients, strict=True)
-            self.job.gradients = [
-                gradient.written_to(self.slots[i].param) for i, gradient in gradients
-            ]
+            self.job.gradients = {
+                slot: gradient.written_to(slot.param)
+                for slot, gradient in self.job.gradients.items()
+            }
 
     @property
     def staging_bytes(self) -> int:
@@ -152,7 +150,7 @@ class Workers:
         self._engine = engine
         self._in_place = staging == 0
         self._queue = _step_queue.new_queue(threads)
-        self._given: queue.SimpleQueue[tuple[Bucket, Job] | None] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._owner = os.getpid()
         self._threads: list[threading.Thread] = []
         buffers = [self._staging(staging) for _ in range(workers)]
@@ -173,7 +171,7 @@ class Workers:
     def start(self, bucket: Bucket, job: Job) -> None:
         """Begin a job; ``job.finished`` is set at its end, in any case."""
         bucket.job = job
-        self._given.put((bucket, job))
+        self._given.put(job)
 
     def close(self) -> None:
         """Finish the jobs that were begun, and end the threads.
@@ -195,27 +193,25 @@ class Workers:
         return memory[-memory.data_ptr() % _ALIGNMENT :][:size]
 
     def _work(self, staging: torch.Tensor) -> None:
-        while (given := self._given.get()) is not None:
-            bucket, job = given
+        while (job := self._given.get()) is not None:
             try:
-                self._run(bucket, job, staging)
+                self._run(job, staging)
             except Exception as error:
                 job.error = error
             finally:
                 job.finished.set()
 
-    def _run(self, bucket: Bucket, job: Job, staging: torch.Tensor) -> None:
-        slots = [bucket.slots[i] for i in job.members]
+    def _run(self, job: Job, staging: torch.Tensor) -> None:
+        gradients, basis = job.gradients, job.basis
         if self._in_place and job.steps:  # the job that summed has copied them
-            copied = [slot.gradient for slot in slots if slot.gradient is not None]
+            copied = [slot.gradient for slot in gradients if slot.gradient is not None]
         else:
-            copied = self._fetch(slots, job.gradients, staging)
-        basis = job.basis
+            copied = self._fetch(gradients, staging)
         tensors = [
             _step_queue.describe(
                 _locals(slot.state), _locals(slot.target), grad, slot.copy, basis, i, slot.draw
             )
-            for i, slot, grad in zip(job.members, slots, copied, strict=True)
+            for i, (slot, grad) in enumerate(zip(gradients, copied, strict=True))
         ]
         number = self._queue.submit(
             tensors,
@@ -224,7 +220,7 @@ class Workers:
             eps=basis.eps,
             grad_factor=basis.grad_factor,
             steps=job.steps,
-            stochastic=any(slot.draw is not None for slot in slots),
+            stochastic=any(slot.draw is not None for slot in gradients),
         )
         job.sums = self._wait(number)
 
@@ -232,11 +228,11 @@ class Workers:
         return self._queue.wait(number)
 
     def _fetch(
-        self, slots: list[Slot], gradients: list[GradientSnapshot], staging: torch.Tensor
+        self, gradients: dict[Slot, GradientSnapshot], staging: torch.Tensor
     ) -> list[torch.Tensor]:
         """Copy gradients to the staging memory, or without it to where they stay."""
         begin, targets, copies = 0, [], []
-        for slot, gradient in zip(slots, gradients, strict=True):
+        for slot, gradient in gradients.items():
             grad = gradient.local
             if self._in_place:
                 same = grad.dtype == slot.copy.dtype

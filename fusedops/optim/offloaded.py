@@ -136,7 +136,7 @@ class OffloadedAdamW(AdamW):
         self._num_threads = threads or min(torch.get_num_threads(), most)
         self._given_engine = engine
         self._workers: Workers | None = None
-        self._slots: dict[torch.Tensor, tuple[Bucket, int]] = {}
+        self._slots: dict[torch.Tensor, tuple[Bucket, Slot]] = {}
         self._buckets: list[Bucket] = []
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
@@ -168,10 +168,9 @@ class OffloadedAdamW(AdamW):
     @property
     def host_bytes(self) -> int:
         """The bytes of host memory that it has allocated: states, copies and staging."""
-        slots = [slot for bucket in self._buckets for slot in bucket.slots]
         kept = [
             value
-            for slot in slots
+            for _, slot in self._slots.values()
             for state in (slot.state, slot.shadow)
             for value in (*state.values(), slot.copy)
             if isinstance(value, torch.Tensor)
@@ -181,8 +180,7 @@ class OffloadedAdamW(AdamW):
 
     def restore(self) -> None:
         """Overwrite every offloaded parameter with its master."""
-        for bucket, index in self._slots.values():
-            slot = bucket.slots[index]
+        for _, slot in self._slots.values():
             slot.copy.copy_(_shards.local(slot.state["master"]))
             self._engine.finish(self._push(slot))
 
@@ -254,9 +252,7 @@ class OffloadedAdamW(AdamW):
         self._engine = engine
         self._buckets = self._new_buckets()
         self._slots = {
-            slot.param: (bucket, index)
-            for bucket in self._buckets
-            for index, slot in enumerate(bucket.slots)
+            slot.param: (bucket, slot) for bucket in self._buckets for slot in bucket.slots
         }
         if self._workers is not None:
             self._workers.close()
@@ -316,7 +312,7 @@ class OffloadedAdamW(AdamW):
         }
         master = _shards.local(state["master"])
         copy = host_like(self._engine, master, param.dtype)
-        return Slot(param, state, shadow, copy, self._draw(group, index, param))
+        return Slot(param, index, state, shadow, copy, self._draw(group, index, param))
 
     def _require_memory(self, params: list[torch.Tensor]) -> None:
         """Raise, before anything is allocated, where it would not fit."""
@@ -354,8 +350,8 @@ class OffloadedAdamW(AdamW):
     def _had(self, param: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
         if param not in self._slots:
             return None
-        bucket, index = self._slots[param]
-        return self._device, bucket.slots[index].copy.dtype
+        _, slot = self._slots[param]
+        return self._device, slot.copy.dtype
 
     def _arrived(self, param: Any) -> None:
         """Note that a backward has accumulated a gradient; begin when a bucket is complete."""
@@ -394,29 +390,26 @@ class OffloadedAdamW(AdamW):
         return self._calls[param] == self._passes and self._slots[param][0].job is None
 
     def _note(self, param: Any, gradient: GradientSnapshot) -> None:
-        bucket, index = self._slots[param]
-        bucket.arrived[index] = gradient
+        bucket, slot = self._slots[param]
+        bucket.arrived[slot] = gradient
         if len(bucket.arrived) == len(bucket.slots):
             self._begin(bucket, self._expected_factor, steps=self._speculates)
 
     def _begin(self, bucket: Bucket, factor: float, *, steps: bool) -> None:
-        members = sorted(bucket.arrived)
-        gradients = [bucket.arrived[i] for i in members]
-        job = Job(members, gradients, self._basis(bucket, factor), steps)
+        gradients = {slot: bucket.arrived[slot] for slot in bucket.slots if slot in bucket.arrived}
+        job = Job(gradients, self._basis(bucket.group, list(gradients), factor), steps)
         assert self._workers is not None, "closed"
         self._workers.start(bucket, job)
 
-    def _basis(self, bucket: Bucket, factor: float) -> Basis:
-        group = bucket.group
-        places = {param: index for index, param in enumerate(group["params"])}
+    def _basis(self, group: dict[str, Any], slots: list[Slot], factor: float) -> Basis:
         return Basis(
             lr=float(group["lr"]),
             betas=(float(group["betas"][0]), float(group["betas"][1])),
             eps=group["eps"],
             bias_correction=group["bias_correction"],
             grad_factor=-factor if group["maximize"] else factor,
-            decays=tuple(self._decay(group, places[slot.param]) for slot in bucket.slots),
-            steps=tuple(float(slot.state["step"]) + 1.0 for slot in bucket.slots),
+            decays=tuple(self._decay(group, slot.index) for slot in slots),
+            steps=tuple(float(slot.state["step"]) + 1.0 for slot in slots),
         )
 
     def _step_all(self, members: list[Member]) -> None:
@@ -446,28 +439,30 @@ class OffloadedAdamW(AdamW):
         on_device = [member for member in members if member[2] not in self._slots]
         if on_device:
             self._step_collected(self._collect(on_device), factor, found_inf)
-        self._commit([bucket.slots[i] for bucket, indices in chosen for i in indices])
+        self._commit([slot for _, slots in chosen for slot in slots])
 
-    def _offloaded_members(self, members: list[Member]) -> list[tuple[Bucket, list[int]]]:
-        """Return the buckets of members that are offloaded, with the indices of their slots."""
-        indices: dict[int, tuple[Bucket, list[int]]] = {}
-        for *_, param in members:
-            if param in self._slots:
-                bucket, index = self._slots[param]
-                indices.setdefault(id(bucket), (bucket, []))[1].append(index)
-        return [(bucket, sorted(slots)) for bucket, slots in indices.values()]
+    def _offloaded_members(self, members: list[Member]) -> list[tuple[Bucket, list[Slot]]]:
+        """Return the buckets of members that are offloaded, with their slots."""
+        params = {param for *_, param in members}
+        chosen = (
+            (bucket, [slot for slot in bucket.slots if slot.param in params])
+            for bucket in self._buckets
+        )
+        return [(bucket, slots) for bucket, slots in chosen if slots]
 
-    def _sum_changed(self, chosen: list[tuple[Bucket, list[int]]]) -> None:
+    def _sum_changed(self, chosen: list[tuple[Bucket, list[Slot]]]) -> None:
         """Sum the squares of gradients that are not those of the last job."""
-        changed = [pair for pair in chosen if pair[0].sums(pair[1]) is None]
+        changed = [(bucket, slots) for bucket, slots in chosen if not bucket.has_sums(slots)]
         self._repeat(changed, self._expected_factor, steps=self._overlap and self._speculates)
 
-    def _step_outdated(self, chosen: list[tuple[Bucket, list[int]]], factor: float) -> None:
+    def _step_outdated(self, chosen: list[tuple[Bucket, list[Slot]]], factor: float) -> None:
         """Make the steps that were not made, or were made with other numbers."""
         outdated = [
-            (bucket, indices)
-            for bucket, indices in chosen
-            if not (job := bucket.job) or not job.steps or job.basis != self._basis(bucket, factor)
+            (bucket, slots)
+            for bucket, slots in chosen
+            if not (job := bucket.job)
+            or not job.steps
+            or job.basis != self._basis(bucket.group, slots, factor)
         ]
         self._repeat(outdated, factor, steps=True)
 
@@ -511,24 +506,23 @@ class OffloadedAdamW(AdamW):
         return 1.0 if scale is None else 1.0 / float(scale)
 
     def _repeat(
-        self, chosen: list[tuple[Bucket, list[int]]], factor: float, *, steps: bool
+        self, chosen: list[tuple[Bucket, list[Slot]]], factor: float, *, steps: bool
     ) -> None:
         mark = self._engine.mark()
-        for bucket, indices in chosen:
-            bucket.arrived = {i: GradientSnapshot.of(bucket.slots[i].param, mark) for i in indices}
+        for bucket, slots in chosen:
+            bucket.arrived = {slot: GradientSnapshot.of(slot.param, mark) for slot in slots}
             self._begin(bucket, factor, steps=steps)
         self._finish([bucket for bucket, _ in chosen])
         for bucket, _ in chosen:
             if bucket.job is not None and bucket.job.error is not None:
                 raise bucket.job.error
 
-    def _sums(self, members: list[Member], chosen: list[tuple[Bucket, list[int]]]) -> torch.Tensor:
+    def _sums(self, members: list[Member], chosen: list[tuple[Bucket, list[Slot]]]) -> torch.Tensor:
         """Return the sum of squares of each member's local gradient, on the host."""
         sums: dict[torch.Tensor, float] = {}
-        for bucket, indices in chosen:
+        for bucket, slots in chosen:
             assert bucket.job is not None
-            params = (bucket.slots[i].param for i in indices)
-            sums |= zip(params, bucket.job.sums, strict=True)
+            sums |= zip((slot.param for slot in slots), bucket.job.sums, strict=True)
         kept = [param for *_, param in members if param not in sums]
         if kept:
             grads = [_shards.local(_shards.placed_like(param.grad, param)) for param in kept]

@@ -233,8 +233,8 @@ def _read_too_early(self: Workers, *args: Any) -> list[torch.Tensor]:
 
 def _commit_too_early(self: Workers, bucket: Bucket, job: Job) -> None:
     bucket.job = job
-    self._given.put((bucket, job))
-    job.sums = [0.0] * len(job.members)
+    self._given.put(job)
+    job.sums = [0.0] * len(job.gradients)
     job.finished.set()
 
 

@@ -45,18 +45,6 @@ from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
-def _none(module: nn.Module) -> None:
-    return None
-
-
-def _nothing(module: nn.Module) -> tuple[str, ...]:
-    return ()
-
-
-def _always(module: nn.Module) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class PatchRule:
     """How instances of one class are replaced."""
@@ -69,15 +57,15 @@ class PatchRule:
     # ``None``: ``call_op`` does, since the module's own sizes do not matter
     probe: Callable[[Any], object] | None = None
     # Why an instance cannot be replaced, ``None`` if it can
-    obstacle: Callable[[Any], str | None] = _none
-    applies: Callable[[Any], bool] = _always  # whether the rule concerns an instance at all
+    obstacle: Callable[[Any], str | None] = lambda module: None
+    applies: Callable[[Any], bool] = lambda module: True  # whether the rule concerns an instance at all
     absorbs: tuple[str, ...] = ()  # names of the children whose work the new forward does
     # What a reader of the report should know about this replacement
-    note: Callable[[Any], str | None] = _none
+    note: Callable[[Any], str | None] = lambda module: None
     # Those of ``absorbs`` that it still calls for an instance in its current state
-    calls: Callable[[Any], tuple[str, ...]] = _nothing
+    calls: Callable[[Any], tuple[str, ...]] = lambda module: ()
     # Further children whose work it does for an instance in its current state
-    inside: Callable[[Any], tuple[str, ...]] = _nothing
+    inside: Callable[[Any], tuple[str, ...]] = lambda module: ()
     methods: tuple[str, ...] = ("forward",)  # those of ``patched`` that call fused ops
     # Whether the original runs where an instance has an obstacle, or where the ops have no kernels
     # for the first argument; otherwise ``methods`` find that out themselves
