@@ -282,10 +282,7 @@ def backward(
         _backward_kernel[(programs,)](
             *tensors, *targets, num_rows, num_cols, kind.weight_offset, **dropout, **flags, **launch
         )
-        dweight, dbias = (
-            None if part is None else _launch.sum_rows(part, dtype).reshape(normalized_shape)
-            for part in parts
-        )
+        dweight, dbias = (_launch.sum_rows(part, dtype, normalized_shape) for part in parts)
     return dx, dresidual, dweight, dbias
 
 

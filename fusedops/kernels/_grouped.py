@@ -396,29 +396,36 @@ def _gradient_blocks(
     return blocks, options | ({"num_stages": 5} if gathers else {})
 
 
-def add_weight_gradient(
-    out: torch.Tensor,
+def weight_gradient(
     x: torch.Tensor,
     dy: torch.Tensor,
     offsets: torch.Tensor,
+    weight: torch.Tensor,
     *,
-    adds: bool = True,
+    into: torch.Tensor | None = None,
     x_rows: torch.Tensor | None = None,
     dy_rows: torch.Tensor | None = None,
-) -> None:
-    """Add ``x^T dy`` over the rows of each group to ``out`` ``[groups, K, N]``, or write it there.
+) -> torch.Tensor:
+    """Return ``x^T dy`` over the rows of each group, laid out as ``weight`` is.
 
     Args:
-        out: any strides; float32 where it is added to.
         x: ``[rows, K]``, or what ``x_rows`` gathers.
         dy: ``[rows, N]``, or what ``dy_rows`` gathers.
         offsets: ``[groups]`` int32.
-        adds: whether to add.
+        weight: ``[groups, K, N]``, any strides.
+        into: float32, of that shape and any strides: what the gradient is added to, unrounded. It
+            is returned then.
         x_rows: int32, dense, as ``rows`` of ``product``.
         dy_rows: the same for ``dy``.
     """
+    if into is not None:
+        out = into
+    elif not weight.is_contiguous() and weight.mT.is_contiguous():
+        out = weight.new_empty(weight.mT.shape).mT
+    else:
+        out = weight.new_empty(weight.shape)
     if out.numel() == 0:
-        return
+        return out
     num_groups, in_size, out_size = out.shape
     lists = [rows for rows in (x_rows, dy_rows) if rows is not None]
     num_rows = lists[0].shape[0] if lists else x.shape[0]
@@ -442,37 +449,12 @@ def add_weight_gradient(
             *out.stride(),
             GATHERS_X=x_rows is not None,
             GATHERS_Y=dy_rows is not None,
-            ADDS=adds,
+            ADDS=into is not None,
             PRECISION=_launch.precision(x.dtype),
             GROUP_M=GROUP_M,
             **blocks,
             **options,
         )
-
-
-def weight_gradient(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    offsets: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    into: torch.Tensor | None = None,
-    x_rows: torch.Tensor | None = None,
-    dy_rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return ``x^T dy`` over the rows of each group, laid out as ``weight`` is.
-
-    With a float32 ``into`` it is added there, unrounded, and ``into`` is returned.
-    """
-    if into is not None:
-        add_weight_gradient(into, x, dy, offsets, x_rows=x_rows, dy_rows=dy_rows)
-        return into
-    groups, rows, columns = weight.shape
-    if not weight.is_contiguous() and weight.mT.is_contiguous():
-        out = weight.new_empty((groups, columns, rows)).mT
-    else:
-        out = weight.new_empty((groups, rows, columns))
-    add_weight_gradient(out, x, dy, offsets, adds=False, x_rows=x_rows, dy_rows=dy_rows)
     return out
 
 

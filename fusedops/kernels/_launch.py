@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,14 +105,21 @@ def _sum_rows_kernel(
     tl.store(out_ptr + col, summed.to(out_ptr.dtype.element_ty), mask=col < num_cols)
 
 
-def sum_rows(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add float32 partial rows ``[programs, columns]`` in a fixed order; returns ``[columns]``."""
+def sum_rows(
+    parts: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> torch.Tensor | None:
+    """Add float32 partial rows ``[programs, columns]`` in a fixed order; ``None`` stays ``None``.
+
+    Returns ``[columns]``, or the same in a ``shape``.
+    """
+    if parts is None:
+        return None
     num_rows, num_cols = parts.shape
     out = parts.new_empty((num_cols,), dtype=dtype)
     _sum_rows_kernel[(triton.cdiv(num_cols, 32),)](
         parts, out, num_rows, num_cols, BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2
     )
-    return out
+    return out if shape is None else out.reshape(shape)
 
 
 def report_case(

@@ -366,10 +366,7 @@ def backward(
                 _backward_parameters_long_kernel[(triton.cdiv(num_cols, 1024), programs)](
                     *sums, CENTRED=kind.centred, **wants, **launch
                 )
-        dweight, dbias = (
-            None if part is None else _launch.sum_rows(part, dtype).reshape(normalized_shape)
-            for part in parts
-        )
+        dweight, dbias = (_launch.sum_rows(part, dtype, normalized_shape) for part in parts)
     return dx, dweight, dbias
 
 

@@ -235,8 +235,7 @@ class StepLaunch:
                 HAS_FOUND_INF=found_inf is not None,
                 COLUMNS=_COLUMNS,
                 BLOCK=_COUNTED,
-                num_warps=4,
-                num_stages=1,
+                **_launch.FOUR_WARPS,
             )
             if len(blocks) == 0:
                 return

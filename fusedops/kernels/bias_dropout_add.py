@@ -132,7 +132,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
         )
         if wants_bias:
             assert bias is not None
-            dbias = _launch.sum_rows(parts, bias.dtype).reshape(bias.shape)
+            dbias = _launch.sum_rows(parts, bias.dtype, bias.shape)
     return dx, dbias, None
 
 

@@ -137,7 +137,7 @@ def backward(
         _backward_kernel[(col_tiles, programs)](
             *tensors, num_rows, num_cols, **flags, **tile, **_launch.FOUR_WARPS
         )
-        grad_bias = None if parts is None else _launch.sum_rows(parts, bias.dtype)
+        grad_bias = _launch.sum_rows(parts, bias.dtype)
     return dx, grad_bias
 
 

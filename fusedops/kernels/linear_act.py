@@ -358,7 +358,7 @@ def activation_gradient(
         _gradient_kernel[(col_tiles, min(programs, 65535))](
             dy, kept, dz, *targets, num_rows, num_cols, ACTIVATION=activation, **wants, **launch
         )
-        dbias = None if parts is None else _launch.sum_rows(parts, dy.dtype)
+        dbias = _launch.sum_rows(parts, dy.dtype)
     return dz, hidden, dbias
 
 

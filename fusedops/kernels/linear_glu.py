@@ -186,27 +186,24 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     if gate.numel() != grad_output.numel():
         _, gate, up = forward(input, gate_weight, up_weight, activation, True)
     dy, x = rows_of(grad_output.contiguous()), rows_of(input)
-    dgate = torch.empty_like(dy) if output_mask[0] or output_mask[1] else None
-    dup = torch.empty_like(dy) if output_mask[0] or output_mask[2] else None
+    wants_input, wants_gate_weight, wants_up_weight = output_mask
+    wants_gate, wants_up = wants_input or wants_gate_weight, wants_input or wants_up_weight
+    dgate = torch.empty_like(dy) if wants_gate else dy
+    dup = torch.empty_like(dy) if wants_up else dy
     if dy.numel() > 0:
-        targets = (dy if grad is None else grad for grad in (dgate, dup))
-        flags: dict[str, Any] = {"ACTIVATION": activation}
-        flags |= {"WANTS_GATE": dgate is not None, "WANTS_UP": dup is not None}
+        flags = {"ACTIVATION": activation, "WANTS_GATE": wants_gate, "WANTS_UP": wants_up}
         with _launch.device_of(dy):
             _gradient_kernel[(triton.cdiv(dy.numel(), _GRADIENT_BLOCK["BLOCK"]),)](
-                dy, gate, up, *targets, dy.numel(), **flags, **_GRADIENT_LAUNCH
+                dy, gate, up, dgate, dup, dy.numel(), **flags, **_GRADIENT_LAUNCH
             )
-    grad_input = grad_gate_weight = grad_up_weight = None
-    if output_mask[0]:
-        assert dgate is not None and dup is not None
+    grad_input = None
+    if wants_input:
         grad_input = torch.addmm(dgate @ gate_weight, dup, up_weight).reshape(input.shape)
-    if output_mask[1]:
-        assert dgate is not None
-        grad_gate_weight = weight_gradient(dgate, x, gate_weight)
-    if output_mask[2]:
-        assert dup is not None
-        grad_up_weight = weight_gradient(dup, x, up_weight)
-    return grad_input, grad_gate_weight, grad_up_weight
+    return (
+        grad_input,
+        weight_gradient(dgate, x, gate_weight) if wants_gate_weight else None,
+        weight_gradient(dup, x, up_weight) if wants_up_weight else None,
+    )
 
 
 def static_report_cases() -> list[dict[str, Any]]:

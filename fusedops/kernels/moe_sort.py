@@ -22,7 +22,6 @@ from fusedops.kernels import _launch
 _BLOCK = 256
 _BLOCK_E = 16
 _SCAN_BLOCK = 1024
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
 
 
 @triton.jit
@@ -130,14 +129,13 @@ def forward(
     before = ids.new_empty((num_experts + 1, blocks), dtype=torch.int32)
     totals = ids.new_empty(num_experts + 1, dtype=torch.int32)
     mask = ids if kept is None else kept.contiguous().view(torch.uint8)
-    constants = {"HAS_KEPT": kept is not None, "BLOCK": _BLOCK, "BLOCK_E": _BLOCK_E}
+    options = _launch.FOUR_WARPS
+    constants = {"HAS_KEPT": kept is not None, "BLOCK": _BLOCK, "BLOCK_E": _BLOCK_E} | options
     with _launch.device_of(ids):
-        _count_kernel[(blocks,)](
-            ids, mask, before, slots, num_experts, blocks, **constants, **_OPTIONS
-        )
-        _scan_kernel[(num_experts + 1,)](before, totals, blocks, BLOCK=_SCAN_BLOCK, **_OPTIONS)
+        _count_kernel[(blocks,)](ids, mask, before, slots, num_experts, blocks, **constants)
+        _scan_kernel[(num_experts + 1,)](before, totals, blocks, BLOCK=_SCAN_BLOCK, **options)
         _place_kernel[(blocks,)](
-            ids, mask, before, totals, *results, slots, num_experts, blocks, **constants, **_OPTIONS
+            ids, mask, before, totals, *results, slots, num_experts, blocks, **constants
         )
     return results
 
@@ -148,7 +146,7 @@ def static_report_cases() -> list[dict[str, Any]]:
     types = {f"{name}_ptr": "*i32" for name in names} | {"ids_ptr": "*i64", "kept_ptr": "*u8"}
     blocks = {"HAS_KEPT": True, "BLOCK": _BLOCK, "BLOCK_E": _BLOCK_E}
     return [
-        _launch.report_case(_count_kernel, types, blocks, _OPTIONS),
-        _launch.report_case(_scan_kernel, types, {"BLOCK": _SCAN_BLOCK}, _OPTIONS),
-        _launch.report_case(_place_kernel, types, blocks, _OPTIONS),
+        _launch.report_case(_count_kernel, types, blocks),
+        _launch.report_case(_scan_kernel, types, {"BLOCK": _SCAN_BLOCK}),
+        _launch.report_case(_place_kernel, types, blocks),
     ]

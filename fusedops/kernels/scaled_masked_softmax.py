@@ -8,6 +8,7 @@ them in registers by one program (or a few, whose parts are added in order): no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -323,9 +324,7 @@ def _backward_mask(
     if len(dims) > 3:
         shape = list(y.shape)
         dims = _dims(shape, shape, _dense_strides(shape))
-    sharing = 1
-    for size, _, stride in dims:
-        sharing *= size if stride == 0 else 1
+    sharing = math.prod(size for size, _, stride in dims if stride == 0)
     rows_per_chunk = max(32, triton.cdiv(sharing, 32))
     chunks = triton.cdiv(sharing, rows_per_chunk)
     final = chunks == 1 and shape == list(mask.shape)
@@ -370,10 +369,7 @@ def static_report_cases() -> list[dict[str, Any]]:
 
 
 def _dense_strides(shape: Sequence[int]) -> list[int]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return strides[::-1]
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def _dims(

@@ -17,7 +17,6 @@ import triton.language as tl
 from fusedops.kernels import _launch, _pointer_table
 from fusedops.kernels._pointer_table import BLOCK
 
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
 _COLUMNS = 4
 
 
@@ -85,10 +84,10 @@ class SumsLaunch:
                     VECTORIZES=self.vectorizes,
                     COLUMNS=_COLUMNS,
                     BLOCK=BLOCK,
-                    **_OPTIONS,
+                    **_launch.FOUR_WARPS,
                 )
             _sums_kernel[(len(table),)](
-                table, parts, sums, COLUMNS=_COLUMNS, BLOCK=BLOCK, **_OPTIONS
+                table, parts, sums, COLUMNS=_COLUMNS, BLOCK=BLOCK, **_launch.FOUR_WARPS
             )
 
 
@@ -123,6 +122,6 @@ def static_report_cases() -> list[dict[str, Any]]:
     types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "parts_ptr": "*fp64", "sums_ptr": "*fp64"}
     usual = {"VECTORIZES": True, "COLUMNS": _COLUMNS, "BLOCK": BLOCK}
     return [
-        _launch.report_case(_parts_kernel, types, usual, _OPTIONS),
-        _launch.report_case(_sums_kernel, types, usual, _OPTIONS),
+        _launch.report_case(_parts_kernel, types, usual),
+        _launch.report_case(_sums_kernel, types, usual),
     ]
