@@ -43,10 +43,7 @@ def prepare(
         UnsupportedError: as ``fusedops.patch``.
     """
     if not isinstance(accelerator, _accelerate.Accelerator):
-        raise TypeError(
-            "prepare: accelerator must be an accelerate.Accelerator, "
-            f"got {type(accelerator).__name__}"
-        )
+        checks.fail_type("prepare", "accelerator", "an accelerate.Accelerator", accelerator)
     models = [value for value in objects if isinstance(value, nn.Module)]
     if not models:
         names = [type(value).__name__ for value in objects]

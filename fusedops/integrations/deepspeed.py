@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusedops._core import imports
+from fusedops._core import checks, imports
 from fusedops.integrations.hf import patch as hf
 from fusedops.integrations.hf.report import PatchReport
 
@@ -83,7 +83,5 @@ def unpatch(engine: Any) -> None:
 
 def _module(function: str, engine: Any) -> Any:
     if not isinstance(engine, _deepspeed.DeepSpeedEngine):
-        raise TypeError(
-            f"{function}: engine must be a deepspeed.DeepSpeedEngine, got {type(engine).__name__}"
-        )
+        checks.fail_type(function, "engine", "a deepspeed.DeepSpeedEngine", engine)
     return engine.module

@@ -47,10 +47,8 @@ def use_fused_kernels(target: Any, *, level: str = "O2", strict: bool = False) -
     if isinstance(target, nn.Module):
         return patch(target, level=level, strict=strict)
     if not isinstance(target, _transformers.Trainer):
-        raise TypeError(
-            "use_fused_kernels: target must be a transformers.Trainer or a model, "
-            f"got {type(target).__name__}"
-        )
+        expected = "a transformers.Trainer or a model"
+        checks.fail_type("use_fused_kernels", "target", expected, target)
     if target.model_wrapped is not target.model:
         raise UnsupportedError(
             "use_fused_kernels: the model is wrapped already, as a "

@@ -94,17 +94,14 @@ def patch(
         PatchReport(Sequential, level='O1', 1 of 2 modules replaced)
         >>> fusedops.unpatch(model)
     """
-    _check_model("patch", model)
+    checks.module("patch", model)
     checks.choice("patch", "level", level, LEVELS)
     checks.flag("patch", "strict", strict)
     if not isinstance(calibrate, (bool, str, os.PathLike)):
-        raise TypeError(
-            f"patch: calibrate must be a bool or a path, got {type(calibrate).__name__}"
-        )
+        checks.fail_type("patch", "calibrate", "a bool or a path", calibrate)
     if not isinstance(calibrate, bool) and not os.fspath(calibrate).endswith(".json"):
-        raise ValueError(
-            f"patch: calibrate must be True, False or the path of a .json file, got {calibrate!r}"
-        )
+        expected = "True, False or the path of a .json file"
+        checks.fail("patch", "calibrate", expected, repr(calibrate))
     before = {module: type(module) for module in model.modules()}
     owners = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
     try:
@@ -157,7 +154,7 @@ def unpatch(model: nn.Module) -> None:
         UnsupportedError: something else (a parametrization, ``fully_shard``) has derived its own
             class from a patched one; the model is then unchanged.
     """
-    _check_model("unpatch", model)
+    checks.module("unpatch", model)
     covered = [
         f"{name} is a {type(module).__name__}"
         for name, module in model.named_modules()
@@ -183,7 +180,7 @@ def describe(model: nn.Module) -> PatchReport:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    _check_model("describe", model)
+    checks.module("describe", model)
     return _report(model, "-")
 
 
@@ -214,11 +211,6 @@ def register_experts() -> None:
         ImportError: transformers is not installed.
     """
     importlib.import_module("fusedops.integrations.hf.rules.experts")
-
-
-def _check_model(op: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _rules() -> dict[type, PatchRule]:

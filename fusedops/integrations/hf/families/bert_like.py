@@ -80,7 +80,7 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Pa
             subclass(head, _LMHead, module_name),
             ("linear_act",),
             "O2",
-            obstacle=_head_obstacle,
+            obstacle=lambda module: linear_obstacle("dense", module.dense) or global_hooks(),
             absorbs=("dense",),
             guarded=True,
         ),
@@ -103,7 +103,3 @@ def dense_act_rule(
         absorbs=("dense", activation),
         guarded=True,
     )
-
-
-def _head_obstacle(module: Any) -> str | None:
-    return linear_obstacle("dense", module.dense) or global_hooks()

@@ -80,11 +80,15 @@ def experts_forward(
         ``hidden_states``. Weights that no op can read (quantised ones), other devices, transforms
         that no op serves and further arguments go to transformers' ``grouped_mm``.
     """
-    given = (module, hidden_states, top_k_index, top_k_weights)
-    if kwargs or not runs_here(hidden_states) or _weights_obstacle(module) is not None:
-        return moe.grouped_mm_experts_forward(*given, **kwargs)
-    if context_obstacle() is not None:
-        return moe.grouped_mm_experts_forward(*given)
+    if (
+        kwargs
+        or not runs_here(hidden_states)
+        or _weights_obstacle(module) is not None
+        or context_obstacle() is not None
+    ):
+        return moe.grouped_mm_experts_forward(
+            module, hidden_states, top_k_index, top_k_weights, **kwargs
+        )
     plan = RoutingPlan.from_choices(top_k_index, top_k_weights, module.num_experts)
     return compute(module, hidden_states, plan)
 

@@ -82,14 +82,10 @@ def gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
         "O2",
         obstacle=_obstacle,
         absorbs=(*_PROJECTIONS, "act_fn"),
-        calls=_called_projections,
+        calls=lambda module: () if _projections_obstacle(module) is None else _PROJECTIONS,
         note=_note,
         guarded=True,
     )
-
-
-def _called_projections(module: Any) -> tuple[str, ...]:
-    return () if _projections_obstacle(module) is None else _PROJECTIONS
 
 
 def _note(module: Any) -> str | None:

@@ -58,7 +58,8 @@ class PatchRule:
     probe: Callable[[Any], object] | None = None
     # Why an instance cannot be replaced, ``None`` if it can
     obstacle: Callable[[Any], str | None] = lambda module: None
-    applies: Callable[[Any], bool] = lambda module: True  # whether the rule concerns an instance at all
+    # Whether the rule concerns an instance at all
+    applies: Callable[[Any], bool] = lambda module: True
     absorbs: tuple[str, ...] = ()  # names of the children whose work the new forward does
     # What a reader of the report should know about this replacement
     note: Callable[[Any], str | None] = lambda module: None

@@ -7,6 +7,8 @@ A linear layer on its own is only worth replacing where the own product is faste
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,16 +232,10 @@ def _sequence_obstacle(module: nn.Sequential) -> str | None:
     return "; ".join(reason for reason in reasons if reason is not None)
 
 
-def _probe_layer_norm(module: nn.LayerNorm) -> None:
+def _probe_norm(norm: Callable[..., Any], module: nn.LayerNorm | nn.RMSNorm) -> None:
     shape = module.normalized_shape
     weight = None if module.weight is None else gathered(module.weight)
-    layer_norm(like(module).new_zeros((1, *shape)), shape, weight, None, module.eps)
-
-
-def _probe_rms_norm(module: nn.RMSNorm) -> None:
-    shape = module.normalized_shape
-    weight = None if module.weight is None else gathered(module.weight)
-    rms_norm(like(module).new_zeros((1, *shape)), shape, weight, module.eps)
+    norm(like(module).new_zeros((1, *shape)), shape, weight, eps=module.eps)
 
 
 def _probe_linear(module: nn.Linear) -> None:
@@ -254,8 +250,15 @@ def _loss_obstacle(module: nn.CrossEntropyLoss) -> str | None:
 
 
 RULES = (
-    PatchRule(nn.LayerNorm, LayerNorm, ("layer_norm",), "O1", _probe_layer_norm, guarded=True),
-    PatchRule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", _probe_rms_norm),
+    PatchRule(
+        nn.LayerNorm,
+        LayerNorm,
+        ("layer_norm",),
+        "O1",
+        partial(_probe_norm, layer_norm),
+        guarded=True,
+    ),
+    PatchRule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", partial(_probe_norm, rms_norm)),
     PatchRule(nn.GELU, GELU, ("gelu",), "O1", guarded=True),
     PatchRule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, weight_obstacle),
     PatchRule(
