@@ -377,15 +377,13 @@ def product(
 
 def _product_blocks(
     dtype: torch.dtype, num_rows: int, *, older: bool, gathers: bool
-) -> tuple[dict[str, int], dict[str, Any]]:
+) -> _launch.Tiling:
     """Return tile sizes and launch options; a list of few rows spills in steps of 64."""
     blocks, options = blocks_of(dtype, num_rows, older=older)
     return blocks | ({"BLOCK_K": 32} if gathers and blocks["BLOCK_M"] == 16 else {}), options
 
 
-def _gradient_blocks(
-    dtype: torch.dtype, *, gathers: bool, older: bool
-) -> tuple[dict[str, int], dict[str, Any]]:
+def _gradient_blocks(dtype: torch.dtype, *, gathers: bool, older: bool) -> _launch.Tiling:
     """Return tile sizes and launch options of ``blocks_of``; reading a list ahead takes two stages.
 
     With a list float32 in one part spills under Triton 3.6.

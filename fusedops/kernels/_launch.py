@@ -16,6 +16,9 @@ from fusedops._core import launch_plans, philox
 # Launch options of kernels that keep little in registers.
 FOUR_WARPS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
+# Tile sizes, and the launch options that belong to them.
+Tiling = tuple[dict[str, int], dict[str, Any]]
+
 
 def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
     """Return the tensor laid out densely; for an absent one any pointer, which is never read."""
@@ -67,6 +70,26 @@ def num_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 8  # the interpreter
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def column_sums_grid(
+    matrix: torch.Tensor, num_cols: int, tile: dict[str, int], *, sums: bool
+) -> tuple[tuple[int, int], torch.Tensor | None]:
+    """Return the grid of programs that walk down tiles of columns, and where they put their sums.
+
+    Args:
+        matrix: of rows of ``num_cols``, dense.
+        num_cols: number of columns.
+        tile: ``BLOCK_M`` and ``BLOCK_N``.
+        sums: whether each program adds up its rows for ``sum_rows``.
+    """
+    col_tiles = triton.cdiv(num_cols, tile["BLOCK_N"])
+    programs = triton.cdiv(matrix.numel() // num_cols, tile["BLOCK_M"])
+    if not sums:
+        return (col_tiles, min(programs, 65535)), None
+    # About eight programs a multiprocessor keep enough loads in flight, and few parts to add.
+    programs = min(programs, triton.cdiv(4 * num_programs(matrix.device), col_tiles))
+    return (col_tiles, programs), matrix.new_empty((programs, num_cols), dtype=torch.float32)
 
 
 def row_programs(device: torch.device, num_rows: int, num_warps: int) -> int:

@@ -311,7 +311,7 @@ def _parts(capacity: int) -> tuple[int, int]:
 
 def _blocks(
     dtype: torch.dtype, rows: int, head_dim: int, value_dim: int, generation: int
-) -> tuple[dict[str, int], dict[str, Any]]:
+) -> _launch.Tiling:
     """Return block sizes and launch options for tiles of ``rows`` queries on a GPU (80 to 120)."""
     widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim)]
     block_m = min(64, max(16, triton.next_power_of_2(rows)))

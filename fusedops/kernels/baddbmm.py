@@ -219,9 +219,7 @@ def _operand_gradient(
     return (alpha * product).to(operand.dtype).contiguous()
 
 
-def _blocks(
-    dtype: torch.dtype, num_rows: int, *, older: bool
-) -> tuple[dict[str, int], dict[str, Any]]:
+def _blocks(dtype: torch.dtype, num_rows: int, *, older: bool) -> _launch.Tiling:
     """Return ``blocks_of``; Triton 3.8 spills float32 with three stages on sm_90."""
     blocks, options = blocks_of(dtype, num_rows, older=older)
     spills = dtype == torch.float32 and not older and at_least(3, 8) and not at_least(3, 9)

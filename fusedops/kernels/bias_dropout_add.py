@@ -111,12 +111,8 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     differs = philox.threshold(p) > 0 or input_dtype != dy.dtype
     wants_input, wants_bias = output_mask[0] and differs, output_mask[1] and bias is not None
     dx = torch.empty_like(dy, dtype=input_dtype) if wants_input else None
-    dbias: torch.Tensor | None = None
     if dy.numel() == 0 or not (wants_input or wants_bias):
-        if wants_bias:
-            assert bias is not None
-            dbias = torch.zeros_like(bias)
-        return dx, dbias, None
+        return dx, torch.zeros_like(bias) if wants_bias else None, None
     num_rows, num_cols = _rows(dy)
     programs, blocks = _grid(num_rows, num_cols)
     if wants_bias:
@@ -130,9 +126,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
         _backward_kernel[(programs, blocks)](
             *tensors, num_rows, num_cols, **dropout, **wants, **_LAUNCH
         )
-        if wants_bias:
-            assert bias is not None
-            dbias = _launch.sum_rows(parts, bias.dtype, bias.shape)
+        dbias = _launch.sum_rows(parts, bias.dtype, bias.shape) if wants_bias else None
     return dx, dbias, None
 
 

@@ -120,39 +120,27 @@ def backward(
     num_cols = bias.numel()
     num_rows = x.numel() // num_cols
     tile = _tile(num_cols)
-    col_tiles = triton.cdiv(num_cols, tile["BLOCK_N"])
-    programs = triton.cdiv(num_rows, tile["BLOCK_M"])
-    parts = None
-    if wants_bias:
-        # About eight programs a multiprocessor keep enough loads in flight, and few parts to add.
-        programs = min(programs, triton.cdiv(4 * _launch.num_programs(x.device), col_tiles))
-        parts = x.new_empty((programs, num_cols), dtype=torch.float32)
-    else:
-        programs = min(programs, 65535)
+    grid, parts = _launch.column_sums_grid(x, num_cols, tile, sums=wants_bias)
     targets = (x if tensor is None else tensor for tensor in (dx, parts))
     tensors = (grad_output.contiguous(), x, bias.contiguous(), *targets)
     flags: dict[str, Any] = {"WANTS_INPUT": wants_input, "WANTS_BIAS": wants_bias}
     flags |= {"ACTIVATION": GELU_VARIANTS[approximate]}
     with _launch.device_of(x):
-        _backward_kernel[(col_tiles, programs)](
-            *tensors, num_rows, num_cols, **flags, **tile, **_launch.FOUR_WARPS
-        )
+        _backward_kernel[grid](*tensors, num_rows, num_cols, **flags, **tile, **_launch.FOUR_WARPS)
         grad_bias = _launch.sum_rows(parts, bias.dtype)
     return dx, grad_bias
 
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    cases = []
-    for kernel, resident in ((_forward_kernel, None), (_backward_kernel, 8)):
-        for label, activation in GELU_VARIANTS.items():
-            flags = {"WANTS_INPUT": True, "WANTS_BIAS": True, "ACTIVATION": activation}
-            types = {"dbias_ptr": "*fp32"}
-            case = _launch.report_case(
-                kernel, types, flags | _tile(4096), label=label, resident=resident
-            )
-            cases.append(case)
-    return cases
+    types, flags = {"dbias_ptr": "*fp32"}, {"WANTS_INPUT": True, "WANTS_BIAS": True} | _tile(4096)
+    return [
+        _launch.report_case(
+            kernel, types, flags | {"ACTIVATION": activation}, label=label, resident=resident
+        )
+        for kernel, resident in ((_forward_kernel, None), (_backward_kernel, 8))
+        for label, activation in GELU_VARIANTS.items()
+    ]
 
 
 def _tile(num_cols: int) -> dict[str, int]:

@@ -344,18 +344,12 @@ def activation_gradient(
         return dz, None, None
     if dy.numel() == 0:
         return dz, hidden, dy.new_zeros(num_cols) if wants_bias else None
-    col_tiles = triton.cdiv(num_cols, _GRADIENT_TILE["BLOCK_N"])
-    programs = triton.cdiv(num_rows, _GRADIENT_TILE["BLOCK_M"])
-    parts = None
-    if wants_bias:
-        # About eight programs a multiprocessor keep enough loads in flight, and few parts to add.
-        programs = min(programs, triton.cdiv(4 * _launch.num_programs(dy.device), col_tiles))
-        parts = dy.new_empty((programs, num_cols), dtype=torch.float32)
+    grid, parts = _launch.column_sums_grid(dy, num_cols, _GRADIENT_TILE, sums=wants_bias)
     targets = (dy if tensor is None else tensor for tensor in (hidden, parts))
     wants = {"WANTS_GRAD": writes_grad, "WANTS_HIDDEN": wants_hidden, "WANTS_BIAS": wants_bias}
     launch = _GRADIENT_TILE | _launch.FOUR_WARPS
     with _launch.device_of(dy):
-        _gradient_kernel[(col_tiles, min(programs, 65535))](
+        _gradient_kernel[grid](
             dy, kept, dz, *targets, num_rows, num_cols, ACTIVATION=activation, **wants, **launch
         )
         dbias = _launch.sum_rows(parts, dy.dtype)
@@ -394,9 +388,7 @@ def older(device: torch.device) -> bool:
     return not _descriptors.available(device)
 
 
-def blocks_of(
-    dtype: torch.dtype, num_rows: int, *, older: bool
-) -> tuple[dict[str, int], dict[str, Any]]:
+def blocks_of(dtype: torch.dtype, num_rows: int, *, older: bool) -> _launch.Tiling:
     """Return tile sizes and launch options: half precision fills the matrix units of sm_90.
 
     Steps of 64 would leave an ``older`` GPU too few registers for 128 x 256 sums: Triton 3.8
@@ -420,7 +412,7 @@ def matrix_cases(
     dtype: torch.dtype,
     types: dict[str, str],
     flags: dict[str, Any],
-    blocks: Callable[..., tuple[dict[str, int], dict[str, Any]]] = blocks_of,
+    blocks: Callable[..., _launch.Tiling] = blocks_of,
     *,
     label: str = "",
     weights: Sequence[str] = (),

@@ -223,9 +223,7 @@ def static_report_cases() -> list[dict[str, Any]]:
     return cases
 
 
-def _blocks(
-    dtype: torch.dtype, num_rows: int, *, older: bool
-) -> tuple[dict[str, int], dict[str, Any]]:
+def _blocks(dtype: torch.dtype, num_rows: int, *, older: bool) -> _launch.Tiling:
     """Return linear_act's tile sizes and options, but where they would spill.
 
     That is float32 in steps of 32, and on an ``older`` GPU two sums of 128 x 128, and float32 with

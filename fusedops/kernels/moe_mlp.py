@@ -453,9 +453,7 @@ def _rows_of(probs: torch.Tensor, permutation: torch.Tensor) -> tuple[torch.Tens
     return tokens, probs.flatten().index_select(0, slots)
 
 
-def _blocks(
-    dtype: torch.dtype, num_rows: int, gate: str, *, older: bool
-) -> tuple[dict[str, int], dict[str, Any]]:
+def _blocks(dtype: torch.dtype, num_rows: int, gate: str, *, older: bool) -> _launch.Tiling:
     """Return tile sizes and launch options; taking pairs apart needs registers of its own.
 
     With three stages of 128 x 128 two blocks fit a multiprocessor. On an ``older`` GPU float32 with

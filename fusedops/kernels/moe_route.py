@@ -285,7 +285,7 @@ def _backward_kernel(
     tl.store(dx_ptr + row + col, dx.to(dx_ptr.dtype.element_ty), mask=there)
 
 
-def _tile(num_experts: int, top_k: int) -> tuple[dict[str, int], dict[str, Any]]:
+def _tile(num_experts: int, top_k: int) -> _launch.Tiling:
     """Return block sizes and launch options: 8 keys of 64 bits a thread."""
     block_e = max(2, triton.next_power_of_2(num_experts))
     block_k = max(2, triton.next_power_of_2(top_k))

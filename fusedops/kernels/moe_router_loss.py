@@ -154,7 +154,7 @@ def _backward_kernel(
     tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=real)
 
 
-def _blocks(num_experts: int) -> tuple[dict[str, int], dict[str, Any]]:
+def _blocks(num_experts: int) -> _launch.Tiling:
     block_e = max(2, triton.next_power_of_2(num_experts))
     block_t = max(1, min(64, 2048 // block_e))
     return {"BLOCK_T": block_t, "BLOCK_E": block_e}, _launch.row_options(block_t * block_e)

@@ -78,10 +78,7 @@ def backward(
     dprobs = probs.new_empty(probs.shape) if output_mask[1] else None
     if slots == 0 or (dx is None and dprobs is None):
         return dx, dprobs
-    x = dy
-    if dprobs is not None:
-        assert input is not None
-        x = _moe_rows.rows_of(input)
+    x = dy if dprobs is None or input is None else _moe_rows.rows_of(input)
     targets = (dy if dx is None else dx, probs if dprobs is None else dprobs)
     tensors = (dy, x, probs.contiguous(), *targets, positions.contiguous(), offsets[-1:])
     sizes = (dy.stride(0), x.stride(0), num_cols, positions.shape[1])

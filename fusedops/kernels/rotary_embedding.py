@@ -164,13 +164,9 @@ def _kernel(
         )
 
 
-def forward(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the forward; arguments and results are those of ``fusedops::rotary_embedding``."""
-    rotated_query, rotated_key = _launch_on(query, key, cos, sin, interleaved, inverse=False)
-    assert rotated_query is not None and rotated_key is not None
-    return rotated_query, rotated_key
+    return _launch_on(*args, inverse=False)
 
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -401,7 +401,7 @@ def _walk(dims: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
     return (*sizes[1:], *rows, *masks)
 
 
-def _tile(num_cols: int) -> tuple[dict[str, int], dict[str, Any]]:
+def _tile(num_cols: int) -> _launch.Tiling:
     """Return rows and columns of a tile of one program, and launch options."""
     block_n = triton.next_power_of_2(num_cols)
     block_m = max(1, 1024 // block_n)
