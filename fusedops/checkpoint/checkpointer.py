@@ -543,8 +543,7 @@ def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     # Without the other ranks torch names a group by how many its ranks are in already, and they
     # wait for ever where that differs: it is made the same.
     c10d: Any = dist.distributed_c10d
-    counts: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(counts, len(c10d._world.pg_names), group=group)
+    counts = gather_objects(len(c10d._world.pg_names), group)
     for _ in range(max(counts) - counts[dist.get_rank(group)]):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

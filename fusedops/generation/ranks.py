@@ -7,12 +7,13 @@ therefore call the model equally often: a rank whose sequences have ended comput
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from fusedops.models.parallelization.engine import TrainEngine
+from fusedops.parallel.collective_errors import gather_objects
 from fusedops.parallel.comm import collectives
 
 
@@ -81,8 +82,4 @@ class BatchShard:
 
     def gather(self, values: list[Any]) -> list[Any]:
         """Return the values of all ranks, in the order of their prompts."""
-        if self._group is None:
-            return values
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, values, group=self._group)
-        return [value for of_rank in gathered for value in of_rank]
+        return list(chain.from_iterable(gather_objects(values, self._group)))

@@ -40,6 +40,9 @@ from fusedops.optim._step_queue import Basis
 from fusedops.optim.adamw import AdamW, Member
 from fusedops.optim.norms import total
 
+# Buckets, each with some of its slots.
+ChosenSlots = list[tuple[Bucket, list[Slot]]]
+
 _WORKERS = 2  # one copies while the other's bucket is stepped
 
 
@@ -266,7 +269,7 @@ class OffloadedAdamW(AdamW):
             threads=self._num_threads,
             staging=self._staging_bytes(),
         )
-        self._stop = weakref.finalize(self, self._workers.close)
+        weakref.finalize(self, self._workers.close)
 
     def _discard_if_forked(self) -> bool:
         """Forget the jobs of another process, whose threads would end them; return if there is one.
@@ -441,7 +444,7 @@ class OffloadedAdamW(AdamW):
             self._step_collected(self._collect(on_device), factor, found_inf)
         self._commit([slot for _, slots in chosen for slot in slots])
 
-    def _offloaded_members(self, members: list[Member]) -> list[tuple[Bucket, list[Slot]]]:
+    def _offloaded_members(self, members: list[Member]) -> ChosenSlots:
         """Return the buckets of members that are offloaded, with their slots."""
         params = {param for *_, param in members}
         chosen = (
@@ -450,12 +453,12 @@ class OffloadedAdamW(AdamW):
         )
         return [(bucket, slots) for bucket, slots in chosen if slots]
 
-    def _sum_changed(self, chosen: list[tuple[Bucket, list[Slot]]]) -> None:
+    def _sum_changed(self, chosen: ChosenSlots) -> None:
         """Sum the squares of gradients that are not those of the last job."""
         changed = [(bucket, slots) for bucket, slots in chosen if not bucket.has_sums(slots)]
         self._repeat(changed, self._expected_factor, steps=self._overlap and self._speculates)
 
-    def _step_outdated(self, chosen: list[tuple[Bucket, list[Slot]]], factor: float) -> None:
+    def _step_outdated(self, chosen: ChosenSlots, factor: float) -> None:
         """Make the steps that were not made, or were made with other numbers."""
         outdated = [
             (bucket, slots)
@@ -505,9 +508,7 @@ class OffloadedAdamW(AdamW):
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else 1.0 / float(scale)
 
-    def _repeat(
-        self, chosen: list[tuple[Bucket, list[Slot]]], factor: float, *, steps: bool
-    ) -> None:
+    def _repeat(self, chosen: ChosenSlots, factor: float, *, steps: bool) -> None:
         mark = self._engine.mark()
         for bucket, slots in chosen:
             bucket.arrived = {slot: GradientSnapshot.of(slot.param, mark) for slot in slots}
@@ -517,7 +518,7 @@ class OffloadedAdamW(AdamW):
             if bucket.job is not None and bucket.job.error is not None:
                 raise bucket.job.error
 
-    def _sums(self, members: list[Member], chosen: list[tuple[Bucket, list[Slot]]]) -> torch.Tensor:
+    def _sums(self, members: list[Member], chosen: ChosenSlots) -> torch.Tensor:
         """Return the sum of squares of each member's local gradient, on the host."""
         sums: dict[torch.Tensor, float] = {}
         for bucket, slots in chosen:

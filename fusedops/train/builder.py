@@ -284,9 +284,9 @@ def _options(config: Config) -> dict[str, Any]:
 
 def _sequences(corpus: corpora.Corpus, config: Config) -> tuple[Sequences, Sequences | None]:
     """Return the sequences of training, and those of validation if there are any."""
-    data, domains = config.data, corpus.domains
+    data = config.data
     end = corpus.end if data.documents else None
-    of_train, of_validation = (None, None) if domains is None else (part.at for part in domains)
+    of_train, of_validation = (None if part is None else part.at for part in corpus.domains)
     train = Sequences(
         corpus.train,
         data.seq_len,

@@ -70,7 +70,7 @@ class Corpus:
     description: str  # for people
     identity: str  # changes when the tokens do
     # Of the tokens of ``train``, then ``validation``; ``None``: nobody asked
-    domains: tuple[Domains, Domains] | None = None
+    domains: tuple[Domains | None, Domains | None] = (None, None)
 
 
 def prepare(data: DataConfig, cache: Path) -> None:
@@ -95,19 +95,14 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
         InputError: what it is made of is not there, or too short.
     """
     train, description, identity = _open(data, data.train, cache)
-    domains = None
-    if data.domains:
-        first = _domains(data, data.train, cache)
-        domains = first, first
+    of_train = _domains(data, data.train, cache) if data.domains else None
     if data.validation:
         validation, *_ = _open(data, data.validation, cache)
-        if domains is not None:
-            domains = domains[0], _domains(data, data.validation, cache)
+        of_validation = _domains(data, data.validation, cache) if data.domains else None
     else:
         kept = len(train) - int(len(train) * data.validation_share)
         train, validation = train[:kept], train[kept:]
-        if domains is not None:
-            domains = domains[0], replace(domains[1], first=kept)
+        of_validation = None if of_train is None else replace(of_train, first=kept)
     if len(train) <= data.seq_len:
         raise InputError(
             f"the corpus is too short: {len(train)} tokens to train on, and a sequence with its "
@@ -126,6 +121,7 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
         )
     tokenizer = None if given else tokenizer_of(data)
     size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
+    domains = of_train, of_validation
     return Corpus(train, validation, size, end, description, identity, domains)
 
 

@@ -10,6 +10,7 @@ from torch import distributed as dist
 from fusedops._core import checks
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.transformer import Transformer
+from fusedops.parallel.collective_errors import gather_objects
 from fusedops.parallel.comm import collectives
 
 
@@ -34,8 +35,7 @@ class ParameterGatherer:
         self.group = engine.pipeline.driver.group
         self.device = next(model.parameters()).device
         mine = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
-        stages: list[dict[str, Any]] = [{} for _ in range(self.group.size())]
-        dist.all_gather_object(stages, mine, group=self.group)
+        stages = gather_objects(mine, self.group)
         self.shapes = {name: shape for stage in stages for name, shape in stage.items()}
         # The first stage sends the embedding that the first and the last one share.
         self.owners = {
