@@ -119,24 +119,6 @@ def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
     )
 
 
-def saved_bytes(model: TransformerConfig, layout: Layout) -> int:
-    """Return what one forward of the model keeps for its backward, without the logits.
-
-    On one device of the tensor- and context-parallel ones.
-    """
-    tensors = [*saved_tensors.before(model, layout), *saved_tensors.after(model, layout)]
-    layers = _saved_by(model, layout, model.kinds(range(model.depth)))
-    return math.ceil(layers + _bytes(tensors, layout) * layout.tokens(model))
-
-
-def bytes_per_parameter(layout: Layout) -> float:
-    """Return the static bytes per parameter: weights, gradients and states, all or a share."""
-    sizes, ranks = layout.bytes_of, layout.parallel.dp * layout.parallel.cp
-    shares = [ranks if layout.parallel.zero >= stage else 1 for stage in (3, 2, 1)]
-    parts = (sizes.weights, sizes.gradients, sizes.states)
-    return sum(part / share for part, share in zip(parts, shares, strict=True))
-
-
 def _bytes(tensors: Iterable[SavedActivation], layout: Layout, *, recomputed: bool = True) -> float:
     """Return the bytes per token; without ``recomputed``, of what the backward needs saved."""
     omitted = frozenset() if recomputed else layout.recomputed
@@ -169,10 +151,6 @@ def layer_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
         # Two all-reduces; with sp two all-gathers and two reduce-scatters, whose results are 1/tp.
         saved += 2 * hidden * (1 + 1 / config.tp if config.sp else 1)
     return saved * tokens
-
-
-def _saved_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) -> float:
-    return sum(layer_bytes(model, layout, layer) * count for layer, count in kinds.items())
 
 
 def _temporary_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
@@ -398,8 +376,9 @@ class _Stage:
         return self._saved_by_layers() + kept * layout.in_flight[self.index]
 
     def _saved_by_layers(self) -> float:
-        layout = self.layout
-        return _saved_by(self.model, layout, self.kinds) * layout.in_flight[self.index]
+        model, layout = self.model, self.layout
+        saved = sum(layer_bytes(model, layout, layer) * n for layer, n in self.kinds.items())
+        return saved * layout.in_flight[self.index]
 
     def _host_of_optimizer(self) -> float:
         """Return the bytes of ``OffloadedAdamW`` in the host's memory."""

@@ -104,8 +104,9 @@ def layouts(
     checks.integer("plan", "devices", devices, least=1)
     base = base.replace(recompute_slice_activation=False)
     # What only does not fit is passed over, what has no meaning is not.
-    for name, sizes in (("tp", tp), ("pp", pp), ("ep", ep)):
-        for size in sizes:
+    sizes: dict[str, Any] = {"tp": tp, "pp": pp, "ep": ep}
+    for name, values in sizes.items():
+        for size in values:
             checks.integer("plan", name, size, least=1)
     options: dict[str, Sequence[Any]] = {"zero": zero, "recompute": recompute, "offload": offload}
     for name, values in (options | {"pipeline_schedule": schedule}).items():
@@ -113,9 +114,7 @@ def layouts(
             base.replace(**{name: value})
     if virtual is not None:
         checks.integer("plan", "pipeline_virtual", virtual, least=1)
-    choices: dict[str, Any] = {"tp": tp, "pp": pp, "ep": ep}
-    choices |= {"schedule": schedule, "virtual": virtual}
-    for mesh in _meshes(model, devices, base, **choices):
+    for mesh in _meshes(model, devices, base, **sizes, schedule=schedule, virtual=virtual):
         if mesh.layout is None:
             continue
         # With nobody to share with all stages of zero are the same.
@@ -191,11 +190,7 @@ def _divides(size: int, ranks: int, model: TransformerConfig) -> bool:
 
 
 def plan(
-    model: TransformerConfig,
-    devices: int,
-    memory: int,
-    base: Layout | None = None,
-    **choices: Any,
+    model: TransformerConfig, devices: int, memory: int, base: Layout | None = None, **choices: Any
 ) -> Plan:
     """Return every layout on that many devices, what it takes, and which to choose.
 

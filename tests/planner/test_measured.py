@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 
 from fusedops._core.copy_engine import HostCopyEngine
 from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, MeasuredStep, build, measure
-from fusedops.planner import Layout, estimate, from_config
-from fusedops.planner.memory import saved_bytes
+from fusedops.models import TransformerConfig
+from fusedops.planner import Layout, estimate, from_config, saved_tensors
+from fusedops.planner.memory import layer_bytes
 
 # What was promised of peaks; what was kept is a sum of known tensors.
 PEAK, KEPT = 0.10, 0.015
@@ -101,6 +102,14 @@ def assert_estimate_matches(found: MeasuredStep) -> None:
         recompute=found.recompute,
     )
     assert saved_bytes(model, layout) + loss == pytest.approx(found.kept, rel=KEPT)
+
+
+def saved_bytes(model: TransformerConfig, layout: Layout) -> float:
+    """Return what one forward of the model keeps for its backward, without the logits."""
+    layers = sum(layer_bytes(model, layout, index) for index in range(model.depth))
+    outside = [*saved_tensors.before(model, layout), *saved_tensors.after(model, layout)]
+    per_token = sum(tensor.bytes_per_token(layout) for tensor in outside)
+    return layers + per_token * layout.tokens(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
