@@ -23,11 +23,7 @@ _UNBOUNDED = 1 << 30  # beyond any distance, and far enough from overflow
 _LARGEST_STRIDE = 1 << 22  # times 256 rows: positions inside a block are 32-bit
 
 # What each kernel walks, heads of keys' and of values' size.
-WALKED = {
-    "forward": ("k_ptr", "v_ptr"),
-    "keys": ("q_ptr", "do_ptr"),
-    "queries": ("k_ptr", "v_ptr"),
-}
+WALKED = {"forward": ("k_ptr", "v_ptr"), "keys": ("q_ptr", "do_ptr"), "queries": ("k_ptr", "v_ptr")}
 
 # Options -> kernel -> width of the head -> (BLOCK_M queries, BLOCK_N keys, warps, stages): large
 # blocks that compile without stack (docs/reports). Plain ones differ by GPU: the warp-group
@@ -74,11 +70,7 @@ _WITH_OPTIONS: dict[str, _Blocks] = {
 # same sums; and no fewer rows (of queries in "forward" and "queries", of keys in "keys"), or the
 # matrix instructions are those of older GPUs.
 _WITH_OPTIONS_90: dict[str, _Blocks] = {
-    "light": {
-        "forward": {64: (128, 64, 4, 2), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
-        "keys": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 4, 2)},
-        "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
-    },
+    "light": _PLAIN[90],
     "rich": {
         "forward": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
         "keys": {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (16, 128, 8, 2)},

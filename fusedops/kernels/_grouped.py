@@ -528,18 +528,13 @@ def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
         flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}
         flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}
         out = types if gathers else types | {"out_ptr": "*fp32"}
-        for capabilities, old in (((80, 120), True), ((90, 100), False)):
+        kernel = _weight_gradient_kernel
+        for chips, old in (((80, 120), True), ((90, 100), False)):
             blocks, options = _gradient_blocks(dtype, gathers=gathers, older=old)
-            cases.append(
-                _launch.report_case(
-                    _weight_gradient_kernel,
-                    out,
-                    flags | blocks,
-                    options,
-                    matrix=matrix,
-                    capabilities=capabilities,
-                )
+            case = _launch.report_case(
+                kernel, out, flags | blocks, options, matrix=matrix, capabilities=chips
             )
+            cases.append(case)
         flags = {"GATHERS": gathers, "SCALES": gathers, "ADDS": False} | _SUM_TILE
         cases.append(_launch.report_case(_row_sums_kernel, types, flags))
     return cases
