@@ -127,10 +127,7 @@ class Guard:
         self._rollbacks: dict[int, int] = {}
 
     def check(
-        self,
-        step: int,
-        loss: float | torch.Tensor,
-        grad_norm: float | torch.Tensor | None = None,
+        self, step: int, loss: float | torch.Tensor, grad_norm: float | torch.Tensor | None = None
     ) -> GuardDecision:
         """Return what to do with a step, between its backward and the optimizer's step.
 

@@ -255,10 +255,7 @@ class AdamW(torch.optim.AdamW):
                 for param in group["params"]:
                     if given.get(param):
                         self.state[param] = fitting_state(
-                            param,
-                            given[param],
-                            self._storage(param),
-                            amsgrad=group["amsgrad"],
+                            param, given[param], self._storage(param), amsgrad=group["amsgrad"]
                         )
 
         # After the user's own hooks before loading, and before those after it.
@@ -352,10 +349,7 @@ class AdamW(torch.optim.AdamW):
             self._repeated = RepeatedStep.after(self, grads, batches)
 
     def _step_collected(
-        self,
-        batches: list[GroupBatch],
-        factor: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
+        self, batches: list[GroupBatch], factor: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> None:
         for group, _, collected in batches:
             device = collected.tensors.params[0].device

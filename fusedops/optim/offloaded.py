@@ -26,15 +26,7 @@ from fusedops._core.copy_engine import (
 from fusedops._core.host_memory import available_bytes
 from fusedops.ops.square_sums import square_sums
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim._overlap import (
-    STATES,
-    Bucket,
-    GradientSnapshot,
-    Job,
-    Slot,
-    Workers,
-    host_like,
-)
+from fusedops.optim._overlap import STATES, Bucket, GradientSnapshot, Job, Slot, Workers, host_like
 from fusedops.optim._state import Storage, new_state
 from fusedops.optim._step_queue import Basis
 from fusedops.optim.adamw import AdamW, Member
@@ -264,10 +256,7 @@ class OffloadedAdamW(AdamW):
 
     def _start_workers(self) -> None:
         self._workers = Workers(
-            self._engine,
-            workers=_WORKERS,
-            threads=self._num_threads,
-            staging=self._staging_bytes(),
+            self._engine, workers=_WORKERS, threads=self._num_threads, staging=self._staging_bytes()
         )
         weakref.finalize(self, self._workers.close)
 
@@ -471,7 +460,8 @@ class OffloadedAdamW(AdamW):
 
     def _expect(self, factor: float) -> None:
         """Let the next backward step with this factor; one that clipped says nothing of it."""
-        self._speculates = factor == self._unclipped()
+        scale = getattr(self, "grad_scale", None)
+        self._speculates = factor == (1.0 if scale is None else 1.0 / float(scale))
         if self._speculates:
             self._expected_factor = factor
 
@@ -503,10 +493,6 @@ class OffloadedAdamW(AdamW):
             raise ValueError(f"{name}: parameters must be on cuda or cpu, got {self._device}")
         host = self._device.type == "cpu"
         return HostCopyEngine(workers=0) if host else copy_engine(self._device)
-
-    def _unclipped(self) -> float:
-        scale = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else 1.0 / float(scale)
 
     def _repeat(self, chosen: ChosenSlots, factor: float, *, steps: bool) -> None:
         mark = self._engine.mark()

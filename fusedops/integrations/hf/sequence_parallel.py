@@ -54,9 +54,8 @@ def _around(entry: Any, fused: Callable[..., Any]) -> FunctionType | None:
 def _exchanged(cell: CellType, fused: Callable[..., Any]) -> CellType:
     exchange: Any = cell.cell_contents
     kind = type(exchange)
-    if f"{kind.__module__}.{kind.__qualname__}" != _EXCHANGE:
-        return cell
-    if exchange.attn is not sdpa_attention_forward:
+    is_exchange = f"{kind.__module__}.{kind.__qualname__}" == _EXCHANGE
+    if not is_exchange or exchange.attn is not sdpa_attention_forward:
         return cell
     exchange = copy.copy(exchange)
     exchange.attn = fused
