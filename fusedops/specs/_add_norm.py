@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fusedops._core import dtypes
 from fusedops.specs.make import randn
@@ -17,6 +18,23 @@ LIMITS = (
     "With DTensor, dropout needs the whole tensor on every rank: elements are counted from its "
     "beginning.",
 )
+
+
+def eager(norm: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return the eager function of the op that normalizes the sum with ``norm``."""
+
+    def add_and_normalize(
+        input: torch.Tensor,
+        residual: torch.Tensor,
+        *args: Any,
+        dropout_p: float = 0.0,
+        training: bool = True,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = residual + F.dropout(input, dropout_p, training)
+        return norm(summed, *args, **options), summed
+
+    return add_and_normalize
 
 
 def arguments(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,18 +10,6 @@ import torch.nn.functional as F
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.specs import _add_norm, depth
 from fusedops.specs.spec import Sample, Spec
-
-
-def _eager(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    *args: Any,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    summed = residual + F.dropout(input, dropout_p, training)
-    return F.layer_norm(summed, *args, **options), summed
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -40,7 +27,7 @@ _case = _add_norm.case_function(takes_bias=True)
 SPEC = Spec(
     name="add_layer_norm",
     op=add_layer_norm,
-    eager=_eager,
+    eager=_add_norm.eager(F.layer_norm),
     samples=_samples,
     bad_inputs=_add_norm.bad_inputs,
     bench_case=_case,

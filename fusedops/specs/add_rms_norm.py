@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fusedops._core import dtypes
 from fusedops.ops.add_rms_norm import add_rms_norm
@@ -14,18 +12,6 @@ from fusedops.specs import _add_norm, _peers, depth
 from fusedops.specs.make import randn
 from fusedops.specs.rms_norm import eager_rms_norm
 from fusedops.specs.spec import BadInput, Sample, Spec, bad_changes
-
-
-def _eager(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    *args: Any,
-    dropout_p: float = 0.0,
-    training: bool = True,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    summed = residual + F.dropout(input, dropout_p, training)
-    return eager_rms_norm(summed, *args, **options), summed
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -58,7 +44,7 @@ _case = _add_norm.case_function(takes_bias=False)
 SPEC = Spec(
     name="add_rms_norm",
     op=add_rms_norm,
-    eager=_eager,
+    eager=_add_norm.eager(eager_rms_norm),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_case=_case,
