@@ -82,17 +82,17 @@ def rms_norm(
     normalized_shape: Any,
     weight: Any = None,
     eps: float | None = None,
-    *,
-    weight_offset: float = 0.0,
-    rounding: str = "torch",
+    **options: Any,
 ) -> Any:
     """Adapt Liger's rms norm."""
     if len(normalized_shape) != 1 or weight is None:
         raise UnsupportedError("the peer normalises one dim and needs a weight")
-    return function.apply(input, weight, *_rms_options(input, eps, weight_offset, rounding))
+    return function.apply(input, weight, *_rms_options(input, eps, **options))
 
 
-def _rms_options(input: Any, eps: float | None, weight_offset: float, rounding: str) -> Any:
+def _rms_options(
+    input: Any, eps: float | None, *, weight_offset: float = 0.0, rounding: str = "torch"
+) -> Any:
     """Return what follows the tensors; "gemma" computes all in float32, as torch does."""
     mode = {"torch": "gemma", "hf": "llama"}[rounding]
     return torch.finfo(input.dtype).eps if eps is None else eps, weight_offset, mode, False
@@ -107,18 +107,16 @@ def add_rms_norm(
     weight: Any = None,
     eps: float | None = None,
     *,
-    weight_offset: float = 0.0,
-    rounding: str = "torch",
     dropout_p: float = 0.0,
     training: bool = True,
     seed: Any = None,
+    **options: Any,
 ) -> Any:
     """Adapt Liger's sum and rms norm."""
     _refuse(seed=seed)
     if len(normalized_shape) != 1 or weight is None or (dropout_p and training):
         raise UnsupportedError("the peer normalises one dim, needs a weight and drops nothing")
-    options = _rms_options(input, eps, weight_offset, rounding)
-    return function.apply(input, residual, weight, *options)
+    return function.apply(input, residual, weight, *_rms_options(input, eps, **options))
 
 
 @_adapter("liger", "liger_kernel.ops.swiglu", "LigerSiLUMulFunction", overwrites=True)

@@ -20,22 +20,18 @@ from fusedops.specs.spec import BadInput, bad_changes
 # name -> (expert ids, kept) for given tokens, choices and experts: what routing must survive.
 Pattern = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor | None]]
 
+_CPU = torch.device("cpu")
+
 
 def _distinct(tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
     """Each token's choices differ, as those of a top-k do."""
-    scores = randn(
-        tokens,
-        max(num_experts, top_k),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        grad=False,
-        key="ids",
-    )
+    columns = max(num_experts, top_k)
+    scores = randn(tokens, columns, device=_CPU, dtype=torch.float32, grad=False, key="ids")
     return scores.topk(top_k, dim=1).indices % num_experts
 
 
 def _half_dropped(tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
-    return randint(tokens, top_k, high=2, device=torch.device("cpu"), key="kept") > 0
+    return randint(tokens, top_k, high=2, device=_CPU, key="kept") > 0
 
 
 PATTERNS: dict[str, Pattern] = {

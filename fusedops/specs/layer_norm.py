@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,23 +17,22 @@ from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     new = functools.partial(randn, device=device, dtype=dtype)
     weight, bias = new(33, key="weight", shift=1.0), new(33, key="bias")
+
+    def call(*shape: int, dims: int = 1) -> tuple[Any, ...]:
+        normalized = shape[-dims:]
+        return new(*shape), normalized, new(*normalized, shift=1.0), new(*normalized, key="b")
+
     return [
         Sample("rows", (new(7, 33), (33,), weight, bias)),
-        Sample(
-            "three_dims",
-            (new(2, 3, 64), (64,), new(64, shift=1.0), new(64, key="b")),
-            {"eps": 1e-3},
-        ),
-        Sample(
-            "two_normalized_dims", (new(5, 4, 6), (4, 6), new(4, 6, shift=1.0), new(4, 6, key="b"))
-        ),
+        Sample("three_dims", call(2, 3, 64), {"eps": 1e-3}),
+        Sample("two_normalized_dims", call(5, 4, 6, dims=2)),
         Sample("no_parameters", (new(4, 17), (17,))),
         Sample("weight_only", (new(4, 33), (33,), weight)),
         Sample("bias_only", (new(4, 33), (33,), None, bias)),
-        Sample("one_row", (new(129), (129,), new(129, shift=1.0), new(129, key="b"))),
-        Sample("one_column", (new(3, 1), (1,), new(1, shift=1.0), new(1, key="b"))),
-        Sample("many_rows", (new(70, 48), (48,), new(48, shift=1.0), new(48, key="b"))),
-        Sample("long_rows", (new(2, 33000), (33000,), new(33000, shift=1.0), new(33000, key="b"))),
+        Sample("one_row", call(129)),
+        Sample("one_column", call(3, 1)),
+        Sample("many_rows", call(70, 48)),
+        Sample("long_rows", call(2, 33000)),
         Sample("no_rows", (new(0, 33), (33,), weight, bias)),
     ]
 

@@ -103,16 +103,10 @@ def _plan(
     if kept is not None:
         probs = torch.where(kept, probs, 0.0)
     counts = totals[:experts]
+    order = (permutation, positions.view(ids.shape), counts, counts.cumsum(0))
+    permutation, positions, counts, ends = (tensor.int() for tensor in order)
     return RoutingPlan(
-        ids.int(),
-        probs,
-        permutation.int(),
-        positions.view(ids.shape).int(),
-        counts.int(),
-        counts.cumsum(0).int(),
-        kept,
-        experts,
-        capacity,
+        ids.int(), probs, permutation, positions, counts, ends, kept, experts, capacity
     )
 
 
