@@ -317,10 +317,7 @@ _OP = define_op(
     gradient=Gradient(
         inputs=("input", "probs", "w1", "w2", "b1", "b2"),
         outputs=("output",),
-        saves=(
-            *("input", "probs", "permutation", "positions", "offsets"),
-            *("w1", "w2", "b1", "b2", "preactivation"),
-        ),
+        saves=(*MoeMLP._fields[:9], "preactivation"),
         reference=_backward_reference,
         layouts={"w1": empty_gradient, "w2": empty_gradient},
     ),
