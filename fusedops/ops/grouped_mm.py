@@ -285,19 +285,20 @@ def _shard_backward(*args: Any) -> list[Sharding]:
     return rules
 
 
+# What an argument, or what is kept, is to the others.
+_ARGUMENTS: dict[str, str | tuple[str, ...]] = {
+    "input": "T [rows, inner]",
+    "weight": "T [groups, inner, columns]",
+    "offsets": "int32 [groups]",
+    "bias": "T [groups, columns]",
+    "preactivation": "T [rows, columns] | [0]",
+    "activation": tuple(ACTIVATIONS),
+}
 _OP = define_op(
     "grouped_mm",
     "(Tensor input, Tensor weight, Tensor offsets, Tensor? bias, str activation,"
     " bool keep_preactivation) -> (Tensor output, Tensor preactivation)",
-    contract={
-        "input": "T [rows, inner]",
-        "weight": "T [groups, inner, columns]",
-        "offsets": "int32 [groups]",
-        "bias": "T [groups, columns]",
-        "output": "T [rows, columns]",
-        "preactivation": "T [rows, columns] | [0]",
-        "activation": tuple(ACTIVATIONS),
-    },
+    contract={**_ARGUMENTS, "output": "T [rows, columns]"},
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
@@ -338,13 +339,8 @@ _ADD_GRADIENTS = define_op(
     " Tensor weight, Tensor offsets, Tensor? bias, Tensor preactivation, str activation,"
     " bool keep_preactivation, bool[] output_mask) -> (Tensor grad_input)",
     contract={
-        "input": "T [rows, inner]",
-        "weight": "T [groups, inner, columns]",
-        "offsets": "int32 [groups]",
-        "bias": "T [groups, columns]",
+        **_ARGUMENTS,
         "grad_output": "T [rows, columns]",
-        "preactivation": "T [rows, columns] | [0]",
-        "activation": tuple(ACTIVATIONS),
         "into_weight": "stat(T) [groups, inner, columns]",
         "into_bias": "stat(T) [groups, columns]",
         "output_mask": "len(output_mask) == 1",
