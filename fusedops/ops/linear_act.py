@@ -79,10 +79,23 @@ def check_linear(
     if input.dim() == 0:
         checks.fail(op, "input", "a tensor with at least one dimension", "a scalar")
     features = input.shape[-1]
+    shape = f"[out_features, {features}] (input has {features} features)"
+    check_layer(op, input, weight, bias, names, features, shape)
+
+
+def check_layer(
+    op: str,
+    input: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    names: tuple[str, str],
+    features: int,
+    shape: str,
+) -> None:
+    """Raise unless ``weight``, of which messages give the ``shape``, and ``bias`` fit."""
     check_parameter(op, names[0], weight, input)
     if weight.dim() != 2 or weight.shape[1] != features:
-        expected = f"of shape [out_features, {features}] (input has {features} features)"
-        checks.fail(op, names[0], expected, list(weight.shape))
+        checks.fail(op, names[0], f"of shape {shape}", list(weight.shape))
     if bias is not None:
         check_parameter(op, names[1], bias, input)
         checks.shape(op, names[1], bias, weight.shape[:1], f"the rows of {names[0]}")

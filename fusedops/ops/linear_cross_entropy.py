@@ -33,7 +33,7 @@ from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops._core.tracing import holds_for_all
 from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as math_of
-from fusedops.ops.linear_act import check_parameter, rows_of, wants_gradient
+from fusedops.ops.linear_act import check_layer, rows_of, wants_gradient
 
 # Classes at a time: 32 MiB of float32 logits for 2048 rows. The same for every number of rows, so
 # that a row's gradient does not depend on the batch.
@@ -137,14 +137,9 @@ def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any) -> None:
     checks.tensor(op, "hidden", hidden)
     if hidden.dim() == 0:
         checks.fail(op, "hidden", "a tensor with at least one dimension", "a scalar")
-    check_parameter(op, "weight", weight, hidden)
     features = hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != features:
-        expected = f"of shape [num_classes, {features}] (hidden has {features} features)"
-        checks.fail(op, "weight", expected, list(weight.shape))
-    if bias is not None:
-        check_parameter(op, "bias", bias, hidden)
-        checks.shape(op, "bias", bias, weight.shape[:1], "the rows of weight")
+    shape = f"[num_classes, {features}] (hidden has {features} features)"
+    check_layer(op, hidden, weight, bias, ("weight", "bias"), features, shape)
     math_of.check_target(op, target, "hidden", hidden)
     math_of.check_classes(op, "weight", weight.shape[0])
 

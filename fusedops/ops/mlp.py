@@ -23,8 +23,8 @@ from fusedops.ops.linear_act import (
     activate,
     activation_gradient,
     bias_gradient,
+    check_layer,
     check_linear,
-    check_parameter,
     empty_gradient,
     preactivation_of,
     wants_gradient,
@@ -80,23 +80,14 @@ def mlp(
         tensor([[4.]])
     """
     op = "mlp"
-    _check(op, input, w1, b1, w2, b2)
+    check_linear(op, input, w1, b1, ("w1", "b1"))
+    hidden = w1.shape[0]
+    shape = f"[out_features, {hidden}] (w1 has {hidden} rows)"
+    check_layer(op, input, w2, b2, ("w2", "b2"), hidden, shape)
     checks.choice(op, "activation", activation, ACTIVATIONS)
     checks.flag(op, "recompute", recompute)
     keep = not recompute and wants_gradient(input, w1, b1, w2, b2)
     return _OP(input, w1, b1, w2, b2, activation, keep)[0]
-
-
-def _check(op: str, input: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> None:
-    check_linear(op, input, w1, b1, ("w1", "b1"))
-    check_parameter(op, "w2", w2, input)
-    hidden = w1.shape[0]
-    if w2.dim() != 2 or w2.shape[1] != hidden:
-        expected = f"of shape [out_features, {hidden}] (w1 has {hidden} rows)"
-        checks.fail(op, "w2", expected, list(w2.shape))
-    if b2 is not None:
-        check_parameter(op, "b2", b2, input)
-        checks.shape(op, "b2", b2, w2.shape[:1], "the rows of w2")
 
 
 def _reference(
