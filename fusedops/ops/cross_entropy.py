@@ -104,17 +104,9 @@ def cross_entropy(
     return _OP(logits, target, *numbers, reduction, dtype)[0]
 
 
-def _check(
-    logits: Any,
-    target: Any,
-    ignore_index: Any,
-    label_smoothing: Any,
-    z_loss: Any,
-    softcap: Any,
-    reduction: Any,
-    dtype: Any,
-) -> None:
+def _check(logits: Any, target: Any, *options: Any) -> None:
     op = "cross_entropy"
+    ignore_index, label_smoothing, z_loss, softcap, reduction, dtype = options
     checks.tensor(op, "logits", logits)
     math_of.check_dtype(op, dtype, logits)
     if logits.dim() == 0:
