@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -28,8 +29,7 @@ from fusedops._core.library import define_op
 _LOW = 0xFFFFFFFF
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """The position of a parameter's elements in the random numbers of stochastic rounding."""
 
     key: int  # the key of Philox; the offset is the number of the step
@@ -94,17 +94,17 @@ def adamw(
 
     Example:
         >>> import torch
-        >>> from fusedops.ops.adamw import Batch, adamw
+        >>> from fusedops.ops.adamw import TensorLists, adamw
         >>> p, zero = torch.ones(2), lambda: [torch.zeros(2)]
-        >>> batch = Batch([p], [torch.tensor([1.0, -2.0])], zero(), zero(), steps=[torch.zeros(())],
-        ...               weight_decays=[0.0])
+        >>> batch = TensorLists([p], [torch.tensor([1.0, -2.0])], zero(), zero(),
+        ...                     steps=[torch.zeros(())], weight_decays=[0.0])
         >>> adamw(batch, lr=0.5, betas=(0.9, 0.999), eps=0.0)
         >>> p
         tensor([0.5000, 1.5000])
     """
     if not batch.params:
         return
-    draws = [number for draw in batch.draws for number in _numbers(draw)]
+    draws = [number for draw in batch.draws for number in draw]
     _OP(
         batch.params,
         batch.grads,
@@ -140,7 +140,7 @@ class RepeatedBatch:
     def __init__(self, batch: TensorLists) -> None:
         from fusedops.kernels import adamw as kernels
 
-        draws = [number for draw in batch.draws for number in _numbers(draw)]
+        draws = [number for draw in batch.draws for number in draw]
         lists = (batch.exp_avgs, batch.exp_avg_sqs, batch.max_exp_avg_sqs, batch.copies)
         self._launches = kernels.launches(
             batch.params, batch.grads, *lists, batch.steps, draws, batch.weight_decays
@@ -178,10 +178,6 @@ class RepeatedBatch:
                 batch.run(grad_factor, found_inf, lr, *betas, eps, maximize, bias_correction)
 
         backends.repeat("adamw", launch)
-
-
-def _numbers(draw: Draw) -> tuple[int, int, int, int]:
-    return draw.key, draw.base, draw.run, draw.pitch
 
 
 def _reference(
