@@ -11,9 +11,7 @@ from fusedops._core import checks
 
 def check_rate(op: str, rate: Any) -> None:
     """Raise unless ``rate`` is a finite number, at least 0."""
-    checks.finite(op, "rate", rate)
-    if rate < 0:
-        checks.fail(op, "rate", "at least 0", rate)
+    checks.finite(op, "rate", rate, least=0)
 
 
 @torch.no_grad()

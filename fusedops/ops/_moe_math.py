@@ -49,18 +49,9 @@ def check_places(op: str, positions: torch.Tensor, offsets: torch.Tensor) -> Non
     The C++ kernels look by themselves. On a GPU nobody does: the host would wait for the device.
     """
     rows = positions.numel()
-    check_indices(op, "plan.positions", positions, rows)
+    checks.indices(op, "plan.positions", positions, rows, f"in [0, {rows})")
     if checks.readable(offsets) and not 0 <= int(offsets[-1]) <= rows:
         checks.fail(op, "plan.offsets", f"ending in [0, {rows}]", int(offsets[-1]))
-
-
-def check_indices(op: str, argument: str, indices: torch.Tensor, size: int) -> None:
-    """Raise unless all ``indices`` are in ``[0, size)``; looks where values can be read."""
-    if not checks.readable(indices) or indices.numel() == 0:
-        return
-    for value in (int(extreme) for extreme in torch.aminmax(indices)):
-        if not 0 <= value < size:
-            checks.fail(op, argument, f"in [0, {size})", value)
 
 
 def kept_slots(positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -95,10 +95,9 @@ def _check(token_ids: Any, num_experts: Any, top_k: Any, table: Any, seed: Any) 
             checks.fail(_OP, name, f"of {dims} dims", list(value.shape))
         if value.device != token_ids.device:
             checks.fail(_OP, name, f"on {token_ids.device}, the device of token_ids", value.device)
-    for name, value in (("num_experts", num_experts), ("top_k", top_k), ("seed", seed)):
-        checks.integer(_OP, name, value)
-    if num_experts < 1:
-        checks.fail(_OP, "num_experts", "at least 1", num_experts)
+    checks.integer(_OP, "num_experts", num_experts, least=1)
+    checks.integer(_OP, "top_k", top_k)
+    checks.integer(_OP, "seed", seed)
     if num_experts > MOST_EXPERTS:
         checks.fail(_OP, "num_experts", f"at most {MOST_EXPERTS}", num_experts)
     if not 1 <= top_k <= num_experts:

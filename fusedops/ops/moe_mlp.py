@@ -202,8 +202,9 @@ class _Rows:
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = MoeMLP(*args)
-    _moe_math.check_indices("moe_mlp", "plan.permutation", call.permutation, call.probs.numel())
-    _moe_math.check_indices("moe_mlp", "plan.positions", call.positions, call.probs.numel())
+    slots = call.probs.numel()
+    for name in ("permutation", "positions"):
+        checks.indices("moe_mlp", f"plan.{name}", getattr(call, name), slots, f"in [0, {slots})")
     rows, dtype = _Rows(call), call.input.dtype
     z = rows.wide_product(call.input[rows.tokens], call.w1, call.b1)
     value = hidden_of(z, *call.form)

@@ -126,20 +126,12 @@ def _counts(
     rows = ids.to(torch.int64)
     if mask is not None:
         rows = torch.where(mask[:, None], rows, experts)
-    _check_range(rows, experts)
+    # On a GPU scatter_add asserts it.
+    expected = f"of experts in [0, {experts}), or {experts} for none"
+    checks.indices("moe_router_loss", "choices", rows, experts + 1, expected)
     rows = rows.reshape(sequences, -1)
     counts = torch.zeros(sequences, experts + 1, dtype=torch.int64, device=ids.device)
     return counts.scatter_add(1, rows, torch.ones_like(rows))[:, :experts]
-
-
-def _check_range(ids: torch.Tensor, experts: int) -> None:
-    """Raise unless all are in ``[0, experts]``; on a GPU scatter_add asserts it."""
-    if ids.numel() == 0 or not checks.readable(ids):
-        return
-    for extreme in torch.aminmax(ids):
-        if not 0 <= int(extreme) <= experts:
-            expected = f"of experts in [0, {experts}), or {experts} for none"
-            checks.fail("moe_router_loss", "choices", expected, int(extreme))
 
 
 def _sum_over_ranks(
