@@ -104,13 +104,8 @@ def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> Shared
             into.append(None)
             continue
         owner = _owner(parameter)
-        key = (
-            id(owner),
-            parameter._version,
-            parameter.storage_offset(),
-            parameter.shape,
-            parameter.stride(),
-        )
+        layout = parameter.storage_offset(), parameter.shape, parameter.stride()
+        key = (id(owner), parameter._version, *layout)
         if key not in known:
             total = GradientSum()
             known[key] = _Read(parameter, owner, total, _Anchor.apply(parameter, total))
