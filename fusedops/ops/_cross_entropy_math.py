@@ -26,12 +26,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 def check_options(
-    op: str,
-    ignore_index: Any,
-    label_smoothing: Any,
-    z_loss: Any,
-    softcap: Any,
-    reduction: Any,
+    op: str, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, reduction: Any
 ) -> None:
     """Raise unless the options of a loss are what they should be."""
     checks.integer(op, "ignore_index", ignore_index)

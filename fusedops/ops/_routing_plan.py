@@ -132,14 +132,7 @@ class RoutingPlan:
         return RoutingPlan(**{**values, "probs": probs})
 
 
-_TENSORS = (
-    "expert_ids",
-    "probs",
-    "permutation",
-    "positions",
-    "tokens_per_expert",
-    "offsets",
-)
+_TENSORS = ("expert_ids", "probs", "permutation", "positions", "tokens_per_expert", "offsets")
 _Context = tuple[bool, int, int | None]
 
 

@@ -170,10 +170,7 @@ def bias_gradient(grad: torch.Tensor) -> torch.Tensor:
 
 
 def preactivation_of(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    kept: torch.Tensor,
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kept: torch.Tensor
 ) -> torch.Tensor:
     """Return the saved pre-activation, or recompute it.
 

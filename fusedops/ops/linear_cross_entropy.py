@@ -153,10 +153,7 @@ def check_chunks(op: str, chunk_size: Any, recompute: Any) -> None:
 
 
 def keeps_logits(
-    recompute: bool | None,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    recompute: bool | None, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> bool:
     """Return whether the forward keeps the logits for the backward."""
     if not wants_gradient(hidden, weight, bias):

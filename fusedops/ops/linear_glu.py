@@ -154,10 +154,7 @@ _OP = define_op(
         outputs=("output",),
         saves=("input", "gate_weight", "up_weight", "gate", "up"),
         reference=_backward_reference,
-        layouts={
-            "gate_weight": empty_gradient,
-            "up_weight": empty_gradient,
-        },
+        layouts={"gate_weight": empty_gradient, "up_weight": empty_gradient},
     ),
     autocast="lower",
     triton="fusedops.kernels.linear_glu",

@@ -231,11 +231,7 @@ class _Steps:
     """The backward up to the gradients of the parameters: what each of them is a product of."""
 
     def __init__(
-        self,
-        dy: torch.Tensor,
-        call: MoeMLP,
-        kept: torch.Tensor,
-        output_mask: Sequence[bool],
+        self, dy: torch.Tensor, call: MoeMLP, kept: torch.Tensor, output_mask: Sequence[bool]
     ) -> None:
         wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
         rows, dtype, wide = _Rows(call), call.input.dtype, call.probs.dtype

@@ -24,12 +24,7 @@ LAYOUTS = ("token_major", "k_major", "capacity")
 
 
 def moe_relayout(
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    source: str,
-    target: str,
-    *,
-    capacity: int | None = None,
+    input: torch.Tensor, plan: RoutingPlan, source: str, target: str, *, capacity: int | None = None
 ) -> torch.Tensor:
     """Convert the experts' rows from one layout to another.
 

@@ -62,9 +62,7 @@ def _backward_reference(
 _OP = define_op(
     "swiglu",
     "(Tensor gate, Tensor up) -> (Tensor output)",
-    contract={
-        "gate, up, output": "T [*shape]",
-    },
+    contract={"gate, up, output": "T [*shape]"},
     reference=_reference,
     gradient=Gradient(
         inputs=("gate", "up"),

@@ -29,11 +29,7 @@ def eager(
         logits = softcap * torch.tanh(logits / softcap)
     rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     loss = F.cross_entropy(
-        rows,
-        flat,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
+        rows, flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
     if z_loss > 0.0:
         valid = flat != ignore_index

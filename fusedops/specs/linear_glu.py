@@ -79,11 +79,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(
-    rows: int,
-    in_features: int,
-    out_features: int,
-    activation: str = "silu",
-    headline: bool = False,
+    rows: int, in_features: int, out_features: int, activation: str = "silu", headline: bool = False
 ) -> BenchCase:
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
         sizes = ((rows,), in_features, out_features)

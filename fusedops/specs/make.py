@@ -24,11 +24,7 @@ def randn(
 
 
 def randint(
-    *shape: int,
-    high: int,
-    device: torch.device,
-    low: int = 0,
-    key: str = "",
+    *shape: int, high: int, device: torch.device, low: int = 0, key: str = ""
 ) -> torch.Tensor:
     """Return int64 values in [low, high), drawn on the CPU from a seed of shape and ``key``."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{shape}{high}{key}".encode()))

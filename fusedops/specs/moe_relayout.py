@@ -15,12 +15,7 @@ from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
 def _eager(
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    source: str,
-    target: str,
-    *,
-    capacity: int | None = None,
+    input: torch.Tensor, plan: RoutingPlan, source: str, target: str, *, capacity: int | None = None
 ) -> torch.Tensor:
     # By slots: where each slot's row stands in either layout, then a gather and a scatter.
     size = plan.capacity if capacity is None else capacity
