@@ -4,8 +4,7 @@
 
 The addend may have any shape that broadcasts to the result (a bias row, ALiBi slopes ``[H, 1, S]``)
 and is never expanded in memory; its gradient is summed over the broadcast dimensions. Kernels:
-``csrc/cpu/product/baddbmm.*`` and ``csrc/cpu/gemm/gemm.*``, ``kernels/baddbmm.py``. This file has
-the public function, the specification and the registration.
+``csrc/cpu/product/baddbmm.*`` and ``csrc/cpu/gemm/gemm.*``, ``kernels/baddbmm.py``.
 """
 
 from __future__ import annotations

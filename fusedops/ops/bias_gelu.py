@@ -3,8 +3,7 @@
     y = gelu(x + bias)
 
 with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/elementwise/bias_gelu.*``,
-``csrc/cuda/bias_gelu.*``, ``kernels/bias_gelu.py``. This file has the public function, the
-specification and the registration.
+``csrc/cuda/bias_gelu.*``, ``kernels/bias_gelu.py``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 
 with label smoothing and z-loss. The forward reads the logits once and keeps one number per row; the
 backward reads them once and writes their gradient once. Kernels: ``csrc/cpu/loss/cross_entropy.*``,
-``kernels/cross_entropy.py``. This file has the public function, the specification and the
-registration.
+``kernels/cross_entropy.py``.
 """
 
 from __future__ import annotations

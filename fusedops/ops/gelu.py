@@ -5,8 +5,7 @@
     y = x * sigmoid(1.702 x)                                   approximate="fast"
 
 The first two are ``torch.nn.functional.gelu``, the third is FastGelu. Kernels:
-``csrc/cpu/elementwise/gelu.*``, ``csrc/cuda/gelu.*``, ``kernels/gelu.py``. This file has the public
-function, the specification and the registration.
+``csrc/cpu/elementwise/gelu.*``, ``csrc/cuda/gelu.*``, ``kernels/gelu.py``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 with the convention of ``torch.nn.functional.grouped_mm``: rows are sorted by group, and ``offsets``
 contains the end of each group. Rows after the last group are zeros, forward and backward, and are
 never read. Kernels: ``csrc/cpu/product/grouped_mm.*`` and ``csrc/cpu/gemm/gemm.*``,
-``kernels/grouped_mm.py``. This file has the public function, the specification and the
-registration.
+``kernels/grouped_mm.py``.
 """
 
 from __future__ import annotations

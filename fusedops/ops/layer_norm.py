@@ -4,8 +4,7 @@
 
 over the last dimensions, as ``torch.nn.functional.layer_norm``. Statistics are float32 (float64 for
 float64 input) and two-pass. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/norm.*``,
-``kernels/layer_norm.py``. This file has the public function, the specification and the
-registration.
+``kernels/layer_norm.py``.
 """
 
 from __future__ import annotations

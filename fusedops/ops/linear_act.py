@@ -3,8 +3,7 @@
     z = x W^T + b,   y = act(z)
 
 with ``torch.nn.functional.linear``'s weight ``[out, in]``. Kernels:
-``csrc/cpu/product/linear_act.*`` and ``csrc/cpu/gemm/gemm.*``, ``kernels/linear_act.py``. This file
-has the public function, the specification and the registration.
+``csrc/cpu/product/linear_act.*`` and ``csrc/cpu/gemm/gemm.*``, ``kernels/linear_act.py``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 
 with ``torch.nn.functional.linear``'s weights ``[out, in]``; with ``"silu"`` it is the first half of
 Llama's feed-forward layer (SwiGLU). Kernels: ``csrc/cpu/product/linear_glu.*`` and
-``csrc/cpu/gemm/gemm.*``, ``kernels/linear_glu.py``. This file has the public function, the
-specification and the registration.
+``csrc/cpu/gemm/gemm.*``, ``kernels/linear_glu.py``.
 """
 
 from __future__ import annotations

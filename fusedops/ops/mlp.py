@@ -4,8 +4,7 @@
 
 Of the hidden layer only ``z`` is saved for the backward. With ``recompute=True`` nothing is saved:
 the backward recomputes ``z``, with 7 matrix products in total, where a checkpoint around the block
-needs 8. Kernels: those of ``linear_act`` (``csrc/cpu/product/mlp.cpp``, ``kernels/mlp.py``). This
-file has the public function, the specification and the registration.
+needs 8. Kernels: those of ``linear_act`` (``csrc/cpu/product/mlp.cpp``, ``kernels/mlp.py``).
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 
 The input is never copied in permuted order: the first product gathers the tokens itself. The
 backward needs the input, the plan and ``z``, which it can also recompute. Kernels:
-``csrc/cpu/moe/moe_mlp.*`` on ``csrc/cpu/gemm/gemm.*``, ``kernels/moe_mlp.py``. This file has the
-public function, the specification and the registration.
+``csrc/cpu/moe/moe_mlp.*`` on ``csrc/cpu/gemm/gemm.*``, ``kernels/moe_mlp.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 over the last dimensions, as ``torch.nn.functional.rms_norm``. The rounding is an argument, because
 models differ in it in half precision. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/norm.*``,
-``kernels/rms_norm.py``. This file has the public function, the specification and the registration.
+``kernels/rms_norm.py``.
 """
 
 from __future__ import annotations

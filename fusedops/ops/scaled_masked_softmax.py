@@ -3,8 +3,7 @@
     y = softmax(scale * x + mask)
 
 over the last dimension, and 0 for a row in which all elements are masked. Kernels:
-``csrc/cpu/attention/scaled_masked_softmax.*``, ``kernels/scaled_masked_softmax.py``. This file has
-the public function, the specification and the registration.
+``csrc/cpu/attention/scaled_masked_softmax.*``, ``kernels/scaled_masked_softmax.py``.
 """
 
 from __future__ import annotations
