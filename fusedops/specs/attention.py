@@ -33,11 +33,10 @@ def _written_out(
     left, right = window or (-1, -1)
     leading = query.shape[:-3]
     if query.dim() != 4:
-        flat = [
+        query, key, value = (
             t.reshape(-1, *((1,) if t.dim() == 2 else ()), *t.shape[-3:])
             for t in (query, key, value)
-        ]
-        query, key, value = (t.reshape(-1, *t.shape[-3:]) for t in flat)
+        )
     output, lse = attend(
         query,
         key,
@@ -64,13 +63,10 @@ def _eager(
     enable_gqa: bool = False,
     **options: Any,
 ) -> Any:
+    args = (query, key, value, attn_mask, dropout_p, is_causal)
     if options or (is_causal and attn_mask is not None):
-        return _written_out(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options
-        )
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+        return _written_out(*args, scale, enable_gqa, **options)
+    return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
