@@ -60,9 +60,8 @@ def _case(rows: int, columns: int, approximate: str, headline: bool = False) -> 
         return Sample("bench", (new(rows, columns), new(columns, key="bias"), approximate))
 
     size = rows * columns
-    return BenchCase.moving(
-        f"{rows}x{columns} {approximate}", make, (2 * size, 3 * size), headline=headline
-    )
+    label = f"{rows}x{columns} {approximate}"
+    return BenchCase.moving(label, make, (2 * size, 3 * size), headline=headline)
 
 
 SPEC = Spec(

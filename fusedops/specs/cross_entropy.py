@@ -130,9 +130,8 @@ def _case(rows: int, classes: int, headline: bool = False, **options: Any) -> Be
         return Sample("bench", (logits, randint(rows, high=classes, device=device)), options)
 
     extra = "".join(f" {name}={value}" for name, value in options.items())
-    return BenchCase.moving(
-        f"{rows}x{classes}{extra}", make, (rows * classes, 2 * rows * classes), headline=headline
-    )
+    label, size = f"{rows}x{classes}{extra}", rows * classes
+    return BenchCase.moving(label, make, (size, 2 * size), headline=headline)
 
 
 def _from_opinfo(

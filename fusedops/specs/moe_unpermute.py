@@ -72,12 +72,8 @@ def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
 
     # The rows are read and the tokens written; the backward reads both and writes the rows.
     label = f"{tokens}x{size}, {top_k} of {experts}"
-    return BenchCase.moving(
-        label,
-        make,
-        ((1 + top_k) * tokens * size, (1 + 2 * top_k) * tokens * size),
-        headline=top_k == 8,
-    )
+    elements = ((1 + top_k) * tokens * size, (1 + 2 * top_k) * tokens * size)
+    return BenchCase.moving(label, make, elements, headline=top_k == 8)
 
 
 SPEC = Spec(
