@@ -93,8 +93,7 @@ def keep_routing(function: Callable[..., _Result]) -> Callable[..., _Result]:
         torch.Size([4, 8])
     """
     if not callable(function):
-        kind = checks.type_name(function)
-        raise TypeError(f"keep_routing: function must be callable, got {kind}")
+        checks.fail_type("keep_routing", "function", "callable", function)
     memory = _Memory()
 
     def run(*args: Any, **kwargs: Any) -> _Result:

@@ -117,7 +117,9 @@ def attention(
                   [0.5000, 0.5000]]]])
     """
     if not type(is_causal) is type(enable_gqa) is type(return_lse) is bool:
-        _check_flags(is_causal, enable_gqa, return_lse)
+        checks.flag("attention", "is_causal", is_causal)
+        checks.flag("attention", "enable_gqa", enable_gqa)
+        checks.flag("attention", "return_lse", return_lse)
     matrices = isinstance(query, torch.Tensor) and query.dim() == 2
     q, k, v = query, key, value = _check(query, key, value, enable_gqa)
     leading = query.shape[:-3]
@@ -241,12 +243,6 @@ def _check(
             checks.fail(op, "key", expected, key_heads)
         math.check_heads(op, ("query", "key"), heads, key_heads)
     return query, key, value
-
-
-def _check_flags(is_causal: Any, enable_gqa: Any, return_lse: Any) -> None:
-    checks.flag("attention", "is_causal", is_causal)
-    checks.flag("attention", "enable_gqa", enable_gqa)
-    checks.flag("attention", "return_lse", return_lse)
 
 
 def _fits(query: Any, key: Any, value: Any) -> bool:

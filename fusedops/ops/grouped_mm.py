@@ -129,19 +129,13 @@ def _check(op: str, input: Any, weight: Any, offsets: Any, bias: Any) -> None:
     if weight.dim() != 3 or weight.shape[1] != input.shape[1]:
         expected = f"of shape [groups, {input.shape[1]}, N] (input has {input.shape[1]} columns)"
         checks.fail(op, "weight", expected, list(weight.shape))
-    check_offsets(op, offsets, input, weight.shape[0])
+    checks.index_tensor(op, "offsets", offsets)
+    checks.shape(op, "offsets", offsets, weight.shape[:1], "one end per group")
+    if offsets.device != input.device:
+        checks.fail(op, "offsets", f"on {input.device}, the device of input", offsets.device)
     if bias is not None:
         check_parameter(op, "bias", bias, input)
         checks.shape(op, "bias", bias, (weight.shape[0], weight.shape[2]), "as weight's")
-
-
-def check_offsets(op: str, offsets: Any, input: torch.Tensor, groups: int) -> None:
-    """Raise unless ``offsets`` may say where each of ``groups`` groups of rows ends."""
-    checks.index_tensor(op, "offsets", offsets)
-    checks.shape(op, "offsets", offsets, (groups,), "one end per group")
-    if offsets.device != input.device:
-        expected = f"on {input.device}, the device of input"
-        checks.fail(op, "offsets", expected, offsets.device)
 
 
 def check_into(op: str, name: str, into: Any, owner: str, weight: torch.Tensor) -> None:

@@ -139,10 +139,7 @@ def _check_pair(
     op: str, pair: Any, w1: torch.Tensor, w2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        got = checks.type_name(pair)
-        raise TypeError(
-            f"{op}: grad_weights_into must be a pair of tensors, for w1 and w2, got {got}"
-        )
+        checks.fail_type(op, "grad_weights_into", "a pair of tensors, for w1 and w2", pair)
     for index, (name, weight) in enumerate((("w1", w1), ("w2", w2))):
         check_into(op, f"grad_weights_into[{index}]", pair[index], name, weight)
     return pair[0], pair[1]

@@ -95,8 +95,11 @@ def _check(input: Any, probs: Any, expert_ids: Any, index: Any, num_rows: Any, s
     if probs.dim() != 2 or probs.shape[0] != input.shape[0]:
         checks.fail(op, "probs", f"[{input.shape[0]}, top_k], a row per token", list(probs.shape))
     for name, value in (("expert_ids", expert_ids), ("index", index), ("num_rows", num_rows)):
-        if value is not None:
-            _check_int32(op, name, value, input)
+        if value is None:
+            continue
+        checks.index_tensor(op, name, value)
+        if value.device != input.device:
+            checks.fail(op, name, f"on {input.device}, the device of input", value.device)
     if expert_ids is not None:
         checks.shape(op, "expert_ids", expert_ids, probs.shape, "that of probs")
     if index is not None and index.dim() != 1:
@@ -106,12 +109,6 @@ def _check(input: Any, probs: Any, expert_ids: Any, index: Any, num_rows: Any, s
     checks.integer(op, "span", span, least=0)
     if span > 0 and (index is None or expert_ids is None):
         checks.fail(op, "span", "0 without index and expert_ids", span)
-
-
-def _check_int32(op: str, name: str, value: Any, input: torch.Tensor) -> None:
-    checks.index_tensor(op, name, value)
-    if value.device != input.device:
-        checks.fail(op, name, f"on {input.device}, the device of input", value.device)
 
 
 def _reference(*args: Any) -> torch.Tensor:

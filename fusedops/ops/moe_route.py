@@ -211,12 +211,9 @@ def _check(
     checks.number(op, "jitter", jitter)
     if not 0.0 <= jitter < 1.0:
         checks.fail(op, "jitter", "in [0, 1)", jitter)
-    for name, value in (
-        ("normalize", normalize),
-        ("softmax_after", softmax_after),
-        ("expert_choice", expert_choice),
-    ):
-        checks.flag(op, name, value)
+    checks.flag(op, "normalize", normalize)
+    checks.flag(op, "softmax_after", softmax_after)
+    checks.flag(op, "expert_choice", expert_choice)
     checks.integer(op, "top_k", top_k)
     if bias is not None:
         checks.like(op, "bias", bias, "logits", logits)
