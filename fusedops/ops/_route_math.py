@@ -47,23 +47,18 @@ def choose(x: torch.Tensor, bias: torch.Tensor | None, rule: RouteOptions) -> to
     different logits of equal rounded score no tie.
     """
     keys = x
-    if by_score(bias is not None, rule):
+    limits_groups = rule.topk_groups < rule.num_groups
+    if bias is not None or (limits_groups and rule.group_score == "top2_sum"):
         keys = scores(x, rule.score)
         if bias is not None:
             keys = keys + bias.to(keys.dtype)
             keys = keys.masked_fill(keys.isnan(), -torch.inf)
     order = keys.sort(dim=-1, descending=True, stable=True).indices
-    if rule.topk_groups < rule.num_groups:
+    if limits_groups:
         allowed = _allowed(keys, rule).gather(-1, order)
         first = allowed.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
         order = order.gather(-1, first)
     return order[:, : rule.top_k].to(torch.int32).contiguous()
-
-
-def by_score(has_bias: bool, rule: RouteOptions) -> bool:
-    """Return whether scores decide, not logits."""
-    sums = rule.topk_groups < rule.num_groups and rule.group_score == "top2_sum"
-    return has_bias or sums
 
 
 def _allowed(keys: torch.Tensor, rule: RouteOptions) -> torch.Tensor:

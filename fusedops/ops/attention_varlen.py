@@ -192,14 +192,8 @@ class _Arguments(NamedTuple):
         for n in range(len(starts_q) - 1):
             rows = slice(starts_q[n], starts_q[n + 1])
             columns = slice(starts_k[n], starts_k[n + 1])
-            q, k, v = (
-                tensor[where].transpose(0, 1).unsqueeze(0)
-                for tensor, where in (
-                    (self.query, rows),
-                    (self.key, columns),
-                    (self.value, columns),
-                )
-            )
+            q = self.query[rows].transpose(0, 1).unsqueeze(0)
+            k, v = (t[columns].transpose(0, 1).unsqueeze(0) for t in (self.key, self.value))
             slopes = self.alibi_slopes
             if slopes is not None and slopes.dim() == 2:
                 slopes = slopes[n]

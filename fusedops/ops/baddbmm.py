@@ -151,19 +151,13 @@ def _fake(batch1: torch.Tensor, batch2: torch.Tensor) -> torch.Tensor:
     return batch1.new_empty((*leading, batch1.shape[-2], batch2.shape[-1]))
 
 
-def _like(gradient: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    if is_transposed(operand):
-        return gradient.mT.contiguous().mT
-    return gradient.contiguous()
-
-
 def _operand_gradient(
     first: torch.Tensor, second: torch.Tensor, operand: torch.Tensor, alpha: float
 ) -> torch.Tensor:
     wide = dtypes.statistics_dtype(operand.dtype)
     product = torch.matmul(first, second)
-    gradient = alpha * product.to(wide).sum_to_size(operand.shape)
-    return _like(gradient.to(operand.dtype), operand)
+    gradient = (alpha * product.to(wide).sum_to_size(operand.shape)).to(operand.dtype)
+    return gradient.mT.contiguous().mT if is_transposed(operand) else gradient.contiguous()
 
 
 def _computed(
