@@ -40,7 +40,7 @@ def eager(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def _ignoring(
+def ignoring(
     logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, **options: Any
 ) -> torch.Tensor:
     """Compute the same, with a gradient of 0 also for ignored rows that hold NaN."""
@@ -147,7 +147,7 @@ SPEC = Spec(
     name="cross_entropy",
     op=cross_entropy,
     eager=eager,
-    non_finite=(_ignoring,),
+    non_finite=(ignoring,),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_case=_case,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ def _eager(
     target: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    loss: Callable[..., torch.Tensor] = cross_entropy.eager,
     chunk_size: int | None = None,
     recompute: bool | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    return cross_entropy.eager(F.linear(hidden, weight, bias), target, **options)
+    return loss(F.linear(hidden, weight, bias), target, **options)
 
 
 def _ignoring(
@@ -34,17 +36,13 @@ def _ignoring(
     bias: torch.Tensor | None = None,
     *,
     reads_hidden: bool,
-    ignore_index: int = -100,
-    chunk_size: int | None = None,
-    recompute: bool | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Compute the same with no gradient for ignored rows, whatever they or the weight hold."""
-    ignored = (target == ignore_index).unsqueeze(-1)
     if not reads_hidden:
-        hidden = hidden.masked_fill(ignored, 0.0)
-    logits = F.linear(hidden, weight, bias).masked_fill(ignored, 0.0)
-    return cross_entropy.eager(logits, target, ignore_index=ignore_index, **options)
+        ignored = target == options.get("ignore_index", -100)
+        hidden = hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
+    return _eager(hidden, weight, target, bias, loss=cross_entropy.ignoring, **options)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
