@@ -136,10 +136,10 @@ _TENSORS = ("expert_ids", "probs", "permutation", "positions", "tokens_per_exper
 _Context = tuple[bool, int, int | None]
 
 
-def check_plan(op: str, plan: Any, argument: str = "plan") -> None:
+def check_plan(op: str, plan: Any) -> None:
     """Raise unless ``plan`` is a RoutingPlan."""
     if not isinstance(plan, RoutingPlan):
-        raise TypeError(f"{op}: {argument} must be a RoutingPlan, got {type(plan).__name__}")
+        raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
 
 
 def check_probs(op: str, argument: str, probs: Any, plan: RoutingPlan) -> None:

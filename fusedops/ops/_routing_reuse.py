@@ -154,7 +154,7 @@ def routing_contexts(policy: Callable[..., Any] | None = None) -> Any:
     return create_selective_checkpoint_contexts(decide)
 
 
-def recall(logits: torch.Tensor, seed: torch.Tensor | None) -> Kept | None:
+def recall(logits: torch.Tensor) -> Kept | None:
     """Return what the running call's first run chose here, if this is a later run."""
     if torch.compiler.is_compiling():
         return None

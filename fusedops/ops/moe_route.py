@@ -129,7 +129,7 @@ def moe_route(
         expert_choice,
     )
     seed = philox.new_seed(logits.device) if seeded else None
-    first = _routing_reuse.recall(logits, seed)
+    first = _routing_reuse.recall(logits)
     ids = kept = None
     if first is not None:
         ids, kept, seed = first

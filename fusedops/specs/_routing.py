@@ -30,7 +30,7 @@ def _distinct(tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
     return scores.topk(top_k, dim=1).indices % num_experts
 
 
-def _half_dropped(tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+def _half_dropped(tokens: int, top_k: int) -> torch.Tensor:
     return randint(tokens, top_k, high=2, device=_CPU, key="kept") > 0
 
 
@@ -38,8 +38,8 @@ PATTERNS: dict[str, Pattern] = {
     "random": lambda t, k, e: (_distinct(t, k, e), None),
     "one_expert": lambda t, k, e: (torch.full((t, k), e - 1), None),
     "empty_experts": lambda t, k, e: (_distinct(t, k, e) // 2 * 2 % e, None),
-    "sentinels": lambda t, k, e: (_distinct(t, k, e).masked_fill(_half_dropped(t, k, e), e), None),
-    "dropped": lambda t, k, e: (_distinct(t, k, e), _half_dropped(t, k, e)),
+    "sentinels": lambda t, k, e: (_distinct(t, k, e).masked_fill(_half_dropped(t, k), e), None),
+    "dropped": lambda t, k, e: (_distinct(t, k, e), _half_dropped(t, k)),
     "all_dropped": lambda t, k, e: (torch.full((t, k), e), None),
 }
 

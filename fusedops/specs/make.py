@@ -23,9 +23,7 @@ def randn(
     return values.to(device=device, dtype=dtype).requires_grad_(grad)
 
 
-def randint(
-    *shape: int, high: int, device: torch.device, low: int = 0, key: str = ""
-) -> torch.Tensor:
-    """Return int64 values in [low, high), drawn on the CPU from a seed of shape and ``key``."""
+def randint(*shape: int, high: int, device: torch.device, key: str = "") -> torch.Tensor:
+    """Return int64 values in [0, high), drawn on the CPU from a seed of shape and ``key``."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{shape}{high}{key}".encode()))
-    return torch.randint(low, high, shape, generator=generator).to(device)
+    return torch.randint(high, shape, generator=generator).to(device)

@@ -111,7 +111,7 @@ def _plan(
 
 
 def distinct(
-    tokens: int, experts: int, *, device: torch.device, dtype: torch.dtype, grad: bool = True
+    tokens: int, experts: int, *, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return logits without ties in any dtype: a permutation per row, each row of its own slope.
 
@@ -123,7 +123,7 @@ def distinct(
     most = 255 // (experts // 2 + 1)
     slopes = most - torch.arange(tokens) % max(1, most // 2)
     values = ranks * slopes[:, None] / 64
-    return values.to(device=device, dtype=dtype).requires_grad_(grad)
+    return values.to(device=device, dtype=dtype).requires_grad_()
 
 
 def _reference(*args: Any, **kwargs: Any) -> RoutingPlan:
