@@ -70,9 +70,8 @@ def scatter(
     kept = kept_slots(positions, offsets).unsqueeze(2)
     slots = torch.where(kept, slots, input.new_zeros(()))
     rows = slots.flatten(0, 1)
-    return torch.zeros_like(rows, memory_format=torch.contiguous_format).index_copy(
-        0, positions.flatten().long(), rows
-    )
+    output = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+    return output.index_copy(0, positions.flatten().long(), rows)
 
 
 def slots_of(rows: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -88,9 +88,8 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = exponent.clamp_min(-126)
     scaled = values * ((127 - exponent) << 23).view(torch.float32)
     scaled = torch.where(scaled.isinf(), torch.nan, scaled)
-    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), ((exponent + 127) << 23).view(
-        torch.float32
-    )
+    scales = ((exponent + 127) << 23).view(torch.float32)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
 def dequantize(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

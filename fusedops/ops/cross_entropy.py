@@ -154,7 +154,6 @@ def _shard(*args: Any) -> list[Sharding]:
     The mean over sharded rows is not the op's: the public function divides the sums of all ranks.
     """
     call = CrossEntropy(*args)
-
     rules: list[Sharding] = [([REPLICATE] * 3, [REPLICATE] * 2)]
     if call.reduction == "mean":
         return rules
@@ -166,7 +165,6 @@ def _shard(*args: Any) -> list[Sharding]:
 
 def _shard_backward(*args: Any) -> list[Sharding]:
     _, call, _, _ = of_backward(CrossEntropy, args)
-
     rules: list[Sharding] = [([REPLICATE], [REPLICATE] * 5)]
     for dim in range(call.logits.ndim - 1):
         grad = dim if call.reduction == "none" else REPLICATE

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS, gradient, value
 from fusedops._core.library import Gradient, define_op
-from fusedops._core.sharding import REPLICATE, Sharding
+from fusedops._core.sharding import REPLICATE, Placement, Sharding
 from fusedops.ops.linear_act import (
     check_linear,
     check_parameter,
@@ -128,10 +128,8 @@ def _shard(input: Any, keep_preactivations: bool) -> list[Sharding]:
     rules: list[Sharding] = []
     for dim in (REPLICATE, *range(last + 1)):
         kept = dim if keep_preactivations else REPLICATE
-        if dim == last:
-            rules.append(([dim, kept, kept], [REPLICATE, 0, 0]))
-        else:
-            rules.append(([dim, kept, kept], [dim, REPLICATE, REPLICATE]))
+        inputs: list[Placement] = [REPLICATE, 0, 0] if dim == last else [dim, REPLICATE, REPLICATE]
+        rules.append(([dim, kept, kept], inputs))
     return rules
 
 

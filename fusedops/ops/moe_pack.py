@@ -126,9 +126,8 @@ def _reference(*args: Any) -> torch.Tensor:
         legal = (index >= 0) & (index < tokens * top_k)
         if input.device.type == "cpu" and not bool((legal | ~real).all()):
             row = int((real & ~legal).nonzero()[0])
-            checks.fail(
-                "moe_pack", "index", f"in [0, {tokens * top_k})", f"{int(index[row])} at row {row}"
-            )
+            got = f"{int(index[row])} at row {row}"
+            checks.fail("moe_pack", "index", f"in [0, {tokens * top_k})", got)
         real = real & legal
         slot = torch.where(real, index, 0).long()
         if tokens * top_k == 0:

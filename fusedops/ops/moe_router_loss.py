@@ -143,11 +143,8 @@ def _sum_over_ranks(
 
     both = torch.cat([counts.reshape(-1), totals])
     summed = collectives.all_reduce(both, group, label="router loss")
-    return (
-        summed[: counts.numel()].view(counts.shape),
-        summed[counts.numel() :],
-        dist.get_world_size(group),
-    )
+    size = counts.numel()
+    return summed[:size].view(counts.shape), summed[size:], dist.get_world_size(group)
 
 
 def _check(

@@ -66,12 +66,9 @@ def _check(payload: Any, probs: Any, like: Any) -> PayloadLayout:
 def _reference(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
     scale_at = layout[2]
     # A copy: a part of one row alone would be dense where it is, and begin between two floats.
-    scales = (
-        payload[:, scale_at : scale_at + 4]
-        .clone(memory_format=torch.contiguous_format)
-        .view(torch.float32)
-    )
-    return dequantize(payload[:, : like.shape[-1]].contiguous(), scales, like.dtype)
+    scales = payload[:, scale_at : scale_at + 4].clone(memory_format=torch.contiguous_format)
+    rows = payload[:, : like.shape[-1]].contiguous()
+    return dequantize(rows, scales.view(torch.float32), like.dtype)
 
 
 _OP = define_op(

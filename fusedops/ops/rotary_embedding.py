@@ -143,7 +143,7 @@ def rotated(
 
 
 def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool = False
 ) -> torch.Tensor:
     return _empty(x).copy_(rotated(x, cos, sin, interleaved, inverse))
 
@@ -151,10 +151,7 @@ def _rotate(
 def _reference(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        _rotate(query, cos, sin, interleaved, False),
-        _rotate(key, cos, sin, interleaved, False),
-    )
+    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
 
 
 def _fake(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

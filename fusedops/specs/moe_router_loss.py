@@ -49,16 +49,12 @@ def _eager(
 
 
 def _of_counted(
-    logits: torch.Tensor,
-    choices: RoutingPlan | torch.Tensor | None = None,
-    *,
-    mask: torch.Tensor | None = None,
-    **options: Any,
+    logits: torch.Tensor, *choices: Any, mask: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
     """Do the same where the logits of tokens that do not count may hold anything."""
     if mask is not None:
         logits = logits.masked_fill(~mask[:, None], 0.0)
-    return _eager(logits, choices, mask=mask, **options)
+    return _eager(logits, *choices, mask=mask, **options)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
