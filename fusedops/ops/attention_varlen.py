@@ -185,9 +185,7 @@ class _Arguments(NamedTuple):
         tokens, heads, _ = self.query.shape
         shape = (heads, tokens, self.max_seqlen_k)
         placed = self.seed is not None and self.seed.numel() > 2
-        keep = None
-        if not placed:
-            keep = math.keep_factors(shape, self.seed, self.dropout_p, self.query)
+        keep = None if placed else math.keep_factors(shape, self.seed, self.dropout_p, self.query)
         starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for n in range(len(starts_q) - 1):
             rows = slice(starts_q[n], starts_q[n + 1])
