@@ -143,13 +143,10 @@ def _case(lengths: tuple[int, ...], heads: int, size: int, headline: bool = Fals
     total = sum(lengths)
 
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
-        q, k, v = (
-            randn(total, heads, size, device=device, dtype=dtype, key=name) for name in "qkv"
-        )
-        ends = _ends(device, *lengths)
-        return Sample(
-            "bench", (q, k, v, ends, ends, max(lengths), max(lengths)), {"is_causal": True}
-        )
+        new = functools.partial(randn, device=device, dtype=dtype)
+        tensors = (new(total, heads, size, key=name) for name in "qkv")
+        ends, longest = _ends(device, *lengths), max(lengths)
+        return Sample("bench", (*tensors, ends, ends, longest, longest), {"is_causal": True})
 
     pairs = sum(length * length for length in lengths) * heads * size // 2
     label = f"{len(lengths)} sequences, {total} tokens, {heads}x{size} causal"

@@ -34,7 +34,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     def without_bias(*shape: int) -> tuple[torch.Tensor, None, torch.Tensor]:
         return new(*shape), None, new(*shape, key="residual")
 
-    residual = stream(6, 40, key="residual")
+    residual, wide_bias = stream(6, 40, key="residual"), stream(40, key="bias")
     return [
         Sample("rows", call(7, 33)),
         Sample("three_dims", call(2, 3, 64)),
@@ -44,14 +44,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("many_rows", call(70, 48)),
         Sample("no_rows", call(0, 33)),
         Sample("float32_residual", (new(6, 40), new(40, key="bias"), residual)),
-        Sample("float32_bias", (new(6, 40), stream(40, key="bias"), new(6, 40, key="residual"))),
+        Sample("float32_bias", (new(6, 40), wide_bias, new(6, 40, key="residual"))),
         Sample("dropout", (*call(7, 33), 0.3), random=True),
         Sample("dropout_no_bias", (*without_bias(2, 3, 64), 0.1), random=True),
-        Sample(
-            "dropout_float32_residual",
-            (new(6, 40), stream(40, key="bias"), residual, 0.5),
-            random=True,
-        ),
+        Sample("dropout_float32_residual", (new(6, 40), wide_bias, residual, 0.5), random=True),
         Sample("dropout_of_all", (*call(4, 17), 1.0), random=True),
         Sample("dropout_no_rows", (*call(0, 33), 0.3), random=True),
         Sample("evaluation", (*call(7, 33), 0.3, False)),

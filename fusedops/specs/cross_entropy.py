@@ -66,6 +66,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         return Sample(name, (new(*rows, classes, scale=scale, shift=shift), target), options)
 
     none: dict[str, Any] = {"reduction": "none"}
+    every: dict[str, Any] = {"softcap": 4.0, "label_smoothing": 0.2, "z_loss": 1e-2}
     return [
         call("rows", (7,), 33, **none),
         call("mean", (7,), 33, (2, 6)),
@@ -74,16 +75,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         call("smoothing_rows", (6,), 17, (5,), label_smoothing=0.3, **none),
         call("z_loss", (7,), 33, (3,), z_loss=1e-2),
         call("softcap", (6,), 40, (3,), scale=4.0, softcap=5.0, **none),
-        call(
-            "everything",
-            (2, 5),
-            45,
-            (4, 7),
-            scale=3.0,
-            softcap=4.0,
-            label_smoothing=0.2,
-            z_loss=1e-2,
-        ),
+        call("everything", (2, 5), 45, (4, 7), scale=3.0, **every),
         call("ignore_class", (7,), 5, (2,), ignore_index=3),
         call("large_logits", (5,), 70, scale=40.0, **none),
         call("shifted", (5,), 70, shift=-60.0, **none),

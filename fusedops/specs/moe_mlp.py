@@ -142,7 +142,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     less = dataclasses.replace(plan, offsets=plan.offsets.flip(0))
 
     into1, into2, into = torch.zeros_like(w1), torch.zeros_like(w2), "grad_weights_into"
-    spread = into1[:, :1].expand_as(w1)
+    spread, halves = into1[:, :1].expand_as(w1), (into1.half(), into2)
     bad = bad_changes(input=x, plan=plan, w1=w1, w2=w2)
     return [
         bad("tokens", "input", "4", "[3, 8]", input=x[:3]),
@@ -163,9 +163,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("offsets", "offsets", "decreas", plan=less),
         bad("into_one", into, "pair", error=TypeError, grad_weights_into=into1),
         bad("into_none", into, "[1]", error=TypeError, grad_weights_into=(into1, None)),
-        bad(
-            "into_dtype", into, "float16", error=TypeError, grad_weights_into=(into1.half(), into2)
-        ),
+        bad("into_dtype", into, "float16", error=TypeError, grad_weights_into=halves),
         bad("into_shape", into, "[2, 5, 6]", grad_weights_into=(into1, into2[:2])),
         bad("into_strides", into, "dense", grad_weights_into=(spread, into2)),
     ]

@@ -43,8 +43,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
-    options: dict[str, Any] = {"device": device, "dtype": torch.float32}
-    plan = _routing.plan(4, 2, 3, **options)
+    plan = _routing.plan(4, 2, 3, device=device, dtype=torch.float32)
     return _routing.bad_plans(torch.randn(4, 8, device=device), plan)
 
 

@@ -84,8 +84,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
-    options: dict[str, Any] = {"device": device, "dtype": torch.float32}
-    plan = _routing.plan(4, 2, 3, **options)
+    plan = _routing.plan(4, 2, 3, device=device, dtype=torch.float32)
     rows, padded = torch.randn(8, 8, device=device), torch.randn(3, 5, 8, device=device)
     back = {"source": "capacity", "target": "token_major", "capacity": 4}
     bad = bad_changes(input=rows, plan=plan, source="token_major", target="capacity")

@@ -143,6 +143,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     capacity: dict[str, Any] = {"capacity_factor": 0.75}
     by_weight: dict[str, Any] = {**capacity, "drop_policy": "probability"}
     rounds: dict[str, Any] = {**capacity, "drop_policy": "rounds"}
+    deepseek = {**sigmoid, **groups, "group_score": "top2_sum", "bias": bias(32)}
+    by_experts = {"expert_choice": True, "capacity_factor": 2.0, "score": "sigmoid"}
     return [
         Sample("plain", (new(12, 5), 2)),
         Sample("normalized", (new(33, 8), 2), {"normalize": True}),
@@ -155,11 +157,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("softmax_bias", (new(9, 6), 2), {"bias": bias(6)}),
         Sample("softmax_bias_normalized", (new(9, 6), 2), {"bias": bias(6), "normalize": True}),
         Sample("groups", (new(21, 16), 3), {**groups}),
-        Sample(
-            "deepseek_v3",
-            (new(21, 32), 6),
-            {**sigmoid, **groups, "group_score": "top2_sum", "bias": bias(32)},
-        ),
+        Sample("deepseek_v3", (new(21, 32), 6), deepseek),
         Sample("groups_of_many_choices", (new(3, 80), 36), {**groups, "normalize": True}),
         Sample("capacity", (new(20, 4), 2), capacity),
         Sample("capacity_normalized", (new(20, 4), 2), {**capacity, "normalize": True}),
@@ -169,11 +167,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("capacity_in_rounds", (new(20, 4), 2), rounds),
         Sample("rounds_sigmoid", (new(18, 6), 3), {**rounds, "score": "sigmoid"}),
         Sample("expert_choice", (new(12, 6), 2), {"expert_choice": True}),
-        Sample(
-            "expert_choice_sigmoid",
-            (new(11, 5), 1),
-            {"expert_choice": True, "capacity_factor": 2.0, "score": "sigmoid"},
-        ),
+        Sample("expert_choice_sigmoid", (new(11, 5), 1), by_experts),
         Sample("jitter", (new(9, 7), 2), {"jitter": 0.01}, random=True),
         Sample("jitter_chosen", (new(9, 8), 2), {"jitter": 0.01, "normalize": True}, random=True),
         Sample("one_expert", (new(5, 1), 1)),

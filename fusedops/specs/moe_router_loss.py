@@ -64,31 +64,30 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     def ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
         return _routing.choices("random", tokens, top_k, experts, device)[0]
 
+    def call(tokens: int, top_k: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return new(tokens, experts), ids(tokens, top_k, experts)
+
     def mask(tokens: int) -> torch.Tensor:
         return randint(tokens, high=3, device=device, key="mask") > 0
 
     plan = _routing.plan(18, 2, 6, device=device, dtype=dtype, pattern="dropped", grad=False)
     return [
-        Sample("balance", (new(12, 5), ids(12, 2, 5))),
-        Sample("both", (new(33, 8), ids(33, 2, 8)), {"balance": 0.01, "z": 0.1}),
+        Sample("balance", call(12, 2, 5)),
+        Sample("both", call(33, 2, 8), {"balance": 0.01, "z": 0.1}),
         Sample("z_loss", (new(17, 9),), {"balance": 0.0, "z": 1.0}),
-        Sample("squared", (new(12, 4), ids(12, 2, 4)), {"form": "squared"}),
+        Sample("squared", call(12, 2, 4), {"form": "squared"}),
         Sample("plan_with_dropped_slots", (new(18, 6), plan)),
+        Sample("sigmoid", call(20, 4, 16), {"score": "sigmoid", "balance": 0.5, "z": 0.1}),
+        Sample("sequences", call(24, 2, 7), {"num_sequences": 4}),
         Sample(
-            "sigmoid", (new(20, 16), ids(20, 4, 16)), {"score": "sigmoid", "balance": 0.5, "z": 0.1}
+            "sequences_masked", call(24, 2, 7), {"num_sequences": 4, "mask": mask(24), "z": 0.5}
         ),
-        Sample("sequences", (new(24, 7), ids(24, 2, 7)), {"num_sequences": 4}),
-        Sample(
-            "sequences_masked",
-            (new(24, 7), ids(24, 2, 7)),
-            {"num_sequences": 4, "mask": mask(24), "z": 0.5},
-        ),
-        Sample("masked", (new(40, 33), ids(40, 3, 33)), {"mask": mask(40), "z": 1e-3}),
-        Sample("all_masked", (new(4, 3), ids(4, 1, 3)), {"mask": mask(4) & False, "z": 1.0}),
+        Sample("masked", call(40, 3, 33), {"mask": mask(40), "z": 1e-3}),
+        Sample("all_masked", call(4, 1, 3), {"mask": mask(4) & False, "z": 1.0}),
         Sample("sentinels", (new(6, 4), ids(6, 2, 4).masked_fill(ids(6, 2, 4) == 1, 4))),
-        Sample("one_expert", (new(5, 1), ids(5, 1, 1)), {"z": 1.0}),
+        Sample("one_expert", call(5, 1, 1), {"z": 1.0}),
         Sample("no_tokens", (new(0, 4), ids(1, 2, 4)[:0]), {"z": 1.0}),
-        Sample("several_chunks", (new(130, 37), ids(130, 5, 37)), {"z": 1e-2}),
+        Sample("several_chunks", call(130, 5, 37), {"z": 1e-2}),
     ]
 
 

@@ -51,8 +51,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
-    options: dict[str, Any] = {"device": device, "dtype": torch.float32}
-    plan = _routing.plan(4, 2, 3, **options)
+    plan = _routing.plan(4, 2, 3, device=device, dtype=torch.float32)
     rows = torch.randn(8, 8, device=device)
     narrow = dataclasses.replace(plan, probs=plan.probs[:, :1])
     integers = dataclasses.replace(plan, probs=plan.probs.int())
