@@ -91,7 +91,10 @@ def check_layer(
     features: int,
     shape: str,
 ) -> None:
-    """Raise unless ``weight``, of which messages give the ``shape``, and ``bias`` fit."""
+    """Raise unless ``weight`` and ``bias`` make a linear layer of ``features`` inputs.
+
+    ``names`` are those of the two arguments, ``shape`` is what messages say of the weight's.
+    """
     check_parameter(op, names[0], weight, input)
     if weight.dim() != 2 or weight.shape[1] != features:
         checks.fail(op, names[0], f"of shape {shape}", list(weight.shape))
