@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import unmeasured_guards
 
 from fusedops._core import env
 from fusedops._core.generators import seed_generators
@@ -134,6 +135,10 @@ def on_new_world(_processes: Any) -> Callable[..., list[Any]]:
 
 def pytest_collection_finish() -> None:
     _keep()
+
+
+def pytest_runtest_setup() -> None:
+    unmeasured_guards.install()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

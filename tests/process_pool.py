@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import unmeasured_guards
+
 from fusedops.testing.processes import PRELOADED
 
 RANKS = 8
@@ -144,6 +146,7 @@ def _serve(connection: Connection, rank: int, ranks: int, store: str) -> None:
     from torch import distributed as dist
 
     torch.set_num_threads(1)
+    unmeasured_guards.install()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, ranks),
