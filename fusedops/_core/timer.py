@@ -248,22 +248,12 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
-def measure(
-    variants: Sequence[Variant],
-    clock: Clock,
-    plan: TimingPlan,
-    *,
-    seed: int = 0,
-    on_round: Callable[[], None] = _nothing,
-) -> Timing:
-    """Time the variants, whose names are unique, against each other; return all samples.
-
-    ``seed`` is that of the order within the rounds; ``on_round`` is called after each round.
-    """
+def measure(variants: Sequence[Variant], clock: Clock, plan: TimingPlan) -> Timing:
+    """Time the variants, whose names are unique, against each other; return all samples."""
     repeats = {variant.name: clock.repeat(variant) for variant in variants}
     timing = Timing({name: [] for name in repeats}, {name: [] for name in repeats}, plan.least)
     order = list(variants)
-    shuffle = random.Random(seed).shuffle
+    shuffle = random.Random(0).shuffle
     start = time.perf_counter()
     rounds = 0
     while True:
@@ -273,7 +263,6 @@ def measure(
             timing.rounds[variant.name].append(seconds)
             timing.contended[variant.name].append(contended)
         rounds += 1
-        on_round()
         clean = min((bad.count(False) for bad in timing.contended.values()), default=rounds)
         elapsed = time.perf_counter() - start
         enough = plan.seconds if clean >= plan.least else 3 * plan.seconds
