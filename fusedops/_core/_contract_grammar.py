@@ -41,6 +41,7 @@ _OPERATORS: dict[type, str] = {
     ast.Or: "or",
 }
 
+_EACH = "each "  # a rule of the elements of lists
 _OR_NONE = "or none "  # after "each": a list that may be empty
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=", "and", "or")
 
@@ -108,7 +109,9 @@ class _Builder:
         steps: list[Step | None] = []
         of_elements: list[tuple[int, Step | None]] = []
         for name, rule in self.rules:
-            of_lists, rule = _of_lists(rule)
+            of_lists = isinstance(rule, str) and rule.startswith(_EACH)
+            if isinstance(rule, str):
+                rule = rule.removeprefix(_EACH)
             here: list[Step | None] = []
             for argument in (f"grad_{name}", name) if backward else (name,):
                 if argument in self.places:
@@ -258,13 +261,6 @@ class _Builder:
         if function not in ("len", "broadcast"):
             raise KeyError(function)
         return (function, *names)
-
-
-def _of_lists(rule: str | Collection[str]) -> tuple[bool, str | Collection[str]]:
-    """Return whether a rule is one of elements of lists, and the rule without that word."""
-    if isinstance(rule, str) and rule.startswith("each "):
-        return True, rule.removeprefix("each ")
-    return False, rule
 
 
 def _elements(steps: Sequence[Step | None], kinds: Mapping[str, str]) -> Elements:

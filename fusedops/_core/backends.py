@@ -451,15 +451,11 @@ def _unsupported(
         return None
     if backend == "triton":
         return _unsupported_triton(kernels, device, args, backward)
+    if device.type != ("cpu" if backend == "cpp" else "cuda"):
+        return f"the tensors are on {device}"
     if backend == "cpp":
-        if device.type != "cpu":
-            return f"the tensors are on {device}"
-        missing = extension.cpu_library()
-        if missing is None:
-            missing = _unsupported_dtype(args, _CPP_DTYPES)
+        missing = extension.cpu_library() or _unsupported_dtype(args, _CPP_DTYPES)
     else:
-        if device.type != "cuda":
-            return f"the tensors are on {device}"
         missing = _unsupported_gpu(device) or extension.cuda_library()
     if missing is not None:
         return missing

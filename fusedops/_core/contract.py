@@ -221,7 +221,8 @@ class Program:
         self._check_devices(args)
         for (kind, name), value in zip(self.arguments, args, strict=True):
             if kind == "ScalarType":
-                self._check_scalar_type(name, value)
+                if value not in FLOATS:
+                    raise TypeError(f"{self.op}: {name} must be a floating dtype, got {value}")
                 known.letters[name] = value
             elif kind in ("SymInt[]", "int[]", "bool[]"):
                 known.lists[name] = tuple(value)
@@ -291,10 +292,6 @@ class Program:
                         got = checks.type_name(element)
                         raise TypeError(f"{self.op}: {name}[{i}] must be a torch.Tensor, got {got}")
                     yield f"{name}[{i}]", element
-
-    def _check_scalar_type(self, name: str, value: Any) -> None:
-        if value not in FLOATS:
-            raise TypeError(f"{self.op}: {name} must be a floating dtype, got {value}")
 
     def _check_tensor(self, rule: TensorRule, known: Bindings) -> None:
         value, name = known.args[rule.argument], rule.name + known.place

@@ -500,8 +500,7 @@ def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> Non
 
 def _requested_gradients(ctx: Any, schema: _Schema, gradient: Gradient) -> list[bool]:
     """Return which gradients the running backward pass asks for."""
-    arguments = [argument for _, argument in schema.arguments]
-    positions = {argument: i for i, argument in enumerate(arguments)}
+    positions = {argument: i for i, (_, argument) in enumerate(schema.arguments)}
     requested = []
     for argument in gradient.inputs:
         index = positions[argument]
