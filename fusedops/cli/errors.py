@@ -9,17 +9,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fusedops._core import env
 from fusedops.terminal import files
 
 
 @contextmanager
-def report_errors_once(*, first: bool, lost: str = "") -> Iterator[None]:
-    """Turn errors that a command may end with into a line and an exit code.
+def report_errors_once(*, lost: str = "") -> Iterator[None]:
+    """Turn errors that a command may end with into a line of rank 0 and an exit code of all.
 
     Args:
-        first: whether this process tells; that others are gone each one tells.
-        lost: what can be done when they are.
+        lost: what can be done when other processes are gone, which every process reports.
     """
+    launched = env.launched()
     try:
         yield
     except Exception as error:
@@ -29,7 +30,7 @@ def report_errors_once(*, first: bool, lost: str = "") -> Iterator[None]:
         if code is None:
             text = str(error).strip().splitlines()[0]
             print_message(f"fusedops: error: the other processes are gone ({text}){lost}")
-        elif first:
+        elif launched is None or launched[0] == 0:
             print_message(f"fusedops: error: {error}")
         raise SystemExit(code or 1) from None
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +20,7 @@ from fusedops.cli.errors import print_message, report_errors_once
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    from fusedops.generation import Generated, Options
+    from fusedops.generation import Options
     from fusedops.generation.load import Loaded
     from fusedops.generation.text import TextStream
 
@@ -82,27 +82,27 @@ def generate(
 
     A checkpoint of any number of processes is loaded by any other: docs/generation.md.
     """
-    launched = env.launched()
-    with report_errors_once(first=launched is None or launched[0] == 0):
+    prompts, stops = prompt or [], stop or []
+    with report_errors_once():
         files.check_environment()
-        request = _Request(
-            checkpoint=checkpoint,
-            prompts=prompt or [],
-            stops=stop or [],
-            tokenizer=tokenizer,
-            step=step,
-            dtype=dtype,
-            device=device,
-            parallel=_parallel_table(overrides or []),
-            fits_tokens=tokens is None,
-            compare=compare,
-        )
-        request.check(beams)
-        if launched is None and processes > 1:
+        parallel = _parallel_table(overrides or [])
+        if not prompts:
+            raise files.UserError("what is there to go on from? --prompt TEXT")
+        _check_texts("--prompt", prompts)
+        _check_texts("--stop", stops)
+        _check_texts("--tokenizer", [] if tokenizer is None else [tokenizer])
+        _check_texts("CHECKPOINT", [checkpoint])
+        _check_word("--dtype", dtype or _DTYPES[0], _DTYPES)
+        _check_word("--device", device, _DEVICES)
+        if beams > 1 and stops:
+            raise files.UserError("--stop is not known to --beams, which only tokens end")
+        if env.launched() is None and processes > 1:
             from fusedops.train import launch
 
             raise SystemExit(launch(processes, sys.argv[1:]))
         from fusedops.generation import Options
+        from fusedops.generation.load import load
+        from fusedops.launch.processes import initialize_distributed
 
         with _as_mistakes():
             options = Options(
@@ -117,44 +117,22 @@ def generate(
                 length_penalty=length_penalty,
                 cache_size=cache_size,
             )
-        _generate(request, options)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The inputs of a generation, in addition to its options."""
-
-    checkpoint: str  # folder of a run, or of a Hugging Face model
-    prompts: list[str]  # texts to continue
-    stops: list[str]  # texts that end a continuation
-    tokenizer: str | None  # ``"bytes"`` or a file; ``None``: the checkpoint's
-    step: int | None  # of the run's checkpoint; ``None``: the last
-    dtype: str | None  # of the weights; ``None``: as saved
-    device: str  # ``"auto"``, ``"cpu"`` or ``"cuda"``
-    parallel: dict[str, Any] | None  # a table of ``ParallelConfig``
-    fits_tokens: bool  # whether fewer tokens are generated where there is no room for all
-    compare: bool  # whether the texts are generated again without the cache
-
-    def check(self, beams: int) -> None:
-        """Raise unless each value has a meaning.
-
-        Raises:
-            UserError: one has none.
-        """
-        if not self.prompts:
-            raise files.UserError("what is there to go on from? --prompt TEXT")
-        _check_texts("--prompt", self.prompts)
-        _check_texts("--stop", self.stops)
-        _check_texts("--tokenizer", [] if self.tokenizer is None else [self.tokenizer])
-        _check_texts("CHECKPOINT", [self.checkpoint])
-        for name, value, known in (
-            ("dtype", self.dtype or _DTYPES[0], _DTYPES),
-            ("device", self.device, _DEVICES),
-        ):
-            if value not in known:
-                raise files.UserError(f"--{name} must be one of {', '.join(known)}, got {value}")
-        if beams > 1 and self.stops:
-            raise files.UserError("--stop is not known to --beams, which only tokens end")
+        with initialize_distributed(device) as ranks:
+            loaded = load(
+                checkpoint,
+                ranks,
+                parallel=parallel,
+                dtype=dtype,
+                tokenizer=tokenizer,
+                step=step,
+            )
+            run = _Run(loaded, prompts, stops, options, first=ranks.rank == 0)
+            with _as_mistakes():
+                run.fit(exact=tokens is not None)
+            run.log(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
+            run.show(run.generate())
+            if compare:
+                run.compare()
 
 
 def _parallel_table(overrides: list[str]) -> dict[str, Any] | None:
@@ -165,30 +143,6 @@ def _parallel_table(overrides: list[str]) -> dict[str, Any] | None:
     if given.keys() - {"parallel"} or not isinstance(given.get("parallel", {}), dict):
         raise files.UserError("--set must be of [parallel], such as parallel.tp=2")
     return given.get("parallel")
-
-
-def _generate(request: _Request, options: Options) -> None:
-    """Load the model, generate and print."""
-    from fusedops.generation.load import load
-    from fusedops.launch.processes import initialize_distributed
-
-    with initialize_distributed(request.device) as ranks:
-        loaded = load(
-            request.checkpoint,
-            ranks,
-            parallel=request.parallel,
-            dtype=request.dtype,
-            tokenizer=request.tokenizer,
-            step=request.step,
-        )
-        first = ranks.rank == 0
-        run = _Run(loaded, request, options, first=first)
-        with _as_mistakes():
-            run.fit(exact=not request.fits_tokens)
-        run.log(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
-        run.show(run.generate())
-        if request.compare:
-            run.compare()
 
 
 def _check_texts(option: str, texts: list[str]) -> None:
@@ -203,6 +157,11 @@ def _check_texts(option: str, texts: list[str]) -> None:
             raise files.UserError(f"{expected} in UTF-8, got {ascii(text)}") from None
 
 
+def _check_word(option: str, word: str, known: Sequence[str]) -> None:
+    if word not in known:
+        raise files.UserError(f"{option} must be one of {', '.join(known)}, got {word}")
+
+
 @contextmanager
 def _as_mistakes() -> Iterator[None]:
     """Let what is wrong with options and prompts be the user's to put right."""
@@ -215,11 +174,19 @@ def _as_mistakes() -> Iterator[None]:
 class _Run:
     """Prompts that are gone on from, on this process."""
 
-    def __init__(self, loaded: Loaded, request: _Request, options: Options, *, first: bool) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        texts: list[str],
+        stops: list[str],
+        options: Options,
+        *,
+        first: bool,
+    ) -> None:
         self._engine, self._text = loaded.engine, loaded.text
-        self._texts, self._stops, self._first = request.prompts, request.stops, first
-        self._prompts = [loaded.text.encode(prompt) for prompt in request.prompts]
-        for text, tokens in zip(request.prompts, self._prompts, strict=True):
+        self._texts, self._stops, self._first = texts, stops, first
+        self._prompts = [loaded.text.encode(text) for text in texts]
+        for text, tokens in zip(texts, self._prompts, strict=True):
             if not tokens:
                 raise files.UserError(f"the prompt {text!r} has no token")
         self._config = loaded.engine.model.config
@@ -227,7 +194,7 @@ class _Run:
         ends = tuple(token for token in loaded.text.stop if token < words)
         self._options = replace(options, stop=ends)
         self._seconds = 0.0
-        self._found: list[Generated] = []
+        self._tokens: list[list[int]] = []
         self._words: list[TextStream] = []
 
     def fit(self, *, exact: bool) -> None:
@@ -275,27 +242,21 @@ class _Run:
 
     def _generate(self, texts: list[str], alone: bool) -> list[str]:
         """Return the texts, ``texts`` so far; a single one is written as it comes."""
-        from fusedops.generation import Generated, generate, stream
+        from fusedops.generation import generate, stream
 
-        samples, count = self._options.samples, len(texts)
         begin = time.perf_counter()
         if self._options.beams > 1:
-            self._found = generate(self._engine, self._prompts, self._options)
-            for words, result in zip(self._words, self._found, strict=True):
+            results = generate(self._engine, self._prompts, self._options)
+            self._tokens = [result.tokens for result in results]
+            for words, result in zip(self._words, results, strict=True):
                 for token in result.tokens[: -1 if result.reason == "stop" else None]:
                     words.feed(token)
         else:
             until = replace(self._options, until=lambda n, made: self._words[n].feed(made[-1]))
-            made: list[list[int]] = [[] for _ in range(count)]
-            reasons = [""] * count
-            for number, token, reason in stream(self._engine, self._prompts, until):
-                made[number].append(token)
-                reasons[number] = reason or ""
+            self._tokens = [[] for _ in texts]
+            for number, token, _ in stream(self._engine, self._prompts, until):
+                self._tokens[number].append(token)
                 texts[number] += self._new_text(number, alone)
-            self._found = [
-                Generated(number // samples, tokens, reason)
-                for number, (tokens, reason) in enumerate(zip(made, reasons, strict=True))
-            ]
         self._seconds = time.perf_counter() - begin
         for number, words in enumerate(self._words):
             words.feed(None)
@@ -316,14 +277,14 @@ class _Run:
             name = f"{prompt + 1}.{sample + 1}" if samples > 1 else f"{prompt + 1}"
             head = f"[{name}] " if len(texts) > 1 else ""
             self._write(f"{head}{self._texts[prompt]}{text}\n")
-        count = sum(len(result.tokens) for result in self._found)
+        count = sum(map(len, self._tokens))
         self.log(f"{count} tokens, {count / self._seconds:,.0f} tokens/s")
 
     def compare(self) -> None:
         """Generate again without a cache, and tell whether tokens differ."""
         from fusedops.generation import generate
 
-        lengths = [len(result.tokens) for result in self._found]
+        lengths = [len(tokens) for tokens in self._tokens]
         again = replace(self._options, cache=False, cache_size=None)
         if again.beams == 1:
             # Strings that end a text are not looked for again: as many tokens are compared. Which
@@ -334,8 +295,8 @@ class _Run:
         seconds = time.perf_counter() - begin
         same = sum(
             mine == other
-            for result, others_ in zip(self._found, others, strict=True)
-            for mine, other in zip(result.tokens, others_.tokens, strict=False)
+            for tokens, result in zip(self._tokens, others, strict=True)
+            for mine, other in zip(tokens, result.tokens, strict=False)
         )
         made = sum(len(other.tokens) for other in others)
         self.log(

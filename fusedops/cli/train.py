@@ -44,9 +44,8 @@ def train(
 
     A configuration has the keys that docs/training.md explains.
     """
-    launched = env.launched()
     again = "; the same command resumes from the last checkpoint"
-    with report_errors_once(first=launched is None or launched[0] == 0, lost=again):
+    with report_errors_once(lost=again):
         files.check_environment()
         if example:
             _write_example(Path(config or "train.toml"))
@@ -54,7 +53,7 @@ def train(
         if not config:
             raise files.UserError("which configuration? fusedops train --example writes one")
         given = overrides or []
-        if launched is None and (processes > 1 or restarts):
+        if env.launched() is None and (processes > 1 or restarts):
             _launch(config, given, processes, restarts)
         _train(config, given)
 
