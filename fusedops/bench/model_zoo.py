@@ -61,11 +61,15 @@ class ModelFamily:
 
     def build(self, size: ModelSize) -> nn.Module:
         """Return the model in float32, the same at every call."""
+        torch.manual_seed(_SEED)
+        return self.draw(size)
+
+    def draw(self, size: ModelSize, **changes: Any) -> nn.Module:
+        """Return the model in float32 with random weights; ``changes`` are of its configuration."""
         import transformers
 
         transformers.logging.set_verbosity_error()
-        torch.manual_seed(_SEED)
-        config = getattr(transformers, f"{self.prefix}Config")(**self.options(size))
+        config = getattr(transformers, f"{self.prefix}Config")(**self.options(size) | changes)
         return getattr(transformers, self.prefix + self.head)(config)
 
     def batch(

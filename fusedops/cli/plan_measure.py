@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fusedops._core.peak import peak_bytes
+from fusedops.bench import model_zoo
 from fusedops.planner import Estimate, Layout, estimate, from_config
 
 if TYPE_CHECKING:
@@ -201,32 +202,16 @@ def _kept(model: nn.Module, run: Any) -> int:
 
 def build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) -> Any:
     """Return a small model of a family, weights random, without dropout."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
     heads = hidden // 32
-    given: dict[str, Any] = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
+    changes = {
         "num_attention_heads": heads,
         "vocab_size": vocabulary,
         "max_position_embeddings": seq_len,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
     }
-    dropout: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    no_dropout: dict[str, Any] = dict.fromkeys(
-        ("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0
-    )
-    gated = {"intermediate_size": 11 * hidden // 4, "num_key_value_heads": heads // 2}
-    sparse = gated | {"num_local_experts": 4, "num_experts_per_tok": 2}
-    classes: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "gpt2": ("GPT2LMHeadModel", "GPT2Config", dropout),
-        "bert": ("BertForMaskedLM", "BertConfig", no_dropout | {"intermediate_size": 4 * hidden}),
-        "llama": ("LlamaForCausalLM", "LlamaConfig", gated),
-        "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", gated | {"head_dim": 32}),
-        "mixtral": ("MixtralForCausalLM", "MixtralConfig", sparse),
-    }
-    model, config, options = classes[family]
-    return getattr(transformers, model)(getattr(transformers, config)(**given | options))
+    if family not in ("gpt2", "bert"):
+        changes["intermediate_size"] = 11 * hidden // 4
+        changes["num_key_value_heads"] = heads // 2
+        changes["head_dim"] = 32
+    if family == "mixtral":
+        changes["num_local_experts"] = 4
+    return model_zoo.FAMILIES[family].draw(model_zoo.ModelSize(hidden, layers), **changes)
