@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends
 from fusedops._core.checks import UnsupportedError
@@ -172,11 +173,35 @@ def backend_of(contender: Contender, call: ContenderCall) -> str:
     return backends_since(before)
 
 
-def backends_since(before: Mapping[tuple[str, str], int]) -> str:
-    """Return the backends that ran since ``backends.counters()`` was ``before``: "cpp+torch"."""
-    after = backends.counters()
-    ran = {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}
+def backends_since(before: Mapping[tuple[str, str], int], op: str | None = None) -> str:
+    """Return the backends that ran since ``backends.counters()`` was ``before``: "cpp+torch".
+
+    ``op`` is the operator to look at; by default all are.
+    """
+    ran = {
+        backend
+        for (name, backend), count in backends.counters().items()
+        if op in (None, name) and count > before.get((name, backend), 0)
+    }
     return "+".join(sorted(ran))
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Records the calls of fusedops' operators: names, and all arguments of their schemas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record an operator of fusedops, and run it."""
+        if func.namespace == "fusedops":
+            # The dispatcher leaves trailing defaults out; the checks of the backends need them.
+            rest = func._schema.arguments[len(args) :]
+            given = kwargs or {}
+            filled = [given.get(argument.name, argument.default_value) for argument in rest]
+            self.calls.append((func._schema.name.removeprefix("fusedops::"), (*args, *filled)))
+        return func(*args, **(kwargs or {}))
 
 
 def names(spec: Spec) -> list[str]:

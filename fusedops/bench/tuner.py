@@ -12,10 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends, tuning
 from fusedops._core.architecture import architecture
@@ -23,7 +21,7 @@ from fusedops._core.timer import Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.bench import machine
 from fusedops.bench.cases import tiny_sample
 from fusedops.bench.conditions import Conditions
-from fusedops.bench.contenders import ContenderCall
+from fusedops.bench.contenders import ContenderCall, OperatorCalls, backends_since
 from fusedops.bench.results import dtype_name, now
 from fusedops.specs import BenchCase, Sample, Spec
 from fusedops.terminal import files
@@ -47,20 +45,6 @@ class MeasuredCall:
     ratio: Mapping[str, float]
     sure: Mapping[str, bool]  # whether that contender won in three rounds of four, undisturbed
     case: str = ""  # the size, as the spec labels it
-
-
-class _Seen(TorchDispatchMode):
-    """Collects the registered ops that are called, as a table calls them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: list[tuning.Key] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note an op of fusedops, and run it."""
-        if func.namespace == "fusedops":
-            self.keys.append(tuning.key(func._schema.name.removeprefix("fusedops::"), args))
-        return func(*args, **(kwargs or {}))
 
 
 def measure_table(
@@ -176,20 +160,19 @@ def measure_case(
     call = ContenderCall.of(spec, sample)
     calls: list[MeasuredCall] = []
     notes: list[str] = []
-
     parts = [Variant("forward", lambda _: call.forward(spec.op))]
     if call.leaves:
         parts.append(Variant("backward", call.backward, lambda: call.forward(spec.op)))
     for part in parts:
-        with backends.use_tuning(device, {}), _Seen() as seen:
+        with backends.use_tuning(device, {}):
             value = part.prepare()
-            seen.keys.clear()
-            part.run(value)
-        if len(seen.keys) != 1:
-            ops = ", ".join(op for op, *_ in seen.keys) or "none"
+            with OperatorCalls() as recorded:
+                part.run(value)
+        if len(recorded.calls) != 1:
+            ops = ", ".join(op for op, _ in recorded.calls) or "none"
             notes.append(f"not one op is called but {ops}: left out")
             continue
-        measured = _compare(spec.name, seen.keys[0], part, device, clock, plan)
+        measured = _compare(spec.name, tuning.key(*recorded.calls[0]), part, device, clock, plan)
         if measured is not None:
             calls.append(measured)
     return calls, notes
@@ -275,10 +258,4 @@ def _ran(op: str, variant: Variant) -> str | None:
         except Exception:
             # Whatever a kernel or its compiler raises: it is no choice, then.
             return None
-        after = backends.counters()
-    ran = [
-        backend
-        for (name, backend), n in after.items()
-        if name == op and n > before.get((name, backend), 0)
-    ]
-    return ran[0] if ran else None
+        return backends_since(before, op) or None

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends
-from fusedops.bench.contenders import ContenderCall, error_line
+from fusedops.bench.contenders import ContenderCall, OperatorCalls, error_line
 from fusedops.bench.results import dtype_name
 from fusedops.specs import Sample, Spec
 from fusedops.specs.comparison import difference_from_truth, fresh, run
@@ -75,32 +73,13 @@ def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> Sel
 def _resolution(spec: Spec, samples: list[Sample]) -> str:
     """Return which backend runs the op's first non-empty sample, and why not a better one."""
     given = next(sample for sample in samples if all(tensor.numel() for tensor in sample.leaves))
-    with _Listener() as heard:
+    with OperatorCalls() as recorded:
         outputs = spec.op(*given.args, **given.kwargs)
         if given.leaves:
             ContenderCall.of(spec, given).backward(outputs)
-    parts = dict.fromkeys(
-        str(backends.resolve(name, *args, backward=backward))
-        for name, args, backward in heard.calls
-    )
-    return "; ".join(parts)
-
-
-class _Listener(TorchDispatchMode):
-    """Notes each call of a fusedops op, with its arguments as the dispatcher has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...], bool]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, full = func._schema.name.partition("::")
-        name = full.removesuffix("_backward")
-        if namespace == "fusedops" and name in backends.op_names():
-            # The dispatcher leaves trailing defaults out; the backends' checks want them all.
-            rest = func._schema.arguments[len(args) :]
-            filled = [
-                (kwargs or {}).get(argument.name, argument.default_value) for argument in rest
-            ]
-            self.calls.append((name, (*args, *filled), full != name))
-        return func(*args, **(kwargs or {}))
+    parts = []
+    for operator, args in recorded.calls:
+        name = operator.removesuffix("_backward")
+        if name in backends.op_names():
+            parts.append(str(backends.resolve(name, *args, backward=operator != name)))
+    return "; ".join(dict.fromkeys(parts))
