@@ -14,34 +14,22 @@ from fusedops.bench.contenders import COMPILE, EAGER
 from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.bench.table import DISTURBED, show_limits, warnings
 from fusedops.terminal import files
-from fusedops.terminal.console import print_table
-
-_COLUMNS = (
-    "eager ms",
-    "compile ms",
-    "fusedops ms",
-    "x fastest",
-    "quartiles",
-    "of limit",
-    "peak MiB",
-    "ulp mean",
-)
+from fusedops.terminal.console import number_columns, print_table
 
 
 def show(record: BenchRecord, out: Console) -> None:
     """Print machine and limits, a line per model, mode and dtype, and what to know about them."""
     show_limits(record, out)
     table = Table(
+        *("model", "size", "mode", "dtype"),
+        *number_columns("eager ms", "compile ms", "fusedops ms", "x fastest", "quartiles"),
+        *number_columns("of limit", "peak MiB", "ulp mean"),
         title=f"whole models, {record.settings['patch']} (allocator "
         f"{record.settings['allocator']} for all)",
         title_justify="left",
         title_style="bold",
         header_style="bold",
     )
-    for name in ("model", "size", "mode", "dtype"):
-        table.add_column(name)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
     before = ""
     for case in _cases(record.rows):
         first = next(iter(case.values()))

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedops.bench.results import BenchRecord, BenchRow
-from fusedops.terminal.console import print_table
+from fusedops.terminal.console import number_columns, print_table
 
 _WIDE = 132
 # Instead of a time that other work on the machine disturbed.
@@ -56,30 +56,21 @@ def _others(limit: dict[str, Any]) -> str:
 
 def _table(op: str, dtype: str, part: BenchRecord, narrow: bool) -> Table:
     rows, allocator = part.rows, part.settings["allocator"]
+    has_products = any(row.tflop_per_s for row in rows)
+    rate = "TFLOP/s" if has_products else "GB/s"
+    figures = (
+        *("x eager", "time us", "+-", rate, "of limit"),
+        *("host us", "peak MiB", "ulp max", "mean"),
+    )
+    shown = [not narrow or name not in ("+-", "host us", "mean") for name in figures]
     table = Table(
+        *("size", "direction", "who"),
+        *number_columns(*itertools.compress(figures, shown)),
         title=f"{op}  {dtype}  (allocator {allocator} for all rows)",
         title_justify="left",
         title_style="bold",
         header_style="bold",
     )
-    has_products = any(row.tflop_per_s for row in rows)
-    for name in ("size", "direction", "who"):
-        table.add_column(name)
-    rate = "TFLOP/s" if has_products else "GB/s"
-    figures = [
-        "x eager",
-        "time us",
-        "+-",
-        rate,
-        "of limit",
-        "host us",
-        "peak MiB",
-        "ulp max",
-        "mean",
-    ]
-    shown = [not narrow or name not in ("+-", "host us", "mean") for name in figures]
-    for name in itertools.compress(figures, shown):
-        table.add_column(name, justify="right")
     before = ("", "")
     for index, row in enumerate(rows):
         first = (row.case, row.direction) != before

@@ -33,7 +33,7 @@ from fusedops.bench.contenders import (
 from fusedops.bench.results import dtype_name
 from fusedops.ops.linear_act import linear_act
 from fusedops.specs import BenchCase, all_specs
-from fusedops.terminal.console import print_table
+from fusedops.terminal.console import number_columns, print_table
 from fusedops.terminal.progress import steps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -216,27 +216,21 @@ def _rate(
 
 def _table(title: str, rates: list[Rate]) -> Table:
     with_rates = any(rate.gflops for rate in rates)
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("")
-    table.add_column("dtype")
-    for name in ("ours GFLOP/s", "torch GFLOP/s") if with_rates else ():
-        table.add_column(name, justify="right")
-    table.add_column("x torch", justify="right")
-    table.add_column("runs on")
+    rate_names = ("ours GFLOP/s", "torch GFLOP/s") if with_rates else ()
+    table = Table(
+        *("", "dtype"),
+        *number_columns(*rate_names, "x torch"),
+        "runs on",
+        title=title,
+        title_justify="left",
+        header_style="bold",
+    )
     for row in rates:
-        if row.ratio is None:
-            table.add_row(row.what, row.dtype, *["-"] * (3 if with_rates else 1), row.problem)
-            continue
-        if not row.trusted:
-            dashes = ["-"] * len(row.gflops or ())
-            table.add_row(row.what, row.dtype, *dashes, "disturbed", row.runs_on)
-            continue
-        style = "green" if row.ratio > 1 else "red"
-        table.add_row(
-            row.what,
-            row.dtype,
-            *(f"{rate:.0f}" for rate in row.gflops or ()),
-            f"[{style}]{row.ratio:.2f}[/]",
-            row.runs_on,
-        )
+        gflops, ratio = ["-"] * len(rate_names), "-"
+        if row.ratio is not None and not row.trusted:
+            ratio = "disturbed"
+        elif row.ratio is not None:
+            gflops = [f"{rate:.0f}" for rate in row.gflops or ()]
+            ratio = f"[{'green' if row.ratio > 1 else 'red'}]{row.ratio:.2f}[/]"
+        table.add_row(row.what, row.dtype, *gflops, ratio, row.problem or row.runs_on)
     return table

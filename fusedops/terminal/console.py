@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 
 # What is no terminal has no width: lines are as long as they need.
 _UNLIMITED = 10_000
@@ -14,6 +14,11 @@ def console() -> Console:
     """Return the console for results: as wide as the terminal, unlimited where there is none."""
     probe = Console()
     return probe if probe.is_terminal else Console(width=_UNLIMITED)
+
+
+def number_columns(*names: str) -> list[Column]:
+    """Return columns of a table that are aligned to the right, and never wrapped."""
+    return [Column(name, justify="right") for name in names]
 
 
 def print_table(out: Console, table: Table) -> None:
