@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
+from fusedops.bench import machine
 from fusedops.models import TransformerConfig, preset
+from fusedops.terminal import files
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,11 @@ class InterleavedRow:
         return f"{self.ratio:.2f} ({min(self.ratios):.2f}-{max(self.ratios):.2f})"
 
 
-def row_records(rows: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return rows of generation, or of scaling, as they go to JSON."""
-    return [
+def save_rows(path: str | os.PathLike[str], rows: Iterable[Any], **head: Any) -> None:
+    """Write this machine, ``head`` and rows of generation, or of scaling, as JSON."""
+    records = [
         asdict(row) | {"tokens_per_second": row.tokens_per_second, "ratio": row.ratio}
         for row in rows
     ]
+    here = machine.describe(torch.device("cpu"))
+    files.write_json(path, here | head | {"rows": records})

@@ -87,12 +87,18 @@ def plan(
     them, are in docs/planning.md.
     """
     with files.one_line_errors():
-        if _shows_others(model, measure=measure):
+        if model == "list":
+            _show_models()
             return
+        if measure:
+            _measure()
+            return
+        if not model:
+            raise files.UserError("--model is missing: a name (--model list) or a config.json")
         if json_file not in ("", "-"):
             files.check_writable(json_file)
-        choices = _choices(tp, pp, ep, zero, recompute, offload)
-        choices |= {"schedule": _schedules(schedule), "virtual": virtual or None}
+        choices = _choices(tp, pp, ep, zero, recompute, offload, schedule)
+        choices["virtual"] = virtual or None
         sizes, result = _plan(
             model,
             devices,
@@ -109,25 +115,6 @@ def plan(
         _deliver(model, sizes, devices, result, rows, json_file)
     if not result.fitting:
         raise typer.Exit(1)
-
-
-def _shows_others(model: str, *, measure: bool) -> bool:
-    """Show the known models or measured peaks if that was asked for; return whether it was.
-
-    Raises:
-        UserError: neither was, and there is no model.
-    """
-    from fusedops.terminal.console import console
-
-    if model == "list":
-        _show_models(console())
-    elif measure:
-        _measure(console())
-    elif not model:
-        raise files.UserError("--model is missing: a name (--model list) or a config.json")
-    else:
-        return False
-    return True
 
 
 def _deliver(
@@ -184,8 +171,11 @@ def _configuration(name: str) -> Path | None:
     return None
 
 
-def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str) -> dict[str, Any]:
+def _choices(
+    tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str, schedule: str
+) -> dict[str, Any]:
     """Return what is to be tried, by the names that ``layouts`` takes."""
+    from fusedops.parallel.pipeline.schedules import SCHEDULES
     from fusedops.planner.layout import OFFLOADS, RECOMPUTE
 
     choices: dict[str, Any] = {
@@ -194,7 +184,7 @@ def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str)
         "ep": _numbers(ep, "ep"),
         "zero": _numbers(zero or ",", "zero", least=0, most=3),
     }
-    words = [word.strip() for word in recompute.split(",") if word.strip()]
+    words = options.split(recompute)
     choices["recompute"] = list(dict.fromkeys(words))
     if not words:
         raise files.UserError(f"--recompute is empty; known: {', '.join(RECOMPUTE)}")
@@ -202,21 +192,17 @@ def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str)
         options.check_known(word, RECOMPUTE, "recompute")
     offloads = []
     for text in offload.split(","):
-        words = [word.strip() for word in text.split("+") if word.strip()]
+        words = options.split(text, "+")
         for word in words:
             options.check_known(word, ("none", *OFFLOADS), "offload")
         offloads.append(tuple(dict.fromkeys(word for word in words if word != "none")))
-    return choices | {"offload": list(dict.fromkeys(offloads))}
-
-
-def _schedules(text: str) -> tuple[str, ...]:
-    from fusedops.parallel.pipeline.schedules import SCHEDULES
-
-    return tuple(dict.fromkeys(options.words(text, SCHEDULES, "schedule")))
+    choices["offload"] = list(dict.fromkeys(offloads))
+    choices["schedule"] = tuple(dict.fromkeys(options.words(schedule, SCHEDULES, "schedule")))
+    return choices
 
 
 def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    words = options.split(text)
     if text and not words:
         raise files.UserError(f"--{name} is empty: write sizes such as 1,2, or leave it out")
     for word in words:
@@ -226,10 +212,11 @@ def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) ->
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
-def _measure(out: Any) -> None:
+def _measure() -> None:
     """Measure small models, and print the table of docs/planning.md."""
     options.check_transformers()
     from fusedops.cli.plan_measure import cases, measure
+    from fusedops.terminal.console import console
     from fusedops.terminal.progress import steps
 
     work = list(cases())
@@ -253,19 +240,19 @@ def _measure(out: Any) -> None:
         )
     worst = max(abs(row.error) for row in rows)
     lines += ["", f"The largest difference of a peak is {worst:.1%}."]
+    out = console()
     for line in lines:
         out.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _show_models(out: Any) -> None:
+def _show_models() -> None:
     from rich.table import Table
 
     from fusedops.planner import PRESETS, show_count
-    from fusedops.terminal.console import print_table
+    from fusedops.terminal.console import console, number_columns, print_table
 
-    table = Table(header_style="bold")
-    for name in ("model", "parameters", "layers", "hidden", "heads", "experts", "tokens"):
-        table.add_column(name, justify="left" if name == "model" else "right")
+    sizes = number_columns("parameters", "layers", "hidden", "heads", "experts", "tokens")
+    table = Table("model", *sizes, header_style="bold")
     for name, model in PRESETS.items():
         table.add_row(
             name,
@@ -276,7 +263,7 @@ def _show_models(out: Any) -> None:
             str(model.num_experts or "-"),
             str(model.seq_len),
         )
-    print_table(out, table)
+    print_table(console(), table)
 
 
 def _show(

@@ -1,7 +1,4 @@
-"""The command line of ``fusedops bench generate``.
-
-torch is imported inside the functions, as in ``command.py``.
-"""
+"""The command line of ``fusedops bench generate``."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def generate(
         files.check_environment()
         options.check_outputs((json_file,), None)
         from fusedops.bench.generation import PRESETS, GenerationWork, measure
-        from fusedops.bench.small_models import row_records
+        from fusedops.bench.small_models import save_rows
 
         names = options.words(presets, PRESETS, "preset")
         dtypes = options.words(dtype, options.DTYPES, "dtype")
@@ -58,18 +55,16 @@ def generate(
                 rows += measure(batch, seconds, threads, status.update)
         _show(rows, out)
         if json_file is not None:
-            here = options.describe_cpu()
-            files.write_json(json_file, here | {"threads": threads, "rows": row_records(rows)})
+            save_rows(json_file, rows, threads=threads)
 
 
 def _show(rows: list[GenerationRow], out: Any) -> None:
     from rich.table import Table
 
-    from fusedops.terminal.console import print_table
+    from fusedops.terminal.console import number_columns, print_table
 
-    table = Table(title="generating")
-    for name in ("architecture", "dtype", "by", "tokens/s", "ours to it", "same tokens"):
-        table.add_column(name, justify="left" if name in ("architecture", "by") else "right")
+    figures = number_columns("tokens/s", "ours to it", "same tokens")
+    table = Table("architecture", *number_columns("dtype"), "by", *figures, title="generating")
     for row in rows:
         table.add_row(
             row.work.preset,

@@ -1,7 +1,4 @@
-"""The command line of ``fusedops bench memory``.
-
-torch is imported inside the functions, as in ``command.py``.
-"""
+"""The command line of ``fusedops bench memory``."""
 
 from __future__ import annotations
 
@@ -99,18 +96,16 @@ def _show(rows: list[MemoryRow], record: dict[str, Any]) -> None:
     from rich.table import Table
 
     from fusedops.bench.table import DISTURBED
-    from fusedops.terminal.console import console, print_table
+    from fusedops.terminal.console import console, number_columns, print_table
 
     out = console()
     table = Table(
+        *("model", "size", "dtype", "policy"),
+        *number_columns("activations MiB", "peak MiB", "ms", "x plain", "quartiles", "bits"),
         title=f"a step of training under memory policies ({record['machine']['name']}, "
         f"{record['machine']['threads']} threads, allocator {record['settings']['allocator']})",
         title_justify="left",
     )
-    for name in ("model", "size", "dtype", "policy"):
-        table.add_column(name)
-    for name in ("activations MiB", "peak MiB", "ms", "x plain", "quartiles", "bits"):
-        table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row.family,

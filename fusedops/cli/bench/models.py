@@ -1,7 +1,4 @@
-"""The command line of ``fusedops bench models``.
-
-torch is imported inside the functions, as in ``command.py``.
-"""
+"""The command line of ``fusedops bench models``."""
 
 from __future__ import annotations
 

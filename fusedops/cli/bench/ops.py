@@ -1,8 +1,4 @@
-"""The command line of ``fusedops bench``, ``fusedops bench compare`` and ``fusedops bench tune``.
-
-torch is imported inside the functions: ``--help`` must not wait for it longer than the package
-itself does.
-"""
+"""The command lines of ``fusedops bench``, ``bench compare`` and ``bench tune``."""
 
 from __future__ import annotations
 

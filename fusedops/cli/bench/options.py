@@ -78,12 +78,17 @@ def conditions(
 
 def words(text: str, known: Iterable[str], what: str) -> list[str]:
     """Return the words of a comma-separated list; each must be known."""
-    chosen = [word.strip() for word in text.split(",") if word.strip()]
+    chosen = split(text)
     if not chosen:
         raise files.UserError(f"--{what} is empty; known: {', '.join(known)}")
     for word in chosen:
         check_known(word, known, what)
     return chosen
+
+
+def split(text: str, separator: str = ",") -> list[str]:
+    """Return the words of a list, without blanks around them; empty ones are left out."""
+    return [word.strip() for word in text.split(separator) if word.strip()]
 
 
 def check_known(word: str, known: Iterable[str], what: str) -> None:
@@ -126,15 +131,6 @@ def check_transformers() -> None:
         raise files.UserError(
             "the models come from transformers, which is not installed (pip install transformers)"
         ) from None
-
-
-def describe_cpu() -> dict[str, Any]:
-    """Return this machine as a record has it."""
-    import torch
-
-    from fusedops.bench import machine
-
-    return machine.describe(torch.device("cpu"))
 
 
 @contextlib.contextmanager

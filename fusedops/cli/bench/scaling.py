@@ -1,7 +1,4 @@
-"""The command line of ``fusedops bench scaling``.
-
-torch is imported inside the functions, as in ``command.py``.
-"""
+"""The command line of ``fusedops bench scaling``."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def scaling(
             raise files.UserError(f"--tokens must be sequences x tokens, such as 8x256: {tokens}")
         from fusedops import models
         from fusedops.bench.scaling import SETTINGS, ScalingWork, measure
-        from fusedops.bench.small_models import row_records
+        from fusedops.bench.small_models import save_rows
 
         try:
             models.preset(preset)
@@ -66,8 +63,7 @@ def scaling(
                 raise files.UserError(str(error)) from error
         _show(rows, out)
         if json_file is not None:
-            here = options.describe_cpu()
-            files.write_json(json_file, here | {"work": asdict(work), "rows": row_records(rows)})
+            save_rows(json_file, rows, work=asdict(work))
 
 
 def _names(text: str, known: dict[str, str]) -> list[str]:
@@ -87,11 +83,10 @@ def _names(text: str, known: dict[str, str]) -> list[str]:
 def _show(rows: list[ScalingRow], out: Any) -> None:
     from rich.table import Table
 
-    from fusedops.terminal.console import print_table
+    from fusedops.terminal.console import number_columns, print_table
 
-    table = Table(title="a training step")
-    for name in ("setting", "processes x threads", "tokens/s", "of the first", "loss"):
-        table.add_column(name, justify="left" if name == "setting" else "right")
+    figures = number_columns("processes x threads", "tokens/s", "of the first", "loss")
+    table = Table("setting", *figures, title="a training step")
     for row in rows:
         table.add_row(
             row.setting.name,
