@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -239,12 +240,7 @@ def variant_of(
 ) -> Variant:
     """Return what the timer runs for a contender in one direction."""
     function = contender.function
-
-    def context() -> contextlib.AbstractContextManager[Any]:
-        return _synced(contender, synced)
-
-    def given() -> ContenderCall:
-        return call.given_to(contender)
+    context, given = partial(_synced, contender, synced), partial(call.given_to, contender)
 
     def ran() -> tuple[ContenderCall, Any]:
         mine = given()

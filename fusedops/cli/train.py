@@ -20,6 +20,7 @@ from fusedops._core import env
 from fusedops.cli import train_memory
 from fusedops.cli.errors import print_message, report_errors_once
 from fusedops.terminal import files
+from fusedops.terminal.progress import make_bar
 
 if TYPE_CHECKING:
     from fusedops.train import TrainResult
@@ -138,18 +139,9 @@ class _ProgressPrinter:
             print_message(note)
         if not sys.stderr.isatty():
             return
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import TimeRemainingColumn
 
-        columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn())
-        described = TextColumn("{task.description}")
-        self._bar = Progress(*columns, described, console=Console(stderr=True))
+        self._bar = make_bar(TimeRemainingColumn())
         self._bar.add_task("", total=self._steps, completed=run.step)
         self._bar.start()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
 
 class Steps:
@@ -40,18 +40,23 @@ def steps(total: int) -> Iterator[Steps]:
     if not sys.stderr.isatty():  # a machine for measuring may lack rich
         yield Steps(total)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeElapsedColumn
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    progress = make_bar(TimeElapsedColumn(), transient=True)
+    if not progress.console.is_terminal:
         yield Steps(total)
         return
-    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, TextColumn("{task.description}"), console=console, transient=True
-    ) as bar:
-        yield _Bar(bar, total)
+    with progress:
+        yield _Bar(progress, total)
+
+
+def make_bar(time_column: ProgressColumn, *, transient: bool = False) -> Progress:
+    """Return a bar on stderr, with the number of steps, ``time_column`` and a description."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (BarColumn(30), MofNCompleteColumn(), time_column, TextColumn("{task.description}"))
+    return Progress(*columns, console=Console(stderr=True), transient=transient)
 
 
 class _Bar(Steps):
