@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fusedops._core.contract import (
@@ -86,11 +87,7 @@ def programs(
 
 class _Builder:
     def __init__(
-        self,
-        op: str,
-        forward: Sequence[tuple[str, str]],
-        rules: Rules,
-        returns: Collection[str],
+        self, op: str, forward: Sequence[tuple[str, str]], rules: Rules, returns: Collection[str]
     ) -> None:
         self.op = op
         self.rules = [
@@ -123,14 +120,21 @@ class _Builder:
             else:
                 steps += here
         if of_elements:
-            elements = _elements([step for _, step in of_elements], self.kinds)
-            steps.insert(of_elements[0][0], elements)
+            steps.insert(of_elements[0][0], self._elements([step for _, step in of_elements]))
         return tuple(step for step in steps if step is not None)
 
     def results(self, names: Collection[str]) -> tuple[TensorRule, ...]:
         """Return what results must be, by the rules of these names; call ``steps`` before."""
         rules = dict(self.rules)
         return tuple(self._tensor(name, False, str(rules[name])) for name in names)
+
+    def _elements(self, steps: Sequence[Step | None]) -> Elements:
+        lists = tuple(
+            (rule.argument, rule.name, rule.optional)
+            for rule in steps
+            if isinstance(rule, TensorRule) and self.kinds[rule.name] == "Tensor[]"
+        )
+        return Elements(lists, tuple(rule for rule in steps if rule is not None))
 
     def _name(self, name: str, rule: str) -> Step | None:
         expression = self._expression(rule)
@@ -263,21 +267,8 @@ class _Builder:
         return (function, *names)
 
 
-def _elements(steps: Sequence[Step | None], kinds: Mapping[str, str]) -> Elements:
-    tensors = [rule for rule in steps if isinstance(rule, TensorRule)]
-    lists = tuple(
-        (rule.argument, rule.name, rule.optional)
-        for rule in tensors
-        if kinds[rule.name] == "Tensor[]"
-    )
-    return Elements(lists, tuple(rule for rule in steps if rule is not None))
-
-
 def _chain(parts: list[Expression], operator: str) -> Expression:
-    result = parts[0]
-    for part in parts[1:]:
-        result = (operator, result, part)
-    return result
+    return functools.reduce(lambda left, right: (operator, left, right), parts)
 
 
 def _atom(word: str) -> Atom:
