@@ -35,6 +35,13 @@ class _Layer(nn.Module):
     dropout: nn.Dropout
     activation: Callable[[torch.Tensor], torch.Tensor]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for child in self.children():
+            if isinstance(child, nn.MultiheadAttention):
+                # The same parameters, drawn as torch draws them, under our forward.
+                child.__class__ = MultiheadAttention
+
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the feed-forward layer's output, its last dropout aside."""
         name = _activation_name(self.activation)
@@ -131,11 +138,6 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         torch.Size([1, 3, 8])
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # The same parameters, drawn as torch draws them, under our forward.
-        self.self_attn.__class__ = MultiheadAttention
-
     def forward(
         self,
         src: torch.Tensor,
@@ -190,11 +192,6 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         >>> layer(torch.ones(1, 3, 8), torch.ones(1, 5, 8)).shape
         torch.Size([1, 3, 8])
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.self_attn.__class__ = MultiheadAttention
-        self.multihead_attn.__class__ = MultiheadAttention
 
     def forward(
         self,
