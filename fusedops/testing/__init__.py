@@ -4,7 +4,7 @@
     fusedops.verify(make_model, [{"tp": 2}, {"dp": 2, "tp": 2}], parallelize=my_parallelize)
 
 In reading order: ``case`` (what is drawn), ``batches`` (workloads), ``arguments`` (checks),
-``trial`` (a case on one process and on ranks, compared), ``thread_scheduler``,
+``case_run`` (a case on one process and on ranks, compared), ``thread_scheduler``,
 ``thread_collectives`` and ``threads`` (ranks as threads), ``processes`` (ranks on gloo),
 ``shrink``, ``script`` and ``fuzzer``.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,12 +138,8 @@ def _steps(subject: Subject, case: Case, parallel: Parallel) -> Values:
             if parameter.grad is not None:
                 values["gradient", step, _plain(name)] = gather(name, parameter.grad).clone()
         if case.max_norm is not None:
-            norm = (
-                parallel.clip(case.max_norm)
-                if parallel.clip
-                else nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
-            )
-            values["norm", step, ""] = _full_tensor("", norm).detach().clone()
+            clip = parallel.clip or partial(nn.utils.clip_grad_norm_, model.parameters())
+            values["norm", step, ""] = _full_tensor("", clip(case.max_norm)).detach().clone()
         optimizer.step()
     for name, parameter in model.named_parameters():
         values["weight", case.steps, _plain(name)] = gather(name, parameter.detach()).clone()
@@ -206,8 +203,8 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
         scales[kind, step] = max(scales.get((kind, step), 0.0), largest)
     for key, value in values.items():
         if key not in known.truth:
-            difference = Difference(*key, rank, "is not there in a single process", float("inf"))
-            differences.append(difference)
+            text = "is not there in a single process"
+            differences.append(Difference(*key, rank, text, float("inf")))
             continue
         truth, single = known.truth[key], known.single[key]
         if value.shape != truth.shape:
@@ -222,10 +219,7 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
         if truth.numel() and float(ratio.max()) > 1.0:
             place = int(ratio.argmax())
             got, expected = float(value.flatten()[place]), float(truth.flatten()[place])
-            index = [
-                int(coordinate)
-                for coordinate in torch.unravel_index(torch.tensor(place), truth.shape)
-            ]
+            index = list(map(int, torch.unravel_index(torch.tensor(place), truth.shape)))
             at = f" at {index}" if index else ""
             wrong = f"{int((ratio > 1.0).sum())} of {truth.numel()} elements differ: "
             text = f"{wrong if index else ''}is {got:.6g}, should be {expected:.6g}{at}"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,12 +151,9 @@ def verify(
     subject = _subject(space, cases, seed, factories, parallelize, batch, loss, optimizer)
     if workloads is None:
         space = dataclasses.replace(space, workloads=_workloads(factories))
-    report, ran, began = Report(), 0, time.monotonic()
+    report, began = Report(), time.monotonic()
     with _runner(ranks, max(Case(mesh).ranks for mesh in meshes)) as run:
-        for case, rng in space.draw(seed):
-            if ran >= cases:
-                break
-            ran += 1
+        for case, rng in itertools.islice(space.draw(seed), cases):
             outcome = _outcome(subject, case, run)
             for _ in range(REDRAWS):
                 if outcome.kind != "refused":
