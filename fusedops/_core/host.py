@@ -332,16 +332,13 @@ def _look_at_governor() -> HostFinding | None:
 
 
 def _look_at_numa() -> HostFinding | None:
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-    if nodes < 2:
+    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    if len(nodes) < 2:
         return None
     allowed = allowed_cpus()
-    spanned = sum(
-        bool(allowed & _cpu_list(path.read_text()))
-        for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
-    )
+    spanned = sum(bool(allowed & _cpu_list(path.read_text())) for path in nodes)
     if spanned < 2:
-        return HostFinding("memory nodes", True, f"this process is bound to one of {nodes}")
+        return HostFinding("memory nodes", True, f"this process is bound to one of {len(nodes)}")
     return HostFinding(
         "memory nodes",
         False,

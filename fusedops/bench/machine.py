@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -47,10 +48,8 @@ def versions() -> dict[str, str]:
     """Return the versions of everything that a time depends on; absent packages are left out."""
     result = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("fusedops", "triton", "transformers", "liger-kernel"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             result[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     result["kernel"] = platform.release()
     result["libc"] = " ".join(platform.libc_ver())
     result["torch CPU capability"] = torch.backends.cpu.get_cpu_capability()

@@ -48,8 +48,7 @@ class MeasuredCall:
 
 
 def measure_table(
-    plan: Sequence[tuple[Spec, BenchCase]],
-    conditions: Conditions,
+    plan: Sequence[tuple[Spec, BenchCase]], conditions: Conditions
 ) -> tuple[tuning.TuningTable, list[str]]:
     """Measure ops at the sizes of ``plan``, and on a call so small that it is all overhead.
 
@@ -207,12 +206,7 @@ def choose(measured: Sequence[MeasuredCall]) -> tuning.Entry | None:
 
 
 def _compare(
-    name: str,
-    key: tuning.Key,
-    part: Variant,
-    device: torch.device,
-    clock: Clock,
-    plan: TimingPlan,
+    name: str, key: tuning.Key, part: Variant, device: torch.device, clock: Clock, plan: TimingPlan
 ) -> MeasuredCall | None:
     """Time all that can run ``part``, forward or backward; ``None`` when there is no choice."""
 

@@ -119,12 +119,7 @@ def generate(
             )
         with initialize_distributed(device) as ranks:
             loaded = load(
-                checkpoint,
-                ranks,
-                parallel=parallel,
-                dtype=dtype,
-                tokenizer=tokenizer,
-                step=step,
+                checkpoint, ranks, parallel=parallel, dtype=dtype, tokenizer=tokenizer, step=step
             )
             run = _Run(loaded, prompts, stops, options, first=ranks.rank == 0)
             with _as_mistakes():
@@ -175,13 +170,7 @@ class _Run:
     """Prompts that are gone on from, on this process."""
 
     def __init__(
-        self,
-        loaded: Loaded,
-        texts: list[str],
-        stops: list[str],
-        options: Options,
-        *,
-        first: bool,
+        self, loaded: Loaded, texts: list[str], stops: list[str], options: Options, *, first: bool
     ) -> None:
         self._engine, self._text = loaded.engine, loaded.text
         self._texts, self._stops, self._first = texts, stops, first

@@ -26,8 +26,7 @@ _WIDE = 160
 
 def plan(
     model: Annotated[
-        str,
-        typer.Option(help="A published model (--model list shows them), or a config.json."),
+        str, typer.Option(help="A published model (--model list shows them), or a config.json.")
     ] = "",
     devices: Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="Number of devices.")] = 8,
     memory: Annotated[
@@ -43,8 +42,7 @@ def plan(
         int, typer.Option(min=0, help="Tokens of a sequence; 0: the model's longest.")
     ] = 0,
     precision: Annotated[
-        str,
-        typer.Option(help="float32, autocast, mixed, half-gradients, half: docs/planning.md."),
+        str, typer.Option(help="float32, autocast, mixed, half-gradients, half: docs/planning.md.")
     ] = "mixed",
     kernels: Annotated[
         str, typer.Option(help="fused (these ops), stock (eager torch) or eager (saves scores).")
@@ -61,8 +59,7 @@ def plan(
     ] = 0,
     zero: Annotated[str, typer.Option(help="Comma-separated ZeRO stages to try.")] = "0,1,2,3",
     recompute: Annotated[
-        str,
-        typer.Option(help="Comma-separated: none, selective, full; or scores+norm+activation."),
+        str, typer.Option(help="Comma-separated: none, selective, full; or scores+norm+activation.")
     ] = "none,selective,full",
     offload: Annotated[
         str, typer.Option(help="Comma-separated: none, optimizer, optimizer+activations.")

@@ -119,11 +119,7 @@ class BalancingBias(torch.nn.Module):
         if moved is None:
             checks.fail("BalancingBias.step", "bias", "given, without own_bias", bias)
         update_balancing_bias(
-            moved,
-            self.tokens_per_expert,
-            rate=self.rate,
-            centered=self.centered,
-            group=self.group,
+            moved, self.tokens_per_expert, rate=self.rate, centered=self.centered, group=self.group
         )
         self.tokens_per_expert.zero_()
         return self

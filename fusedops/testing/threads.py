@@ -233,11 +233,7 @@ def _even(given: torch.Tensor, parts: int) -> Tensors:
 
 
 def run(
-    function: Callable[..., Any],
-    size: int,
-    *args: Any,
-    seed: int = 0,
-    patience: float = PATIENCE,
+    function: Callable[..., Any], size: int, *args: Any, seed: int = 0, patience: float = PATIENCE
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``size`` ranks; return their results by rank.
 

@@ -85,8 +85,7 @@ def models(
     csv_file: options.CsvRows = None,
     svg_file: Annotated[Path | None, typer.Option("--svg", help="Draw the rows.")] = None,
     results: Annotated[
-        Path | None,
-        typer.Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json."),
+        Path | None, typer.Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json.")
     ] = None,
 ) -> None:
     """Measure whole models, interleaved in one process: stock, torch.compile of it, and patched.

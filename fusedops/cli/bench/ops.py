@@ -191,10 +191,7 @@ def tune(
         specs = _specs(options.words(ops, all_specs(), "ops") if ops else [])
         path = out or Path(f"{architecture(conditions.device)}.json")
         files.check_writable(path)
-        table, notes = tuner.measure_table(
-            _cases(specs, "", not quick, quick),
-            conditions,
-        )
+        table, notes = tuner.measure_table(_cases(specs, "", not quick, quick), conditions)
         tuner.deliver(table, notes, path)
 
 
