@@ -21,7 +21,7 @@ from fusedops._core.timer import Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.bench import machine
 from fusedops.bench.cases import tiny_sample
 from fusedops.bench.conditions import Conditions
-from fusedops.bench.contenders import ContenderCall, OperatorCalls, backends_since
+from fusedops.bench.contenders import ContenderCall, OperatorCalls, backends_since, first_line
 from fusedops.bench.results import dtype_name, now
 from fusedops.specs import BenchCase, Sample, Spec
 from fusedops.terminal import files
@@ -110,17 +110,15 @@ def _measure_all(
         for spec, label, dtype, make in work:
             title = f"{spec.name} {label} {dtype_name(dtype)}"
             progress.describe(title)
-            calls: list[MeasuredCall] = []
-            why: list[str] = []
             try:
                 sample = make()
                 if sample is not None:  # None: no call of this op is tiny
-                    calls, why = measure_case(spec, sample, device, clock, timing)
+                    calls, reasons = measure_case(spec, sample, device, clock, timing)
+                    measured += [replace(call, case=label) for call in calls]
+                    notes += [f"{title}: {reason}" for reason in reasons]
             except RuntimeError as error:
                 # Too large for this machine, or a dtype that eager does not have on this device.
-                why = [str(error).strip().splitlines()[0]]
-            measured += [replace(call, case=label) for call in calls]
-            notes += [f"{title}: {reason}" for reason in why]
+                notes.append(f"{title}: {first_line(error)}")
             progress.advance()
     return measured, notes
 

@@ -97,14 +97,11 @@ class Space:
         numbers is yielded with the case; ``redrawn`` draws from it.
         """
         rng = random.Random(seed)
-        names = list(self.options)
+        choices = (self.models, self.meshes, *self.options.values())
         while True:
-            product = itertools.product(
-                range(len(self.models)), range(len(self.meshes)),
-                *(range(len(self.options[name])) for name in names),
-            )  # fmt: skip
+            product = itertools.product(*(range(len(values)) for values in choices))
             for model, mesh, *chosen in _shuffled(product, self.combinations(), rng):
-                places = zip(names, chosen, strict=True)
+                places = zip(self.options, chosen, strict=True)
                 case = Case(
                     mesh=dict(self.meshes[mesh]),
                     options={name: self.options[name][place] for name, place in places},

@@ -59,7 +59,6 @@ def memory(
 def _measure(
     families: list[Any], size: Any, conditions: options.Conditions
 ) -> tuple[list[MemoryRow], dict[str, MemoryReport], dict[str, Any]]:
-
     from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.memory import run_case

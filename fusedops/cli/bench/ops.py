@@ -228,12 +228,10 @@ def _cases(
                 sizes, dict.fromkeys(_size(case) for _, case in every), "sizes"
             )
         except files.UserError as error:
-            own = (
-                f"; a size of your own is --shape {example(specs[0])}"
-                if specs[0].bench_case
-                else ""
-            )
-            raise files.UserError(f"{error}{own if len(specs) == 1 else ''}") from None
+            own = ""
+            if len(specs) == 1 and specs[0].bench_case:
+                own = f"; a size of your own is --shape {example(specs[0])}"
+            raise files.UserError(f"{error}{own}") from None
         return [(spec, case) for spec, case in every if _size(case) in requested]
     plan = []
     for spec in specs:
