@@ -203,7 +203,7 @@ def _kept(model: nn.Module, run: Any) -> int:
 def build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) -> Any:
     """Return a small model of a family, weights random, without dropout."""
     heads = hidden // 32
-    changes = {
+    changes: dict[str, Any] = {
         "num_attention_heads": heads,
         "vocab_size": vocabulary,
         "max_position_embeddings": seq_len,
@@ -214,4 +214,5 @@ def build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) 
         changes["head_dim"] = 32
     if family == "mixtral":
         changes["num_local_experts"] = 4
+        changes["head_dim"] = None  # its configuration's default: the width by the heads
     return model_zoo.FAMILIES[family].draw(model_zoo.ModelSize(hidden, layers), **changes)
