@@ -29,7 +29,7 @@ from typing import Any
 
 import tomllib
 
-from fusedops.integrations.hf.patch import _TABLES
+from fusedops.integrations.hf.tables import _TABLES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

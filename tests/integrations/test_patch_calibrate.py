@@ -19,7 +19,7 @@ import fusedops
 from fusedops._core.architecture import architecture
 from fusedops._core.timer import Timing, Variant
 from fusedops.integrations import describe
-from fusedops.integrations.hf import patch as patch_module
+from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.calibration import calibrate, timing
 from fusedops.integrations.hf.calibration.calibrate import CalibrationFinding
 from fusedops.integrations.hf.calibration.timing import TimeShares
@@ -139,14 +139,14 @@ class FusedPicky(Picky):
 
 
 def add_rules(monkeypatch: pytest.MonkeyPatch, *pairs: tuple[type, type]) -> None:
-    known = patch_module._rules
+    known = tables.rules
     rules = {
         original: PatchRule(
             original, patched, ("gelu",), "O1", lambda module: fused_gelu(torch.zeros(1))
         )
         for original, patched in pairs
     }
-    monkeypatch.setattr(patch_module, "_rules", lambda: known() | rules)
+    monkeypatch.setattr(tables, "rules", lambda: known() | rules)
 
 
 def norms() -> nn.Sequential:

@@ -30,7 +30,7 @@ from transformers.loss import loss_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
 
-from fusedops.integrations.hf.patch import _TABLES
+from fusedops.integrations.hf.tables import _TABLES
 
 functional = nn.functional
 

@@ -19,8 +19,8 @@ from fusedops.integrations.hf.rules.rule import PatchRule
 
 pytest.importorskip("transformers")
 
-from fusedops.integrations.hf.patch import _TABLES
 from fusedops.integrations.hf.rules import attention, experts, losses
+from fusedops.integrations.hf.tables import _TABLES
 
 Calls = list[tuple[Any, ...]]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import sys
 from typing import Any
 
@@ -18,23 +17,13 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf import families
+from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.calibration import calibrate as calibration
 from fusedops.integrations.hf.calibration import file
 from fusedops.integrations.hf.original_code import replaced
 from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
 from fusedops.integrations.hf.rules.rule import LEVELS, PatchRule, absorbed, resolution, rule_of
-
-# Module with RULES -> the module that must be loaded for its classes to exist.
-_TABLES = {
-    "fusedops.integrations.hf.rules.torch_modules": "torch",
-    "fusedops.integrations.hf.rules.transformers_modules": "transformers.activations",
-} | {
-    f"fusedops.integrations.hf.families.{name}": f"transformers.models.{name}.modeling_{name}"
-    for _, name, _ in pkgutil.iter_modules(families.__path__)
-    if not name.endswith("_like")
-}
 
 
 def patch(
@@ -130,9 +119,9 @@ def _calibrate(model: nn.Module, path: str | os.PathLike[str] | None) -> None:
 
 def _patched(model: nn.Module, level: str) -> PatchReport:
     _restore(model)
-    rules, uncalled = _rules(), only_read(model)
+    rules, uncalled = _rules_of(model), only_read(model)
     for module in list(model.modules()):
-        rule = rules.get(type(module))
+        rule = rules[type(module)]
         if rule is not None and module not in uncalled and _refusal(rule, module, level) is None:
             module.__class__ = rule.patched
     for _, owner in _loss_owners(model):
@@ -213,15 +202,6 @@ def register_experts() -> None:
     importlib.import_module("fusedops.integrations.hf.rules.experts")
 
 
-def _rules() -> dict[type, PatchRule]:
-    """Return the rules of all classes that exist in this process, by original class."""
-    rules: dict[type, PatchRule] = {}
-    for table, needed in _TABLES.items():
-        if needed in sys.modules:
-            rules.update({rule.original: rule for rule in importlib.import_module(table).RULES})
-    return rules
-
-
 def _restore(model: nn.Module) -> None:
     for module in model.modules():
         rule = rule_of(module)
@@ -243,6 +223,11 @@ def _loss_owners(model: nn.Module) -> list[tuple[str, Any]]:
     return list(_losses().owners(model)) if loaded else []
 
 
+def _rules_of(model: nn.Module) -> dict[type, PatchRule | None]:
+    """Return the rule of each class of modules in a model."""
+    return {cls: tables.rule_of_class(cls) for cls in {type(module) for module in model.modules()}}
+
+
 def _covered(module: nn.Module) -> bool:
     """Return whether another class lies on top of a patched one: ``fully_shard`` makes such."""
     rule = rule_of(module)
@@ -261,7 +246,7 @@ def _refusal(rule: PatchRule, module: nn.Module, level: str) -> str | None:
 
 
 def _report(model: nn.Module, level: str) -> PatchReport:
-    rules, uncalled = _rules(), only_read(model)
+    rules, uncalled = _rules_of(model) | tables.rules(), only_read(model)
     names = {module: name for name, module in model.named_modules()}
     owners = _owners(names)
     entries = []
@@ -287,9 +272,9 @@ _ONLY_READ = "{} reads its parameters and does not call it"
 _AS_FAST = "torch's own product is as fast here"
 
 
-def _rule_for(module: nn.Module, rules: dict[type, PatchRule]) -> PatchRule | None:
+def _rule_for(module: nn.Module, rules: dict[type, PatchRule | None]) -> PatchRule | None:
     """Return the rule for the class of ``module``, or for one that it was derived from."""
-    return next((rules[cls] for cls in type(module).__mro__ if cls in rules), None)
+    return next((rules[cls] for cls in type(module).__mro__ if rules.get(cls) is not None), None)
 
 
 def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, PatchRule]]:
@@ -309,6 +294,8 @@ def _entry_of_patched(name: str, module: nn.Module, rule: PatchRule) -> ModuleRe
     finding = calibration.finding_of(module)
     if finding is not None:
         note = f"{note}; {finding}" if note else str(finding)
+    if rule.copy_of is not None:
+        note = f"as {rule.copy_of}{f'; {note}' if note else ''}"
     if _covered(module):
         note = f"another class lies on top of the patched one{f'; {note}' if note else ''}"
     backend = resolution(rule.ops[0], module, rule.probe)

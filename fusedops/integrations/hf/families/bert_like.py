@@ -15,7 +15,7 @@ from torch import nn
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.lm_heads import head_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.ops.linear_act import linear_act
 
@@ -59,7 +59,9 @@ def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[PatchRule,
         *(attention_rule(original, module_name, ("dropout",)) for original in attentions),
         *(
             residual_norm.layer_rule(
-                subclass(original, _Output, module_name),
+                original,
+                module_name,
+                _Output,
                 ("add_layer_norm",),
                 norms=("LayerNorm",),
                 dropouts=("dropout",),
@@ -88,6 +90,7 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Pa
     )
 
 
+@copyable
 def dense_act_rule(
     original: type[nn.Module], module_name: str, activation: str, *, with_norm: bool = True
 ) -> PatchRule:

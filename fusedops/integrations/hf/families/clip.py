@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.clip import modeling_clip
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 
 
-class CLIPEncoderLayer(modeling_clip.CLIPEncoderLayer):
+class _EncoderLayer(nn.Module):
     """CLIP's block with the first residual sum and the norm after it in one pass."""
 
     def forward(
@@ -28,5 +29,11 @@ class CLIPEncoderLayer(modeling_clip.CLIPEncoderLayer):
 RULES = (
     attention_rule(modeling_clip.CLIPAttention, __name__),
     feed_forward.feed_forward_rule(modeling_clip.CLIPMLP, __name__),
-    residual_norm.layer_rule(CLIPEncoderLayer, ("add_layer_norm",), norms=("layer_norm2",)),
+    residual_norm.layer_rule(
+        modeling_clip.CLIPEncoderLayer,
+        __name__,
+        _EncoderLayer,
+        ("add_layer_norm",),
+        norms=("layer_norm2",),
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.distilbert import modeling_distilbert
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
@@ -22,7 +23,7 @@ class FFN(modeling_distilbert.FFN):
         return self.dropout(feed_forward.fused(self, _NAMES, input))
 
 
-class TransformerBlock(modeling_distilbert.TransformerBlock):
+class _Block(nn.Module):
     """The block with residual sum and norm in one pass, and the MLP's dropout where it can be."""
 
     def forward(
@@ -48,7 +49,9 @@ _FFNS = (modeling_distilbert.FFN, FFN)
 RULES = (
     attention_rule(modeling_distilbert.DistilBertSelfAttention, __name__, ("dropout",)),
     residual_norm.layer_rule(
-        TransformerBlock,
+        modeling_distilbert.TransformerBlock,
+        __name__,
+        _Block,
         ("add_layer_norm",),
         norms=("sa_layer_norm", "output_layer_norm"),
         absorbs=("ffn.dropout",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.gpt2 import modeling_gpt2
 
 from fusedops.integrations.hf.rules import residual_norm
@@ -45,7 +46,7 @@ def _mlp_obstacle(module: Any) -> str | None:
     )
 
 
-class GPT2Block(modeling_gpt2.GPT2Block):
+class _Block(nn.Module):
     """GPT-2's block with dropout, residual sum and norm in one pass, where they meet."""
 
     def forward(
@@ -97,7 +98,9 @@ def _block_note(block: Any) -> str | None:
 RULES = (
     _ATTENTION,
     residual_norm.layer_rule(
-        GPT2Block,
+        modeling_gpt2.GPT2Block,
+        __name__,
+        _Block,
         ("add_layer_norm", "bias_dropout_add"),
         norms=("ln_2",),
         absorbs=("attn.resid_dropout", "mlp.dropout"),

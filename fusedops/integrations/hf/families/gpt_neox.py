@@ -10,7 +10,6 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import subclass
 
 
 class _Layer(nn.Module):
@@ -61,7 +60,9 @@ RULES = (
         feed_forward.Names("dense_h_to_4h", "act", "dense_4h_to_h"),
     ),
     residual_norm.layer_rule(
-        subclass(_ORIGINAL, _Layer, __name__),
+        _ORIGINAL,
+        __name__,
+        _Layer,
         ("add_layer_norm",),
         norms=("post_attention_layernorm",),
         dropouts=("post_attention_dropout",),

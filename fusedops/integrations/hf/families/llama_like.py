@@ -15,7 +15,7 @@ from torch import nn
 from fusedops.integrations.hf.rules import residual_norm, rms_norms
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.gated_mlp import gated_mlp_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
 
 
 class _Layer(nn.Module):
@@ -85,7 +85,8 @@ class PositionsFirst(_Layer):
         )
 
 
-def layer_rule(original: type[nn.Module], forward: type[_Layer], module_name: str) -> PatchRule:
+@copyable
+def layer_rule(original: type[nn.Module], module_name: str, forward: type[_Layer]) -> PatchRule:
     """Return the rule for a decoder layer, which refuses where this transformers has another."""
     unknown = residual_norm.unknown(forward, original)
     norm, *dropouts = forward.absorbs
@@ -121,5 +122,5 @@ def rules(
         rms_norms.rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
         gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name),
         attention_rule(getattr(family, f"{prefix}Attention"), module_name, eager=True, rotary=True),
-        layer_rule(getattr(family, f"{prefix}DecoderLayer"), layer, module_name),
+        layer_rule(getattr(family, f"{prefix}DecoderLayer"), module_name, layer),
     )

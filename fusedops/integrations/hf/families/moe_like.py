@@ -77,9 +77,9 @@ def rules(
     return (
         rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
         attention_rule(attention, module_name, eager=True, rotary=True, half_tables=half_tables),
-        llama_like.layer_rule(getattr(family, f"{prefix}DecoderLayer"), sparse, module_name),
-        router_rule(router_class, router, module_name),
-        block_rule(getattr(family, f"{prefix}{block[0]}"), block[1], module_name),
+        llama_like.layer_rule(getattr(family, f"{prefix}DecoderLayer"), module_name, sparse),
+        router_rule(router_class, module_name, router),
+        block_rule(getattr(family, f"{prefix}{block[0]}"), module_name, block[1]),
         experts_rule(getattr(family, f"{prefix}Experts"), module_name),
         *([gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name)] if dense_mlp else []),
     )

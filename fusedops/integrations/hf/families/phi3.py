@@ -29,5 +29,5 @@ RULES = (
     rms_norms.rms_norm_rule(modeling_phi3.Phi3RMSNorm, __name__),
     packed_gated_mlp_rule(modeling_phi3.Phi3MLP, __name__),
     attention_rule(modeling_phi3.Phi3Attention, __name__, eager=True, rotary=True),
-    llama_like.layer_rule(modeling_phi3.Phi3DecoderLayer, _DecoderLayer, __name__),
+    llama_like.layer_rule(modeling_phi3.Phi3DecoderLayer, __name__, _DecoderLayer),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.vit import modeling_vit
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
@@ -12,7 +13,7 @@ from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 
-class ViTLayer(modeling_vit.ViTLayer):
+class _Layer(nn.Module):
     """ViT's block with dropout, residual sum and norm in one pass, where they meet."""
 
     def forward(
@@ -35,7 +36,9 @@ RULES = (
     attention_rule(modeling_vit.ViTAttention, __name__),
     feed_forward.feed_forward_rule(modeling_vit.ViTMLP, __name__),
     residual_norm.layer_rule(
-        ViTLayer,
+        modeling_vit.ViTLayer,
+        __name__,
+        _Layer,
         ("add_layer_norm", "bias_dropout_add"),
         norms=("layernorm_after",),
         dropouts=("dropout",),

@@ -21,7 +21,7 @@ from fusedops.ops.bias_dropout_add import bias_dropout_add
 _NAMES = feed_forward.Names()
 
 
-class WhisperEncoderLayer(modeling_whisper.WhisperEncoderLayer):
+class _EncoderLayer(nn.Module):
     """The encoder's layer on the fused ops."""
 
     def forward(
@@ -40,7 +40,7 @@ class WhisperEncoderLayer(modeling_whisper.WhisperEncoderLayer):
         return hidden_states
 
 
-class WhisperDecoderLayer(modeling_whisper.WhisperDecoderLayer):
+class _DecoderLayer(nn.Module):
     """The decoder's layer on the fused ops."""
 
     def forward(
@@ -126,8 +126,18 @@ _FEED_FORWARD: dict[str, Any] = {
 RULES = (
     attention_rule(modeling_whisper.WhisperAttention, __name__),
     head_rule(modeling_whisper.WhisperForConditionalGeneration, __name__, _shifted),
-    residual_norm.layer_rule(WhisperEncoderLayer, norms=("final_layer_norm",), **_FEED_FORWARD),
     residual_norm.layer_rule(
-        WhisperDecoderLayer, norms=("encoder_attn_layer_norm", "final_layer_norm"), **_FEED_FORWARD
+        modeling_whisper.WhisperEncoderLayer,
+        __name__,
+        _EncoderLayer,
+        norms=("final_layer_norm",),
+        **_FEED_FORWARD,
+    ),
+    residual_norm.layer_rule(
+        modeling_whisper.WhisperDecoderLayer,
+        __name__,
+        _DecoderLayer,
+        norms=("encoder_attn_layer_norm", "final_layer_norm"),
+        **_FEED_FORWARD,
     ),
 )

@@ -34,6 +34,7 @@ from fusedops.integrations.hf.original_code import Places, context_obstacle, nam
 from fusedops.integrations.hf.rules.rotary import forward_with_rotary
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
+    copyable,
     global_hooks,
     hooks_obstacle,
     on_known_device,
@@ -204,9 +205,10 @@ class Implementations:
         """Return those of a class."""
         code: Any = inspect.unwrap(original.forward)
         registry = code.__globals__.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-        if not eager:
+        name = "eager_attention_forward"
+        if not eager or name not in code.__globals__:
             return Implementations(registry, None, None)
-        places = original_code.global_function(original.__module__, "eager_attention_forward")
+        places = original_code.global_function(code.__globals__["__name__"], name)
         function = places[0].known
         known = None if function is None else known_arguments(attend_as_eager, function)
         return Implementations(registry, places, known)
@@ -303,6 +305,7 @@ def _obstacle(module: Any, implementations: Implementations) -> str | None:
     return implementations.obstacle(module, module.__dict__["config"]._attn_implementation)
 
 
+@copyable
 def attention_rule(
     original: type[nn.Module],
     module_name: str,

@@ -23,6 +23,7 @@ from fusedops.integrations.hf.original_code import context_obstacle, name_of
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
+    copyable,
     global_hooks,
     plain_weight,
     runs_here,
@@ -214,6 +215,7 @@ def experts_obstacle(name: str, experts: Any) -> str | None:
     return bypass_obstacle(name, experts, (experts.fused_rule.patched,)) or obstacle(experts)
 
 
+@copyable
 def experts_rule(original: type[nn.Module], module_name: str) -> PatchRule:
     """Return the rule for an experts class that ``use_experts_implementation`` has decorated."""
     return PatchRule(

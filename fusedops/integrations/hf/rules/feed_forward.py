@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import (
     activation_obstacle,
@@ -67,6 +67,7 @@ class _FeedForward(nn.Module):
 _DEFAULT = Names()
 
 
+@copyable
 def feed_forward_rule(
     original: type[nn.Module], module_name: str, names: Names = _DEFAULT
 ) -> PatchRule:

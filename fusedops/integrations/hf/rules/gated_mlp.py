@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import (
     activation_name,
@@ -69,6 +69,7 @@ def _projections_obstacle(module: Any) -> str | None:
 _PROJECTIONS = ("gate_proj", "up_proj")
 
 
+@copyable
 def gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
     """Return the rule for a layer of ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``.
 
@@ -109,6 +110,7 @@ def _packed_obstacle(module: Any) -> str | None:
     return reason
 
 
+@copyable
 def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
     """Return the rule for a layer of ``gate_up_proj``, ``down_proj`` and ``activation_fn``."""
     return PatchRule(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.rules import losses
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
 from fusedops.ops.cross_entropy import cross_entropy
 
 Arguments = dict[str, Any]
@@ -27,6 +27,7 @@ def needs_decoder_input(arguments: Arguments) -> bool:
     return all(arguments.get(name) is None for name in names)
 
 
+@copyable
 def head_rule(
     original: type[nn.Module],
     module_name: str,

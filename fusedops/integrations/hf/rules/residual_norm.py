@@ -16,7 +16,13 @@ from torch import nn
 
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathered
-from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, global_hooks
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    bypass_obstacle,
+    copyable,
+    global_hooks,
+    subclass,
+)
 from fusedops.integrations.hf.rules.torch_modules import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
 
@@ -105,8 +111,11 @@ def deferral_note(branches: Iterable[tuple[Any, str]], classes: Iterable[type]) 
     return f"dropout not fused: {refused}" if refused else None
 
 
+@copyable
 def layer_rule(
-    patched: type[nn.Module],
+    original: type[nn.Module],
+    module_name: str,
+    forward: type[nn.Module],
     ops: tuple[str, ...],
     *,
     norms: tuple[str, ...],
@@ -121,7 +130,9 @@ def layer_rule(
     It refuses where this transformers has another forward, and where one of them must be called.
 
     Args:
-        patched: the class, whose last base is the original.
+        original: the class.
+        module_name: holds the patched class.
+        forward: a class with the fused forward.
         ops: as in ``PatchRule``.
         norms: names of the norms, each for ``add_norm``.
         dropouts: names of the dropouts.
@@ -130,8 +141,7 @@ def layer_rule(
         obstacle: what else is to be asked.
         **options: of ``PatchRule``.
     """
-    original = patched.__bases__[-1]
-    unknown = unknown_forward(patched, original)
+    unknown = unknown_forward(forward, original)
 
     def layer_obstacle(layer: Any) -> str | None:
         reason = None
@@ -143,7 +153,7 @@ def layer_rule(
 
     return PatchRule(
         original,
-        patched,
+        subclass(original, forward, module_name),
         ops,
         level,
         lambda layer: probe_add_norm(getattr(layer, norms[-1])),

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.partitioned_weights import gathered
-from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    bypass_obstacle,
+    copyable,
+    runs_here,
+    subclass,
+)
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.rms_norm import rms_norm
 
@@ -96,6 +102,7 @@ def _as_model(normed: torch.Tensor, kind: NormKind, dtype: torch.dtype) -> torch
     return normed.to(dtype) if kind.rounding == "torch" else normed
 
 
+@copyable
 def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind = LLAMA) -> PatchRule:
     """Return the rule for a family's root-mean-square norm, which computes ``kind``."""
     patched = subclass(original, _RMSNorm, module_name, kind=kind)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf.rules import residual_norm
-from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, copyable, subclass
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_route import moe_route
 
@@ -121,7 +121,8 @@ def router_obstacle(name: str, router: Any) -> str | None:
     return bypass_obstacle(name, router, (router.fused_rule.patched,))
 
 
-def router_rule(original: type[nn.Module], forward: type[Router], module_name: str) -> PatchRule:
+@copyable
+def router_rule(original: type[nn.Module], module_name: str, forward: type[Router]) -> PatchRule:
     """Return the rule for a router, which refuses where this transformers has another."""
     unknown = residual_norm.unknown(forward, original)
     return PatchRule(

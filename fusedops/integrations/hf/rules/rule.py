@@ -73,6 +73,9 @@ class PatchRule:
     guarded: bool = False
     # What these methods of ``original`` are made of, read when the rule is made
     places: Places = field(init=False)
+    # Makes the rule for a class with the same methods, of class and module name; see ``copyable``
+    for_copy: Callable[[type[nn.Module], str], PatchRule] | None = field(init=False, default=None)
+    copy_of: str | None = None  # name of the class with the same methods that the rule was made for
 
     def __post_init__(self) -> None:
         """Let the patched class know its rule, and ask first whether the original is as it was."""
@@ -140,6 +143,27 @@ def _asking(rule: PatchRule, name: str) -> Callable[..., Any]:
     # Code of its own: Dynamo counts how often code was compiled, and stops at a limit.
     method.__code__ = method.__code__.replace(co_name=f"{patched.__name__}.{name}")
     return functools.wraps(fused)(method)
+
+
+def copyable(make: Callable[..., PatchRule]) -> Callable[..., PatchRule]:
+    """Let a function that makes a class's rule make that of a copy of the class as well.
+
+    Args:
+        make: takes the original class, the name of the module that holds the patched class, and
+            whatever else it needs, which is the same for a copy.
+    """
+
+    @functools.wraps(make)
+    def made(original: type[nn.Module], module_name: str, *args: Any, **options: Any) -> PatchRule:
+        rule = make(original, module_name, *args, **options)
+
+        def for_copy(copy: type[nn.Module], copy_module_name: str) -> PatchRule:
+            return made(copy, copy_module_name, *args, **options)
+
+        object.__setattr__(rule, "for_copy", for_copy)
+        return rule
+
+    return made
 
 
 def rule_of(module: nn.Module) -> PatchRule | None:

@@ -16,7 +16,13 @@ from torch import nn
 from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.experts import compute, experts_obstacle, gate_note
 from fusedops.integrations.hf.rules.routers import router_obstacle
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    copyable,
+    global_hooks,
+    runs_here,
+    subclass,
+)
 from fusedops.ops._routing_plan import RoutingPlan
 
 
@@ -84,8 +90,9 @@ class ScoredBlock(SparseBlock):
         return output, plan.probs.to(input.dtype)
 
 
+@copyable
 def block_rule(
-    original: type[nn.Module], forward: type[SparseBlock], module_name: str
+    original: type[nn.Module], module_name: str, forward: type[SparseBlock]
 ) -> PatchRule:
     """Return the rule for a sparse layer, which refuses where this transformers has another."""
     children = (forward.router_name, "experts")

@@ -1,0 +1,56 @@
+"""Modules of the patched classes that no table names, one for each file of originals.
+
+The class for ``transformers.models.granite.modeling_granite.GraniteMLP`` is ``GraniteMLP`` in
+``fusedops.integrations.hf.patched.transformers.models.granite.modeling_granite``. These modules
+have no files: importing one, as pickling does in another process, makes it, and reading a class of
+it makes the class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def module_of(cls: type) -> str:
+    """Return the name of the module that holds the patched class of ``cls``, which is imported."""
+    name = f"{__name__}.{cls.__module__}"
+    importlib.import_module(name)
+    return name
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Makes the modules below this package."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{__name__}."):
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        source = module.__name__.removeprefix(f"{__name__}.")
+
+        def patched_class(name: str) -> Any:
+            if not name.startswith("_"):
+                original = getattr(importlib.import_module(source), name, None)
+                rule = tables().rule_of_class(original) if isinstance(original, type) else None
+                if rule is not None:
+                    return rule.patched
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+        module.__getattr__ = patched_class  # type: ignore[method-assign]
+
+
+def tables() -> Any:
+    """Return the module of all rules, which imports those that make classes for this package."""
+    return importlib.import_module("fusedops.integrations.hf.tables")
+
+
+sys.meta_path.append(_Finder())

@@ -1,0 +1,115 @@
+"""The rules that there are: those of the tables, and those of classes that copy a class with one.
+
+Which tables there are depends on what the process has imported: a model of a family can only exist
+when the family's file is loaded. A class without a table takes the rule of one whose methods are
+the same (``same_code.py``): most modeling files of transformers are copies. An attention that looks
+its function up in transformers' registry needs no original: all ask the registry for the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from typing import Any
+
+from torch import nn
+
+from fusedops.integrations.hf import families, patched
+from fusedops.integrations.hf.original_code import names_in, with_inner
+from fusedops.integrations.hf.rules.rule import PatchRule
+from fusedops.integrations.hf.same_code import operations, same_function, same_methods
+
+# Of several originals with the same methods the first gives its name to the report.
+_BEST_KNOWN = ("llama", "gemma", "bert", "gpt2", "vit")
+_NAMES = (name for _, name, _ in pkgutil.iter_modules(families.__path__))
+_FAMILIES = {
+    f"fusedops.integrations.hf.families.{name}": f"transformers.models.{name}.modeling_{name}"
+    for name in dict.fromkeys((*_BEST_KNOWN, *_NAMES))
+    if not name.endswith("_like")
+}
+
+# Module with RULES -> the module that must be loaded for its classes to exist.
+_TABLES = {
+    "fusedops.integrations.hf.rules.torch_modules": "torch",
+    "fusedops.integrations.hf.rules.transformers_modules": "transformers.activations",
+} | _FAMILIES
+
+_OF_COPIES: dict[type, PatchRule | None] = {}
+
+
+def rules() -> dict[type, PatchRule]:
+    """Return the rules of the tables whose classes exist in this process, by original class."""
+    by_class: dict[type, PatchRule] = {}
+    for table, needed in _TABLES.items():
+        if needed in sys.modules:
+            by_class.update({rule.original: rule for rule in importlib.import_module(table).RULES})
+    return by_class
+
+
+def rule_of_class(cls: type) -> PatchRule | None:
+    """Return the rule of a class: its table's, or that of a class with the same methods."""
+    ruled = rules()
+    if cls in ruled:
+        return ruled[cls]
+    if "transformers.modeling_utils" not in sys.modules or not _may_copy(cls, ruled):
+        return None
+    if cls not in _OF_COPIES:
+        _OF_COPIES[cls] = _of_original(cls) or _of_registry(cls)
+    return _OF_COPIES[cls]
+
+
+def _may_copy(cls: type, ruled: dict[type, PatchRule]) -> bool:
+    """Return whether a class has code of its own and a place from which it can be imported.
+
+    One that is derived from a class with a rule was made to differ, or is what ``fully_shard`` and
+    parametrizations make for an instance; one of torch or of this library copies none.
+    """
+    package = cls.__module__.partition(".")[0]
+    return (
+        package not in ("torch", "fusedops")
+        and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+        and not any(base in ruled or "fused_rule" in vars(base) for base in cls.__mro__)
+    )
+
+
+def _of_original(cls: type[nn.Module]) -> PatchRule | None:
+    """Return the rule that a class takes from the first one with the same methods, or ``None``."""
+    steps = operations(cls)
+    for table in _FAMILIES:
+        for rule in importlib.import_module(table).RULES:
+            if (
+                rule.for_copy is not None
+                and operations(rule.original) == steps
+                and same_methods(cls, rule.original, *rule.methods)
+            ):
+                copy = rule.for_copy(cls, patched.module_of(cls))
+                object.__setattr__(copy, "copy_of", rule.original.__name__)
+                return copy
+    return None
+
+
+def _of_registry(cls: type[nn.Module]) -> PatchRule | None:
+    """Return the rule of an attention that looks its function up in transformers' registry."""
+    forward: Any = inspect.unwrap(cls.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or hasattr(cls, "config"):
+        return None
+    asks = {"ALL_ATTENTION_FUNCTIONS", "config", "_attn_implementation"} <= set(names_in(code))
+    # One that compares the name with "sdpa" itself does something else for another name.
+    if not asks or any("sdpa" in part.co_consts for part in with_inner(code)):
+        return None
+    attention: Any = importlib.import_module("fusedops.integrations.hf.rules.attention")
+    rotary = forward.__globals__.get("apply_rotary_pos_emb")
+    return attention.attention_rule(
+        cls, patched.module_of(cls), rotary=rotary is not None and _rotates_halves(rotary)
+    )
+
+
+def _rotates_halves(rotary: Any) -> bool:
+    """Return whether an ``apply_rotary_pos_emb`` is that of a family that has a table."""
+    names = ("llama", "gpt_neox")
+    files = (f"transformers.models.{name}.modeling_{name}" for name in names)
+    known = (importlib.import_module(file).apply_rotary_pos_emb for file in files)
+    return any(same_function(rotary, function) for function in known)

@@ -1,0 +1,176 @@
+"""Families without a table: their classes take the rules of those that they copy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_families import GROUPED, IDS, SIZES, loss
+from families import build
+from patch_testing import assert_close, assert_same_training, counted, gradients
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import fusedops
+from fusedops.integrations.hf import tables
+
+HEADS = GROUPED | {"head_dim": 8}
+# Family -> its configuration, and how often ops run in a step of two layers.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "Granite": (GROUPED, {"attention": 2, "rotary_embedding": 2, "rms_norm": 5, "linear_glu": 2}),
+    "SmolLM3": (GROUPED, {"attention": 2, "rms_norm": 3, "add_rms_norm": 2, "linear_glu": 2}),
+    "Olmo2": (GROUPED, {"attention": 2, "rms_norm": 9, "linear_glu": 2}),
+    "Glm4": (HEADS, {"attention": 2, "rms_norm": 9, "swiglu": 2}),
+    "Ministral": (HEADS, {"attention": 2, "rms_norm": 3, "add_rms_norm": 2, "linear_glu": 2}),
+    "Gemma3": (HEADS, {"attention": 2, "rms_norm": 11, "add_rms_norm": 2, "linear_glu": 2}),
+    "HunYuanDenseV1": (HEADS, {"attention": 2, "rotary_embedding": 2, "linear_glu": 2}),
+    "StableLm": (GROUPED, {"attention": 2, "layer_norm": 5, "linear_glu": 2}),
+}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+of_each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def _model(name: str) -> nn.Module:
+    config = CONFIGS.get(name, f"{name}Config")
+    options = SIZES | FAMILIES[name][0]
+    return build(f"{name}ForCausalLM", config, options, seed=0, varied=("norm",))
+
+
+def _pair(name: str) -> tuple[nn.Module, nn.Module]:
+    stock = _model(name)
+    patched = copy.deepcopy(stock)
+    fusedops.patch(patched)
+    return patched, stock
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@of_each_family
+def test_training_matches_stock(name: str, autocast: bool) -> None:
+    patched, stock = _pair(name)
+    assert_same_training(patched, stock, loss, autocast=autocast)
+
+
+@of_each_family
+def test_ops_run_and_the_report_names_what_is_copied(name: str) -> None:
+    model = _model(name)
+    report = fusedops.patch(model)
+    with counted() as calls:
+        loss(model)
+    expected = FAMILIES[name][1] | {"cross_entropy": 1}
+    assert {op: calls[op] for op in expected} == expected
+    copies = {entry.cls for entry in report.replaced if entry.reason.startswith("as ")}
+    assert any(cls.endswith("MLP") for cls in copies), copies
+
+
+@of_each_family
+def test_padding_and_unpatch(name: str) -> None:
+    patched, stock = _pair(name)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    found, expected = (model.eval()(IDS, attention_mask=mask).logits for model in (patched, stock))
+    assert_close(found[mask.bool()], expected[mask.bool()])
+    fusedops.unpatch(patched)
+    assert [type(module) for module in patched.modules()] == [
+        type(module) for module in stock.modules()
+    ]
+    before, after = gradients(stock.train(), loss), gradients(patched.train(), loss)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_patched_copy_loads_in_another_process(tmp_path: Path) -> None:
+    patched, _ = _pair("Granite")
+    file = tmp_path / "model.pickle"
+    file.write_bytes(pickle.dumps(patched))
+    code = f"""
+import pickle, torch
+model = pickle.loads(open({str(file)!r}, "rb").read())
+ids = torch.arange(24).view(2, 12)
+print(type(model.model.norm).__module__, model(ids, labels=ids).loss.item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    module, value = done.stdout.split()
+    assert module == "fusedops.integrations.hf.patched.transformers.models.granite.modeling_granite"
+    ids = torch.arange(24).view(2, 12)
+    assert float(value) == patched(ids, labels=ids).loss.item()
+
+
+def test_a_module_of_patched_classes_has_no_others() -> None:
+    from fusedops.integrations.hf.patched.transformers.models.granite import (
+        modeling_granite as module,
+    )
+
+    assert module.GraniteMLP.__name__ == "GraniteMLP"
+    for name in ("GraniteForCausalLM", "nothing", "torch"):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+            getattr(module, name)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        import fusedops.integrations.hf.patched.no_such_package as missing
+
+        missing.Anything  # noqa: B018
+
+
+class OwnMLP(nn.Module):
+    """A copy of Llama's feed-forward layer in a file of the user's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        first = modeling_llama.LlamaMLP(config)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            first.gate_proj,
+            first.up_proj,
+            first.down_proj,
+        )
+        self.act_fn = first.act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        result = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
+class OtherMLP(OwnMLP):
+    """The same with one token changed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        result = self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
+        return result
+
+
+def test_a_home_made_copy_is_taken_and_a_near_copy_is_not() -> None:
+    rule = tables.rule_of_class(OwnMLP)
+    assert rule is not None and rule.copy_of == "LlamaMLP"
+    assert tables.rule_of_class(OtherMLP) is None
+
+
+def test_a_class_that_cannot_be_imported_is_not_taken() -> None:
+    class Local(OwnMLP):
+        pass
+
+    assert tables.rule_of_class(Local) is None
+
+
+def test_a_copy_that_is_replaced_later_runs_its_own_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patched, _ = _pair("Granite")
+    from transformers.models.granite import modeling_granite
+
+    called = []
+    original = modeling_granite.GraniteMLP.forward
+
+    def replaced(self: Any, x: torch.Tensor) -> torch.Tensor:
+        called.append(self)
+        return original(self, x)
+
+    monkeypatch.setattr(modeling_granite.GraniteMLP, "forward", replaced)
+    loss(patched)
+    assert len(called) == 2
+    assert "GraniteMLP.forward was replaced" in str(fusedops.describe(patched))
