@@ -77,6 +77,8 @@ def cpu_slug(info: dict[str, str]) -> str:
     Example:
         >>> cpu_slug({"vendor_id": "AuthenticAMD", "cpu family": "26", "model": "2"})
         'cpu-zen5'
+        >>> cpu_slug({"vendor_id": "GenuineIntel", "cpu family": "6", "flags": "fpu amx_bf16"})
+        'cpu-xeon-amx'
         >>> cpu_slug({"model name": "Weird CPU @ 3 GHz"})
         'cpu-weird-cpu-3-ghz'
     """
@@ -87,7 +89,9 @@ def cpu_slug(info: dict[str, str]) -> str:
         ranges = _AMD_ZEN.get(family, ())
         known = next((name for name, low, high in ranges if low <= model <= high), None)
     elif info.get("vendor_id") == "GenuineIntel" and family == 6:
-        known = _INTEL_FAMILY_6.get(model)
+        # A virtual machine may report another model's number, of which AMX is no feature.
+        has_amx = "amx_bf16" in info.get("flags", "").split()
+        known = _INTEL_FAMILY_6.get(model, "xeon-amx" if has_amx else None)
     elif "CPU part" in info:
         known = _ARM_PARTS.get(info["CPU part"])
     return f"cpu-{known or slug(info.get('model name') or platform.machine())}"
