@@ -189,13 +189,16 @@ class Batch {
       const int64_t rows = std::min(piece.height, piece.rows - row);
       for (int64_t p = 0; p < panels; ++p) {
         const Packed* rows_of_a = a + piece.place_of(row / piece.height);
+        const bool last = row + rows >= piece.rows;
+        const Packed* next = last ? nullptr : a + piece.place_of(row / piece.height + 1);
         product.compute(
             piece.row + row, rows, column + p * Product::kColumns, tiles, [&](int side, auto* to) {
-              product.multiply_panels(side, piece.row + row, rows, column + p * Product::kColumns,
-                                      rows_of_a, to, [&](int64_t block) {
-                                        return b + p * panel_size +
-                                               (side * blocks + block) * Product::kPanelB;
-                                      });
+              product.multiply_panels(
+                  side, piece.row + row, rows, column + p * Product::kColumns, rows_of_a, to,
+                  [&](int64_t block) {
+                    return b + p * panel_size + (side * blocks + block) * Product::kPanelB;
+                  },
+                  {next, p * sides + side, panels * sides});
             });
       }
     }

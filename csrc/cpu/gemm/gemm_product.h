@@ -174,11 +174,18 @@ class Gemm {
     }
   }
 
+  // The packed rows that follow, a: [blocks][panels] panels; this call prefetches one share of
+  // them.
+  struct NextRows {
+    const Packed* a;  // null: none
+    int64_t share, shares;
+  };
+
   // Adds all blocks of packed rows, a: [blocks][panels] panels, times those of a packed panel of B,
-  // which panel_of(block) gives.
+  // which panel_of(block) gives. Only a batch passes `next`.
   template <typename PanelOf>
   void multiply_panels(int side, int64_t row, int64_t rows, int64_t column, const Packed* a,
-                       Sum* tiles, const PanelOf& panel_of) const {
+                       Sum* tiles, const PanelOf& panel_of, const NextRows& next = {}) const {
     const int64_t panels = ceil_div(rows, kRows);
     for (int64_t block = 0; block < blocks_; ++block) {
       const Packed* b = panel_of(block);
@@ -190,18 +197,24 @@ class Gemm {
         if (side == 0 && is_last() && block == blocks_ - 1) {
           fetch = touched_by(row + p * kRows, here, column);
         }
-        // What comes from the shared cache next: the panel of B after this one, of which half is
-        // fetched by each tile (by tiles of registers, an even share), or in a batch the next rows
-        // of A.
+        // Prefetched while this tile is multiplied: the panel of B after this one, or in a batch
+        // the next rows of A. A tile fetches half a panel; with tile registers, an even share.
         const char* ahead = reinterpret_cast<const char*>(rows_of_a + kPanelA);
-        if (!in_batch_) {
-          ahead = reinterpret_cast<const char*>(b + kPanelB);
-          if constexpr (kTiled<Policy>) {
-            fetch.lines_ahead = ceil_div(fetch.lines_ahead, panels);
-            ahead += p * fetch.lines_ahead * ceil_div(steps, Policy::kWhole) * 64;
+        if constexpr (kTiled<Policy>) {
+          const auto fetch_share = [&](const Packed* panel, int64_t share, int64_t shares) {
+            fetch.lines_ahead = ceil_div(fetch.lines_ahead, shares);
+            ahead = reinterpret_cast<const char*>(panel) +
+                    share * fetch.lines_ahead * ceil_div(steps, Policy::kWhole) * 64;
+          };
+          if (!in_batch_) {
+            fetch_share(b + kPanelB, p, panels);
+          } else if (next.a != nullptr) {
+            fetch_share(next.a + (block * panels + p) * kPanelA, next.share, next.shares);
           } else {
-            ahead += p % 2 * steps * 64;
+            fetch.lines_ahead = 0;
           }
+        } else if (!in_batch_) {
+          ahead = reinterpret_cast<const char*>(b + kPanelB) + p % 2 * steps * 64;
         }
         run_kernel<Policy>(here, steps, rows_of_a, b, tiles + p * kRows * kColumns,
                            block > 0 || !is_first(), ahead, fetch);
