@@ -61,7 +61,7 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> dict[str, Any]:
     """Return the commit of the source tree and whether it has changes; empty outside of one."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return {}
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")

@@ -103,6 +103,9 @@ def test_files_hold_the_same_rows(known: None, tmp_path: Path) -> None:
     saved = tmp_path / record.machine["slug"] / "exponential-float32.csv"
     assert saved.read_text() == paths["csv"].read_text()
     assert "exponential" in done.output and "allocator system" in done.output
+    if (Path(fusedops.__file__).parents[1] / ".git").exists():
+        assert len(record.git["commit"]) == 40
+        assert table[0]["commit"].rstrip("+") == record.git["commit"][:12]
 
 
 def test_rows_say_what_was_measured(known: None, tmp_path: Path) -> None:
