@@ -24,11 +24,13 @@ using Vec = at::vec::Vectorized<Acc<T>>;
 
 #if defined(CPU_CAPABILITY_AVX512)
 // Rounds to nearest even. The instruction is written in assembly because the AVX512 build is for
-// processors without it too; it takes subnormal numbers (below 1.2e-38) for zero.
+// processors without it too; it takes subnormal numbers (below 1.2e-38) for zero. Without
+// `volatile`, g++ moves the rounding of what does not change out of a loop, and ahead of the
+// question whether the processor has the instruction.
 inline __m256i round_to_bf16(__m512 values) {
   if (__builtin_expect(kHasAvx512Bf16, 1)) {
     __m256i rounded;
-    asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(values));
+    asm volatile("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(values));
     return rounded;
   }
   return at::vec::cvtfp32_bf16(values);
