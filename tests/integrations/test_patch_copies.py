@@ -53,7 +53,8 @@ def _pair(name: str) -> tuple[nn.Module, nn.Module]:
 @of_each_family
 def test_training_matches_stock(name: str, autocast: bool) -> None:
     patched, stock = _pair(name)
-    assert_same_training(patched, stock, loss, autocast=autocast)
+    # The gradient of a key's bias is a difference of large numbers: of one draw it says little.
+    assert_same_training(patched, stock, loss, autocast=autocast, draws=4 if autocast else 0)
 
 
 @of_each_family
