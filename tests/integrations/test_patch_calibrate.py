@@ -23,8 +23,7 @@ from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.calibration import calibrate, timing
 from fusedops.integrations.hf.calibration.calibrate import CalibrationFinding
 from fusedops.integrations.hf.calibration.timing import TimeShares
-from fusedops.integrations.hf.families import gpt2
-from fusedops.integrations.hf.rules import torch_modules
+from fusedops.integrations.hf.rules import chain, torch_modules
 from fusedops.integrations.hf.rules.rule import PatchRule
 from fusedops.ops.gelu import gelu as fused_gelu
 
@@ -230,7 +229,7 @@ def test_a_block_that_loses_leaves_its_children_to_themselves(
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-    plant(monkeypatch, gpt2, "mlp")
+    plant(monkeypatch, chain, "mlp")
     model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2))
     report = fusedops.patch(model, calibrate=True)
     for name in ("transformer.h.0.mlp", "transformer.h.1.mlp"):
@@ -240,7 +239,7 @@ def test_a_block_that_loses_leaves_its_children_to_themselves(
         assert "measured" in report[f"{name}.act"].reason
     assert report["transformer.h.0.attn"].op == "attention"
     calls = []
-    monkeypatch.setattr(gpt2, "mlp", lambda *_, **__: calls.append(1))
+    monkeypatch.setattr(chain, "mlp", lambda *_, **__: calls.append(1))
     model(IDS)
     assert calls == []
 

@@ -195,7 +195,8 @@ def test_a_hook_inside_the_mlp_fires_and_the_mlp_steps_aside(child: str) -> None
         if model is patched:
             entry = describe(patched)["transformer.h.0.mlp"]
             assert entry.replaced
-            assert entry.reason == f"steps aside now: {child} has hooks"
+            prefix = "linear_act alone" if child == "c_proj" else "steps aside now"
+            assert entry.reason == f"{prefix}: {child} has hooks"
             handle.remove()
     assert_close(seen[patched], seen[stock])
     with counted() as calls:

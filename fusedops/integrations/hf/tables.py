@@ -1,9 +1,10 @@
-"""The rules that there are: those of the tables, and those of classes that copy a class with one.
+"""The rules that there are: those of the tables, and those for classes known by their code.
 
 Which tables there are depends on what the process has imported: a model of a family can only exist
 when the family's file is loaded. A class without a table takes the rule of one whose methods are
 the same (``same_code.py``): most modeling files of transformers are copies. An attention that looks
-its function up in transformers' registry needs no original: all ask the registry for the same.
+its function up in transformers' registry needs no original: all ask the registry for the same. Nor
+does a norm or feed-forward layer whose code is an expression that is known (``rules/by_code.py``).
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ _FAMILIES = {
 # Module with RULES -> the module that must be loaded for its classes to exist.
 _TABLES = {
     "fusedops.integrations.hf.rules.torch_modules": "torch",
+    "fusedops.integrations.hf.rules.functional_attention": "torch",
+    "fusedops.integrations.hf.rules.torch_transformer": "torch",
     "fusedops.integrations.hf.rules.transformers_modules": "transformers.activations",
 } | _FAMILIES
 
-_OF_COPIES: dict[type, PatchRule | None] = {}
+_BY_CODE: dict[type, PatchRule | None] = {}
 
 
 def rules() -> dict[type, PatchRule]:
@@ -53,25 +56,39 @@ def rule_of_class(cls: type) -> PatchRule | None:
     ruled = rules()
     if cls in ruled:
         return ruled[cls]
-    if "transformers.modeling_utils" not in sys.modules or not _may_copy(cls, ruled):
+    if not _has_own_code(cls):
         return None
-    if cls not in _OF_COPIES:
-        _OF_COPIES[cls] = _of_original(cls) or _of_registry(cls)
-    return _OF_COPIES[cls]
+    if cls not in _BY_CODE:
+        rule = None
+        # One that is derived from a class with a rule was made to differ.
+        if "transformers.modeling_utils" in sys.modules and ruled.keys().isdisjoint(cls.__mro__):
+            rule = _of_original(cls) or _of_registry(cls)
+        _BY_CODE[cls] = rule or _of_own_code(cls)
+    return _BY_CODE[cls]
 
 
-def _may_copy(cls: type, ruled: dict[type, PatchRule]) -> bool:
+def _has_own_code(cls: type) -> bool:
     """Return whether a class has code of its own and a place from which it can be imported.
 
-    One that is derived from a class with a rule was made to differ, or is what ``fully_shard`` and
-    parametrizations make for an instance; one of torch or of this library copies none.
+    ``fully_shard`` and parametrizations make classes for an instance, which have none; one of torch
+    or of this library has a rule in a table or none.
     """
     package = cls.__module__.partition(".")[0]
     return (
         package not in ("torch", "fusedops")
         and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
-        and not any(base in ruled or "fused_rule" in vars(base) for base in cls.__mro__)
+        and not any("fused_rule" in vars(base) for base in cls.__mro__)
     )
+
+
+def _of_own_code(cls: type[nn.Module]) -> PatchRule | None:
+    """Return the rule for what the code of a class computes or calls, or ``None``."""
+    if any("__call__" in vars(base) for base in cls.__mro__[: cls.__mro__.index(nn.Module)]):
+        return None
+    attention: Any = importlib.import_module("fusedops.integrations.hf.rules.functional_attention")
+    by_code: Any = importlib.import_module("fusedops.integrations.hf.rules.by_code")
+    name = patched.module_of(cls)
+    return by_code.rule_by_code(cls, name) or attention.functional_attention_rule(cls, name)
 
 
 def _of_original(cls: type[nn.Module]) -> PatchRule | None:

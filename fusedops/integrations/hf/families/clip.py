@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.models.clip import modeling_clip
 
-from fusedops.integrations.hf.rules import feed_forward, residual_norm
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 
 
@@ -28,7 +28,6 @@ class _EncoderLayer(nn.Module):
 
 RULES = (
     attention_rule(modeling_clip.CLIPAttention, __name__),
-    feed_forward.feed_forward_rule(modeling_clip.CLIPMLP, __name__),
     residual_norm.layer_rule(
         modeling_clip.CLIPEncoderLayer,
         __name__,

@@ -15,35 +15,8 @@ from transformers.models.gpt2 import modeling_gpt2
 
 from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks
-from fusedops.integrations.hf.rules.transformers_modules import (
-    activation_obstacle,
-    conv1d_obstacle,
-    known_activation,
-)
+from fusedops.integrations.hf.rules.chain import chain_rule
 from fusedops.ops.bias_dropout_add import bias_dropout_add
-from fusedops.ops.mlp import mlp
-
-
-class GPT2MLP(modeling_gpt2.GPT2MLP):
-    """GPT-2's feed-forward layer as one op."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the dropped-out output of the layer."""
-        first, second = self.c_fc, self.c_proj
-        # The weights of Conv1D are [in, out].
-        weights = (first.weight.t(), first.bias, second.weight.t(), second.bias)
-        return self.dropout(mlp(hidden_states, *weights, activation=known_activation(self.act)))
-
-
-def _mlp_obstacle(module: Any) -> str | None:
-    """Return why the MLP cannot run as one op now, or ``None``."""
-    return (
-        conv1d_obstacle("c_fc", module.c_fc)
-        or conv1d_obstacle("c_proj", module.c_proj)
-        or activation_obstacle("act", module.act)
-        or global_hooks()
-    )
 
 
 class _Block(nn.Module):
@@ -85,9 +58,8 @@ class _Block(nn.Module):
 
 
 _ATTENTION = attention_rule(modeling_gpt2.GPT2Attention, __name__, ("attn_dropout",))
-GPT2Attention = _ATTENTION.patched
-
-_BRANCHES = (modeling_gpt2.GPT2Attention, GPT2Attention, modeling_gpt2.GPT2MLP, GPT2MLP)
+_MLP = chain_rule(modeling_gpt2.GPT2MLP, __name__, ("c_fc", "act", "c_proj", "dropout"))
+_BRANCHES = (_ATTENTION.original, _ATTENTION.patched, _MLP.original, _MLP.patched)
 
 
 def _block_note(block: Any) -> str | None:
@@ -106,13 +78,5 @@ RULES = (
         absorbs=("attn.resid_dropout", "mlp.dropout"),
         note=_block_note,
     ),
-    PatchRule(
-        modeling_gpt2.GPT2MLP,
-        GPT2MLP,
-        ("mlp",),
-        "O2",
-        obstacle=_mlp_obstacle,
-        absorbs=("c_fc", "act", "c_proj"),
-        guarded=True,
-    ),
+    _MLP,
 )

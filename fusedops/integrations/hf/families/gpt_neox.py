@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.models.gpt_neox import modeling_gpt_neox
 
-from fusedops.integrations.hf.rules import feed_forward, residual_norm
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 
 
@@ -54,11 +54,6 @@ def _obstacle(layer: Any) -> str | None:
 
 RULES = (
     attention_rule(modeling_gpt_neox.GPTNeoXAttention, __name__, eager=True, rotary=True),
-    feed_forward.feed_forward_rule(
-        modeling_gpt_neox.GPTNeoXMLP,
-        __name__,
-        feed_forward.Names("dense_h_to_4h", "act", "dense_4h_to_h"),
-    ),
     residual_norm.layer_rule(
         _ORIGINAL,
         __name__,

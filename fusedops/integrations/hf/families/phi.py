@@ -6,9 +6,5 @@ Their outputs, the two dropouts and the residual stream are summed by torch.
 from transformers.models.phi import modeling_phi
 
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.feed_forward import feed_forward_rule
 
-RULES = (
-    attention_rule(modeling_phi.PhiAttention, __name__, eager=True, rotary=True),
-    feed_forward_rule(modeling_phi.PhiMLP, __name__),
-)
+RULES = (attention_rule(modeling_phi.PhiAttention, __name__, eager=True, rotary=True),)

@@ -11,23 +11,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.t5 import modeling_t5
 
 from fusedops.integrations.hf.rules import feed_forward, gated_mlp, residual_norm, rms_norms
+from fusedops.integrations.hf.rules.activations import activation_name, known_activation
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule, needs_decoder_input
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    copyable,
+    global_hooks,
+    runs_here,
+    subclass,
+)
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
-from fusedops.integrations.hf.rules.transformers_modules import activation_name, known_activation
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.rms_norm import rms_norm
 
 
-class T5LayerNorm(modeling_t5.T5LayerNorm):
+class _LayerNorm(nn.Module):
     """T5's root-mean-square norm as one op."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the normalised and scaled input."""
         dtype = hidden_states.dtype
         # T5 has float32 statistics for float64 too, the op has not.
@@ -40,20 +47,20 @@ class T5LayerNorm(modeling_t5.T5LayerNorm):
 _NAMES = feed_forward.Names("wi", "act", "wo")
 
 
-class T5DenseActDense(modeling_t5.T5DenseActDense):
+class _DenseActDense(nn.Module):
     """T5's feed-forward layer as one op; as two while its inner dropout has work."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
         if not _called_by_plain(self):
             return feed_forward.fused(self, _NAMES, hidden_states)
         return _rest(self, feed_forward.dense_act(self.wi, self.act, hidden_states))
 
 
-class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
+class _DenseGatedActDense(nn.Module):
     """T5's gated feed-forward layer, both products and the gate in one op."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
         name = known_activation(self.act)
         gate, up = self.wi_0.weight, self.wi_1.weight
@@ -69,19 +76,19 @@ def _rest(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return module.wo(hidden_states)
 
 
-class T5LayerFF(modeling_t5.T5LayerFF):
+class _LayerFF(nn.Module):
     """The feed-forward sublayer with dropout and residual sum in one pass."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the sublayer."""
         return _summed(self, self.DenseReluDense(self.layer_norm(hidden_states)), hidden_states)
 
 
-class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
+class _LayerSelfAttention(nn.Module):
     """The sublayer of self-attention with dropout and residual sum in one pass."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
@@ -99,11 +106,11 @@ class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
         return _summed(self, attended, hidden_states), *rest
 
 
-class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
+class _LayerCrossAttention(nn.Module):
     """The sublayer of cross-attention with dropout and residual sum in one pass."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         key_value_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
@@ -153,17 +160,39 @@ def _gated_obstacle(module: Any) -> str | None:
     return reason
 
 
-def _sublayer_obstacle(module: Any) -> str | None:
-    return (
-        residual_norm.dropout_obstacle("dropout", module.dropout)
-        or global_hooks()
-        or _UNKNOWN_SUBLAYER
+@copyable
+def _rule(
+    original: type[nn.Module],
+    module_name: str,
+    forward: type[nn.Module],
+    ops: tuple[str, ...],
+    level: str,
+    **options: Any,
+) -> PatchRule:
+    """Return the rule for a class of which ``forward`` has the fused forward."""
+    return PatchRule(original, subclass(original, forward, module_name), ops, level, **options)
+
+
+@copyable
+def _sublayer_rule(
+    original: type[nn.Module], module_name: str, forward: type[nn.Module]
+) -> PatchRule:
+    """Return the rule for a sublayer, whose dropout and residual sum are one op."""
+    unknown = residual_norm.unknown_forward(forward, original)
+
+    def obstacle(module: Any) -> str | None:
+        reason = residual_norm.dropout_obstacle("dropout", module.dropout)
+        return reason or global_hooks() or unknown
+
+    return PatchRule(
+        original,
+        subclass(original, forward, module_name),
+        ("bias_dropout_add",),
+        "O1",
+        obstacle=obstacle,
+        absorbs=("dropout",),
+        guarded=True,
     )
-
-
-_SUBLAYERS: tuple[Any, ...] = (T5LayerFF, T5LayerSelfAttention, T5LayerCrossAttention)
-_REASONS = [residual_norm.unknown_forward(patched, patched.__base__) for patched in _SUBLAYERS]
-_UNKNOWN_SUBLAYER = next(filter(None, _REASONS), None)
 
 
 def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments:
@@ -176,22 +205,21 @@ def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Argument
 RULES = (
     attention_rule(modeling_t5.T5Attention, __name__),
     head_rule(modeling_t5.T5ForConditionalGeneration, __name__, _shifted),
-    PatchRule(modeling_t5.T5LayerNorm, T5LayerNorm, ("rms_norm",), "O1", rms_norms.probe_norm),
-    *(
-        PatchRule(
-            patched.__base__,
-            patched,
-            ("bias_dropout_add",),
-            "O1",
-            obstacle=_sublayer_obstacle,
-            absorbs=("dropout",),
-            guarded=True,
-        )
-        for patched in _SUBLAYERS
+    _rule(
+        modeling_t5.T5LayerNorm,
+        __name__,
+        _LayerNorm,
+        ("rms_norm",),
+        "O1",
+        probe=rms_norms.probe_norm,
     ),
-    PatchRule(
+    _sublayer_rule(modeling_t5.T5LayerFF, __name__, _LayerFF),
+    _sublayer_rule(modeling_t5.T5LayerSelfAttention, __name__, _LayerSelfAttention),
+    _sublayer_rule(modeling_t5.T5LayerCrossAttention, __name__, _LayerCrossAttention),
+    _rule(
         modeling_t5.T5DenseActDense,
-        T5DenseActDense,
+        __name__,
+        _DenseActDense,
         ("mlp", "linear_act"),
         "O2",
         obstacle=_plain_obstacle,
@@ -199,9 +227,10 @@ RULES = (
         calls=_called_by_plain,
         guarded=True,
     ),
-    PatchRule(
+    _rule(
         modeling_t5.T5DenseGatedActDense,
-        T5DenseGatedActDense,
+        __name__,
+        _DenseGatedActDense,
         ("linear_glu",),
         "O2",
         obstacle=_gated_obstacle,

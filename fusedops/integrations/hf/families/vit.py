@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.models.vit import modeling_vit
 
-from fusedops.integrations.hf.rules import feed_forward, residual_norm
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
@@ -34,7 +34,6 @@ class _Layer(nn.Module):
 
 RULES = (
     attention_rule(modeling_vit.ViTAttention, __name__),
-    feed_forward.feed_forward_rule(modeling_vit.ViTMLP, __name__),
     residual_norm.layer_rule(
         modeling_vit.ViTLayer,
         __name__,

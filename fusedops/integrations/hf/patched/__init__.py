@@ -8,6 +8,7 @@ it makes the class.
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         source = module.__name__.removeprefix(f"{__name__}.")
+        vars(module)["__builtins__"] = vars(builtins)  # code with these globals looks there
 
         def patched_class(name: str) -> Any:
             if not name.startswith("_"):

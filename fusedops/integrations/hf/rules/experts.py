@@ -20,6 +20,8 @@ from transformers.integrations import moe
 
 from fusedops._core import dtypes
 from fusedops.integrations.hf.original_code import context_obstacle, name_of
+from fusedops.integrations.hf.rules import transformers_modules  # noqa: F401 (its activations)
+from fusedops.integrations.hf.rules.activations import activation_obstacle, known_activation
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
@@ -28,10 +30,6 @@ from fusedops.integrations.hf.rules.rule import (
     plain_weight,
     runs_here,
     subclass,
-)
-from fusedops.integrations.hf.rules.transformers_modules import (
-    activation_obstacle,
-    known_activation,
 )
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.grouped_mm import grouped_mm

@@ -1,18 +1,14 @@
-"""Feed-forward layers of two linear children and an activation, as one op; for several families."""
+"""Feed-forward layers inside the forward of a layer: two linear children and an activation."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
+from fusedops.integrations.hf.rules.activations import activation_obstacle, known_activation
+from fusedops.integrations.hf.rules.rule import global_hooks
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
-from fusedops.integrations.hf.rules.transformers_modules import (
-    activation_obstacle,
-    known_activation,
-)
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
 
@@ -52,32 +48,4 @@ def dense_act_obstacle(module: Any, linear: str, activation: str) -> str | None:
         linear_obstacle(linear, getattr(module, linear))
         or activation_obstacle(activation, getattr(module, activation))
         or global_hooks()
-    )
-
-
-class _FeedForward(nn.Module):
-    """The forward of modules that are nothing but a feed-forward layer."""
-
-    names: Names
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return fused(self, self.names, hidden_states)
-
-
-_DEFAULT = Names()
-
-
-@copyable
-def feed_forward_rule(
-    original: type[nn.Module], module_name: str, names: Names = _DEFAULT
-) -> PatchRule:
-    """Return the rule for a class of ``second(activation(first(hidden_states)))``."""
-    return PatchRule(
-        original,
-        subclass(original, _FeedForward, module_name, names=names),
-        ("mlp",),
-        "O2",
-        obstacle=lambda module: obstacle(module, names),
-        absorbs=names,
-        guarded=True,
     )

@@ -6,34 +6,82 @@ be called, activation and product are one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fusedops.integrations.hf.rules.activations import (
+    Function,
+    known_name_in,
+    name_in,
+    obstacle_in,
+)
+from fusedops.integrations.hf.rules.chain import Step, apply
 from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
-from fusedops.integrations.hf.rules.transformers_modules import (
-    activation_name,
-    activation_obstacle,
-    known_activation,
-)
+from fusedops.integrations.hf.symbolic import value_of
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.swiglu import swiglu
 
 
+class GatedNames(NamedTuple):
+    """Names of the children; a name may be a path.
+
+    Attributes:
+        gate: the projection behind which the activation is.
+        up: the other one.
+        down: the projection of their product.
+        activation: a child, or a function of torch.
+        last: what follows ``down``, steps of a chain (``chain.py``).
+    """
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    activation: str | Function = "act_fn"
+    last: tuple[Step, ...] = ()
+
+
+class PackedNames(NamedTuple):
+    """Names of the children where one projection is both; a name may be a path.
+
+    Attributes:
+        packed: the projection.
+        down: the projection of the product of its halves.
+        activation: a child, or a function of torch.
+        gate: the half behind which the activation is, 0 or 1.
+        last: what follows ``down``, steps of a chain (``chain.py``).
+    """
+
+    packed: str = "gate_up_proj"
+    down: str = "down_proj"
+    activation: str | Function = "activation_fn"
+    gate: int = 0
+    last: tuple[Step, ...] = ()
+
+
+def _end(module: Any, names: GatedNames | PackedNames, hidden: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = value_of(module, names.down)(hidden)
+    for step in names.last:
+        output = apply(module, step, output)
+    return output
+
+
 class _GatedMLP(nn.Module):
     """The forward of every patched gated feed-forward layer."""
 
+    names: GatedNames
+
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        name = known_activation(self.act_fn)
-        if _projections_obstacle(self) is None:
-            gate, up = self.gate_proj.weight, self.up_proj.weight
-            hidden = linear_glu(x, gate, up, activation=name)
+        name = known_name_in(self, self.names.activation)
+        gate, up = value_of(self, self.names.gate), value_of(self, self.names.up)
+        if _projections_obstacle(self, self.names) is None:
+            hidden = linear_glu(x, gate.weight, up.weight, activation=name)
         else:
-            hidden = _gated(self.gate_proj(x), self.up_proj(x), name)
-        return self.down_proj(hidden)
+            hidden = _gated(gate(x), up(x), name)
+        return _end(self, self.names, hidden)
 
 
 GATES = ("silu", "gelu", "gelu_tanh")
@@ -46,18 +94,18 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tenso
     return geglu(gate, up, "tanh" if activation == "gelu_tanh" else "none")
 
 
-def _obstacle(module: Any) -> str | None:
+def _obstacle(module: Any, names: GatedNames) -> str | None:
     """Return why the layer must stay unchanged, or ``None``."""
-    reason = activation_obstacle("act_fn", module.act_fn) or global_hooks()
-    if reason is None and activation_name(module.act_fn) not in GATES:
-        reason = _projections_obstacle(module)
+    reason = obstacle_in(module, names.activation) or global_hooks()
+    if reason is None and name_in(module, names.activation) not in GATES:
+        reason = _projections_obstacle(module, names)
     return reason
 
 
-def _projections_obstacle(module: Any) -> str | None:
+def _projections_obstacle(module: Any, names: GatedNames) -> str | None:
     """Return why the two projections must be called on their own, or ``None``."""
-    for name in _PROJECTIONS:
-        projection = getattr(module, name)
+    for name in (names.gate, names.up):
+        projection = value_of(module, name)
         reason = linear_obstacle(name, projection)
         if reason is None and projection.bias is not None:
             reason = f"{name} has a bias"
@@ -66,59 +114,77 @@ def _projections_obstacle(module: Any) -> str | None:
     return None
 
 
-_PROJECTIONS = ("gate_proj", "up_proj")
+_GATED = GatedNames()
 
 
 @copyable
-def gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
-    """Return the rule for a layer of ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``.
+def gated_mlp_rule(
+    original: type[nn.Module], module_name: str, names: GatedNames = _GATED
+) -> PatchRule:
+    """Return the rule for a layer of ``down(activation(gate(x)) * up(x))``.
 
     Where a projection must be called, because it has a bias or an adapter took its place,
     activation and product are still one op.
     """
+    projections = (names.gate, names.up)
+
+    def calls(module: Any) -> tuple[str, ...]:
+        return () if _projections_obstacle(module, names) is None else projections
+
+    def note(module: Any) -> str | None:
+        reason = _projections_obstacle(module, names)
+        return None if reason is None else f"swiglu or geglu after the products: {reason}"
+
     return PatchRule(
         original,
-        subclass(original, _GatedMLP, module_name),
+        subclass(original, _GatedMLP, module_name, names=names),
         ("linear_glu",),
         "O2",
-        obstacle=_obstacle,
-        absorbs=(*_PROJECTIONS, "act_fn"),
-        calls=lambda module: () if _projections_obstacle(module) is None else _PROJECTIONS,
-        note=_note,
+        obstacle=lambda module: _obstacle(module, names),
+        absorbs=(*projections, *_children(names.activation)),
+        calls=calls,
+        note=note,
         guarded=True,
     )
 
 
-def _note(module: Any) -> str | None:
-    reason = _projections_obstacle(module)
-    return None if reason is None else f"swiglu or geglu after the products: {reason}"
+def _children(activation: str | Function) -> tuple[str, ...]:
+    return (activation,) if isinstance(activation, str) else ()
 
 
 class _PackedGatedMLP(nn.Module):
     """The forward of a gated feed-forward layer whose two projections are one linear layer."""
 
+    names: PackedNames
+
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        name = known_activation(self.activation_fn)
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        return self.down_proj(_gated(gate, up, name))
+        names = self.names
+        halves = value_of(self, names.packed)(hidden_states).chunk(2, dim=-1)
+        activation = known_name_in(self, names.activation)
+        return _end(self, names, _gated(halves[names.gate], halves[1 - names.gate], activation))
 
 
-def _packed_obstacle(module: Any) -> str | None:
-    reason = activation_obstacle("activation_fn", module.activation_fn) or global_hooks()
-    if reason is None and activation_name(module.activation_fn) not in GATES:
-        reason = f"activation_fn is a {type(module.activation_fn).__name__}"
+def _packed_obstacle(module: Any, names: PackedNames) -> str | None:
+    reason = obstacle_in(module, names.activation) or global_hooks()
+    if reason is None and name_in(module, names.activation) not in GATES:
+        reason = f"its activation is {name_in(module, names.activation)}"
     return reason
 
 
+_PACKED = PackedNames()
+
+
 @copyable
-def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
-    """Return the rule for a layer of ``gate_up_proj``, ``down_proj`` and ``activation_fn``."""
+def packed_gated_mlp_rule(
+    original: type[nn.Module], module_name: str, names: PackedNames = _PACKED
+) -> PatchRule:
+    """Return the rule for a layer of one projection for gate and up, and another one down."""
     return PatchRule(
         original,
-        subclass(original, _PackedGatedMLP, module_name),
+        subclass(original, _PackedGatedMLP, module_name, names=names),
         ("swiglu",),
         "O1",
-        obstacle=_packed_obstacle,
-        absorbs=("activation_fn",),
+        obstacle=lambda module: _packed_obstacle(module, names),
+        absorbs=_children(names.activation),
         guarded=True,
     )

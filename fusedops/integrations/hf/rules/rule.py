@@ -21,7 +21,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,15 @@ class PatchRule:
         # of transformers put checkpointing around it (from 5.23 on).
         if own:
             super(patched, patched).__init_subclass__()
+
+    def where(self, holds: Callable[[Any], bool], otherwise: str) -> PatchRule:
+        """Return the rule with one more question to an instance, and the reason if it is no."""
+        before = self.obstacle
+
+        def obstacle(module: Any) -> str | None:
+            return before(module) if holds(module) else otherwise
+
+        return replace(self, obstacle=obstacle)
 
     def bypass_reason(self, module: nn.Module) -> str | None:
         """Return why a patched instance runs its original forward now, or ``None``."""

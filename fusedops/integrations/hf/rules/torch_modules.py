@@ -18,6 +18,8 @@ from torch import nn
 from fusedops import nn as fused
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathered
+from fusedops.integrations.hf.rules import activations
+from fusedops.integrations.hf.rules.activations import activation_name
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
@@ -147,17 +149,34 @@ class CrossEntropyLoss(fused.CrossEntropyLoss):
 
 
 LINEARS = (nn.Linear, Linear)
-_GELU_NAMES = {"none": "gelu", "tanh": "gelu_tanh"}
-_OTHERS: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu"}
-for _activation in _OTHERS:
+# Classes whose weight is [in, out] -> why the product of one must not be done without calling it.
+TRANSPOSED: dict[type, Callable[[str, Any], str | None]] = {}
+
+
+def _gelu_name(module: Any) -> str | None:
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
+
+
+activations.KNOWN.update({nn.GELU: _gelu_name, GELU: _gelu_name, nn.SiLU: "silu", nn.ReLU: "relu"})
+for _activation in (nn.SiLU, nn.ReLU):
     remember(_activation)
+activations.FUNCTIONS.update({F.relu: "relu", torch.relu: "relu", F.gelu: "gelu", F.silu: "silu"})
 
 
-def activation_name(module: Any) -> str | None:
-    """Return the name of the activation that a torch module computes, ``None`` if unknown."""
-    if type(module) in (nn.GELU, GELU):
-        return _GELU_NAMES.get(module.approximate)
-    return _OTHERS.get(type(module))
+def is_linear(module: Any) -> bool:
+    """Return whether a module is a linear layer, also one of a class that was derived from it."""
+    return isinstance(module, (nn.Linear, *TRANSPOSED))
+
+
+def product_obstacle(name: str, module: Any) -> str | None:
+    """Return why a product with the weight of ``module`` must not be done without calling it."""
+    return TRANSPOSED.get(type(module), linear_obstacle)(name, module)
+
+
+def weight_of(linear: Any) -> torch.Tensor:
+    """Return the weight of a linear layer as ``[out, in]``."""
+    weight: torch.Tensor = linear.weight
+    return weight.t() if type(linear) in TRANSPOSED else weight
 
 
 def linear_obstacle(name: str, module: Any) -> str | None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import activations, pytorch_utils
+from transformers import activations as originals
+from transformers import pytorch_utils
 
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathered, gathers_on_access
-from fusedops.integrations.hf.rules import torch_modules
+from fusedops.integrations.hf.rules import activations
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
@@ -24,7 +25,7 @@ from fusedops.integrations.hf.rules.rule import (
     subclass,
     weight_obstacle,
 )
-from fusedops.integrations.hf.rules.torch_modules import own_product
+from fusedops.integrations.hf.rules.torch_modules import TRANSPOSED, own_product
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 
@@ -59,41 +60,19 @@ class _Gelu(nn.Module):
         return gelu(input, self.approximate)
 
 
-_NAMES: dict[type, str] = {}
 _GELU_RULES: list[PatchRule] = []
 for _name, (_approximate, _activation) in _GELUS.items():
-    _original = getattr(activations, _name, None)
+    _original = getattr(originals, _name, None)
     if _original is None:  # added or removed by a later transformers
         continue
     _widens = _name in _WITH_POW
     _patched = subclass(_original, _Gelu, __name__, approximate=_approximate, widens=_widens)
-    _NAMES.update({_original: _activation, _patched: _activation})
+    activations.KNOWN.update({_original: _activation, _patched: _activation})
     _GELU_RULES.append(PatchRule(_original, _patched, ("gelu",), "O1", guarded=True))
 for _name, _activation in _OTHERS.items():
-    if hasattr(activations, _name):
-        _NAMES[getattr(activations, _name)] = _activation
-        remember(getattr(activations, _name))
-
-
-def activation_obstacle(name: str, module: Any) -> str | None:
-    """Return why the activation ``module`` cannot be part of a fused op, or ``None``."""
-    if activation_name(module) is None:
-        return f"{name} is a {type(module).__name__}, which is no activation of linear_act"
-    if not isinstance(module, nn.Module):
-        return None
-    return bypass_obstacle(name, module, (type(module),))
-
-
-def activation_name(module: Any) -> str | None:
-    """Return the name of the activation that a module computes, ``None`` if unknown."""
-    return _NAMES.get(type(module)) or torch_modules.activation_name(module)
-
-
-def known_activation(module: Any) -> str:
-    """Return the name of the activation that a module computes, which must be known."""
-    name = activation_name(module)
-    assert name is not None
-    return name
+    if hasattr(originals, _name):
+        activations.KNOWN[getattr(originals, _name)] = _activation
+        remember(getattr(originals, _name))
 
 
 class Conv1D(pytorch_utils.Conv1D):
@@ -118,6 +97,9 @@ def conv1d_obstacle(name: str, module: Any) -> str | None:
     if reason is None and not plain_weight(module.weight):
         reason = f"{name}.weight is a {type(module.weight).__name__}"
     return reason
+
+
+TRANSPOSED.update(dict.fromkeys(CONV1DS, conv1d_obstacle))
 
 
 def _probe_conv1d(module: Any) -> None:

@@ -1,0 +1,85 @@
+"""Which activation a module or a function of torch computes, by the names of ``linear_act``.
+
+A module's activation is known by its class, never by a name in a configuration. ``torch_modules``
+and ``transformers_modules`` enter the classes that they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fusedops.integrations.hf.rules.rule import bypass_obstacle
+from fusedops.integrations.hf.symbolic import value_of
+
+# Class -> the name of its activation, or what tells it of an instance.
+KNOWN: dict[type, str | Callable[[Any], str | None]] = {}
+# Function that a module keeps as an attribute -> the name of its activation.
+FUNCTIONS: dict[Any, str] = {}
+
+
+class Function(NamedTuple):
+    """A function of torch that is an activation.
+
+    Attributes:
+        name: of the function: ``"silu"``, ``"relu"``, ``"relu2"``, ``"gelu"``.
+        approximate: GELU's argument, or where a module keeps it: ``("attribute", path)``.
+    """
+
+    name: str
+    approximate: str | tuple[str, str] = "none"
+
+
+def activation_name(module: Any) -> str | None:
+    """Return the name of the activation that a module or function is, ``None`` if unknown."""
+    if isinstance(module, FunctionType | BuiltinFunctionType):
+        return FUNCTIONS.get(module)
+    known = KNOWN.get(type(module))
+    return known(module) if callable(known) else known
+
+
+def known_activation(module: Any) -> str:
+    """Return the name of the activation that a module computes, which must be known."""
+    name = activation_name(module)
+    assert name is not None
+    return name
+
+
+def activation_obstacle(name: str, module: Any) -> str | None:
+    """Return why the activation ``module`` cannot be part of a fused op, or ``None``."""
+    if activation_name(module) is None:
+        return f"{name} is a {type(module).__name__}, which is no activation of linear_act"
+    if not isinstance(module, nn.Module):
+        return None
+    return bypass_obstacle(name, module, (type(module),))
+
+
+def name_in(module: Any, activation: str | Function) -> str | None:
+    """Return the name of the activation that is a child of ``module``, or a function."""
+    if isinstance(activation, str):
+        return activation_name(value_of(module, activation))
+    if activation.name != "gelu":
+        return activation.name
+    approximate = activation.approximate
+    if not isinstance(approximate, str):
+        approximate = value_of(module, approximate[1])
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
+
+
+def known_name_in(module: Any, activation: str | Function) -> str:
+    """Return the same for an activation that must be known."""
+    name = name_in(module, activation)
+    assert name is not None
+    return name
+
+
+def obstacle_in(module: Any, activation: str | Function) -> str | None:
+    """Return why an activation of ``module`` cannot be part of a fused op, or ``None``."""
+    if isinstance(activation, str):
+        return activation_obstacle(activation, value_of(module, activation))
+    if name_in(module, activation) is None:
+        return f"{activation.name} has an approximation that is no activation of linear_act"
+    return None

@@ -1,0 +1,281 @@
+"""Modules whose children run one after the other: linear, activation (and linear) are one op.
+
+A step is the path of a child, an activation that is a function of torch, or a dropout that is one.
+A dropout between activation and product that has no work, and an identity, are passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedops.integrations.hf.original_code import remember
+from fusedops.integrations.hf.rules.activations import (
+    Function,
+    activation_name,
+    known_name_in,
+    obstacle_in,
+)
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    bypass_obstacle,
+    copyable,
+    global_hooks,
+    subclass,
+)
+from fusedops.integrations.hf.rules.torch_modules import (
+    is_linear,
+    product_obstacle,
+    weight_of,
+)
+from fusedops.integrations.hf.symbolic import value_of
+from fusedops.ops.linear_act import linear_act
+from fusedops.ops.mlp import mlp
+
+remember(nn.Dropout)
+remember(nn.Identity)
+
+
+class DropoutFunction(NamedTuple):
+    """``F.dropout`` in training.
+
+    Attributes:
+        probability: the number, or where the module keeps it: ``("attribute", path)``.
+    """
+
+    probability: float | tuple[str, str]
+
+    def of(self, module: Any) -> float:
+        """Return the probability with which it drops now."""
+        given = self.probability
+        value = value_of(module, given[1]) if isinstance(given, tuple) else given
+        return value if module.training else 0.0
+
+
+Step = str | Function | DropoutFunction
+
+
+class Fusion(NamedTuple):
+    """A part of a chain that is one op.
+
+    Attributes:
+        first: the linear layer.
+        activation: its name.
+        second: the linear layer behind it, or ``None``.
+        steps: how many steps these are.
+    """
+
+    first: Any
+    activation: str
+    second: Any
+    steps: int
+
+
+def apply(module: Any, step: Step, input: torch.Tensor) -> torch.Tensor:
+    """Return what a step alone computes."""
+    if isinstance(step, DropoutFunction):
+        return F.dropout(input, step.of(module), module.training)
+    if isinstance(step, Function):
+        return _FUNCTIONS[known_name_in(module, step)](input)
+    output: torch.Tensor = value_of(module, step)(input)
+    return output
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda input: F.relu(input).square(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda input: F.gelu(input, approximate="tanh"),
+}
+
+
+def run(module: Any, steps: tuple[Step, ...], input: torch.Tensor) -> torch.Tensor:
+    """Return what the steps compute one after the other, with one op where they can be one."""
+    position = 0
+    while position < len(steps):
+        fusion = fusion_at(module, steps, position)
+        if fusion is None:
+            input = apply(module, steps[position], input)
+            position += 1
+            continue
+        first, second, name = fusion.first, fusion.second, fusion.activation
+        if second is None:
+            input = linear_act(input, weight_of(first), first.bias, activation=name)
+        else:
+            weights = (weight_of(first), first.bias, weight_of(second), second.bias)
+            input = mlp(input, *weights, activation=name)
+        position += fusion.steps
+    return input
+
+
+def fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | None:
+    """Return what may run as one op from a step on, or ``None``."""
+    pair = _pair_at(module, steps, position)
+    if pair is None or _pair_obstacle(module, pair) is not None:
+        return None
+    first, activation = value_of(module, pair.linear), known_name_in(module, pair.activation)
+    last = position + 2
+    while last < len(steps) and _does_nothing(module, steps[last]):
+        last += 1
+    name = steps[last] if last < len(steps) else None
+    if isinstance(name, str):
+        second = value_of(module, name)
+        if is_linear(second) and product_obstacle(name, second) is None:
+            return Fusion(first, activation, second, last + 1 - position)
+    return Fusion(first, activation, None, 2)
+
+
+class _Pair(NamedTuple):
+    """A linear layer, and what may be an activation behind it."""
+
+    linear: str
+    activation: str | Function
+
+
+def _pair_at(module: Any, steps: tuple[Step, ...], position: int) -> _Pair | None:
+    if position + 2 > len(steps):
+        return None
+    linear, activation = steps[position : position + 2]
+    if not isinstance(linear, str) or not is_linear(value_of(module, linear)):
+        return None
+    if isinstance(activation, Function):
+        return _Pair(linear, activation)
+    if isinstance(activation, DropoutFunction):
+        return None
+    child = value_of(module, activation)
+    other = is_linear(child) or isinstance(child, _PASSED_OVER)
+    return None if other else _Pair(linear, activation)
+
+
+_PASSED_OVER = (nn.Dropout, nn.Identity)
+
+
+def _pair_obstacle(module: Any, pair: _Pair) -> str | None:
+    reason = product_obstacle(pair.linear, value_of(module, pair.linear))
+    return reason or obstacle_in(module, pair.activation)
+
+
+def _does_nothing(module: Any, step: Step) -> bool:
+    """Return whether a step returns its input now, and nobody waits for its call."""
+    if isinstance(step, DropoutFunction):
+        return step.of(module) == 0.0
+    if isinstance(step, Function):
+        return False
+    child = value_of(module, step)
+    if type(child) is nn.Dropout and child.training and child.p > 0.0:
+        return False
+    return bypass_obstacle(step, child, _PASSED_OVER) is None
+
+
+def _pairs(module: Any, steps: tuple[Step, ...]) -> list[_Pair]:
+    pairs = (_pair_at(module, steps, position) for position in range(len(steps)))
+    return [pair for pair in pairs if pair is not None]
+
+
+def _unknown_children(module: Any, steps: tuple[Step, ...]) -> list[str]:
+    """Return what stands in the place of the linear layer and the activation."""
+    children = [(step, value_of(module, step)) for step in steps if isinstance(step, str)]
+    return [
+        f"{name} is a {type(child).__name__}"
+        for name, child in children
+        if not is_linear(child) and not isinstance(child, _PASSED_OVER)
+        if activation_name(child) is None
+    ]
+
+
+def _note(module: Any, steps: tuple[Step, ...]) -> str | None:
+    """Return why the second linear layer of the first fused part is called on its own."""
+    for position in range(len(steps)):
+        fusion = fusion_at(module, steps, position)
+        if fusion is not None and fusion.second is None:
+            reasons = [
+                product_obstacle(step, value_of(module, step))
+                for step in steps[position + 2 :]
+                if _has_linear(module, step) and isinstance(step, str)
+            ]
+            reason = next((reason for reason in reasons if reason is not None), None)
+            return f"linear_act alone: {reason}" if reason is not None else None
+    return None
+
+
+class _Chain(nn.Module):
+    """What all patched classes of this kind are derived from."""
+
+    steps: tuple[Step, ...]
+
+
+def _run_all(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return run(self, self.steps, hidden_states)
+
+
+def _run_and_add(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return run(self, self.steps, hidden_states) + residual
+
+
+@copyable
+def chain_rule(
+    original: type[nn.Module],
+    module_name: str,
+    steps: tuple[Step, ...],
+    residual: str | None = None,
+    method: str = "forward",
+) -> PatchRule:
+    """Return the rule for a class of which a method is these steps, one after the other.
+
+    Args:
+        original: the class.
+        module_name: holds the patched class.
+        steps: what runs.
+        residual: the method's second argument, if that is added to the result.
+        method: the name of the method.
+    """
+    forward = _run_all if residual is None else _run_and_add
+
+    def obstacle(module: Any) -> str | None:
+        reasons = [_pair_obstacle(module, pair) for pair in _pairs(module, steps)]
+        if None in reasons:
+            return global_hooks()
+        known = [reason for reason in reasons if reason is not None]
+        return "; ".join(known or _unknown_children(module, steps)) or "it has no activation"
+
+    def inside(module: Any) -> tuple[str, ...]:
+        names: list[str] = []
+        position = 0
+        while position < len(steps):
+            fusion = fusion_at(module, steps, position)
+            count = 1 if fusion is None else fusion.steps
+            if fusion is not None:
+                fused = steps[position : position + count]
+                names += [step for step in fused if isinstance(step, str)]
+            position += count
+        return tuple(names)
+
+    return PatchRule(
+        original,
+        subclass(original, _Chain, module_name, **{"steps": steps, method: forward}),
+        ("mlp",) if len(steps) > 2 else ("linear_act",),
+        "O2",
+        obstacle=obstacle,
+        note=lambda module: _note(module, steps),
+        applies=lambda module: (
+            bool(_pairs(module, steps)) or any(_is_activation(module, step) for step in steps)
+        ),
+        inside=inside,
+        guarded=True,
+        methods=(method,),
+    )
+
+
+def _is_activation(module: Any, step: Step) -> bool:
+    """Return whether a step is an activation that is known."""
+    if isinstance(step, str):
+        return activation_name(value_of(module, step)) is not None
+    return isinstance(step, Function)
+
+
+def _has_linear(module: Any, step: Step) -> bool:
+    return isinstance(step, str) and is_linear(value_of(module, step))

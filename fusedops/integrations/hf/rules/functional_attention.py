@@ -1,0 +1,148 @@
+"""Attention of modules whose own code calls ``F.scaled_dot_product_attention``.
+
+Replacing the function in torch would change every model of the process. Instead the methods of the
+patched class that call it have the same code with other globals: those of the module that holds the
+class, where ``F``, ``nn`` and ``torch`` are copies of torch's modules that differ in this function,
+and in ``multi_head_attention_forward``, which calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedops.integrations.hf import original_code, patched
+from fusedops.integrations.hf.rules.rule import PatchRule, runs_here, subclass
+from fusedops.ops.attention import attention
+
+_NAME = "scaled_dot_product_attention"
+_MULTI_HEAD = "multi_head_attention_forward"
+_torchs = F.scaled_dot_product_attention
+
+
+def functional_attention_rule(original: type[nn.Module], module_name: str) -> PatchRule | None:
+    """Return the rule for a class whose methods call torch's attention, or ``None``.
+
+    Args:
+        original: the class.
+        module_name: holds the patched class; the globals that the code reads are put there.
+            torch.compile looks for them under that name.
+    """
+    methods = {
+        name: _with_fused(method, module_name)
+        for name, method in _own_methods(original).items()
+        if _calls_torchs(method)
+    }
+    if not methods:
+        return None
+    return PatchRule(
+        original,
+        subclass(original, _Caller, module_name, **methods),
+        ("attention",),
+        "O3",
+        methods=tuple(methods),
+        note=_note,
+    )
+
+
+def _note(module: Any) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "calls without need_weights"
+    return "its call of F.scaled_dot_product_attention"
+
+
+class _Caller(nn.Module):
+    """What all patched classes of this kind are derived from."""
+
+
+def _own_methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
+    """Return the plain methods of a class and its bases, up to ``nn.Module``."""
+    methods: dict[str, FunctionType] = {}
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, method in vars(base).items():
+            if name not in methods and isinstance(method, FunctionType):
+                methods[name] = method
+    return methods
+
+
+def _calls_torchs(method: FunctionType) -> bool:
+    """Return whether a method names torch's attention, and can be given other globals."""
+    names = set(original_code.names_in(method.__code__))
+    reads = any(_place(method.__globals__.get(name)) is not None for name in names)
+    takes = len(inspect.signature(method).parameters) > 1
+    calls = bool(names & {_NAME, _MULTI_HEAD})
+    return calls and reads and takes and not hasattr(method, "__wrapped__")
+
+
+def _with_fused(method: FunctionType, module_name: str) -> FunctionType:
+    """Return the method with the fused op for torch's attention."""
+    ours, theirs = vars(sys.modules[module_name]), method.__globals__
+    for name in set(original_code.names_in(method.__code__)) & theirs.keys():
+        place = _place(theirs[name])
+        ours[name] = theirs[name] if place is None else _copies()[place]
+    return _with_globals(method, ours)
+
+
+def _with_globals(function: Any, namespace: dict[str, Any]) -> FunctionType:
+    """Return a function of the same code that reads other globals."""
+    copy = FunctionType(
+        function.__code__,
+        namespace,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = function.__annotations__
+    copy.__doc__ = function.__doc__
+    return copy
+
+
+def _place(value: Any) -> int | None:
+    """Return which of ``_copies`` stands for a global, or ``None``."""
+    originals = (torch, nn, F, _torchs)
+    return next((i for i, original in enumerate(originals) if value is original), None)
+
+
+@functools.wraps(_torchs)
+def _attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    if not (runs_here(query) and query.dtype == key.dtype == value.dtype and query.dim() > 1):
+        return _torchs(query, key, value, *args, **options)
+    if query.dim() > 2 and key.shape[-3] == value.shape[-3] == 1:  # torch broadcasts the head
+        options["enable_gqa"] = True
+    return attention(query, key, value, *args, **options)
+
+
+@functools.cache
+def _copies() -> tuple[Any, ...]:
+    """Return ``torch``, ``torch.nn``, its ``functional`` and that function, with the fused one."""
+    copies = []
+    for module in (torch, nn, F):
+        # torch.compile imports a function's module by the name in its globals.
+        name = f"{__name__}.{module.__name__}"
+        copy = sys.modules[name] = ModuleType(name, module.__doc__)
+        vars(copy).update({key: value for key, value in vars(module).items() if key != "__name__"})
+        copies.append(copy)
+    of_torch, of_nn, functional = (vars(copy) for copy in copies)
+    of_torch["nn"], of_nn["functional"] = copies[1:]
+    functional[_NAME] = _attend
+    functional[_MULTI_HEAD] = _with_globals(F.multi_head_attention_forward, functional)
+    return *copies, _attend
+
+
+def _multi_head_rule() -> PatchRule:
+    rule = functional_attention_rule(
+        nn.MultiheadAttention, patched.module_of(nn.MultiheadAttention)
+    )
+    assert rule is not None
+    return rule
+
+
+RULES = (_multi_head_rule(),)

@@ -1,0 +1,226 @@
+"""Which norm, gated feed-forward layer or chain of children an expression is (``symbolic.py``)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedops.integrations.hf.rules.activations import Function
+from fusedops.integrations.hf.rules.chain import DropoutFunction, Step
+from fusedops.integrations.hf.rules.gated_mlp import GatedNames, PackedNames
+from fusedops.integrations.hf.symbolic import INPUT, Expression
+
+_WIDE = ("cast", INPUT, torch.float32)
+_ITS_DTYPE = ("dtype", INPUT)
+Place = tuple[str, str]  # ("attribute", path)
+
+
+class NormExpression(NamedTuple):
+    """A norm over the last dimension, or over those of ``shape``.
+
+    Attributes:
+        op: ``"rms_norm"`` or ``"layer_norm"``.
+        weight: where the weight is, if there is one.
+        bias: where the bias is, if there is one.
+        eps: the number, where it is, or ``None`` for torch's own.
+        weight_offset: as in ``rms_norm``.
+        rounding: as in ``rms_norm``.
+        shape: where ``normalized_shape`` is; ``None`` for the last dimension.
+        wide: whether the code computes in float32 and returns the dtype of the input.
+    """
+
+    op: str
+    weight: Place | None = None
+    bias: Place | None = None
+    eps: float | Place | None = None
+    weight_offset: float = 0.0
+    rounding: str = "torch"
+    shape: Place | None = None
+    wide: bool = True
+
+
+def norm_of(expression: Expression) -> NormExpression | None:
+    """Return the norm that an expression is, or ``None``."""
+    narrowed, content = _without_cast(expression)
+    norm = _functional(content) or _formula(content)
+    if norm is None or (norm.wide and not narrowed and norm.rounding == "torch"):
+        return None  # in half precision its result would be float32
+    return norm
+
+
+def _without_cast(expression: Expression) -> tuple[bool, Expression]:
+    match expression:
+        case ("cast", content, dtype) if dtype == _ITS_DTYPE:
+            return True, content
+    return False, expression
+
+
+def _functional(expression: Expression) -> NormExpression | None:
+    """Return the norm of a call of ``F.layer_norm`` or ``F.rms_norm``."""
+    match expression:
+        case ("layer_norm" | "rms_norm" as op, source, *options) if source in (INPUT, _WIDE):
+            given: dict[str, Any] = dict(options)
+        case _:
+            return None
+    shape = given.get("normalized_shape")
+    match shape:
+        case ("attribute", str()):
+            pass
+        case (("size", _, -1),) if shape[0][1] == INPUT:
+            shape = None
+        case _:
+            return None
+    places = given.get("weight"), given.get("bias")
+    if not all(place is None or _is_place(place) for place in places):
+        return None
+    eps = given.get("eps", 1e-5 if op == "layer_norm" else None)
+    if not (eps is None or _is_number(eps)):
+        return None
+    return NormExpression(op, *places, eps=eps, shape=shape, wide=source == _WIDE)
+
+
+def _formula(expression: Expression) -> NormExpression | None:
+    """Return the norm that is written as a formula."""
+    for weight, normed in _factors(expression):
+        offset = _weight(weight)
+        narrowed, content = _without_cast(normed)
+        core = _normalised(content)
+        if core is None or offset is None:
+            continue
+        if narrowed and core.wide:
+            plain = offset[1] == 0.0 and core.op == "rms_norm"
+            return core._replace(weight=offset[0], rounding="hf") if plain else None
+        return core._replace(weight=offset[0], weight_offset=offset[1])
+    return _normalised(expression)
+
+
+def _factors(expression: Expression) -> list[tuple[Expression, Expression]]:
+    match expression:
+        case ("mul", first, second):
+            return [(first, second), (second, first)]
+    return []
+
+
+def _weight(expression: Expression) -> tuple[Place, float] | None:
+    """Return where a weight is, and what is added to it."""
+    match expression:
+        case ("add", int(offset) | float(offset), weight) | (
+            "add",
+            weight,
+            int(offset) | float(offset),
+        ):
+            place = _weight(weight)
+            wide = weight[0] == "cast"  # a sum in half precision is rounded
+            return (place[0], float(offset)) if place is not None and wide else None
+        case ("cast", ("attribute", _) as place, torch.float32):
+            return place, 0.0
+        case ("attribute", str()):
+            return expression, 0.0
+    return None
+
+
+def _normalised(expression: Expression) -> NormExpression | None:
+    """Return the norm, without a weight, that ``centred * rsqrt(mean(centred ** 2) + eps)`` is."""
+    for factor, row in _factors(expression):
+        match factor:
+            case ("rsqrt", ("add", ("mean", ("square", squared)), eps)) if _is_number(eps):
+                pass
+            case _:
+                continue
+        for source in (_WIDE, INPUT):
+            wide = source == _WIDE
+            if squared == source and row in (source, INPUT):
+                return NormExpression("rms_norm", eps=eps, wide=wide)
+            centred = ("sub", source, ("mean", source))
+            if squared == centred and row == centred:
+                return NormExpression("layer_norm", eps=eps, wide=wide)
+    return None
+
+
+def _is_place(expression: Expression) -> bool:
+    return isinstance(expression, tuple) and len(expression) == 2 and expression[0] == "attribute"
+
+
+def _is_number(expression: Expression) -> bool:
+    return isinstance(expression, float) or _is_place(expression)
+
+
+def gated_of(expression: Expression) -> GatedNames | PackedNames | None:
+    """Return the gated feed-forward layer that an expression is, or ``None``."""
+    steps, product = _steps(expression)
+    if not steps or not isinstance(steps[0], str):
+        return None
+    down, last = steps[0], steps[1:]
+    for gate, up in _factors(product):
+        activation, projected = _activation(gate)
+        if activation is None:
+            continue
+        match (projected, up):
+            case (("call", first, argument), ("call", second, other)):
+                if argument == other == INPUT and first != second:
+                    return GatedNames(first, second, down, activation, last)
+            case (("part", chunk, half), ("part", other, rest)):
+                match chunk:
+                    case ("chunk", ("call", packed, argument), 2, _) if (
+                        chunk == other and half + rest == 1 and argument == INPUT
+                    ):
+                        return PackedNames(packed, down, activation, half, last)
+    return None
+
+
+def chain_of(expression: Expression) -> tuple[tuple[Step, ...], str | None]:
+    """Return the steps that an expression is if they run one after the other; else none.
+
+    Returns:
+        The steps, and the name of the argument that is added behind the last, or ``None``.
+    """
+    residual = None
+    match expression:
+        case ("add", content, ("input", str(name))) | ("add", ("input", str(name)), content):
+            residual, expression = name, content
+    steps, source = _steps(expression)
+    return (steps, residual) if source == INPUT and len(steps) > 1 else ((), None)
+
+
+def _steps(expression: Expression) -> tuple[tuple[Step, ...], Expression]:
+    """Return the steps at the end of an expression, and what the first of them is applied to."""
+    steps: list[Step] = []
+    while True:
+        step, source = _step(expression)
+        if step is None:
+            return tuple(reversed(steps)), expression
+        steps.append(step)
+        expression = source
+
+
+def _step(expression: Expression) -> tuple[Step | None, Expression]:
+    match expression:
+        case ("dropout", source, ("p", p), ("training", ("attribute", "training")), *rest):
+            if _in_place(rest) is False and _is_number(p):
+                return DropoutFunction(p), source
+            return None, expression
+    return _activation(expression)
+
+
+def _activation(expression: Expression) -> tuple[str | Function | None, Expression]:
+    """Return the child or function that an expression ends with, and what it is applied to."""
+    match expression:
+        case ("call", str(child), source):
+            return child, source
+        case ("silu" | "relu" as name, source, *rest) if _in_place(rest) is False:
+            return Function(name), source
+        case ("gelu", source):
+            return Function("gelu"), source
+        case ("gelu", source, ("approximate", approximate)):
+            return Function("gelu", approximate), source
+        case ("square", ("relu", source)):
+            return Function("relu2"), source
+        case ("mul", source, ("sigmoid", same)) | ("mul", ("sigmoid", same), source):
+            if source == same:
+                return Function("silu"), source
+    return None, expression
+
+
+def _in_place(options: list[Any]) -> bool:
+    return options not in ([], [("inplace", False)])

@@ -1,0 +1,245 @@
+"""Modules as users write them: every way to write a norm or a feed-forward layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH = 32
+
+
+class Scaled(nn.Module):
+    """The parameters of a norm."""
+
+    def __init__(self, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH)) if bias else None
+        self.eps = 1e-5
+        self.add_unit_offset = False
+
+
+class TorchtitanRMSNorm(Scaled):
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self._norm(x.float()).type_as(x)
+        return output * self.weight
+
+
+class LitgptRMSNorm(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = x.dtype
+        x = x.float()
+        norm_x = torch.mean(x * x, dim=-1, keepdim=True)
+        x_normed = x * torch.rsqrt(norm_x + self.eps)
+        weight = (1 + self.weight.float()) if self.add_unit_offset else self.weight.float()
+        return (x_normed * weight).to(dtype=dtype)
+
+
+class DividingRMSNorm(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        scale = torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * (wide / scale).to(x.dtype)
+
+
+class PlainRMSNorm(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+class NoWeightRMSNorm(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.size(-1),))
+
+
+class OpenClipLayerNorm(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        orig_type = x.dtype
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.to(orig_type)
+
+
+class NanoGPTLayerNorm(Scaled):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class FormulaLayerNorm(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = (x - mean).pow(2).mean(-1, keepdim=True)
+        return (x - mean) * torch.rsqrt(variance + self.eps) * self.weight
+
+
+class OptionalScaleNorm(Scaled):
+    def __init__(self, *, scale: bool = True) -> None:
+        super().__init__()
+        if not scale:
+            self.weight = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(
+            x.dtype
+        )
+        if self.weight is not None:
+            normed = normed * self.weight
+        return normed
+
+
+NORMS: dict[str, tuple[type[nn.Module], str]] = {
+    "torchtitan": (TorchtitanRMSNorm, "rms_norm"),
+    "litgpt": (LitgptRMSNorm, "rms_norm"),
+    "dividing": (DividingRMSNorm, "rms_norm"),
+    "functional": (PlainRMSNorm, "rms_norm"),
+    "no weight": (NoWeightRMSNorm, "rms_norm"),
+    "optional scale": (OptionalScaleNorm, "rms_norm"),
+    "open_clip": (OpenClipLayerNorm, "layer_norm"),
+    "nanogpt": (NanoGPTLayerNorm, "layer_norm"),
+    "formula": (FormulaLayerNorm, "layer_norm"),
+}
+
+
+class NanoGPTMLP(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(WIDTH, 48)
+        self.gelu = nn.GELU()
+        self.c_proj = nn.Linear(48, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.c_fc(x)
+        x = self.gelu(x)
+        x = self.c_proj(x)
+        x = self.dropout(x)
+        return x
+
+
+class TimmMlp(nn.Module):
+    def __init__(self, dropout: float = 0.0, activation: Any = nn.GELU) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(WIDTH, 48)
+        self.act = activation()
+        self.drop1 = nn.Dropout(dropout)
+        self.norm = nn.Identity()
+        self.fc2 = nn.Linear(48, WIDTH)
+        self.drop2 = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        x = self.act(x)
+        x = self.drop1(x)
+        x = self.norm(x)
+        x = self.fc2(x)
+        x = self.drop2(x)
+        return x
+
+
+class Configuration:
+    gelu_approximate = "tanh"
+
+
+class LitgptMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, 48)
+        self.proj = nn.Linear(48, WIDTH)
+        self.config = Configuration()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        x = F.gelu(x, approximate=self.config.gelu_approximate)
+        return self.proj(x)
+
+
+class TorchtitanFeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(WIDTH, 48, bias=False)
+        self.w2 = nn.Linear(48, WIDTH, bias=False)
+        self.w3 = nn.Linear(WIDTH, 48, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class PackedSwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w12 = nn.Linear(WIDTH, 96)
+        self.w3 = nn.Linear(48, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x1, x2 = self.w12(x).chunk(2, dim=-1)
+        hidden = F.silu(x1) * x2
+        return self.w3(hidden)
+
+
+class ConvertedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 48)
+        self.down = nn.Linear(48, WIDTH)
+        self.p = 0.5
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x)).square()
+        return F.dropout(self.down(hidden), p=self.p, training=self.training) + residual
+
+
+FEED_FORWARDS: dict[str, tuple[type[nn.Module], str]] = {
+    "nanogpt": (NanoGPTMLP, "mlp"),
+    "timm": (TimmMlp, "mlp"),
+    "litgpt": (LitgptMLP, "mlp"),
+    "torchtitan": (TorchtitanFeedForward, "linear_glu"),
+    "packed": (PackedSwiGLU, "swiglu"),
+}
+
+
+class NanoGPTAttention(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        self.c_proj = nn.Linear(WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q, k, v = (tensor.view(B, T, 4, C // 4).transpose(1, 2) for tensor in (q, k, v))
+        dropout = self.dropout if self.training else 0
+        y = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True
+        )
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+
+class LitgptAttention(NanoGPTAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, -1))
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        y = self.scaled_dot_product_attention(q, k, v, mask)
+        return self.c_proj(y.reshape(rows, length, width))
+
+    def scaled_dot_product_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, scale=0.3)
+        return y.transpose(1, 2)
+
+
+class OneHeadOfKeys(NanoGPTAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], None, 0.0, True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
