@@ -1,0 +1,240 @@
+"""What `fusedops.patch` fuses in each model type of transformers: writes docs/coverage.md.
+
+Every type is built on the meta device with two layers, patched at level O3, and its report read:
+nothing is downloaded and nothing runs.
+
+    python tools/coverage.py            # writes the page
+    python tools/coverage.py --check    # fails if the page says something else
+    python tools/coverage.py llama      # prints the report of one type
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import configuration_auto, modeling_auto
+
+import fusedops
+from fusedops.integrations.hf.rules.rule import rule_of
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
+TASKS = {
+    "causal": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
+    "masked": (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "AutoModelForMaskedLM"),
+    "sequence to sequence": (
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForSeq2SeqLM",
+    ),
+    "image classification": (
+        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForImageClassification",
+    ),
+}
+LAYER_COUNTS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
+    *("decoder_layers", "num_encoder_layers", "num_decoder_layers", "depth"),
+)
+# Column -> the ops that it stands for. A linear layer alone is no feed-forward layer.
+COLUMNS = {
+    "attention": ("attention",),
+    "rotary": ("rotary_embedding",),
+    "norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
+    "residual": ("add_layer_norm", "add_rms_norm", "bias_dropout_add"),
+    "feed-forward": ("mlp", "linear_glu", "swiglu", "geglu", "linear_act"),
+    "experts": ("moe_mlp", "grouped_mm"),
+    "loss": ("cross_entropy",),
+}
+# Column -> what the class of a module is called that a type must have for an empty cell to count.
+NAMES = {
+    "attention": ("attention", "attn"),
+    "norm": ("norm",),
+    "feed-forward": ("mlp", "feedforward", "ffn", "denseact", "intermediate"),
+    "experts": ("experts",),
+}
+
+
+_OTHER_NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
+
+
+@dataclass
+class TypeCoverage:
+    """What of a model type is fused.
+
+    Attributes:
+        name: of the type.
+        ways: column -> how the rules are known: ``table``, ``copy``, ``code`` or ``registry``.
+        present: columns for which the model has modules.
+    """
+
+    name: str
+    ways: dict[str, list[str]]
+    present: set[str]
+
+    def cell(self, column: str) -> str:
+        """Return what the page says in a column."""
+        if self.ways.get(column):
+            return ", ".join(self.ways[column])
+        return "no" if column in self.present else ""
+
+
+def small_model(name: str, auto: str) -> nn.Module:
+    """Return a model of a type on the meta device, with two layers where that is possible."""
+    config = transformers.AutoConfig.for_model(name)
+    builder = getattr(transformers, auto)
+    default = config.to_dict()
+    sizes = {key: 2 for key in LAYER_COUNTS if isinstance(default.get(key), int)}
+    with torch.device("meta"):
+        try:
+            return builder.from_config(transformers.AutoConfig.for_model(name, **sizes))
+        except Exception:  # lists of a kind for each layer, layers that share others
+            return builder.from_config(config)
+
+
+def way_of(module: nn.Module) -> str:
+    """Return how the rule of a patched module is known."""
+    rule = rule_of(module)
+    assert rule is not None
+    if rule.copy_of is not None:
+        return "copy"
+    if ".hf.patched." not in rule.patched.__module__:
+        return "table"
+    return "registry" if "attention" in rule.ops and rule.level == "O2" else "code"
+
+
+def coverage(name: str, model: nn.Module) -> TypeCoverage:
+    """Return what of a model is fused after ``patch``."""
+    report = fusedops.patch(model, level="O3")
+    modules = dict(model.named_modules())
+    ways: dict[str, list[str]] = {column: [] for column in COLUMNS}
+    present = {
+        column
+        for column, words in NAMES.items()
+        for module in modules.values()
+        if any(word in type(module).__name__.lower() for word in words)
+        and not isinstance(module, _OTHER_NORMS)
+    }
+    for entry in report.modules:
+        if not entry.replaced or entry.reason.startswith("inside "):
+            continue
+        module = modules.get(entry.name)
+        rule = None if module is None else rule_of(module)
+        ops = set(entry.op.split(", "))
+        if isinstance(module, nn.Linear):
+            ops.discard("linear_act")
+        for column, meant in COLUMNS.items():
+            if ops & set(meant):
+                way = "table" if rule is None else way_of(module)
+                if way not in ways[column]:
+                    ways[column].append(way)
+    return TypeCoverage(name, ways, present)
+
+
+def types_of(task: str) -> Iterator[tuple[str, Any]]:
+    """Yield each type of a task with its coverage, or with why it could not be built."""
+    names, auto = TASKS[task]
+    for name in sorted(names):
+        if name not in configuration_auto.CONFIG_MAPPING_NAMES:
+            continue
+        try:
+            yield name, coverage(name, small_model(name, auto))
+        except Exception as error:  # a type that needs another library, or has no default sizes
+            yield name, type(error).__name__
+
+
+INTRODUCTION = """\
+# Coverage
+
+This page is for people who want to know what `fusedops.patch(model, level="O3")` fuses in a model
+of transformers {version}. It is written by `python tools/coverage.py`, which builds each type with
+two layers on the meta device, patches it and reads the report.
+
+```python
+import fusedops
+import transformers
+
+config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+print(fusedops.patch(transformers.LlamaForCausalLM(config), level="O3"))
+```
+
+A cell says how the rules are known ([patching](patching.md#families)):
+
+| cell | meaning |
+|---|---|
+| `table` | by a table of the family, or of torch's modules |
+| `copy` | as a copy of a class with a table |
+| `code` | by what the code of the class computes, or calls |
+| `registry` | attention that looks its function up in transformers' registry |
+| `no` | the model has such modules, and none is fused |
+
+## Summary
+
+Types in which at least one module of a kind is fused, of those that have such modules.
+"""
+
+
+def summary_row(task: str, built: list[TypeCoverage]) -> str:
+    """Return the row of a task in the summary."""
+    cells = []
+    for column in NAMES:
+        fused = sum(bool(entry.ways[column]) for entry in built)
+        total = sum(bool(entry.ways[column]) or column in entry.present for entry in built)
+        cells.append(f"{fused} of {total} ({100 * fused // total} %)" if total else "")
+    return f"| {task} | {len(built)} | " + " | ".join(cells) + " |"
+
+
+def page() -> str:
+    """Return the page."""
+    lines = [INTRODUCTION.format(version=transformers.__version__)]
+    lines.append("| task | types | " + " | ".join(NAMES) + " |")
+    lines.append("|---|---:|" + "---:|" * len(NAMES))
+    tables: list[str] = []
+    for task in TASKS:
+        results = list(types_of(task))
+        built = [result for _, result in results if isinstance(result, TypeCoverage)]
+        lines.append(summary_row(task, built))
+        tables += ["", f"## {task[0].upper()}{task[1:]}", ""]
+        tables += ["| type | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
+        tables += [
+            f"| {entry.name} | " + " | ".join(entry.cell(column) for column in COLUMNS) + " |"
+            for entry in built
+        ]
+        missing = [f"{name} ({error})" for name, error in results if isinstance(error, str)]
+        if missing:
+            tables += ["", "Not built from its default configuration: " + "; ".join(missing) + "."]
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def main() -> int:
+    """Write or check the page, or print a report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("type", nargs="?", help="print the report of this type")
+    parser.add_argument("--check", action="store_true", help="fail if the page differs")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if options.type:
+        auto = next(auto for names, auto in TASKS.values() if options.type in names)
+        print(fusedops.patch(small_model(options.type, auto), level="O3"))
+        return 0
+    content = page()
+    if options.check:
+        if PAGE.read_text() == content:
+            return 0
+        print(f"{PAGE} differs from what patch does: run python tools/coverage.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
