@@ -101,6 +101,24 @@ def test_padding_and_unpatch(name: str) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("name", ["Granite", "Gemma3"])
+def test_an_eager_attention_that_is_known_is_fused_until_its_weights_are_recorded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES[name][0], "attn_implementation", "eager")
+    patched, stock = _pair(name)
+    with counted() as calls:
+        assert_same_training(patched, stock, loss)
+    assert calls["attention"] == 2
+    with counted() as calls:
+        found, expected = (
+            model.eval()(IDS, output_attentions=True).attentions for model in (patched, stock)
+        )
+    assert calls["attention"] == 0
+    for weights, wanted in zip(found, expected, strict=True):
+        assert_close(weights, wanted)
+
+
 def test_a_patched_copy_loads_in_another_process(tmp_path: Path) -> None:
     patched, _ = _pair("Granite")
     file = tmp_path / "model.pickle"

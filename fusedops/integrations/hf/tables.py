@@ -120,8 +120,46 @@ def _of_registry(cls: type[nn.Module]) -> PatchRule | None:
     attention: Any = importlib.import_module("fusedops.integrations.hf.rules.attention")
     rotary = forward.__globals__.get("apply_rotary_pos_emb")
     return attention.attention_rule(
-        cls, patched.module_of(cls), rotary=rotary is not None and _rotates_halves(rotary)
+        cls,
+        patched.module_of(cls),
+        eager=_eager_is_known(cls, forward),
+        rotary=rotary is not None and _rotates_halves(rotary),
     )
+
+
+def _eager_is_known(cls: type[nn.Module], forward: Any) -> bool:
+    """Return whether the ``eager`` of an attention is that of a family with a table.
+
+    Its caller must drop the weights: those that are asked for are then recorded by hooks. Sinks
+    must be an argument, because the function of GPT-OSS reads them from the module.
+    """
+    eager = forward.__globals__.get("eager_attention_forward")
+    recorded = (
+        getattr(value, "_can_record_outputs", None) or {} for value in _classes_of(cls.__module__)
+    )
+    if eager is None or not any(_records(outputs.get("attentions"), cls) for outputs in recorded):
+        return False
+    arguments = {name for names in _keywords(forward) for name in names}
+    names = ("llama", "gemma2", *(("gpt_oss",) if "s_aux" in arguments else ()))
+    files = (f"transformers.models.{name}.modeling_{name}" for name in names)
+    known = (importlib.import_module(file).eager_attention_forward for file in files)
+    return any(same_function(eager, function) for function in known)
+
+
+def _classes_of(module: str) -> list[type]:
+    return [value for value in vars(sys.modules[module]).values() if isinstance(value, type)]
+
+
+def _records(recorded: Any, cls: type[nn.Module]) -> bool:
+    """Return whether what a model records as its attentions is the output of a class."""
+    targets = recorded if isinstance(recorded, list | tuple) else [recorded]
+    return any(getattr(target, "target_class", target) is cls for target in targets)
+
+
+def _keywords(function: Any) -> list[tuple[str, ...]]:
+    """Return the names of keyword arguments in the calls of a function."""
+    constants = function.__code__.co_consts
+    return [constant for constant in constants if isinstance(constant, tuple)]
 
 
 def _rotates_halves(rotary: Any) -> bool:
