@@ -95,12 +95,20 @@ class OptionalScaleNorm(Scaled):
         return normed
 
 
+class RoundedTwiceRMSNorm(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return (normed * self.weight).to(x.dtype)
+
+
 NORMS: dict[str, tuple[type[nn.Module], str]] = {
     "torchtitan": (TorchtitanRMSNorm, "rms_norm"),
     "litgpt": (LitgptRMSNorm, "rms_norm"),
     "dividing": (DividingRMSNorm, "rms_norm"),
     "functional": (PlainRMSNorm, "rms_norm"),
     "no weight": (NoWeightRMSNorm, "rms_norm"),
+    "rounded twice": (RoundedTwiceRMSNorm, "rms_norm"),
     "optional scale": (OptionalScaleNorm, "rms_norm"),
     "open_clip": (OpenClipLayerNorm, "layer_norm"),
     "nanogpt": (NanoGPTLayerNorm, "layer_norm"),

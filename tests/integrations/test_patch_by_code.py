@@ -133,6 +133,19 @@ def test_what_stands_in_the_way_is_told() -> None:
     torch.testing.assert_close(model.b(rows()), expected.b(rows()))
 
 
+def test_a_float32_weight_keeps_the_dtype_of_the_result() -> None:
+    for name in NORMS:
+        module = module_of(f"norm {name}")
+        patched, stock = patched_pair(module)
+        try:
+            want = stock(rows(torch.bfloat16))
+        except RuntimeError:  # torch's own functions want one dtype
+            continue
+        got = patched(rows(torch.bfloat16))
+        assert got.dtype == want.dtype, name
+        torch.testing.assert_close(got, want, atol=0.04, rtol=0.02)
+
+
 def test_a_weight_that_is_broadcast_is_left_to_torch() -> None:
     patched, stock = patched_pair(home_made.DividingRMSNorm())
     for module in (patched, stock):
@@ -166,6 +179,26 @@ class StaysWide(home_made.Scaled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class WideWeight(home_made.Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normed * self.weight.float()
+
+
+class WideWeightLast(home_made.Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight.float() * normed
+
+
+class NamedLikeAMethod(home_made.Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.type == "plain":
+            return x
+        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 
 class Counting(home_made.Scaled):
@@ -236,6 +269,7 @@ class FirstDimension(home_made.PackedSwiGLU):
 
 
 NEAR = [
+    *(WideWeight, WideWeightLast, NamedLikeAMethod),
     *(SumNorm, OutsideEps, OtherDimension, OtherRow, StaysWide, Counting, AsksForGradients),
     *(AsksForTypes, WithoutGradient, OwnBackward, OwnCall, Derived, SumOfHalves, OneProjection),
     *(FirstDimension,),

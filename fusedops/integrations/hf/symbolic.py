@@ -285,6 +285,19 @@ class _Value:
     __hash__ = None  # type: ignore[assignment]
 
 
+class _Method:
+    """What may be a method of a tensor: it is called, and nothing else."""
+
+    def __init__(self, value: _Value, name: str) -> None:
+        self._call = functools.partial(value._apply, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Symbol:
+        return self._call(*args, **kwargs)
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __getattr__ = _no_answer
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _arithmetic(name: str, *, reflected: bool = False) -> Callable[[_Value, Any], _Symbol]:
     def calculate(self: _Value, other: Any) -> _Symbol:
         return self._apply(name, other, self) if reflected else self._apply(name, self, other)
@@ -309,8 +322,8 @@ class _Module(_Value):
         return "attribute", self._path
 
     def __getattr__(self, name: str) -> Any:
-        if name in _METHODS and self._path:  # a tensor's: no child has these names
-            return functools.partial(self._apply, name, self)
+        if name in _METHODS and self._path:
+            return _Method(self, name)
         return self._run.attribute(self._path, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Symbol:
@@ -349,7 +362,7 @@ class _Symbol(_Value):
             return _Symbol(self._run, ("dtype", self._content))
         if name not in _METHODS:
             raise _NoExpressionError
-        return functools.partial(self._apply, name, self)
+        return _Method(self, name)
 
     def _parts(self) -> list[_Symbol]:
         match self._content:

@@ -86,7 +86,8 @@ class _Norm(nn.Module):
                 options["weight_offset"] = norm.weight_offset
             normed = rms_norm(hidden_states, shape, weight, eps, **options)
         # CUDA's autocast computes some of these in float32; the code returns the input's dtype.
-        return normed.to(hidden_states.dtype) if norm.rounding == "torch" else normed
+        as_input = norm.narrowed or norm.rounding == "torch"
+        return normed.to(hidden_states.dtype) if as_input else normed
 
 
 def _norm_of(module: Any) -> NormExpression | None:

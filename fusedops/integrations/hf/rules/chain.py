@@ -147,8 +147,9 @@ def _pair_at(module: Any, steps: tuple[Step, ...], position: int) -> _Pair | Non
     if isinstance(activation, DropoutFunction):
         return None
     child = value_of(module, activation)
-    other = is_linear(child) or isinstance(child, _PASSED_OVER)
-    return None if other else _Pair(linear, activation)
+    if isinstance(child, nn.Module) and (child._parameters or child._modules):
+        return None  # a norm, an adapter or another layer
+    return None if isinstance(child, _PASSED_OVER) else _Pair(linear, activation)
 
 
 _PASSED_OVER = (nn.Dropout, nn.Identity)

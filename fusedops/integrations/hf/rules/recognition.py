@@ -27,7 +27,8 @@ class NormExpression(NamedTuple):
         weight_offset: as in ``rms_norm``.
         rounding: as in ``rms_norm``.
         shape: where ``normalized_shape`` is; ``None`` for the last dimension.
-        wide: whether the code computes in float32 and returns the dtype of the input.
+        wide: whether the code computes in float32.
+        narrowed: whether it returns the dtype of the input at last.
     """
 
     op: str
@@ -38,6 +39,7 @@ class NormExpression(NamedTuple):
     rounding: str = "torch"
     shape: Place | None = None
     wide: bool = True
+    narrowed: bool = False
 
 
 def norm_of(expression: Expression) -> NormExpression | None:
@@ -46,7 +48,7 @@ def norm_of(expression: Expression) -> NormExpression | None:
     norm = _functional(content) or _formula(content)
     if norm is None or (norm.wide and not narrowed and norm.rounding == "torch"):
         return None  # in half precision its result would be float32
-    return norm
+    return norm._replace(narrowed=narrowed)
 
 
 def _without_cast(expression: Expression) -> tuple[bool, Expression]:
@@ -83,15 +85,19 @@ def _functional(expression: Expression) -> NormExpression | None:
 def _formula(expression: Expression) -> NormExpression | None:
     """Return the norm that is written as a formula."""
     for weight, normed in _factors(expression):
-        offset = _weight(weight)
+        place_and_offset = _weight(weight)
         narrowed, content = _without_cast(normed)
         core = _normalised(content)
-        if core is None or offset is None:
+        if core is None or place_and_offset is None:
             continue
-        if narrowed and core.wide:
-            plain = offset[1] == 0.0 and core.op == "rms_norm"
-            return core._replace(weight=offset[0], rounding="hf") if plain else None
-        return core._replace(weight=offset[0], weight_offset=offset[1])
+        place, offset = place_and_offset
+        if core.wide and not narrowed:
+            return core._replace(weight=place, weight_offset=offset)
+        if weight != place:  # a weight in float32 makes the product float32
+            return None
+        if not core.wide:
+            return core._replace(weight=place)
+        return core._replace(weight=place, rounding="hf") if core.op == "rms_norm" else None
     return _normalised(expression)
 
 
