@@ -3,9 +3,9 @@
 Every type is built on the meta device with two layers, patched at level O3, and its report read:
 nothing is downloaded and nothing runs.
 
-    python tools/coverage.py            # writes the page
-    python tools/coverage.py --check    # fails if the page says something else
-    python tools/coverage.py llama      # prints the report of one type
+    python tools/coverage_page.py            # writes the page
+    python tools/coverage_page.py --check    # fails if the page says something else
+    python tools/coverage_page.py llama      # prints the report of one type
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ INTRODUCTION = """\
 # Coverage
 
 This page is for people who want to know what `fusedops.patch(model, level="O3")` fuses in a model
-of transformers {version}. It is written by `python tools/coverage.py`, which builds each type with
-two layers on the meta device, patches it and reads the report.
+of transformers {version}. `python tools/coverage_page.py` writes it: it builds each type with two
+layers on the meta device, patches it and reads the report.
 
 ```python
 import fusedops
@@ -230,7 +230,7 @@ def main() -> int:
     if options.check:
         if PAGE.read_text() == content:
             return 0
-        print(f"{PAGE} differs from what patch does: run python tools/coverage.py", file=sys.stderr)
+        print(f"{PAGE} is stale: run python tools/coverage_page.py", file=sys.stderr)
         return 1
     PAGE.write_text(content)
     return 0
