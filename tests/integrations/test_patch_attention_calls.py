@@ -172,7 +172,6 @@ def test_other_modules_keep_torchs_attention() -> None:
     pair("nanogpt")
     with counted() as calls:
         NanoGPTAttention()(rows())
-        F.multi_head_attention_forward  # noqa: B018
         nn.MultiheadAttention(WIDTH, 4)(rows(), rows(), rows(), need_weights=False)
     assert calls["attention"] == 0
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -187,6 +187,21 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from with_inner(constant)
+
+
+def with_globals(function: Any, namespace: dict[str, Any]) -> FunctionType:
+    """Return a function of the same code that reads other globals."""
+    copy = FunctionType(
+        function.__code__,
+        namespace,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = function.__annotations__
+    copy.__doc__ = function.__doc__
+    return copy
 
 
 def _function(name: str) -> CodePlace:

@@ -60,7 +60,7 @@ class _Comparison:
 
     def attributes(self, name: str) -> bool:
         """Return whether an attribute of the two classes is the same, or absent in both."""
-        mine, theirs = (_own_attribute(cls, name) for cls in self.classes)
+        mine, theirs = (own_attribute(cls, name) for cls in self.classes)
         return mine is theirs or self.values(mine, theirs)
 
     def values(self, mine: Any, theirs: Any) -> bool:
@@ -218,7 +218,7 @@ def _content(cell: Any) -> Any:
         return _MISSING
 
 
-def _own_attribute(cls: type, name: str) -> Any:
+def own_attribute(cls: type, name: str) -> Any:
     """Return the stored attribute of a class; ``None`` where it has none, or torch's."""
     for base in cls.__mro__:
         if base is nn.Module or base is object:

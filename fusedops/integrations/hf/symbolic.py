@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf.original_code import with_inner
+from fusedops.integrations.hf.same_code import own_attribute
 
 Expression = Any  # nested tuples, numbers, strings, dtypes and ``None``
 INPUT = ("input",)
@@ -234,7 +235,7 @@ class _Run:
         full_path = f"{path}.{name}" if path else name
         if name in self.may_be_none and not self.answer(Question(full_path, "is_not", None)):
             return None
-        value = None if path else _class_attribute(self.cls, name)
+        value = None if path else own_attribute(self.cls, name)
         if value is None:
             return _Module(self, full_path)
         if isinstance(value, property):
@@ -244,15 +245,6 @@ class _Run:
         if callable(value):
             return lambda *args, **kwargs: self.call(value, args, kwargs)
         return _Module(self, name)
-
-
-def _class_attribute(cls: type, name: str) -> Any:
-    for base in cls.__mro__:
-        if base is nn.Module or base is object:
-            return None
-        if name in vars(base):
-            return vars(base)[name]
-    return None
 
 
 def _no_answer(*_: Any) -> Any:

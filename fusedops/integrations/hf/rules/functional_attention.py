@@ -87,22 +87,7 @@ def _with_fused(method: FunctionType, module_name: str) -> FunctionType:
     for name in set(original_code.names_in(method.__code__)) & theirs.keys():
         place = _place(theirs[name])
         ours[name] = theirs[name] if place is None else _copies()[place]
-    return _with_globals(method, ours)
-
-
-def _with_globals(function: Any, namespace: dict[str, Any]) -> FunctionType:
-    """Return a function of the same code that reads other globals."""
-    copy = FunctionType(
-        function.__code__,
-        namespace,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__annotations__ = function.__annotations__
-    copy.__doc__ = function.__doc__
-    return copy
+    return original_code.with_globals(method, ours)
 
 
 def _place(value: Any) -> int | None:
@@ -133,7 +118,7 @@ def _copies() -> tuple[Any, ...]:
     of_torch, of_nn, functional = (vars(copy) for copy in copies)
     of_torch["nn"], of_nn["functional"] = copies[1:]
     functional[_NAME] = _attend
-    functional[_MULTI_HEAD] = _with_globals(F.multi_head_attention_forward, functional)
+    functional[_MULTI_HEAD] = original_code.with_globals(F.multi_head_attention_forward, functional)
     return *copies, _attend
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.original_code import names_in
+from fusedops.integrations.hf.original_code import names_in, with_globals
 from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.rotary_embedding import rotary_embedding
 
@@ -51,13 +51,7 @@ def forward_with_rotary(
     ours[_NAME] = _fused(theirs[_NAME], _whole_tables if half_tables else _as_given)
     if _INTERLEAVED in names:
         ours[_INTERLEAVED] = _fused(theirs[_INTERLEAVED], _deinterleaved)
-    same = FunctionType(
-        forward.__code__, ours, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    same.__kwdefaults__ = forward.__kwdefaults__
-    same.__annotations__ = forward.__annotations__
-    same.__doc__ = forward.__doc__
-    return same
+    return with_globals(forward, ours)
 
 
 def _fused(original: Callable[..., Any], prepared: Callable[..., Any]) -> Callable[..., Any]:
