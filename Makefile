@@ -84,7 +84,8 @@ test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m interpreter
 
-# The kernels of AMX on a processor without it, every op that multiplies: their instructions replaced
+# The kernels of AMX on a processor without it, every op that multiplies, and a row of float32 as
+# processors by Intel multiply it (csrc/common/isa.h, kReadsLongRows): their instructions replaced
 # by C++ (csrc/cpu/gemm/tile_registers.h), and the instructions themselves, each of which is trapped
 # (tools/tile_trap.cpp; Python's faulthandler would take its signal).
 PRODUCTS := $(addprefix tests/ops/test_,$(addsuffix .py,linear_act linear_glu mlp baddbmm grouped_mm \
@@ -95,6 +96,7 @@ test-tiles: setup
 	  tiles="env OMP_NUM_THREADS=1 $$python -m pytest $(PYTEST_FLAGS) -p no:faulthandler"; \
 	  $$tiles $(PRODUCTS) -m "not slow and not gpu and not interpreter" \
 	    -k "not compiled and not torch-cpu and not float64 and not float32 and not float16" || exit 1; \
+	  $$tiles tests/ops/test_linear_act.py -k "one_row and float32" || exit 1; \
 	  $$tiles tests/ops/test_all_ops.py -m "not slow and not gpu and not interpreter" \
 	    -k "(attention or linear or mlp or mm) and bfloat16 and match_float64 and not torch-cpu" \
 	    || exit 1; \

@@ -50,6 +50,14 @@ bool has_avx512_bf16() {
 #endif
 }
 
+bool is_intel() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel") != 0;
+#else
+  return false;
+#endif
+}
+
 // Why there are no tiles; empty where `form` is another than none.
 struct Tiles {
   TileForm form;
@@ -135,6 +143,7 @@ Isa current_isa() {
 
 const bool kHasAvx512Bf16 = limit() >= Limit::avx512_bf16 && has_avx512_bf16();
 const bool kTilesAreEmulated = limit() == Limit::amx_emulated;
+const bool kReadsLongRows = is_intel() || kTilesAreEmulated;
 
 TileForm tile_form() {
   return tiles().form;

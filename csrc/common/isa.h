@@ -30,6 +30,10 @@ TileForm tile_form();
 // Which form FUSEDOPS_MAX_ISA chooses where there are tiles; the system is not asked.
 extern const bool kTilesAreEmulated;
 
+// Whether products of one row read long rows of the other operand (cpu/gemm/gemm_unpacked.h): on
+// processors by Intel, and in the emulation of their tiles, so that every machine can test it.
+extern const bool kReadsLongRows;
+
 }  // namespace fusedops
 
 #define FUSEDOPS_DECLARE_ISA(name, ...) \

@@ -193,11 +193,12 @@ def test_gradients_of_few_rows_match_float64(
         assert_close(got, exact[index], eager[index], f"gradient {index}", depth=out)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_gradient_of_one_row_has_the_bits_of_many(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("features", [300, 1301])
+def test_gradient_of_one_row_has_the_bits_of_many(dtype: torch.dtype, features: int) -> None:
     """A product that is not packed adds in the order of one that is."""
-    leaf = torch.randn(60, 300, dtype=dtype)
-    weight, grad = torch.randn(900, 300, dtype=dtype), torch.randn(60, 900, dtype=dtype)
+    leaf = torch.randn(60, features, dtype=dtype)
+    weight, grad = torch.randn(901, features, dtype=dtype), torch.randn(60, 901, dtype=dtype)
 
     def gradient(rows: int) -> torch.Tensor:
         x = leaf[:rows].clone().requires_grad_()

@@ -76,7 +76,7 @@ Path choose_path(const GemmCall& call, bool in_batch) {
         k > 0) {
       if (Policy::kPair == 1 && (m == 1 || k <= kFewTerms)) return Path::direct;
 #if defined(CPU_CAPABILITY_AVX512)
-      if (std::is_same_v<Policy, Bf16Dot> && m == 1) return Path::direct_pairs;
+      if (std::is_base_of_v<Bf16Dot, Policy> && m == 1) return Path::direct_pairs;
 #endif
     }
   }

@@ -63,7 +63,7 @@ class Gemm {
       if (path == Path::direct) return run_direct();
     }
 #if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (std::is_same_v<Policy, Bf16Dot>) {
+    if constexpr (std::is_base_of_v<Bf16Dot, Policy>) {
       if (path == Path::direct_pairs) return run_direct_pairs();
     }
     if constexpr (kTiled<Policy>) {
@@ -417,7 +417,7 @@ class Gemm {
       for (int64_t task; (task = next()) >= 0;) {
         for (int64_t p = task * per_task; p < std::min(pieces, (task + 1) * per_task); ++p) {
           const int64_t column = p * kWidth, columns = std::min(kWidth, n_ - column);
-          multiply_row_pairs(k_, row, b.at(column, 0), b.k_stride, columns, sums);
+          multiply_row_of_pairs<Policy>(k_, row, b.at(column, 0), b.k_stride, columns, sums);
           call_.store(call_.context,
                       {0, column, 1, static_cast<int>(columns), sums, nullptr, kWidth});
         }
@@ -426,10 +426,19 @@ class Gemm {
   }
 #endif
 
+  // The columns of a task of multiply_wide_row: even shares for the threads.
+  int64_t wide_columns() const {
+    constexpr int64_t W = kLanes<Sum>;
+    const int64_t threads = at::get_num_threads();
+    const int64_t tasks = ceil_div(ceil_div(n_, kWideVectors * W), threads) * threads;
+    return ceil_div(ceil_div(n_, tasks), W) * W;
+  }
+
   // Tiles are wide, so that the output is written in long pieces of rows.
   void run_direct() const {
     const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
-    const int64_t width = (m_ == 1 ? 1 : 8) * kDirectVectors * kLanes<Sum>;
+    const bool wide = m_ == 1 && n_ >= 512 && kReadsLongRows;
+    const int64_t width = wide ? wide_columns() : (m_ == 1 ? 1 : 8) * kDirectVectors * kLanes<Sum>;
     const int64_t row_tiles = ceil_div(m_, kRows), column_tiles = ceil_div(n_, width);
     const int64_t work = std::min<int64_t>(m_, kRows) * std::min(n_, width) * (k_ + 4);
     const int64_t per_task = std::max<int64_t>(1, (int64_t{1} << 19) / work);
@@ -445,7 +454,7 @@ class Gemm {
           const int columns = static_cast<int>(std::min(width, n_ - column));
           for (int r = 0; r < rows; ++r) {
             multiply_row<Policy>(
-                k_, a.at(row + r, 0), a.k_stride, b.at(column, 0), b.k_stride, columns,
+                k_, a.at(row + r, 0), a.k_stride, b.at(column, 0), b.k_stride, columns, wide,
                 plain == nullptr ? sums + r * width : plain + (row + r) * n_ + column);
           }
           if (plain == nullptr) {

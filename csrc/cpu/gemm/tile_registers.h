@@ -69,6 +69,18 @@ struct HardwareTiles {
 };
 #endif
 
+// While this lives, vectors take subnormal numbers for zero, as tile registers do.
+class SubnormalsAreZero {
+ public:
+  SubnormalsAreZero() { _mm_setcsr(control_ | 0x8040); }
+  ~SubnormalsAreZero() { _mm_setcsr(control_); }
+  SubnormalsAreZero(const SubnormalsAreZero&) = delete;
+  SubnormalsAreZero& operator=(const SubnormalsAreZero&) = delete;
+
+ private:
+  unsigned control_ = _mm_getcsr();
+};
+
 struct EmulatedTiles {
   static void configure() {
     state().configured = true;
@@ -97,11 +109,8 @@ struct EmulatedTiles {
   }
   template <int kSum, int kRows, int kColumns>
   static void dot() {
-    constexpr unsigned kSubnormalsAreZero = 0x8040;
-    const unsigned control = _mm_getcsr();
-    _mm_setcsr(control | kSubnormalsAreZero);
+    const SubnormalsAreZero scope;
     multiply(tile<kSum>(), tile<kRows>(), tile<kColumns>());
-    _mm_setcsr(control);
   }
 
  private:
