@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -189,19 +189,81 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from with_inner(constant)
 
 
-def with_globals(function: Any, namespace: dict[str, Any]) -> FunctionType:
-    """Return a function of the same code that reads other globals."""
+def with_globals(
+    function: Any, namespace: dict[str, Any], closure: tuple[CellType, ...] | None = None
+) -> FunctionType:
+    """Return a function of the same code that reads other globals, and maybe another closure."""
     copy = FunctionType(
         function.__code__,
         namespace,
         function.__name__,
         function.__defaults__,
-        function.__closure__,
+        function.__closure__ if closure is None else closure,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = function.__annotations__
     copy.__doc__ = function.__doc__
     return copy
+
+
+def with_inner_globals(function: Any, namespace: dict[str, Any]) -> FunctionType | None:
+    """Return ``with_globals`` of a function that decorators wrap, in copies of these decorators.
+
+    ``None`` if one of them does not hold what it wraps as one value of its closure.
+    """
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is None:
+        return with_globals(function, namespace)
+    cells = list(function.__closure__ or ())
+    holds = [i for i, cell in enumerate(cells) if _contents(cell) is wrapped]
+    inner = with_inner_globals(wrapped, namespace) if len(holds) == 1 else None
+    if inner is None:
+        return None
+    cells[holds[0]] = CellType(inner)
+    copy = with_globals(function, function.__globals__, tuple(cells))
+    vars(copy).update(vars(function))
+    copy.__wrapped__ = inner  # type: ignore[attr-defined]
+    return copy
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned to it
+        return None
+
+
+def own_methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
+    """Return the plain methods of a class and its bases, up to ``nn.Module``."""
+    methods: dict[str, FunctionType] = {}
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, method in vars(base).items():
+            if name not in methods and isinstance(method, FunctionType):
+                methods[name] = method
+    return methods
+
+
+def copies_of_torch(
+    name: str, of_nn: dict[str, Any], of_functional: dict[str, Any]
+) -> tuple[ModuleType, ...]:
+    """Return copies of ``torch``, ``torch.nn`` and ``torch.nn.functional`` that differ in values.
+
+    Args:
+        name: of the module that uses them; torch.compile imports a function's module by the name in
+            its globals, so that the copies are imported under this name.
+        of_nn: what differs in ``torch.nn``.
+        of_functional: what differs in ``torch.nn.functional``.
+    """
+    copies = []
+    for module in (torch, nn, F):
+        name_of_copy = f"{name}.{module.__name__}"
+        copy = sys.modules[name_of_copy] = ModuleType(name_of_copy, module.__doc__)
+        vars(copy).update({key: value for key, value in vars(module).items() if key != "__name__"})
+        copies.append(copy)
+    vars(copies[0])["nn"], vars(copies[1])["functional"] = copies[1:]
+    vars(copies[1]).update(of_nn)
+    vars(copies[2]).update(of_functional)
+    return tuple(copies)
 
 
 def _function(name: str) -> CodePlace:

@@ -87,8 +87,13 @@ def _of_own_code(cls: type[nn.Module]) -> PatchRule | None:
         return None
     attention: Any = importlib.import_module("fusedops.integrations.hf.rules.functional_attention")
     by_code: Any = importlib.import_module("fusedops.integrations.hf.rules.by_code")
+    loss: Any = importlib.import_module("fusedops.integrations.hf.rules.written_loss")
     name = patched.module_of(cls)
-    return by_code.rule_by_code(cls, name) or attention.functional_attention_rule(cls, name)
+    return (
+        by_code.rule_by_code(cls, name)
+        or attention.functional_attention_rule(cls, name)
+        or loss.written_loss_rule(cls, name)
+    )
 
 
 def _of_original(cls: type[nn.Module]) -> PatchRule | None:

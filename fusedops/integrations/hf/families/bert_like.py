@@ -14,7 +14,6 @@ from torch import nn
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.lm_heads import head_rule
 from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.ops.linear_act import linear_act
@@ -73,7 +72,7 @@ def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[PatchRule,
 
 
 def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[PatchRule, ...]:
-    """Return ``rules`` and those for the masked language model's head and loss, as RoBERTa's."""
+    """Return ``rules`` and that for the masked language model's head, as RoBERTa's."""
     head = getattr(family, f"{prefix}LMHead")
     return (
         *rules(family, prefix, module_name),
@@ -86,7 +85,6 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Pa
             absorbs=("dense",),
             guarded=True,
         ),
-        head_rule(getattr(family, f"{prefix}ForMaskedLM"), module_name),
     )
 
 

@@ -17,7 +17,6 @@ from transformers.models.t5 import modeling_t5
 from fusedops.integrations.hf.rules import feed_forward, gated_mlp, residual_norm, rms_norms
 from fusedops.integrations.hf.rules.activations import activation_name, known_activation
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule, needs_decoder_input
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     copyable,
@@ -195,16 +194,8 @@ def _sublayer_rule(
     )
 
 
-def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments:
-    """Return the arguments with the decoder's input, which T5 makes of the labels."""
-    if needs_decoder_input(arguments):
-        arguments["decoder_input_ids"] = model._shift_right(labels)
-    return arguments
-
-
 RULES = (
     attention_rule(modeling_t5.T5Attention, __name__),
-    head_rule(modeling_t5.T5ForConditionalGeneration, __name__, _shifted),
     _rule(
         modeling_t5.T5LayerNorm,
         __name__,

@@ -14,7 +14,6 @@ from transformers.models.whisper import modeling_whisper
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule, needs_decoder_input
 from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
@@ -103,18 +102,6 @@ def _called(layer: Any) -> tuple[str, ...]:
     return ("fc2",) if layer.training and layer.activation_dropout > 0.0 else ()
 
 
-def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments | None:
-    """Return the arguments with the decoder's input, which Whisper makes of the labels."""
-    if labels.shape[1] > model.max_target_positions:
-        return None  # an error of theirs
-    if needs_decoder_input(arguments):
-        config = model.config
-        arguments["decoder_input_ids"] = modeling_whisper.shift_tokens_right(
-            labels, config.pad_token_id, config.decoder_start_token_id
-        )
-    return arguments
-
-
 _FEED_FORWARD: dict[str, Any] = {
     "ops": ("add_layer_norm", "mlp", "bias_dropout_add"),
     "level": "O2",
@@ -125,7 +112,6 @@ _FEED_FORWARD: dict[str, Any] = {
 
 RULES = (
     attention_rule(modeling_whisper.WhisperAttention, __name__),
-    head_rule(modeling_whisper.WhisperForConditionalGeneration, __name__, _shifted),
     residual_norm.layer_rule(
         modeling_whisper.WhisperEncoderLayer,
         __name__,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def functional_attention_rule(original: type[nn.Module], module_name: str) -> Pa
     """
     methods = {
         name: _with_fused(method, module_name)
-        for name, method in _own_methods(original).items()
+        for name, method in original_code.own_methods(original).items()
         if _calls_torchs(method)
     }
     if not methods:
@@ -60,16 +60,6 @@ def _note(module: Any) -> str:
 
 class _Caller(nn.Module):
     """What all patched classes of this kind are derived from."""
-
-
-def _own_methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
-    """Return the plain methods of a class and its bases, up to ``nn.Module``."""
-    methods: dict[str, FunctionType] = {}
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name, method in vars(base).items():
-            if name not in methods and isinstance(method, FunctionType):
-                methods[name] = method
-    return methods
 
 
 def _calls_torchs(method: FunctionType) -> bool:
@@ -108,16 +98,8 @@ def _attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any
 @functools.cache
 def _copies() -> tuple[Any, ...]:
     """Return ``torch``, ``torch.nn``, its ``functional`` and that function, with the fused one."""
-    copies = []
-    for module in (torch, nn, F):
-        # torch.compile imports a function's module by the name in its globals.
-        name = f"{__name__}.{module.__name__}"
-        copy = sys.modules[name] = ModuleType(name, module.__doc__)
-        vars(copy).update({key: value for key, value in vars(module).items() if key != "__name__"})
-        copies.append(copy)
-    of_torch, of_nn, functional = (vars(copy) for copy in copies)
-    of_torch["nn"], of_nn["functional"] = copies[1:]
-    functional[_NAME] = _attend
+    copies = original_code.copies_of_torch(__name__, of_nn={}, of_functional={_NAME: _attend})
+    functional = vars(copies[2])
     functional[_MULTI_HEAD] = original_code.with_globals(F.multi_head_attention_forward, functional)
     return *copies, _attend
 

@@ -23,7 +23,7 @@ from fusedops.integrations.hf.original_code import (
     name_of,
     replaced,
 )
-from fusedops.integrations.hf.rules.rule import runs_here
+from fusedops.integrations.hf.rules.written_loss import served
 from fusedops.ops.cross_entropy import cross_entropy
 
 LEVEL = "O2"
@@ -78,13 +78,6 @@ def masked_lm_loss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs
         )
     return _loss(logits, labels, vocab_size, num_items_in_batch, ignore_index)
-
-
-def served(logits: Any, labels: Any) -> bool:
-    """Return whether the op takes these; sharded logits keep torch's loss, which knows them."""
-    if type(logits) is not torch.Tensor or type(labels) is not torch.Tensor:
-        return False
-    return runs_here(logits) and labels.dtype == torch.int64
 
 
 def _loss(

@@ -1,0 +1,154 @@
+"""The rule for models that compute a cross-entropy in their own forward.
+
+BART, T5, BERT and most home-made models end with torch's cross-entropy of all logits, where nothing
+could be replaced on its own. The patched class's methods that name it have the same code with other
+globals, in which ``CrossEntropyLoss`` and ``cross_entropy`` are the fused op's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedops.integrations.hf import original_code
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
+from fusedops.ops.cross_entropy import cross_entropy
+
+_torchs = F.cross_entropy
+_NAMES = {"CrossEntropyLoss", "cross_entropy"}
+
+
+def written_loss_rule(original: type[nn.Module], module_name: str) -> PatchRule | None:
+    """Return the rule for a class whose methods compute torch's cross-entropy, or ``None``.
+
+    Args:
+        original: the class.
+        module_name: holds the patched class; the globals that the code reads are put there.
+            torch.compile looks for them under that name.
+    """
+    methods = {
+        name: fused
+        for name, method in original_code.own_methods(original).items()
+        if _computes_loss(method) and (fused := _with_fused(method, module_name)) is not None
+    }
+    if not methods:
+        return None
+    return PatchRule(
+        original,
+        subclass(original, _Owner, module_name, **methods),
+        ("cross_entropy",),
+        "O2",
+        applies=_has_vocabulary,
+        methods=tuple(methods),
+        note=lambda module: "the cross-entropy in its own code: no softmax of the logits in memory",
+    )
+
+
+class _Owner(nn.Module):
+    """What all patched classes of this kind are derived from."""
+
+
+def _has_vocabulary(module: Any) -> bool:
+    """Return whether the logits can be those of a vocabulary; a few classes are torch's work."""
+    embeddings = getattr(module, "get_output_embeddings", None)
+    return embeddings is None or embeddings() is not None
+
+
+def _computes_loss(method: FunctionType) -> bool:
+    """Return whether a method names torch's cross-entropy."""
+    code = inspect.unwrap(method)
+    names = set(original_code.names_in(code.__code__))
+    reads = any(_replacement(code.__globals__.get(name)) is not None for name in names)
+    return bool(names & _NAMES) and reads and len(inspect.signature(code).parameters) > 1
+
+
+def _with_fused(method: FunctionType, module_name: str) -> FunctionType | None:
+    """Return the method with the fused op for torch's cross-entropy."""
+    code = inspect.unwrap(method)
+    ours, theirs = vars(sys.modules[module_name]), code.__globals__
+    for name in set(original_code.names_in(code.__code__)) & theirs.keys():
+        replacement = _replacement(theirs[name])
+        ours[name] = theirs[name] if replacement is None else replacement
+    return original_code.with_inner_globals(method, ours)
+
+
+def served(logits: Any, labels: Any) -> bool:
+    """Return whether the op takes these; sharded logits keep torch's loss, which knows them."""
+    if type(logits) is not torch.Tensor or type(labels) is not torch.Tensor:
+        return False
+    return runs_here(logits) and labels.dtype == torch.int64
+
+
+@functools.wraps(_torchs)
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    known = weight is None and size_average is None and reduce is None
+    if known and served(input, target) and input.dim() == 2 and target.dim() == 1:
+        return cross_entropy(
+            input,
+            target,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+    return _torchs(
+        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    )
+
+
+def _criterion(
+    weight: Any = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Callable[..., Any]:
+    """Return what ``nn.CrossEntropyLoss`` of these arguments computes, or the module for hooks."""
+    options: dict[str, Any] = {
+        "weight": weight,
+        "size_average": size_average,
+        "ignore_index": ignore_index,
+        "reduce": reduce,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }
+    if global_hooks():
+        return nn.CrossEntropyLoss(**options)
+    return functools.partial(_cross_entropy, **options)
+
+
+@functools.cache
+def _modules() -> tuple[ModuleType, ...]:
+    """Return ``torch``, ``torch.nn`` and its ``functional`` with the fused cross-entropy."""
+    return original_code.copies_of_torch(
+        __name__,
+        of_nn={"CrossEntropyLoss": _criterion},
+        of_functional={"cross_entropy": _cross_entropy},
+    )
+
+
+def _replacement(value: Any) -> Any:
+    """Return what stands for a global in the patched code, or ``None``."""
+    if value is _torchs:
+        return _cross_entropy
+    if value is nn.CrossEntropyLoss:
+        return _criterion
+    originals = (torch, nn, F)
+    return next((_modules()[i] for i, original in enumerate(originals) if value is original), None)

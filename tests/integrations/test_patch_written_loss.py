@@ -1,0 +1,190 @@
+"""Models that compute a cross-entropy in their own forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from patch_testing import assert_same_training, counted, gradients, patched_pair
+from torch import nn
+
+import fusedops
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 96
+TOKENS = torch.randint(3, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(3))
+LABELS = TOKENS.masked_fill(torch.arange(11) > 8, -100)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+}
+# Configuration -> model.
+MODELS = {
+    name: f"{name}ForConditionalGeneration"
+    for name in ("Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "PLBart")
+} | {"Marian": "MarianMTModel"}
+
+
+def through_closures(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method as transformers does: it is the one value of the wrapper's closure."""
+
+    @functools.wraps(function)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def through_a_list(function: Callable[..., Any]) -> Callable[..., Any]:
+    held = [function]
+
+    @functools.wraps(function)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return held[0](self, *args, **kwargs)
+
+    return wrapper
+
+
+class Written(nn.Module):
+    """A language model with its head, and the loss in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.head = nn.Linear(32, VOCABULARY)
+        self.register_buffer("weight", torch.linspace(0.5, 2.0, VOCABULARY))
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits.view(-1, VOCABULARY)
+
+
+class NanoGPTLoss(Written):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        labels = torch.where(labels < 0, -1, labels)
+        return F.cross_entropy(self.logits(tokens), labels.view(-1), ignore_index=-1)
+
+
+class SmoothedLoss(Written):
+    @through_closures
+    @through_closures
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        criterion = nn.CrossEntropyLoss(label_smoothing=0.1, reduction="sum")
+        loss: torch.Tensor = criterion(self.logits(tokens), labels.view(-1))
+        return loss / 24
+
+
+class WeightedLoss(Written):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.logits(tokens), labels.view(-1), self.weight)
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+
+class ClassesSecond(Written):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.logits(tokens).view(*tokens.shape, VOCABULARY)
+        return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+class HiddenLoss(Written):
+    @through_a_list
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(tokens), labels.view(-1))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(TOKENS, LABELS)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("cls", "calls"),
+    [(NanoGPTLoss, 1), (SmoothedLoss, 1), (WeightedLoss, 0), (ClassesSecond, 0), (HiddenLoss, 0)],
+)
+def test_a_home_made_loss_is_the_same(cls: type[Written], calls: int) -> None:
+    torch.manual_seed(0)
+    patched, stock = patched_pair(cls())
+    with counted() as counts:
+        loss_of(patched)
+    assert counts["cross_entropy"] == calls
+    assert_same_training(patched, stock, loss_of, draws=3)
+    before = gradients(stock, loss_of)
+    fusedops.unpatch(patched)
+    for name, gradient in gradients(patched, loss_of).items():
+        assert torch.equal(gradient, before[name]), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_is_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES)
+
+    def loss(model: Any) -> torch.Tensor:
+        value: torch.Tensor = model(TOKENS, labels=LABELS.clamp(min=1)).loss
+        return value
+
+    patched, stock = patched_pair(getattr(transformers, MODELS[name])(config).train())
+    with counted() as counts:
+        loss(patched)
+    assert counts["cross_entropy"] == 1
+    assert_same_training(patched, stock, loss)
+    plain, tuples = (
+        patched(TOKENS, labels=LABELS.clamp(min=1), return_dict=as_dict)
+        for as_dict in (True, False)
+    )
+    assert isinstance(tuples, tuple) and torch.equal(tuples[0], plain.loss)
+    assert "cross_entropy" in fusedops.describe(patched).counts
+
+
+def test_compiled_code_is_the_same_in_one_graph() -> None:
+    torch.manual_seed(0)
+    patched, stock = patched_pair(SmoothedLoss())
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    with counted() as counts:
+        actual = gradients(patched, lambda model: loss_of(compiled))
+    assert counts["cross_entropy"] == 1
+    eager = gradients(patched, loss_of)
+    for name, gradient in actual.items():
+        torch.testing.assert_close(gradient, eager[name])
+    torch.compiler.reset()
+
+
+def test_a_replaced_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched, _ = patched_pair(NanoGPTLoss())
+    seen: list[Any] = []
+
+    def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(kwargs)
+        return args[0].sum()
+
+    monkeypatch.setattr(F, "cross_entropy", recording)
+    with counted() as counts:
+        loss_of(patched)
+    assert seen and not counts["cross_entropy"]
+
+
+def test_the_loss_of_a_few_classes_stays() -> None:
+    config = transformers.BartConfig(**SIZES, num_labels=3)
+    model = transformers.BartForSequenceClassification(config)
+    assert "cross_entropy" not in fusedops.patch(model).counts
