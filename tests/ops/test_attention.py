@@ -43,6 +43,18 @@ def test_a_query_with_nothing_to_attend_gives_zero_and_gradient_zero(backend: st
     assert_close(output[:, :, others], alone.double(), alone, "the other queries", depth=8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_without_dims_give_every_key_the_same_weight(dtype: torch.dtype) -> None:
+    query, key = torch.empty(1, 2, 5, 0, dtype=dtype), torch.empty(1, 2, 7, 0, dtype=dtype)
+    value = torch.randn(1, 2, 7, 8).to(dtype)
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    output = fusedops.attention(query, key, value, scale=1.0)
+    torch.testing.assert_close(output, value.mean(-2, keepdim=True).expand_as(output))
+    grads = torch.autograd.grad(output.sum(), leaves)
+    assert [grad.numel() for grad in grads[:2]] == [0, 0]
+    torch.testing.assert_close(grads[2], torch.full_like(value, 5 / 7))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_least_finite_number_in_a_mask_forbids(backend: str, dtype: torch.dtype) -> None:

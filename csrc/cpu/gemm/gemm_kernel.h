@@ -187,7 +187,8 @@ __attribute__((noinline)) void multiply_tile_registers(int64_t steps, const Bf16
                                                        const Bf16Pair* __restrict b,
                                                        float* __restrict sums, bool accumulate,
                                                        const char* ahead, Fetch fetch) {
-  const int64_t whole = ceil_div(steps, 16) * 16, rows = ceil_div(16 * fetch.rows, whole);
+  const int64_t whole = ceil_div(steps, 16) * 16;
+  const int64_t rows = ceil_div(16 * fetch.rows, std::max<int64_t>(1, whole));
   const char* fetched = ahead;
   with_tiles([&](auto tiles) {
     multiply_tiles<decltype(tiles), (kRows > 16)>(whole, a, b, sums, accumulate, [&] {
