@@ -405,23 +405,26 @@ def test_cuda_without_a_device_is_one_sentence(known: None) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["bench", "layer_nrom"], "did you mean layer_norm?"),
         (["bench", "layer_norm", "--json", "/nowhere/at/all.json"], "does not exist"),
         (["bench", "compare", "none.json", "none.json"], "cannot read none.json"),
         (["bench", "compare", "pyproject.toml", "pyproject.toml"], "is not valid JSON"),
         (["doctor", "--device", "tpu"], "no device 'tpu' here"),
     ],
 )
-def test_process_ends_with_2_and_no_traceback(command: list[str], says: str) -> None:
-    root = Path(fusedops.__file__).resolve().parent.parent
-    done = subprocess.run(
-        [sys.executable, "-m", "fusedops.cli.main", *command],
-        capture_output=True,
-        text=True,
-        cwd=root,
-    )
+def test_a_wrong_command_is_one_line(
+    command: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(fusedops.__file__).resolve().parent.parent)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
+    assert says in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_a_process_ends_with_2_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "fusedops.cli.main", "bench", "layer_nrom"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert says in done.stderr and "Traceback" not in done.stderr
+    assert "did you mean layer_norm?" in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 

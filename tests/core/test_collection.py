@@ -61,21 +61,14 @@ def collected(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_the_tests_of_ops_are_collected_without_any_other_package(tmp_path: Path) -> None:
-    done = collected(tmp_path, "-m", "gpu", "tests/ops/test_all_ops.py", "tests/core/test_timer.py")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    for backend in ("triton-cuda-bfloat16", "cuda-cuda-float32"):
-        assert f"test_values_and_gradients_match_float64[{backend}-rms_norm" in done.stdout
-
-
-def test_gpu_tests_of_hot_configurations_are_collected_without_any_other_package(
-    tmp_path: Path,
-) -> None:
+def test_gpu_tests_of_ops_are_collected_without_any_other_package(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    files = [f"tests/ops/test_{name}.py" for name in HOT]
-    done = collected(tmp_path, "-m", "gpu", *files)
+    files = [f"tests/ops/test_{name}.py" for name in ("all_ops", *HOT)]
+    done = collected(tmp_path, "-m", "gpu", *files, "tests/core/test_timer.py")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for name in (
+        "test_values_and_gradients_match_float64[triton-cuda-bfloat16-rms_norm",
+        "test_values_and_gradients_match_float64[cuda-cuda-float32-rms_norm",
         "test_hot_samples_match_float64[attention-bfloat16-attention D128 of 4]",
         "test_a_graph_runs_with_changed_inputs[default-rms_norm]",
         "test_a_step_of_many_tensors_matches_float64",

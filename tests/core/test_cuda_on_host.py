@@ -160,9 +160,19 @@ ROWS = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("op", ["layer_norm", "add_rms_norm"])
-@pytest.mark.parametrize(("rows", "columns"), ROWS)
+def each_norm() -> Any:
+    """Every norm, size and dtype; of a size with one norm half of the dtypes in the first tier."""
+    chosen = []
+    for place, op in enumerate(("layer_norm", "add_rms_norm")):
+        for size_number, (rows, columns) in enumerate(ROWS):
+            for number, dtype in enumerate(DTYPES):
+                marks = [pytest.mark.slow] * ((place + size_number + number) % 2)
+                name = f"{rows}-{columns}-{op}-{str(dtype)[6:]}"
+                chosen.append(pytest.param(op, rows, columns, dtype, marks=marks, id=name))
+    return pytest.mark.parametrize(("op", "rows", "columns", "dtype"), chosen)
+
+
+@each_norm()
 def test_norms_of_every_kernel(
     host: Host, op: str, rows: int, columns: int, dtype: torch.dtype
 ) -> None:

@@ -16,7 +16,12 @@ pytest.importorskip("transformers")
 
 from exported_models import MODELS, SIZES, Model
 
-each_model = pytest.mark.parametrize("name", MODELS)
+# The others ask the same of the exporter with other modules, which have tests of their own.
+FIRST = ("GPT2", "Llama", "Qwen3Moe", "T5")
+each_model = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST)) for name in MODELS],
+)
 # torch's own, of which pytest would show hundreds.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
