@@ -11,6 +11,7 @@ nothing is downloaded and nothing runs.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import sys
 import warnings
@@ -25,6 +26,7 @@ from torch import nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
 import fusedops
+from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.rules.rule import rule_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
@@ -63,6 +65,7 @@ NAMES = {
 }
 
 
+EXPERTS = "fusedops.integrations.hf.rules.experts"
 _OTHER_NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
 
@@ -106,9 +109,12 @@ def way_of(module: nn.Module) -> str:
     assert rule is not None
     if rule.copy_of is not None:
         return "copy"
-    if ".hf.patched." not in rule.patched.__module__:
+    if tables.rules().get(rule.original) is rule:
         return "table"
-    return "registry" if "attention" in rule.ops and rule.level == "O2" else "code"
+    asks = "attention" in rule.ops and rule.level == "O2"
+    if "moe_mlp" in rule.ops:
+        asks = importlib.import_module(EXPERTS).asks_registry(rule.original)
+    return "registry" if asks else "code"
 
 
 def coverage(name: str, model: nn.Module) -> TypeCoverage:
@@ -173,7 +179,7 @@ A cell says how the rules are known ([patching](patching.md#families)):
 | `table` | by a table of the family, or of torch's modules |
 | `copy` | as a copy of a class with a table |
 | `code` | by what the code of the class computes, or calls |
-| `registry` | attention that looks its function up in transformers' registry |
+| `registry` | attention or experts that look their function up in transformers' registry |
 | `no` | the model has such modules, and none is fused |
 
 ## Summary

@@ -9,10 +9,11 @@ import pytest
 @pytest.mark.parametrize(
     ("name", "task", "expected"),
     [
-        ("llama", "causal", {"attention": "table", "norm": "table", "feed-forward": "table"}),
-        ("olmo", "causal", {"attention": "registry", "norm": "code", "feed-forward": "copy"}),
+        ("llama", "causal", {"attention": "table", "residual": "table", "feed-forward": "code"}),
+        ("olmo", "causal", {"attention": "registry", "norm": "code", "feed-forward": "code"}),
         ("gptj", "causal", {"attention": "no", "norm": "table", "feed-forward": "code"}),
-        ("falcon", "causal", {"attention": "code", "norm": "table", "feed-forward": "no"}),
+        ("falcon", "causal", {"attention": "code", "norm": "table", "feed-forward": "code"}),
+        ("nemotron_h", "causal", {"norm": "code", "experts": "registry"}),
         ("mt5", "sequence to sequence", {"attention": "copy", "norm": "copy"}),
     ],
 )

@@ -15,7 +15,8 @@ from causal_families import GROUPED, IDS, SIZES, loss
 from families import build
 from patch_testing import assert_close, assert_same_training, counted, gradients
 from torch import nn
-from transformers.models.llama import modeling_llama
+from transformers import BertConfig
+from transformers.models.bert import modeling_bert
 
 import fusedops
 from fusedops.integrations.hf import tables
@@ -32,6 +33,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "HunYuanDenseV1": (HEADS, {"attention": 2, "rotary_embedding": 2, "linear_glu": 2}),
     "StableLm": (GROUPED, {"attention": 2, "layer_norm": 5, "linear_glu": 2}),
 }
+# Family -> classes of it that are copies of others.
+COPIES = {
+    "Granite": {"GraniteAttention"},
+    "SmolLM3": {"SmolLM3DecoderLayer"},
+    "Ministral": {"MinistralDecoderLayer"},
+    "Gemma3": {"Gemma3DecoderLayer"},
+}
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 of_each_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -41,7 +49,7 @@ NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 BY_CODE: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "Cohere": ({}, {"attention": 2, "layer_norm": 3, "linear_glu": 2}),
     "GPTJ": (GPT | {"rotary_dim": 8}, {"layer_norm": 3, "mlp": 2}),
-    "Helium": (HEADS, {"attention": 2, "rms_norm": 5, "linear_glu": 2}),
+    "Helium": (HEADS, {"attention": 2, "rms_norm": 3, "add_rms_norm": 2, "linear_glu": 2}),
     "Mpt": ({"d_model": 32, "n_layers": 2, "n_heads": 4}, {"layer_norm": 5, "mlp": 2}),
     "NanoChat": (GROUPED, {"attention": 2, "rms_norm": 10, "mlp": 2}),
     "Olmo": ({}, {"attention": 2, "layer_norm": 5, "linear_glu": 2}),
@@ -83,7 +91,7 @@ def test_ops_run_and_the_report_names_what_is_copied(name: str) -> None:
     if name in BY_CODE:
         return
     copies = {entry.cls for entry in report.replaced if entry.reason.startswith("as ")}
-    assert any(cls.endswith("MLP") for cls in copies), copies
+    assert copies >= COPIES.get(name, set())
 
 
 @of_each_family
@@ -152,42 +160,42 @@ def test_a_module_of_patched_classes_has_no_others() -> None:
         missing.Anything  # noqa: B018
 
 
-class OwnMLP(nn.Module):
-    """A copy of Llama's feed-forward layer in a file of the user's."""
+class OwnOutput(nn.Module):
+    """A copy of the end of BERT's attention in a file of the user's."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        first = modeling_llama.LlamaMLP(config)
-        self.gate_proj, self.up_proj, self.down_proj = (
-            first.gate_proj,
-            first.up_proj,
-            first.down_proj,
-        )
-        self.act_fn = first.act_fn
+        first = modeling_bert.BertSelfOutput(config)
+        self.dense, self.dropout, self.LayerNorm = first.dense, first.dropout, first.LayerNorm
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
-        result = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return result
+        hidden_states = self.dense(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.LayerNorm(hidden_states + input_tensor)
+        return hidden_states
 
 
-class OtherMLP(OwnMLP):
+class OtherOutput(OwnOutput):
     """The same with one token changed."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
-        result = self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
-        return result
+        hidden_states = self.dense(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.LayerNorm(hidden_states - input_tensor)
+        return hidden_states
 
 
 def test_a_home_made_copy_is_taken_and_a_near_copy_is_not() -> None:
-    rule = tables.rule_of_class(OwnMLP)
-    assert rule is not None and rule.copy_of == "LlamaMLP"
-    assert tables.rule_of_class(OtherMLP) is None
+    rule = tables.rule_of_class(OwnOutput)
+    assert rule is not None and rule.copy_of == "BertSelfOutput"
+    other = tables.rule_of_class(OtherOutput)
+    assert other is None or not other.applies(OtherOutput(BertConfig()))
 
 
 def test_a_class_that_cannot_be_imported_is_not_taken() -> None:
-    class Local(OwnMLP):
+    class Local(OwnOutput):
         pass
 
     assert tables.rule_of_class(Local) is None

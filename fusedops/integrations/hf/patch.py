@@ -254,7 +254,9 @@ def _report(model: nn.Module, level: str) -> PatchReport:
     for module, name in names.items():
         rule = rule_of(module)
         if name in owners:
-            entries.append(_absorbed(name, module, *owners[name]))
+            owner, ops = owners[name]
+            inside = f"inside {owner}" if owner else "inside the model's own forward"
+            entries.append(ModuleReport(name, type(module).__name__, True, ops, "", inside))
         elif rule is not None:
             entries.append(_entry_of_patched(name, module, rule))
         elif module in uncalled:
@@ -278,14 +280,15 @@ def _rule_for(module: nn.Module, rules: dict[type, PatchRule | None]) -> PatchRu
     return next((rules[cls] for cls in type(module).__mro__ if rules.get(cls) is not None), None)
 
 
-def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, PatchRule]]:
-    """Return, for each module whose work a fused parent does, that parent's name and rule."""
+def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, str]]:
+    """Return, for each module whose work a fused parent does, that parent's name and ops."""
     owners = {}
     for module, name in names.items():
         rule = rule_of(module)
         if rule is not None:
+            ops = ", ".join(rule.ops_of(module))
             for child in absorbed(module):
-                owners[f"{name}.{child}" if name else child] = (name, rule)
+                owners[f"{name}.{child}" if name else child] = (name, ops)
     return owners
 
 
@@ -299,16 +302,12 @@ def _entry_of_patched(name: str, module: nn.Module, rule: PatchRule) -> ModuleRe
         note = f"as {rule.copy_of}{f'; {note}' if note else ''}"
     if _covered(module):
         note = f"another class lies on top of the patched one{f'; {note}' if note else ''}"
-    backend = resolution(rule.ops[0], module, rule.probe)
+    ops = rule.ops_of(module)
+    backend = resolution(ops[0], module, rule.probe)
     cls = type(module).__name__
     if backend is None:
         return ModuleReport(name, cls, False, reason=aside or _AS_FAST)
-    return ModuleReport(name, cls, True, ", ".join(rule.ops), backend, note or "")
-
-
-def _absorbed(name: str, module: nn.Module, owner: str, rule: PatchRule) -> ModuleReport:
-    inside = f"inside {owner}" if owner else "inside the model's own forward"
-    return ModuleReport(name, type(module).__name__, True, ", ".join(rule.ops), "", inside)
+    return ModuleReport(name, cls, True, ", ".join(ops), backend, note or "")
 
 
 def _entry_of_refused(name: str, module: nn.Module, rule: PatchRule, level: str) -> ModuleReport:

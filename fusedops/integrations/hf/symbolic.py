@@ -1,12 +1,12 @@
 """What the forward of a class computes, as expressions: for classes that no table knows.
 
 The method runs on symbols. An attribute of the module, an operation on it and a call of a child
-are nested tuples, written in one way however the code writes them (``x * x``, ``x.pow(2)`` and
-``torch.square(x)`` are ``("square", x)``):
+are nested tuples, written in one way however the code writes them (``torch_operations.py``):
 
 * ``("input",)``: the first argument of ``forward``; ``("input", name)``: another one,
 * ``("attribute", path)``: a parameter or number of the module, or of one of its attributes,
-* ``("call", path, x)``: a child, called on ``x``,
+* ``("call", path, x)``: a child, called on ``x``; an element of a list of children has the
+  expression ``("item", list, index)`` in the place of the path,
 * ``(operation, *arguments)``: a function or method of torch; keywords follow as ``(name, value)``.
 
 No instance is needed. Where the code asks whether an attribute is true, it is run once for either
@@ -31,10 +31,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf.original_code import with_inner
+from fusedops.integrations.hf.original_code import with_globals, with_inner
 from fusedops.integrations.hf.same_code import own_attribute
+from fusedops.integrations.hf.torch_operations import (
+    METHODS,
+    NAMES,
+    Expression,
+    NoExpressionError,
+    operation,
+)
 
-Expression = Any  # nested tuples, numbers, strings, dtypes and ``None``
 INPUT = ("input",)
 
 _MOST_PATHS = 8
@@ -45,27 +51,49 @@ class Question(NamedTuple):
 
     Attributes:
         path: of the attribute.
-        comparison: a function of ``operator``, or ``"truth"``.
+        comparison: a function of ``operator``; ``"truth"``; ``"tensor"``: whether it is one; or
+            ``"one dtype"``: whether all floating parameters of the module have one dtype.
         value: what it is compared with.
     """
 
     path: str
     comparison: str = "truth"
-    value: float | str | None = None
+    value: float | str | torch.dtype | None = None
 
     def answer(self, module: nn.Module) -> bool:
         """Return the answer for a module in its current state."""
+        if self.comparison == "one dtype":
+            return len(set(_dtypes(module))) <= 1
         attribute = value_of(module, self.path)
+        if self.comparison == "tensor":
+            return isinstance(attribute, torch.Tensor)
         if self.comparison == "truth":
             return bool(attribute)
         return bool(getattr(operator, self.comparison)(attribute, self.value))
 
 
+def _dtypes(module: nn.Module) -> Iterator[torch.dtype]:
+    """Yield the dtype of each floating parameter; torch's walk takes five times as long."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_floating_point():
+            yield parameter.dtype
+    for child in module._modules.values():
+        if child is not None and (child._parameters or child._modules):
+            yield from _dtypes(child)
+
+
 class Path(NamedTuple):
-    """What one way through a forward computes, and the answers that lead to it."""
+    """What one way through a method computes.
+
+    Attributes:
+        result: the expression.
+        answers: those that lead to it.
+        optional: names of the arguments with a default that are symbols in it.
+    """
 
     result: Expression
-    answers: tuple[tuple[Question, bool], ...]
+    answers: tuple[tuple[Question, bool], ...] = ()
+    optional: tuple[str, ...] = ()
 
     def holds(self, module: nn.Module) -> bool:
         """Return whether a module takes this way now."""
@@ -74,19 +102,43 @@ class Path(NamedTuple):
 
 def value_of(module: Any, path: str) -> Any:
     """Return the attribute at a path, which may go through children."""
+    if "." not in path:
+        return getattr(module, path)
     return functools.reduce(getattr, path.split("."), module)
 
 
-def paths_of(cls: type[nn.Module]) -> tuple[Path, ...]:
-    """Return the ways through the forward of a class that can be run on symbols."""
-    forward: Any = cls.forward
-    if not isinstance(forward, FunctionType):
+def paths_of(cls: type[nn.Module], method: str = "forward") -> tuple[Path, ...]:
+    """Return the ways through a method of a class that can be run on symbols.
+
+    Arguments that may be left out have their defaults; where that leads to no expression, they are
+    symbols as well.
+    """
+    function: Any = getattr(cls, method)
+    if not isinstance(function, FunctionType):
         return ()
+    required, optional = _further_inputs(function)
+    paths = _paths(cls, function, required)
+    if paths or not optional:
+        return paths
+    paths = _paths(cls, function, (*required, *optional))
+    return tuple(path._replace(optional=optional) for path in paths)
+
+
+def has_optional_arguments(cls: type[nn.Module]) -> bool:
+    """Return whether the forward of a class has arguments with a default."""
+    function: Any = cls.forward
+    return bool(_further_inputs(function)[1])
+
+
+def _paths(
+    cls: type[nn.Module], function: FunctionType, names: tuple[str, ...]
+) -> tuple[Path, ...]:
+    """Return the ways through a method for symbols in the place of its input and of ``names``."""
     paths: list[Path] = []
     answers: list[tuple[Question, bool]] = []
     for _ in range(_MOST_PATHS):
         run = _Run(cls, answers)
-        result = run.result(forward)
+        result = run.result(function, names)
         answers = list(run.answers.items())
         if result is not None:
             paths.append(Path(result, tuple(answers)))
@@ -99,18 +151,15 @@ def paths_of(cls: type[nn.Module]) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-class _NoExpressionError(Exception):
-    """The code does something that an expression cannot say."""
-
-
-def _further_inputs(forward: FunctionType) -> list[str]:
-    """Return the names of the arguments behind the first that a call must have."""
-    _, first, *others = inspect.signature(forward).parameters.values()
-    kinds = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
-    required = [other for other in others if other.default is other.empty]
-    if first.kind not in kinds or any(other.kind not in kinds for other in required):
-        raise _NoExpressionError
-    return [other.name for other in required]
+def _further_inputs(function: FunctionType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the arguments behind the first: those needed, those with a default."""
+    names: tuple[list[str], list[str]] = [], []
+    for parameter in list(inspect.signature(function).parameters.values())[2:]:
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            names[parameter.default is not parameter.empty].append(parameter.name)
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            names[0].append(parameter.name)
+    return tuple(names[0]), tuple(names[1])
 
 
 # What changes something that outlives the call, or needs more than values.
@@ -131,22 +180,23 @@ _KNOWN_GLOBALS = (torch, F, nn, math)
 _KNOWN_BUILTINS = (float, int, bool, range, tuple, list)
 
 
-def _is_runnable(function: Any) -> bool:
+def _is_runnable(function: Any, *, is_method: bool = False) -> bool:
     """Return whether a function and those that it calls may run on symbols.
 
-    They would not notice all that a function does, nor what a wrapper around it does.
+    They would not notice all that a function does, nor what a wrapper around it does. A method of
+    the class may call ``isinstance``, which is answered by the run, and a global activation.
     """
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
     return (
         not function.__code__.co_freevars
-        and _has_expression(function)
+        and _has_expression(function, is_method)
         and _compared_with_none(function) is not None
     )
 
 
 @functools.cache
-def _has_expression(function: FunctionType) -> bool:
+def _has_expression(function: FunctionType, is_method: bool) -> bool:
     for part in with_inner(function.__code__):
         for step in dis.get_instructions(part):
             name = step.argval
@@ -156,7 +206,8 @@ def _has_expression(function: FunctionType) -> bool:
                 continue
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, getattr(builtins, name, None))
-                if value is not function and not _is_known(value):
+                answered = is_method and (value is isinstance or _is_activation(value))
+                if value is not function and not answered and not _is_known(value):
                     return False
             elif step.opname != "LOAD_CONST" and name in _FORBIDDEN_NAMES:
                 return False
@@ -168,24 +219,31 @@ def _compared_with_none(function: FunctionType) -> frozenset[str] | None:
     """Return the attributes that a function compares with ``None``.
 
     A symbol cannot answer that, so such an attribute is ``None`` on one way and none on the other.
+    An argument with a default that is not assigned again has its default or is a symbol.
 
     Returns:
-        ``None`` where something else than an attribute is compared.
+        ``None`` where something else than an attribute or such an argument is compared.
     """
     steps = [step for step in dis.get_instructions(function) if step.opname not in _NO_OPERATION]
+    with_default = {
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not parameter.empty
+    } - {step.argval for step in steps if step.opname == "STORE_FAST"}
     names: set[str] = set()
     for place, step in enumerate(steps):
         if step.opname == "IS_OP":
-            attribute, constant = steps[place - 2], steps[place - 1]
+            compared, constant = steps[place - 2], steps[place - 1]
             if constant.opname != "LOAD_CONST" or constant.argval is not None:
                 return None
         elif step.opname.endswith(("IF_NONE", "IF_NOT_NONE")):
-            attribute = steps[place - 1]
+            compared = steps[place - 1]
         else:
             continue
-        if attribute.opname != "LOAD_ATTR":
+        if compared.opname == "LOAD_ATTR":
+            names.add(compared.argval)
+        elif compared.opname != "LOAD_FAST" or compared.argval not in with_default:
             return None
-        names.add(attribute.argval)
     return frozenset(names)
 
 
@@ -196,8 +254,25 @@ def _is_known(value: Any) -> bool:
     """Return whether a global may be read by code that runs on symbols."""
     if isinstance(value, bool | int | float | str | torch.dtype):
         return True
-    known = any(value is other for other in (*_KNOWN_GLOBALS, *_KNOWN_BUILTINS))
-    return known or (callable(value) and value in _NAMES) or _is_runnable(value)
+    if any(value is other for other in (*_KNOWN_GLOBALS, *_KNOWN_BUILTINS)):
+        return True
+    return (callable(value) and value in NAMES) or _is_runnable(value)
+
+
+def _is_activation(value: Any) -> bool:
+    """Return whether a global is a module that may run on symbols, as transformers' ``gelu``."""
+    return (
+        isinstance(value, nn.Module)
+        and not value._parameters
+        and not value._modules
+        and _is_runnable(_original_forward(value))
+    )
+
+
+def _original_forward(module: nn.Module) -> Any:
+    """Return the forward of the class of a module, whether it is patched or not."""
+    rule = getattr(type(module), "fused_rule", None)
+    return type(module).forward if rule is None else rule.original.forward
 
 
 class _Run:
@@ -209,20 +284,33 @@ class _Run:
         self.module = _Module(self, "")
         self.may_be_none: set[str] = set()
 
-    def result(self, forward: FunctionType) -> Expression | None:
-        """Return what the forward computes on this way, or ``None`` if that is no expression."""
+    def result(self, function: FunctionType, names: tuple[str, ...]) -> Expression | None:
+        """Return what a method computes on this way, or ``None`` if that is no expression."""
         try:
-            others = [_Symbol(self, ("input", name)) for name in _further_inputs(forward)]
-            return _plain(self.call(forward, (_Symbol(self, INPUT), *others), {}))
+            others = {name: _Symbol(self, ("input", name)) for name in names}
+            return _plain(self.call(function, (_Symbol(self, INPUT),), others))
         except Exception:  # whatever the code does on symbols that it would not do on tensors
             return None
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a method of the class."""
-        if not _is_runnable(function):
-            raise _NoExpressionError
+        if not _is_runnable(function, is_method=True):
+            raise NoExpressionError
         self.may_be_none |= _compared_with_none(function) or set()
+        namespace = {"isinstance": self.is_instance} | {
+            name: functools.partial(_original_forward(value), value)
+            for name in function.__code__.co_names
+            if isinstance(value := function.__globals__.get(name), nn.Module)
+        }
+        if namespace.keys() & set(function.__code__.co_names):
+            function = with_globals(function, function.__globals__ | namespace)
         return function(self.module, *args, **kwargs)
+
+    def is_instance(self, value: Any, kinds: Any) -> bool:
+        """Answer whether an attribute is a tensor."""
+        if type(value) is not _Module or not value._path or kinds is not torch.Tensor:
+            raise NoExpressionError
+        return self.answer(Question(value._path, "tensor"))
 
     def answer(self, question: Question) -> bool:
         """Return the answer on this way."""
@@ -241,14 +329,14 @@ class _Run:
         if isinstance(value, property):
             return self.call(value.fget, (), {})
         if isinstance(value, staticmethod):
-            raise _NoExpressionError
+            raise NoExpressionError
         if callable(value):
             return lambda *args, **kwargs: self.call(value, args, kwargs)
         return _Module(self, name)
 
 
 def _no_answer(*_: Any) -> Any:
-    raise _NoExpressionError
+    raise NoExpressionError
 
 
 class _Value:
@@ -260,16 +348,19 @@ class _Value:
         raise NotImplementedError
 
     def _apply(self, name: str, *args: Any, **kwargs: Any) -> _Symbol:
-        return _Symbol(self._run, _operation(name, _plain(args), _plain(kwargs)))
+        return _Symbol(self._run, operation(name, _plain(args), _plain(kwargs)))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make the expression of a call of torch's function."""
-        name = _NAMES.get(func)
+        name = NAMES.get(func)
         if name is None:
-            raise _NoExpressionError
+            raise NoExpressionError
         value = next(arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, _Value))
         return value._apply(name, *args, **(kwargs or {}))
+
+    def __neg__(self) -> _Symbol:
+        return self._apply("neg", self)
 
     __iter__ = __len__ = __contains__ = __float__ = __int__ = __index__ = _no_answer
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no_answer
@@ -299,6 +390,7 @@ def _arithmetic(name: str, *, reflected: bool = False) -> Callable[[_Value, Any]
 
 for _name, _method in (
     *(("add", "add"), ("mul", "mul"), ("sub", "sub"), ("div", "truediv"), ("pow", "pow")),
+    ("matmul", "matmul"),
 ):
     setattr(_Value, f"__{_method}__", _arithmetic(_name))
     setattr(_Value, f"__r{_method}__", _arithmetic(_name, reflected=True))
@@ -314,13 +406,18 @@ class _Module(_Value):
         return "attribute", self._path
 
     def __getattr__(self, name: str) -> Any:
-        if name in _METHODS and self._path:
+        if name in METHODS and self._path:
             return _Method(self, name)
         return self._run.attribute(self._path, name)
 
+    def __getitem__(self, index: Any) -> _Symbol:
+        if index is None:  # an argument that was left out
+            raise NoExpressionError
+        return _Symbol(self._run, ("item", self._expression(), _plain(index)))
+
     def __call__(self, *args: Any, **kwargs: Any) -> _Symbol:
         if kwargs or len(args) != 1 or not self._path:
-            raise _NoExpressionError
+            raise NoExpressionError
         return _Symbol(self._run, ("call", self._path, _plain(args[0])))
 
     def __bool__(self) -> bool:
@@ -329,8 +426,8 @@ class _Module(_Value):
 
 def _comparison(name: str) -> Callable[[_Module, Any], bool]:
     def compare(self: _Module, other: Any) -> bool:
-        if not isinstance(other, int | float | str):
-            raise _NoExpressionError
+        if type(other) not in (bool, int, float, str, torch.dtype):
+            raise NoExpressionError
         return self._run.answer(Question(self._path, name, other))
 
     return compare
@@ -352,23 +449,55 @@ class _Symbol(_Value):
     def __getattr__(self, name: str) -> Any:
         if name == "dtype":
             return _Symbol(self._run, ("dtype", self._content))
-        if name not in _METHODS:
-            raise _NoExpressionError
+        if name not in METHODS:
+            raise NoExpressionError
         return _Method(self, name)
+
+    def __call__(self, *args: Any) -> _Symbol:
+        if len(args) != 1 or self._content[0] != "item":
+            raise NoExpressionError
+        return _Symbol(self._run, ("call", self._content, _plain(args[0])))
+
+    def _same_dtype(self, other: Any) -> bool:
+        """Return whether the dtype of a result is that of a parameter.
+
+        A cast changes no value where it is, so that each answer is right for any module; of one
+        dtype alone, the products around it may be one op.
+        """
+        if self._content[0] != "dtype" or not _is_dtype_of_attribute(other):
+            raise NoExpressionError
+        return self._run.answer(Question("", "one dtype"))
+
+    def __eq__(self, other: Any) -> Any:
+        return self._same_dtype(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return not self._same_dtype(other)
+
+    __hash__ = None
 
     def _parts(self) -> list[_Symbol]:
         match self._content:
             case ("chunk", _, int(count), ("dim", -1)):
                 return [_Symbol(self._run, ("part", self._content, i)) for i in range(count)]
-        raise _NoExpressionError
+        raise NoExpressionError
 
     def __iter__(self) -> Iterator[_Symbol]:
         return iter(self._parts())
 
     def __getitem__(self, index: Any) -> Any:
+        if type(index) is tuple and len(index) == 2 and index[0] is ...:
+            columns = index[1]
+            if type(columns) is slice and columns.stop is None:
+                start, step = columns.start or 0, columns.step or 1
+                return _Symbol(self._run, ("strided", self._content, start, step))
         return self._parts()[index]
 
     __bool__ = _no_answer
+
+
+def _is_dtype_of_attribute(value: Any) -> bool:
+    return type(value) is _Module and value._path.endswith(".dtype")
 
 
 def _plain(value: Any) -> Any:
@@ -381,85 +510,4 @@ def _plain(value: Any) -> Any:
         return {name: _plain(element) for name, element in value.items()}
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return value
-    raise _NoExpressionError
-
-
-# Methods of tensors that have an expression, and functions of torch: each under one name.
-_METHODS = {
-    *("add", "mul", "sub", "div", "pow", "square", "sqrt", "rsqrt", "mean", "var", "chunk", "size"),
-    *("to", "float", "type", "type_as", "sigmoid", "tanh", "relu", "contiguous"),
-}
-_NAMES: dict[Any, str] = {
-    function: name
-    for home, names in (
-        (torch, _METHODS | {"multiply", "divide", "rms_norm", "layer_norm", "true_divide"}),
-        (F, {"silu", "gelu", "relu", "sigmoid", "tanh", "dropout", "layer_norm", "rms_norm"}),
-    )
-    for name in names
-    if (function := getattr(home, name, None)) is not None
-}
-_SIGNATURES = {
-    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
-    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
-    "dropout": ("input", "p", "training", "inplace"),
-    "gelu": ("input", "approximate"),
-    "silu": ("input", "inplace"),
-    "relu": ("input", "inplace"),
-    "mean": ("input", "dim", "keepdim"),
-    "chunk": ("input", "chunks", "dim"),
-    "pow": ("input", "exponent"),
-    "to": ("input", "dtype"),
-    "type": ("input", "dtype"),
-}
-_SYNONYMS = {"multiply": "mul", "divide": "div", "true_divide": "div", "type": "to"}
-
-
-def _operation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expression:
-    """Return an operation in the one way in which it is written here."""
-    if name in _SIGNATURES:
-        names = _SIGNATURES[name]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if len(args) > len(names) or not given.keys() <= set(names):
-            raise _NoExpressionError
-    elif kwargs:
-        raise _NoExpressionError
-    name = _SYNONYMS.get(name, name)
-    match name:
-        case "float":
-            return "cast", args[0], torch.float32
-        case "type_as":
-            return "cast", args[0], ("dtype", args[1])
-        case "to":
-            return "cast", given["input"], given["dtype"]
-        case "pow":
-            return _power(given["input"], given["exponent"])
-        case "mul" if args[0] == args[1]:
-            return "square", args[0]
-        case "div":
-            return _quotient(*args)
-        case "mean":
-            if given.get("keepdim") is not True or given.get("dim") not in (-1, (-1,)):
-                raise _NoExpressionError
-            return "mean", given["input"]
-        case "chunk":
-            return "chunk", given["input"], given["chunks"], ("dim", given.get("dim", 0))
-        case "layer_norm" | "rms_norm" | "dropout" | "gelu" | "silu" | "relu":
-            rest = [(key, given[key]) for key in _SIGNATURES[name][1:] if key in given]
-            return name, given["input"], *rest
-    return name, *args
-
-
-def _power(base: Expression, exponent: Expression) -> Expression:
-    if exponent == 2:
-        return "square", base
-    if exponent == -0.5:
-        return "rsqrt", base
-    return "pow", base, exponent
-
-
-def _quotient(above: Expression, below: Expression) -> Expression:
-    match below:
-        case ("sqrt", root):
-            inverse = ("rsqrt", root)
-            return inverse if above == 1 else ("mul", above, inverse)
-    return "div", above, below
+    raise NoExpressionError

@@ -3,33 +3,26 @@
 Which tables there are depends on what the process has imported: a model of a family can only exist
 when the family's file is loaded. A class without a table takes the rule of one whose methods are
 the same (``same_code.py``): most modeling files of transformers are copies. An attention that looks
-its function up in transformers' registry needs no original: all ask the registry for the same. Nor
-does a norm or feed-forward layer whose code is an expression that is known (``rules/by_code.py``).
+its function up in transformers' registry needs no original: all ask the registry for the same, as
+experts do. Nor does a norm or feed-forward layer whose code is an expression that is known
+(``rules/by_code.py``).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-import pkgutil
 import sys
 from typing import Any
 
 from torch import nn
 
 from fusedops.integrations.hf import families, patched
+from fusedops.integrations.hf.families import FAMILIES
 from fusedops.integrations.hf.original_code import names_in, with_inner
 from fusedops.integrations.hf.rules.rule import PatchRule
 from fusedops.integrations.hf.same_code import operations, same_function, same_methods
-
-# Of several originals with the same methods the first gives its name to the report.
-_BEST_KNOWN = ("llama", "gemma", "bert", "gpt2", "vit")
-_NAMES = (name for _, name, _ in pkgutil.iter_modules(families.__path__))
-_FAMILIES = {
-    f"fusedops.integrations.hf.families.{name}": f"transformers.models.{name}.modeling_{name}"
-    for name in dict.fromkeys((*_BEST_KNOWN, *_NAMES))
-    if not name.endswith("_like")
-}
 
 # Module with RULES -> the module that must be loaded for its classes to exist.
 _TABLES = {
@@ -37,7 +30,8 @@ _TABLES = {
     "fusedops.integrations.hf.rules.functional_attention": "torch",
     "fusedops.integrations.hf.rules.torch_transformer": "torch",
     "fusedops.integrations.hf.rules.transformers_modules": "transformers.activations",
-} | _FAMILIES
+    "fusedops.integrations.hf.rules.bloom_gelu": "transformers.models.bloom.modeling_bloom",
+}
 
 _BY_CODE: dict[type, PatchRule | None] = {}
 
@@ -48,7 +42,18 @@ def rules() -> dict[type, PatchRule]:
     for table, needed in _TABLES.items():
         if needed in sys.modules:
             by_class.update({rule.original: rule for rule in importlib.import_module(table).RULES})
+    for name in FAMILIES:
+        if f"transformers.models.{name}.modeling_{name}" in sys.modules:
+            by_class.update({rule.original: rule for rule in _rules_of_family(name)})
     return by_class
+
+
+@functools.cache
+def _rules_of_family(name: str) -> tuple[PatchRule, ...]:
+    """Return the rules of a family, and import what they are for."""
+    table: Any = importlib.import_module(f"{families.__name__}.{FAMILIES[name]}")
+    of_family: tuple[PatchRule, ...] = table.rules(name) if hasattr(table, "rules") else table.RULES
+    return of_family
 
 
 def rule_of_class(cls: type) -> PatchRule | None:
@@ -62,7 +67,7 @@ def rule_of_class(cls: type) -> PatchRule | None:
         rule = None
         # One that is derived from a class with a rule was made to differ.
         if "transformers.modeling_utils" in sys.modules and ruled.keys().isdisjoint(cls.__mro__):
-            rule = _of_original(cls) or _of_registry(cls)
+            rule = _of_original(cls) or _of_registry(cls) or _of_experts_registry(cls)
         _BY_CODE[cls] = rule or _of_own_code(cls)
     return _BY_CODE[cls]
 
@@ -99,8 +104,8 @@ def _of_own_code(cls: type[nn.Module]) -> PatchRule | None:
 def _of_original(cls: type[nn.Module]) -> PatchRule | None:
     """Return the rule that a class takes from the first one with the same methods, or ``None``."""
     steps = operations(cls)
-    for table in _FAMILIES:
-        for rule in importlib.import_module(table).RULES:
+    for name in FAMILIES:
+        for rule in _rules_of_family(name):
             if (
                 rule.for_copy is not None
                 and operations(rule.original) == steps
@@ -130,6 +135,17 @@ def _of_registry(cls: type[nn.Module]) -> PatchRule | None:
         eager=_eager_is_known(cls, forward),
         rotary=rotary is not None and _rotates_halves(rotary),
     )
+
+
+def _of_experts_registry(cls: type[nn.Module]) -> PatchRule | None:
+    """Return the rule of experts that look their function up in transformers' registry."""
+    if "transformers.integrations.moe" not in sys.modules:
+        return None
+    experts: Any = importlib.import_module("fusedops.integrations.hf.rules.experts")
+    if not experts.asks_registry(cls):
+        return None
+    rule: PatchRule = experts.experts_rule(cls, patched.module_of(cls), loop_is_known=False)
+    return rule
 
 
 def _eager_is_known(cls: type[nn.Module], forward: Any) -> bool:

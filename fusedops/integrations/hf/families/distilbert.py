@@ -1,4 +1,4 @@
-"""Rules for DistilBERT: attention, MLP, and in the block dropout + residual sum + norm."""
+"""Rules for DistilBERT: attention, and in the block dropout + residual sum + norm."""
 
 from __future__ import annotations
 
@@ -8,19 +8,8 @@ import torch
 from torch import nn
 from transformers.models.distilbert import modeling_distilbert
 
-from fusedops.integrations.hf.rules import feed_forward, residual_norm
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import PatchRule
-
-_NAMES = feed_forward.Names("lin1", "activation", "lin2")
-
-
-class FFN(modeling_distilbert.FFN):
-    """The feed-forward layer; its ``forward`` calls ``ff_chunk`` for a part of the rows."""
-
-    def ff_chunk(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the dropped-out output of the layer."""
-        return self.dropout(feed_forward.fused(self, _NAMES, input))
 
 
 class _Block(nn.Module):
@@ -43,7 +32,7 @@ class _Block(nn.Module):
         return hidden_states
 
 
-_FFNS = (modeling_distilbert.FFN, FFN)
+_FFNS = (modeling_distilbert.FFN,)
 
 
 RULES = (
@@ -56,15 +45,5 @@ RULES = (
         norms=("sa_layer_norm", "output_layer_norm"),
         absorbs=("ffn.dropout",),
         note=lambda block: residual_norm.deferral_note([(block.ffn, "dropout")], _FFNS),
-    ),
-    PatchRule(
-        modeling_distilbert.FFN,
-        FFN,
-        ("mlp",),
-        "O2",
-        obstacle=lambda module: feed_forward.obstacle(module, _NAMES),
-        absorbs=_NAMES,
-        guarded=True,
-        methods=("ff_chunk",),
     ),
 )

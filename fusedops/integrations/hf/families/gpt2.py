@@ -1,8 +1,7 @@
 """Rules for GPT-2: blocks of LayerNorm, attention, LayerNorm, MLP with dropout on each branch.
 
-Replaced are the MLP (one op), the attention between its linear layers (``attention.py``), these
-layers, which are ``Conv1D`` (``transformers_modules.py``), and, in the block, dropout + residual
-sum + the norm after it.
+Replaced are the attention between its linear layers (``attention.py``) and, in the block, dropout +
+residual sum + the norm after it. The MLP is known by its code.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from transformers.models.gpt2 import modeling_gpt2
 
 from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.chain import chain_rule
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 
@@ -57,9 +55,7 @@ class _Block(nn.Module):
         return bias_dropout_add(output, None, residual, dropout_p)
 
 
-_ATTENTION = attention_rule(modeling_gpt2.GPT2Attention, __name__, ("attn_dropout",))
-_MLP = chain_rule(modeling_gpt2.GPT2MLP, __name__, ("c_fc", "act", "c_proj", "dropout"))
-_BRANCHES = (_ATTENTION.original, _ATTENTION.patched, _MLP.original, _MLP.patched)
+_BRANCHES = (modeling_gpt2.GPT2Attention, modeling_gpt2.GPT2MLP)
 
 
 def _block_note(block: Any) -> str | None:
@@ -68,7 +64,7 @@ def _block_note(block: Any) -> str | None:
 
 
 RULES = (
-    _ATTENTION,
+    attention_rule(modeling_gpt2.GPT2Attention, __name__, ("attn_dropout",)),
     residual_norm.layer_rule(
         modeling_gpt2.GPT2Block,
         __name__,
@@ -78,5 +74,4 @@ RULES = (
         absorbs=("attn.resid_dropout", "mlp.dropout"),
         note=_block_note,
     ),
-    _MLP,
 )

@@ -1,20 +1,21 @@
 """Rules for the families that are Llama under other names, with a few differences.
 
-A decoder layer is norm, attention, residual sum, norm, gated feed-forward layer, residual sum; a
-family's file names its modeling file, and the prefix of the class names there (``"Llama"``).
+A decoder layer is norm, attention, residual sum, norm, gated feed-forward layer, residual sum.
+Gemma 2 and Phi-3 have more norms or dropouts. Gemma 2's attention caps the scores where it is
+configured as ``eager``; ``sdpa`` leaves the cap out.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+import importlib
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusedops.integrations.hf import patched
 from fusedops.integrations.hf.rules import residual_norm, rms_norms
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.gated_mlp import gated_mlp_rule
 from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
 
 
@@ -85,6 +86,46 @@ class PositionsFirst(_Layer):
         )
 
 
+class _Gemma2Layer(PositionsFirst):
+    """Gemma 2's layer, with norms behind attention and feed-forward layer as well."""
+
+    absorbs = ("pre_feedforward_layernorm",)
+
+    def _residuals(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(hidden_states=normed, **options)
+        attended = self.post_attention_layernorm(attended)
+        norm = self.pre_feedforward_layernorm
+        normed, residual = rms_norms.add_norm(attended, hidden_states, norm)
+        return residual + self.post_feedforward_layernorm(self.mlp(normed))
+
+
+class _Phi3Layer(DecoderLayer):
+    """Phi-3's layer, with dropout on each branch."""
+
+    absorbs = ("post_attention_layernorm", "resid_attn_dropout")
+
+    def _residuals(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(hidden_states=normed, **options)
+        dropout_p = residual_norm.probability(self.resid_attn_dropout)
+        norm = self.post_attention_layernorm
+        normed, residual = rms_norms.add_norm(attended, hidden_states, norm, dropout_p)
+        return residual + self.resid_mlp_dropout(self.mlp(normed))
+
+
+# Family -> what its classes' names begin with, and the forward of its decoder layer.
+FAMILIES: dict[str, tuple[str, type[_Layer]]] = {
+    "llama": ("Llama", DecoderLayer),
+    "mistral": ("Mistral", DecoderLayer),
+    "qwen2": ("Qwen2", DecoderLayer),
+    "qwen3": ("Qwen3", DecoderLayer),
+    "gemma": ("Gemma", DecoderLayer),
+    "gemma2": ("Gemma2", _Gemma2Layer),
+    "phi3": ("Phi3", _Phi3Layer),
+}
+
+
 @copyable
 def layer_rule(original: type[nn.Module], module_name: str, forward: type[_Layer]) -> PatchRule:
     """Return the rule for a decoder layer, which refuses where this transformers has another."""
@@ -109,18 +150,15 @@ def layer_rule(original: type[nn.Module], module_name: str, forward: type[_Layer
     )
 
 
-def rules(
-    family: ModuleType,
-    prefix: str,
-    module_name: str,
-    *,
-    norm: rms_norms.NormKind = rms_norms.LLAMA,
-    layer: type[_Layer] = DecoderLayer,
-) -> tuple[PatchRule, ...]:
-    """Return the rules for a family's norm, feed-forward layer, attention and decoder layer."""
+def rules(name: str) -> tuple[PatchRule, ...]:
+    """Return the rules for a family's attention and decoder layer."""
+    family: Any = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    prefix, forward = FAMILIES[name]
+    attention, layer = (
+        getattr(family, f"{prefix}{kind}") for kind in ("Attention", "DecoderLayer")
+    )
+    module_name = patched.module_of(layer)
     return (
-        rms_norms.rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
-        gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name),
-        attention_rule(getattr(family, f"{prefix}Attention"), module_name, eager=True, rotary=True),
-        layer_rule(getattr(family, f"{prefix}DecoderLayer"), module_name, layer),
+        attention_rule(attention, module_name, eager=True, rotary=True),
+        layer_rule(layer, module_name, forward),
     )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fusedops.integrations.hf import patched
 from fusedops.integrations.hf.families import llama_like
-from fusedops.integrations.hf.rules import rms_norms
+from fusedops.integrations.hf.rules import routers, sparse_blocks
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.experts import experts_rule
-from fusedops.integrations.hf.rules.gated_mlp import gated_mlp_rule
-from fusedops.integrations.hf.rules.rms_norms import rms_norm_rule
 from fusedops.integrations.hf.rules.routers import Router, router_rule
 from fusedops.integrations.hf.rules.rule import PatchRule
 from fusedops.integrations.hf.rules.sparse_blocks import SparseBlock, block_rule
@@ -45,41 +44,62 @@ class KeepsRouting(nn.Module):
         del self.__dict__[_CHECKPOINT]
 
 
-def rules(
-    family: ModuleType,
-    prefix: str,
-    module_name: str,
-    router: type[Router],
-    block: tuple[str, type[SparseBlock]],
-    *,
-    norm: rms_norms.NormKind = rms_norms.LLAMA,
-    layer: type[llama_like.DecoderLayer | llama_like.PositionsFirst] = llama_like.DecoderLayer,
-    dense_mlp: bool = True,
-    half_tables: bool = False,
-) -> tuple[PatchRule, ...]:
-    """Return the rules for a family's norm, attention, router, experts and decoder layer.
+class SparseFamily(NamedTuple):
+    """What the sparse layers of a family are.
 
-    Args:
-        family: the modeling file.
-        prefix: what the classes' names begin with there, as ``"Mixtral"``.
-        module_name: name of the module that will hold the patched classes.
-        router: what its router computes: a class of ``routers``.
-        block: its sparse layer's name without the prefix, and a class of ``sparse_blocks``.
-        norm: what its norms compute.
-        layer: its decoder layer's forward: a class of ``llama_like``.
-        dense_mlp: whether it has gated layers too: without experts, or shared by all tokens.
+    Attributes:
+        prefix: what its classes' names begin with.
+        router: what its router computes.
+        block: its sparse layer's name without the prefix.
+        block_forward: that layer's forward.
+        layer: its decoder layer's forward.
         half_tables: as in ``attention_rule``.
     """
-    originals = (getattr(family, f"{prefix}{name}", None) for name in ("TopKRouter", "TopkRouter"))
-    (router_class,) = filter(None, originals)
-    attention = getattr(family, f"{prefix}Attention")
-    sparse = type(layer.__name__, (KeepsRouting, layer), {"__module__": __name__})
+
+    prefix: str
+    router: type[Router]
+    block: str = "SparseMoeBlock"
+    block_forward: type[SparseBlock] = SparseBlock
+    layer: type[llama_like.DecoderLayer | llama_like.PositionsFirst] = llama_like.DecoderLayer
+    half_tables: bool = False
+
+
+FAMILIES = {
+    "mixtral": SparseFamily(
+        "Mixtral",
+        routers.SoftmaxRouter,
+        block_forward=sparse_blocks.NoisyBlock,
+        layer=llama_like.PositionsFirst,
+    ),
+    "qwen2_moe": SparseFamily(
+        "Qwen2Moe", routers.SoftmaxAsConfigured, block_forward=sparse_blocks.GatedSharedBlock
+    ),
+    "qwen3_moe": SparseFamily("Qwen3Moe", routers.SoftmaxAsConfigured),
+    "olmoe": SparseFamily("Olmoe", routers.SoftmaxAsConfigured),
+    "deepseek_v3": SparseFamily(
+        "DeepseekV3", routers.GroupedSigmoid, "MoE", sparse_blocks.SharedBlock
+    ),
+    "gpt_oss": SparseFamily(
+        "GptOss", routers.SoftmaxOfChosen, "MLP", sparse_blocks.ScoredBlock, half_tables=True
+    ),
+}
+
+
+def rules(name: str) -> tuple[PatchRule, ...]:
+    """Return the rules for a family's attention, router, experts, sparse and decoder layer."""
+    modeling: Any = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    family = FAMILIES[name]
+
+    def original(kind: str) -> Any:
+        return getattr(modeling, f"{family.prefix}{kind}", None)
+
+    module_name = patched.module_of(original("DecoderLayer"))
+    sparse = type(family.layer.__name__, (KeepsRouting, family.layer), {"__module__": __name__})
+    tables = {"rotary": True, "half_tables": family.half_tables}
     return (
-        rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
-        attention_rule(attention, module_name, eager=True, rotary=True, half_tables=half_tables),
-        llama_like.layer_rule(getattr(family, f"{prefix}DecoderLayer"), module_name, sparse),
-        router_rule(router_class, module_name, router),
-        block_rule(getattr(family, f"{prefix}{block[0]}"), module_name, block[1]),
-        experts_rule(getattr(family, f"{prefix}Experts"), module_name),
-        *([gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name)] if dense_mlp else []),
+        attention_rule(original("Attention"), module_name, eager=True, **tables),
+        llama_like.layer_rule(original("DecoderLayer"), module_name, sparse),
+        router_rule(original("TopKRouter") or original("TopkRouter"), module_name, family.router),
+        block_rule(original(family.block), module_name, family.block_forward),
+        experts_rule(original("Experts"), module_name),
     )

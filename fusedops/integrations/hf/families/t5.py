@@ -1,4 +1,4 @@
-"""Rules for T5, plain and gated: norms, attention, feed-forward layers, dropout + residual sum.
+"""Rules for T5: norms, attention, and dropout + residual sum. Its MLPs are known by their code.
 
 T5's scores are not scaled, and a learned bias of the relative position is added to them: the
 attention's function gets both. Its norm is Llama's where weight and input have one dtype, else it
@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from transformers.models.t5 import modeling_t5
 
-from fusedops.integrations.hf.rules import feed_forward, gated_mlp, residual_norm, rms_norms
-from fusedops.integrations.hf.rules.activations import activation_name, known_activation
+from fusedops.integrations.hf.rules import residual_norm, rms_norms
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
@@ -24,9 +23,7 @@ from fusedops.integrations.hf.rules.rule import (
     runs_here,
     subclass,
 )
-from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.ops.bias_dropout_add import bias_dropout_add
-from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.rms_norm import rms_norm
 
 
@@ -41,38 +38,6 @@ class _LayerNorm(nn.Module):
             return super().forward(hidden_states)
         shape, eps = self.weight.shape, self.variance_epsilon
         return rms_norm(hidden_states, shape, self.weight, eps, rounding="hf")
-
-
-_NAMES = feed_forward.Names("wi", "act", "wo")
-
-
-class _DenseActDense(nn.Module):
-    """T5's feed-forward layer as one op; as two while its inner dropout has work."""
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output."""
-        if not _called_by_plain(self):
-            return feed_forward.fused(self, _NAMES, hidden_states)
-        return _rest(self, feed_forward.dense_act(self.wi, self.act, hidden_states))
-
-
-class _DenseGatedActDense(nn.Module):
-    """T5's gated feed-forward layer, both products and the gate in one op."""
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output."""
-        name = known_activation(self.act)
-        gate, up = self.wi_0.weight, self.wi_1.weight
-        return _rest(self, linear_glu(hidden_states, gate, up, activation=name))
-
-
-def _rest(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return what follows the activation: dropout and the second product, in its weight's dtype."""
-    hidden_states = module.dropout(hidden_states)
-    weight = module.wo.weight
-    if hidden_states.dtype != weight.dtype and weight.dtype != torch.int8:
-        hidden_states = hidden_states.to(weight.dtype)
-    return module.wo(hidden_states)
 
 
 class _LayerFF(nn.Module):
@@ -134,42 +99,11 @@ def _summed(sublayer: Any, branch: torch.Tensor, residual: torch.Tensor) -> torc
     return bias_dropout_add(branch, None, residual, residual_norm.probability(sublayer.dropout))
 
 
-def _plain_obstacle(module: Any) -> str | None:
-    return residual_norm.dropout_obstacle("dropout", module.dropout) or feed_forward.obstacle(
-        module, _NAMES
-    )
-
-
-def _called_by_plain(module: Any) -> tuple[str, ...]:
-    """Return the children that a plain layer calls now: half of it may be kept in float32."""
-    if (
-        residual_norm.probability(module.dropout) == 0.0
-        and module.wi.weight.dtype == module.wo.weight.dtype
-    ):
-        return ()
-    return ("dropout", "wo")
-
-
-def _gated_obstacle(module: Any) -> str | None:
-    reason = linear_obstacle("wi_1", module.wi_1) or feed_forward.dense_act_obstacle(
-        module, "wi_0", "act"
-    )
-    if reason is None and activation_name(module.act) not in gated_mlp.GATES:
-        reason = f"act is a {type(module.act).__name__}, which is no activation of linear_glu"
-    return reason
-
-
 @copyable
-def _rule(
-    original: type[nn.Module],
-    module_name: str,
-    forward: type[nn.Module],
-    ops: tuple[str, ...],
-    level: str,
-    **options: Any,
-) -> PatchRule:
-    """Return the rule for a class of which ``forward`` has the fused forward."""
-    return PatchRule(original, subclass(original, forward, module_name), ops, level, **options)
+def _norm_rule(original: type[nn.Module], module_name: str) -> PatchRule:
+    """Return the rule for the norm."""
+    patched = subclass(original, _LayerNorm, module_name)
+    return PatchRule(original, patched, ("rms_norm",), "O1", probe=rms_norms.probe_norm)
 
 
 @copyable
@@ -196,36 +130,8 @@ def _sublayer_rule(
 
 RULES = (
     attention_rule(modeling_t5.T5Attention, __name__),
-    _rule(
-        modeling_t5.T5LayerNorm,
-        __name__,
-        _LayerNorm,
-        ("rms_norm",),
-        "O1",
-        probe=rms_norms.probe_norm,
-    ),
+    _norm_rule(modeling_t5.T5LayerNorm, __name__),
     _sublayer_rule(modeling_t5.T5LayerFF, __name__, _LayerFF),
     _sublayer_rule(modeling_t5.T5LayerSelfAttention, __name__, _LayerSelfAttention),
     _sublayer_rule(modeling_t5.T5LayerCrossAttention, __name__, _LayerCrossAttention),
-    _rule(
-        modeling_t5.T5DenseActDense,
-        __name__,
-        _DenseActDense,
-        ("mlp", "linear_act"),
-        "O2",
-        obstacle=_plain_obstacle,
-        absorbs=("wi", "act", "dropout", "wo"),
-        calls=_called_by_plain,
-        guarded=True,
-    ),
-    _rule(
-        modeling_t5.T5DenseGatedActDense,
-        __name__,
-        _DenseGatedActDense,
-        ("linear_glu",),
-        "O2",
-        obstacle=_gated_obstacle,
-        absorbs=("wi_0", "wi_1", "act"),
-        guarded=True,
-    ),
 )

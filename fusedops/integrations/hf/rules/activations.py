@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fusedops._core.activation import FAST_GELU_SLOPE
 from fusedops.integrations.hf.rules.rule import bypass_obstacle
 from fusedops.integrations.hf.symbolic import value_of
 
@@ -25,12 +26,19 @@ class Function(NamedTuple):
     """A function of torch that is an activation.
 
     Attributes:
-        name: of the function: ``"silu"``, ``"relu"``, ``"relu2"``, ``"gelu"``.
-        approximate: GELU's argument, or where a module keeps it: ``("attribute", path)``.
+        name: of the function: ``"silu"``, ``"relu"``, ``"relu2"``, ``"gelu"``, or ``"swish"``:
+            ``x * sigmoid(slope * x)``.
+        parameter: GELU's ``approximate``, or the slope of ``"swish"``; or where a module keeps it:
+            ``("attribute", path)``.
     """
 
     name: str
-    approximate: str | tuple[str, str] = "none"
+    parameter: str | float | tuple[str, str] = "none"
+
+    def parameter_of(self, module: Any) -> Any:
+        """Return the parameter for a module in its current state."""
+        place = self.parameter
+        return value_of(module, place[1]) if isinstance(place, tuple) else place
 
 
 def activation_name(module: Any) -> str | None:
@@ -61,12 +69,12 @@ def name_in(module: Any, activation: str | Function) -> str | None:
     """Return the name of the activation that is a child of ``module``, or a function."""
     if isinstance(activation, str):
         return activation_name(value_of(module, activation))
-    if activation.name != "gelu":
-        return activation.name
-    approximate = activation.approximate
-    if not isinstance(approximate, str):
-        approximate = value_of(module, approximate[1])
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
+    parameter = activation.parameter_of(module)
+    if activation.name == "gelu":
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(parameter)
+    if activation.name == "swish":
+        return {1.0: "silu", FAST_GELU_SLOPE: "fast_gelu"}.get(parameter)
+    return activation.name
 
 
 def known_name_in(module: Any, activation: str | Function) -> str:
@@ -81,5 +89,6 @@ def obstacle_in(module: Any, activation: str | Function) -> str | None:
     if isinstance(activation, str):
         return activation_obstacle(activation, value_of(module, activation))
     if name_in(module, activation) is None:
-        return f"{activation.name} has an approximation that is no activation of linear_act"
+        parameter = activation.parameter_of(module)
+        return f"{activation.name} with {parameter!r} is no activation of linear_act"
     return None

@@ -1,31 +1,39 @@
 """Rules for classes that no table knows, from what the code of their forward computes.
 
-Norms, gated feed-forward layers and chains of children are recognised under any name, in any
-library (``symbolic.py`` runs the code, ``recognition.py`` names it).
+Norms, feed-forward layers, chains of children and experts of equal numbers of rows are recognised
+under any name, in any library (``symbolic.py`` runs the code, ``recognition.py`` names it).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fusedops.integrations.hf import symbolic
+from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules import recognition
+from fusedops.integrations.hf.rules.batched_experts import batched_experts_rule
 from fusedops.integrations.hf.rules.chain import chain_rule
+from fusedops.integrations.hf.rules.composed import composed_rule, programs_of
 from fusedops.integrations.hf.rules.gated_mlp import (
     GatedNames,
     gated_mlp_rule,
     packed_gated_mlp_rule,
 )
 from fusedops.integrations.hf.rules.recognition import NormExpression
+from fusedops.integrations.hf.rules.rms_norms import NormKind, rms_norm_rule
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     plain_weight,
     runs_here,
     subclass,
 )
+from fusedops.integrations.hf.rules.torch_modules import LINEARS
+from fusedops.integrations.hf.same_code import own_attribute
 from fusedops.integrations.hf.symbolic import Path, value_of
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.rms_norm import rms_norm
@@ -42,30 +50,79 @@ def rule_by_code(original: type[nn.Module], module_name: str) -> PatchRule | Non
     """
     paths = symbolic.paths_of(original)
     norms = [(path, norm) for path in paths if (norm := recognition.norm_of(path.result))]
-    if norms:
+    if norms and not symbolic.has_optional_arguments(original):
         return _norm_rule(original, module_name, norms)
-    for path in paths:
-        rule = _feed_forward_rule(original, module_name, path)
-        if rule is not None:
-            return rule
-    return None
-
-
-def _feed_forward_rule(original: type[nn.Module], module_name: str, path: Path) -> PatchRule | None:
-    """Return the rule for the modules of a class that take one way through its forward."""
-    gated = recognition.gated_of(path.result)
-    steps, residual = recognition.chain_of(path.result)
-    if isinstance(gated, GatedNames):
-        rule = gated_mlp_rule(original, module_name, gated)
-    elif gated is not None:
-        rule = packed_gated_mlp_rule(original, module_name, gated)
-    elif steps:
-        rule = chain_rule(original, module_name, steps, residual)
-    else:
+    if issubclass(original, nn.Linear):
+        _remember_linear(original, paths)
         return None
-    if not path.answers:
-        return rule
-    return rule.where(path.holds, "it is configured to compute something else")
+    return (
+        _batched_experts_rule(original, module_name, paths)
+        or _feed_forward_rule(original, module_name, paths)
+        or _chunk_rule(original, module_name)
+    )
+
+
+def _remember_linear(original: type[nn.Linear], paths: tuple[Path, ...]) -> None:
+    """Let the rules do the work of a class that is a linear layer by its code."""
+    adds_no_bias = recognition.is_linear(paths)
+    if adds_no_bias is not None:
+        LINEARS[original] = adds_no_bias
+        remember(original)
+
+
+def _batched_experts_rule(
+    original: type[nn.Module], module_name: str, paths: tuple[Path, ...]
+) -> PatchRule | None:
+    if len(paths) != 1 or paths[0].answers or paths[0].optional:
+        return None
+    experts = recognition.batched_experts_of(paths[0].result)
+    return None if experts is None else batched_experts_rule(original, module_name, experts)
+
+
+def _feed_forward_rule(
+    original: type[nn.Module], module_name: str, paths: tuple[Path, ...]
+) -> PatchRule | None:
+    """Return the rule for a class that computes a feed-forward layer on some paths, or ``None``."""
+    programs = programs_of(paths)
+    if not programs:
+        return None
+    path = programs[0].path
+    if any(program.path.result != path.result for program in programs) or path.optional:
+        return composed_rule(original, module_name, programs)
+    conditions = [program.path for program in programs]
+    condition = _any_holds(conditions) if path.answers else None
+    gated = recognition.gated_of(path.result)
+    if isinstance(gated, GatedNames):
+        return gated_mlp_rule(original, module_name, gated, condition)
+    if gated is not None:
+        return packed_gated_mlp_rule(original, module_name, gated, condition)
+    steps, residual = recognition.chain_of(path.result)
+    if steps:
+        return chain_rule(original, module_name, steps, residual, condition=condition)
+    return composed_rule(original, module_name, programs)
+
+
+def _any_holds(paths: list[Path]) -> Callable[[Any], bool]:
+    return lambda module: any(path.holds(module) for path in paths)
+
+
+def _chunk_rule(original: type[nn.Module], module_name: str) -> PatchRule | None:
+    """Return the rule for a class that hands on a method of its own which is a chain, or ``None``.
+
+    ``apply_chunking_to_forward`` of transformers calls such a method for a part of the rows.
+    """
+    code = getattr(original.forward, "__code__", None)
+    for name in () if code is None else code.co_names:
+        method = own_attribute(original, name)
+        if not isinstance(method, FunctionType) or method.__code__.co_argcount != 2:
+            continue
+        paths = symbolic.paths_of(original, name)
+        if len(paths) != 1 or paths[0].answers or paths[0].optional:
+            continue
+        steps, residual = recognition.chain_of(paths[0].result)
+        if steps and residual is None:
+            return chain_rule(original, module_name, steps, method=name)
+    return None
 
 
 class _Norm(nn.Module):
@@ -132,6 +189,22 @@ def _is_parameter(value: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype,
     )
 
 
+def _kind_of(norms: list[tuple[Path, NormExpression]]) -> NormKind | None:
+    """Return the kind of a class that is always one root-mean-square norm with a weight."""
+    (path, norm), *others = norms
+    match norm.eps:
+        case ("attribute", str(eps_name)):
+            pass
+        case _:
+            return None
+    plain = norm.op == "rms_norm" and norm.weight == ("attribute", "weight") and norm.shape is None
+    # Rounded before it is scaled, it has the wider dtype of row and weight.
+    rounded_twice = norm.rounding == "hf" and norm.narrowed
+    if others or path.answers or not plain or not norm.wide or rounded_twice or "." in eps_name:
+        return None
+    return NormKind(eps_name, norm.weight_offset, norm.rounding)
+
+
 def _norm_rule(
     original: type[nn.Module], module_name: str, norms: list[tuple[Path, NormExpression]]
 ) -> PatchRule:
@@ -139,6 +212,9 @@ def _norm_rule(
         computes = any(path.holds(module) for path, _ in norms)
         return None if computes else "it is configured to compute something else"
 
+    kind = _kind_of(norms)
+    if kind is not None:
+        return rms_norm_rule(original, module_name, kind)
     op = norms[0][1].op
     return PatchRule(
         original,

@@ -6,22 +6,27 @@ A dropout between activation and product that has no work, and an identity, are 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusedops._core.activation import ACTIVATIONS
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules.activations import (
     Function,
     activation_name,
     known_name_in,
+    name_in,
     obstacle_in,
 )
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
+    configuration_obstacle,
     copyable,
     global_hooks,
     subclass,
@@ -79,18 +84,19 @@ def apply(module: Any, step: Step, input: torch.Tensor) -> torch.Tensor:
     if isinstance(step, DropoutFunction):
         return F.dropout(input, step.of(module), module.training)
     if isinstance(step, Function):
-        return _FUNCTIONS[known_name_in(module, step)](input)
+        return _function(module, step)(input)
     output: torch.Tensor = value_of(module, step)(input)
     return output
 
 
-_FUNCTIONS: dict[str, Any] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "relu2": lambda input: F.relu(input).square(),
-    "gelu": F.gelu,
-    "gelu_tanh": lambda input: F.gelu(input, approximate="tanh"),
-}
+def _function(module: Any, step: Function) -> Any:
+    """Return an activation as the code computes it."""
+    parameter = step.parameter_of(module)
+    if step.name == "gelu":
+        return partial(F.gelu, approximate=parameter)
+    if step.name == "swish":
+        return lambda input: input * torch.sigmoid(parameter * input)
+    return {"silu": F.silu, "relu": F.relu, "relu2": ACTIVATIONS["relu2"]}[step.name]
 
 
 def run(module: Any, steps: tuple[Step, ...], input: torch.Tensor) -> torch.Tensor:
@@ -177,6 +183,12 @@ def _pairs(module: Any, steps: tuple[Step, ...]) -> list[_Pair]:
     return [pair for pair in pairs if pair is not None]
 
 
+def has_known_pair(module: Any, steps: tuple[Step, ...]) -> bool:
+    """Return whether a chain has a linear layer with a known activation behind it."""
+    pairs = _pairs(module, steps)
+    return any(name_in(module, pair.activation) is not None for pair in pairs)
+
+
 def _unknown_children(module: Any, steps: tuple[Step, ...]) -> list[str]:
     """Return what stands in the place of the linear layer and the activation."""
     children = [(step, value_of(module, step)) for step in steps if isinstance(step, str)]
@@ -188,7 +200,44 @@ def _unknown_children(module: Any, steps: tuple[Step, ...]) -> list[str]:
     ]
 
 
-def _note(module: Any, steps: tuple[Step, ...]) -> str | None:
+def chain_obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
+    """Return why no part of a chain is one op now, or ``None``."""
+    reasons = [_pair_obstacle(module, pair) for pair in _pairs(module, steps)]
+    if None in reasons:
+        return global_hooks()
+    known = [reason for reason in reasons if reason is not None]
+    return "; ".join(known or _unknown_children(module, steps)) or "it has no activation"
+
+
+def _fusions(module: Any, steps: tuple[Step, ...]) -> Iterator[tuple[int, Fusion]]:
+    """Yield where in a chain each op for several steps begins, and the op."""
+    position = 0
+    while position < len(steps):
+        fusion = fusion_at(module, steps, position)
+        if fusion is not None:
+            yield position, fusion
+        position += 1 if fusion is None else fusion.steps
+
+
+def fused_children(module: Any, steps: tuple[Step, ...]) -> tuple[str, ...]:
+    """Return the children of a chain whose work is done by an op for several steps."""
+    return tuple(
+        step
+        for position, fusion in _fusions(module, steps)
+        for step in steps[position : position + fusion.steps]
+        if isinstance(step, str)
+    )
+
+
+def fused_ops(module: Any, steps: tuple[Step, ...]) -> tuple[str, ...]:
+    """Return the ops that do several steps of a chain."""
+    ops = (
+        "linear_act" if fusion.second is None else "mlp" for _, fusion in _fusions(module, steps)
+    )
+    return tuple(dict.fromkeys(ops))
+
+
+def chain_note(module: Any, steps: tuple[Step, ...]) -> str | None:
     """Return why the second linear layer of the first fused part is called on its own."""
     for position in range(len(steps)):
         fusion = fusion_at(module, steps, position)
@@ -224,6 +273,7 @@ def chain_rule(
     steps: tuple[Step, ...],
     residual: str | None = None,
     method: str = "forward",
+    condition: Callable[[Any], bool] | None = None,
 ) -> PatchRule:
     """Return the rule for a class of which a method is these steps, one after the other.
 
@@ -233,27 +283,12 @@ def chain_rule(
         steps: what runs.
         residual: the method's second argument, if that is added to the result.
         method: the name of the method.
+        condition: whether an instance in its current state computes this.
     """
     forward = _run_all if residual is None else _run_and_add
 
     def obstacle(module: Any) -> str | None:
-        reasons = [_pair_obstacle(module, pair) for pair in _pairs(module, steps)]
-        if None in reasons:
-            return global_hooks()
-        known = [reason for reason in reasons if reason is not None]
-        return "; ".join(known or _unknown_children(module, steps)) or "it has no activation"
-
-    def inside(module: Any) -> tuple[str, ...]:
-        names: list[str] = []
-        position = 0
-        while position < len(steps):
-            fusion = fusion_at(module, steps, position)
-            count = 1 if fusion is None else fusion.steps
-            if fusion is not None:
-                fused = steps[position : position + count]
-                names += [step for step in fused if isinstance(step, str)]
-            position += count
-        return tuple(names)
+        return configuration_obstacle(module, condition) or chain_obstacle(module, steps)
 
     return PatchRule(
         original,
@@ -261,11 +296,12 @@ def chain_rule(
         ("mlp",) if len(steps) > 2 else ("linear_act",),
         "O2",
         obstacle=obstacle,
-        note=lambda module: _note(module, steps),
+        note=lambda module: chain_note(module, steps),
         applies=lambda module: (
             bool(_pairs(module, steps)) or any(_is_activation(module, step) for step in steps)
         ),
-        inside=inside,
+        inside=lambda module: fused_children(module, steps),
+        ops_in=lambda module: fused_ops(module, steps),
         guarded=True,
         methods=(method,),
     )

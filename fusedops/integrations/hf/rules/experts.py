@@ -4,10 +4,12 @@ An experts module is decorated by ``use_experts_implementation``, which tells ho
 (``is_transposed``, ``has_bias``, ``has_gate``) and whether a norm ends each expert
 (``has_post_expert_norm``), and calls the function that is registered under the name in its
 configuration. ``experts_forward`` is registered as ``"fusedops"``; a patched module
-calls it whatever the configuration says, since the known implementations compute the same.
+calls it whatever the configuration says, since the known implementations compute the same. The loop
+of a class itself, ``eager``, is known for the families with a table and for copies of them alone.
 
 Where the gate is a known formula the whole layer is ``moe_mlp``, else the two products are
 ``grouped_mm`` and the module's own ``_apply_gate`` stands between them; its own norm follows them.
+A gate of a class's own is known by its code (``recognition.py``).
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from torch import nn
 from transformers.integrations import moe
 
 from fusedops._core import dtypes
-from fusedops.integrations.hf.original_code import context_obstacle, name_of
+from fusedops._core.activation import FAST_GELU_SLOPE
+from fusedops.integrations.hf import symbolic
+from fusedops.integrations.hf.original_code import context_obstacle, name_of, with_inner
 from fusedops.integrations.hf.rules import transformers_modules  # noqa: F401 (its activations)
 from fusedops.integrations.hf.rules.activations import activation_obstacle, known_activation
+from fusedops.integrations.hf.rules.recognition import ClampedGate, clamped_gate_of
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
@@ -31,6 +36,8 @@ from fusedops.integrations.hf.rules.rule import (
     runs_here,
     subclass,
 )
+from fusedops.integrations.hf.symbolic import value_of
+from fusedops.ops._moe_gate import LIMIT, SWIGLU_OAI
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.grouped_mm import grouped_mm
 from fusedops.ops.moe_mlp import moe_mlp
@@ -153,15 +160,34 @@ def _gate_function(module: Any) -> Any:
     return type(module)._apply_gate if own is None else own
 
 
+# Class of experts -> its own gate, and what that is by its code.
+_OWN_GATES: dict[type, tuple[Any, ClampedGate | None]] = {}
+
+
 def _clamped_gate(module: Any) -> Gate | None:
-    """Return the gate of GPT-OSS, if it is that one with the numbers that it was trained with."""
-    function = _gate_function(module)
-    name = f"{function.__module__}.{getattr(function, '__qualname__', '')}"
-    if name != "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate":
+    """Return the gate of GPT-OSS, if it is that one with the numbers of ``moe_mlp``."""
+    own = _OWN_GATES.get(type(module))
+    if own is None:
+        own = _read_gate(type(module))
+    function, gate = own
+    if gate is None or _gate_function(module) is not function:
         return None
-    if (module.alpha, module.limit) != (1.702, 7.0):
+    numbers = [
+        value_of(module, place[1]) if isinstance(place, tuple) else place
+        for place in (gate.slope, gate.limit)
+    ]
+    if numbers != [FAST_GELU_SLOPE, LIMIT]:
         return None
-    return Gate("swiglu_oai", interleaved=True)
+    return Gate(SWIGLU_OAI, interleaved=gate.interleaved)
+
+
+@torch.compiler.disable
+def _read_gate(cls: type[nn.Module]) -> tuple[Any, ClampedGate | None]:
+    """Keep and return the gate of a class of experts."""
+    paths = symbolic.paths_of(cls, "_apply_gate")
+    gate = clamped_gate_of(paths[0].result) if len(paths) == 1 and not paths[0].answers else None
+    _OWN_GATES[cls] = (getattr(cls, "_apply_gate"), gate)  # noqa: B009 (no attribute of nn.Module)
+    return _OWN_GATES[cls]
 
 
 def _weights(module: Any) -> ExpertWeights:
@@ -194,6 +220,12 @@ def obstacle(module: Any) -> str | None:
     return _weights_obstacle(module)
 
 
+def _obstacle_without_loop(module: Any) -> str | None:
+    if module.config._experts_implementation == "eager":
+        return "its own loop over the experts is configured: experts_implementation='eager'"
+    return obstacle(module)
+
+
 class Experts(nn.Module):
     """The forward of every patched experts module."""
 
@@ -201,7 +233,7 @@ class Experts(nn.Module):
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts; families name the arguments apart."""
-        if len(args) != 3 or obstacle(self) is not None:
+        if len(args) != 3 or self.fused_rule.obstacle(self) is not None:
             return super().forward(*args)
         return experts_forward(self, *args)
 
@@ -210,22 +242,44 @@ def experts_obstacle(name: str, experts: Any) -> str | None:
     """Return why a layer must not do the work of ``experts`` itself, or ``None``."""
     if not isinstance(experts, Experts):
         return f"{name} is a {type(experts).__name__}"
-    return bypass_obstacle(name, experts, (experts.fused_rule.patched,)) or obstacle(experts)
+    return bypass_obstacle(
+        name, experts, (experts.fused_rule.patched,)
+    ) or experts.fused_rule.obstacle(experts)
 
 
 @copyable
-def experts_rule(original: type[nn.Module], module_name: str) -> PatchRule:
-    """Return the rule for an experts class that ``use_experts_implementation`` has decorated."""
+def experts_rule(
+    original: type[nn.Module], module_name: str, *, loop_is_known: bool = True
+) -> PatchRule:
+    """Return the rule for an experts class that ``use_experts_implementation`` has decorated.
+
+    Args:
+        original: the class.
+        module_name: holds the patched class.
+        loop_is_known: whether the loop in its own forward computes what the registered functions
+            do.
+    """
+    patched = subclass(original, Experts, module_name)
+    for cls in (original, patched):
+        _read_gate(cls)
     return PatchRule(
         original,
-        subclass(original, Experts, module_name),
+        patched,
         ("moe_mlp",),
         "O2",
-        obstacle=obstacle,
+        obstacle=obstacle if loop_is_known else _obstacle_without_loop,
         absorbs=("act_fn",),
         calls=lambda module: () if known_gate(module) is not None else ("act_fn",),
         note=gate_note,
     )
+
+
+def asks_registry(cls: type[nn.Module]) -> bool:
+    """Return whether ``use_experts_implementation`` has decorated a class."""
+    decorator = with_inner(moe.use_experts_implementation.__code__)
+    return getattr(cls.forward, "__code__", None) in [
+        code for code in decorator if code.co_name == "forward"
+    ]
 
 
 def gate_note(module: Any) -> str | None:

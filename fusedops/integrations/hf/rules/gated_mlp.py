@@ -6,6 +6,7 @@ be called, activation and product are one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,13 @@ from fusedops.integrations.hf.rules.activations import (
     obstacle_in,
 )
 from fusedops.integrations.hf.rules.chain import Step, apply
-from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    configuration_obstacle,
+    copyable,
+    global_hooks,
+    subclass,
+)
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.symbolic import value_of
 from fusedops.ops.geglu import geglu
@@ -32,16 +39,14 @@ class GatedNames(NamedTuple):
     Attributes:
         gate: the projection behind which the activation is.
         up: the other one.
-        down: the projection of their product.
         activation: a child, or a function of torch.
-        last: what follows ``down``, steps of a chain (``chain.py``).
+        last: what follows their product, steps of a chain (``chain.py``).
     """
 
     gate: str = "gate_proj"
     up: str = "up_proj"
-    down: str = "down_proj"
     activation: str | Function = "act_fn"
-    last: tuple[Step, ...] = ()
+    last: tuple[Step, ...] = ("down_proj",)
 
 
 class PackedNames(NamedTuple):
@@ -49,24 +54,21 @@ class PackedNames(NamedTuple):
 
     Attributes:
         packed: the projection.
-        down: the projection of the product of its halves.
         activation: a child, or a function of torch.
         gate: the half behind which the activation is, 0 or 1.
-        last: what follows ``down``, steps of a chain (``chain.py``).
+        last: what follows the product of the halves, steps of a chain (``chain.py``).
     """
 
     packed: str = "gate_up_proj"
-    down: str = "down_proj"
     activation: str | Function = "activation_fn"
     gate: int = 0
-    last: tuple[Step, ...] = ()
+    last: tuple[Step, ...] = ("down_proj",)
 
 
 def _end(module: Any, names: GatedNames | PackedNames, hidden: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = value_of(module, names.down)(hidden)
     for step in names.last:
-        output = apply(module, step, output)
-    return output
+        hidden = apply(module, step, hidden)
+    return hidden
 
 
 class _GatedMLP(nn.Module):
@@ -77,32 +79,32 @@ class _GatedMLP(nn.Module):
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         name = known_name_in(self, self.names.activation)
         gate, up = value_of(self, self.names.gate), value_of(self, self.names.up)
-        if _projections_obstacle(self, self.names) is None:
+        if projections_obstacle(self, self.names) is None:
             hidden = linear_glu(x, gate.weight, up.weight, activation=name)
         else:
-            hidden = _gated(gate(x), up(x), name)
+            hidden = gated_product(gate(x), up(x), name)
         return _end(self, self.names, hidden)
 
 
-GATES = ("silu", "gelu", "gelu_tanh")
+# Activation -> the argument of geglu that it is; silu is swiglu.
+_GEGLUS = {"gelu": "none", "gelu_tanh": "tanh", "fast_gelu": "fast"}
+GATES = ("silu", *_GEGLUS)
 
 
-def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return ``activation(gate) * up``, for an activation of ``GATES``."""
-    if activation == "silu":
-        return swiglu(gate, up)
-    return geglu(gate, up, "tanh" if activation == "gelu_tanh" else "none")
+    return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _GEGLUS[activation])
 
 
 def _obstacle(module: Any, names: GatedNames) -> str | None:
     """Return why the layer must stay unchanged, or ``None``."""
     reason = obstacle_in(module, names.activation) or global_hooks()
     if reason is None and name_in(module, names.activation) not in GATES:
-        reason = _projections_obstacle(module, names)
+        reason = projections_obstacle(module, names)
     return reason
 
 
-def _projections_obstacle(module: Any, names: GatedNames) -> str | None:
+def projections_obstacle(module: Any, names: GatedNames) -> str | None:
     """Return why the two projections must be called on their own, or ``None``."""
     for name in (names.gate, names.up):
         projection = value_of(module, name)
@@ -119,20 +121,29 @@ _GATED = GatedNames()
 
 @copyable
 def gated_mlp_rule(
-    original: type[nn.Module], module_name: str, names: GatedNames = _GATED
+    original: type[nn.Module],
+    module_name: str,
+    names: GatedNames = _GATED,
+    condition: Callable[[Any], bool] | None = None,
 ) -> PatchRule:
     """Return the rule for a layer of ``down(activation(gate(x)) * up(x))``.
 
     Where a projection must be called, because it has a bias or an adapter took its place,
     activation and product are still one op.
+
+    Args:
+        original: the class.
+        module_name: holds the patched class.
+        names: of its children.
+        condition: whether an instance in its current state computes this.
     """
     projections = (names.gate, names.up)
 
     def calls(module: Any) -> tuple[str, ...]:
-        return () if _projections_obstacle(module, names) is None else projections
+        return () if projections_obstacle(module, names) is None else projections
 
     def note(module: Any) -> str | None:
-        reason = _projections_obstacle(module, names)
+        reason = projections_obstacle(module, names)
         return None if reason is None else f"swiglu or geglu after the products: {reason}"
 
     return PatchRule(
@@ -140,7 +151,10 @@ def gated_mlp_rule(
         subclass(original, _GatedMLP, module_name, names=names),
         ("linear_glu",),
         "O2",
-        obstacle=lambda module: _obstacle(module, names),
+        obstacle=lambda module: (
+            configuration_obstacle(module, condition) or _obstacle(module, names)
+        ),
+        applies=lambda module: name_in(module, names.activation) is not None,
         absorbs=(*projections, *_children(names.activation)),
         calls=calls,
         note=note,
@@ -161,7 +175,8 @@ class _PackedGatedMLP(nn.Module):
         names = self.names
         halves = value_of(self, names.packed)(hidden_states).chunk(2, dim=-1)
         activation = known_name_in(self, names.activation)
-        return _end(self, names, _gated(halves[names.gate], halves[1 - names.gate], activation))
+        gate, up = halves[names.gate], halves[1 - names.gate]
+        return _end(self, names, gated_product(gate, up, activation))
 
 
 def _packed_obstacle(module: Any, names: PackedNames) -> str | None:
@@ -176,15 +191,24 @@ _PACKED = PackedNames()
 
 @copyable
 def packed_gated_mlp_rule(
-    original: type[nn.Module], module_name: str, names: PackedNames = _PACKED
+    original: type[nn.Module],
+    module_name: str,
+    names: PackedNames = _PACKED,
+    condition: Callable[[Any], bool] | None = None,
 ) -> PatchRule:
-    """Return the rule for a layer of one projection for gate and up, and another one down."""
+    """Return the rule for a layer of one projection for gate and up, and another one down.
+
+    Args are those of ``gated_mlp_rule``.
+    """
     return PatchRule(
         original,
         subclass(original, _PackedGatedMLP, module_name, names=names),
         ("swiglu",),
         "O1",
-        obstacle=lambda module: _packed_obstacle(module, names),
+        obstacle=lambda module: (
+            configuration_obstacle(module, condition) or _packed_obstacle(module, names)
+        ),
+        applies=lambda module: name_in(module, names.activation) is not None,
         absorbs=_children(names.activation),
         guarded=True,
     )

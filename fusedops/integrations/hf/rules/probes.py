@@ -8,6 +8,7 @@ from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.attention import attention
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.cross_entropy import cross_entropy
+from fusedops.ops.geglu import geglu
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_glu import linear_glu
@@ -43,6 +44,8 @@ def call_op(op: str, example: torch.Tensor) -> None:
             moe_mlp(row, plan, row.new_zeros(1, 8, 16), row.new_zeros(1, 8, 8))
         case "moe_route":
             moe_route(row, 1)
+        case "geglu":
+            geglu(row, row)
         case "swiglu":
             swiglu(row, row)
         case _:

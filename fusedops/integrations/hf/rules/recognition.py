@@ -1,4 +1,4 @@
-"""Which norm, gated feed-forward layer or chain of children an expression is (``symbolic.py``)."""
+"""Which norm, feed-forward layer or gate of experts an expression is (``symbolic.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from fusedops.integrations.hf.rules.activations import Function
 from fusedops.integrations.hf.rules.chain import DropoutFunction, Step
 from fusedops.integrations.hf.rules.gated_mlp import GatedNames, PackedNames
-from fusedops.integrations.hf.symbolic import INPUT, Expression
+from fusedops.integrations.hf.symbolic import INPUT, Expression, Path, Question
+from fusedops.integrations.hf.torch_operations import is_same_value
 
 _WIDE = ("cast", INPUT, torch.float32)
 _ITS_DTYPE = ("dtype", INPUT)
@@ -84,7 +85,7 @@ def _functional(expression: Expression) -> NormExpression | None:
 
 def _formula(expression: Expression) -> NormExpression | None:
     """Return the norm that is written as a formula."""
-    for weight, normed in _factors(expression):
+    for weight, normed in factors(expression):
         place_and_offset = _weight(weight)
         narrowed, content = _without_cast(normed)
         core = _normalised(content)
@@ -101,7 +102,8 @@ def _formula(expression: Expression) -> NormExpression | None:
     return _normalised(expression)
 
 
-def _factors(expression: Expression) -> list[tuple[Expression, Expression]]:
+def factors(expression: Expression) -> list[tuple[Expression, Expression]]:
+    """Return the two factors that an expression is the product of, in both orders; else none."""
     match expression:
         case ("mul", first, second):
             return [(first, second), (second, first)]
@@ -128,7 +130,7 @@ def _weight(expression: Expression) -> tuple[Place, float] | None:
 
 def _normalised(expression: Expression) -> NormExpression | None:
     """Return the norm, without a weight, that ``centred * rsqrt(mean(centred ** 2) + eps)`` is."""
-    for factor, row in _factors(expression):
+    for factor, row in factors(expression):
         match factor:
             case ("rsqrt", ("add", ("mean", ("square", squared)), eps)) if _is_number(eps):
                 pass
@@ -154,24 +156,21 @@ def _is_number(expression: Expression) -> bool:
 
 def gated_of(expression: Expression) -> GatedNames | PackedNames | None:
     """Return the gated feed-forward layer that an expression is, or ``None``."""
-    steps, product = _steps(expression)
-    if not steps or not isinstance(steps[0], str):
-        return None
-    down, last = steps[0], steps[1:]
-    for gate, up in _factors(product):
-        activation, projected = _activation(gate)
+    last, product = _steps(expression)
+    for gate, up in factors(product):
+        activation, projected = activation_of(gate)
         if activation is None:
             continue
         match (projected, up):
             case (("call", first, argument), ("call", second, other)):
                 if argument == other == INPUT and first != second:
-                    return GatedNames(first, second, down, activation, last)
+                    return GatedNames(first, second, activation, last)
             case (("part", chunk, half), ("part", other, rest)):
                 match chunk:
                     case ("chunk", ("call", packed, argument), 2, _) if (
                         chunk == other and half + rest == 1 and argument == INPUT
                     ):
-                        return PackedNames(packed, down, activation, half, last)
+                        return PackedNames(packed, activation, half, last)
     return None
 
 
@@ -193,23 +192,24 @@ def _steps(expression: Expression) -> tuple[tuple[Step, ...], Expression]:
     """Return the steps at the end of an expression, and what the first of them is applied to."""
     steps: list[Step] = []
     while True:
-        step, source = _step(expression)
+        step, source = step_of(expression)
         if step is None:
             return tuple(reversed(steps)), expression
         steps.append(step)
         expression = source
 
 
-def _step(expression: Expression) -> tuple[Step | None, Expression]:
+def step_of(expression: Expression) -> tuple[Step | None, Expression]:
+    """Return the step that an expression ends with, and what it is applied to."""
     match expression:
         case ("dropout", source, ("p", p), ("training", ("attribute", "training")), *rest):
             if _in_place(rest) is False and _is_number(p):
                 return DropoutFunction(p), source
             return None, expression
-    return _activation(expression)
+    return activation_of(expression)
 
 
-def _activation(expression: Expression) -> tuple[str | Function | None, Expression]:
+def activation_of(expression: Expression) -> tuple[str | Function | None, Expression]:
     """Return the child or function that an expression ends with, and what it is applied to."""
     match expression:
         case ("call", str(child), source):
@@ -222,11 +222,106 @@ def _activation(expression: Expression) -> tuple[str | Function | None, Expressi
             return Function("gelu", approximate), source
         case ("square", ("relu", source)):
             return Function("relu2"), source
-        case ("mul", source, ("sigmoid", same)) | ("mul", ("sigmoid", same), source):
-            if source == same:
+        case ("mul", source, ("sigmoid", bounded)) | ("mul", ("sigmoid", bounded), source):
+            if is_same_value(source, bounded):
                 return Function("silu"), source
+            for scaled, slope in factors(bounded):
+                if is_same_value(source, scaled) and _is_number(slope):
+                    return Function("swish", slope), source
     return None, expression
 
 
 def _in_place(options: list[Any]) -> bool:
     return options not in ([], [("inplace", False)])
+
+
+def is_linear(paths: tuple[Path, ...]) -> bool | None:
+    """Return whether a class with a weight and perhaps a bias is a linear layer, by its code.
+
+    Returns:
+        ``True`` if it calls torch's; ``False`` if it adds its bias to the product afterwards, which
+        rounds twice; ``None`` if it is another layer.
+    """
+    results = {path.answers: path.result for path in paths}
+    weight, bias = ("attribute", "weight"), ("attribute", "bias")
+    if results == {(): ("linear", INPUT, ("weight", weight), ("bias", bias))}:
+        return True
+    product = ("matmul", INPUT, ("attribute", "weight.T"))
+    has_bias = Question("bias", "is_not", None)
+    if results == {((has_bias, True),): ("add", product, bias), ((has_bias, False),): product}:
+        return False
+    return None
+
+
+class ClampedGate(NamedTuple):
+    """``(clamp(up, -limit, limit) + 1) * swish(min(gate, limit))``, the gate of GPT-OSS.
+
+    Attributes:
+        slope: that of ``swish``, or where it is.
+        limit: the bound, or where it is.
+        interleaved: whether gate and up are columns next to one another, else halves.
+    """
+
+    slope: Any
+    limit: Any
+    interleaved: bool
+
+
+def clamped_gate_of(expression: Expression) -> ClampedGate | None:
+    """Return the clamped gate that an expression of gate and up in one tensor is, or ``None``."""
+    for up, gate in factors(expression):
+        activation, bounded = activation_of(gate)
+        match up, bounded:
+            case (
+                ("add", ("clamp", factor, ("min", ("neg", lowest)), ("max", highest)), 1 | 1.0),
+                ("clamp", gate, ("max", limit)),
+            ):
+                pass
+            case _:
+                continue
+        if not isinstance(activation, Function) or activation.name != "swish":
+            continue
+        halves = ("chunk", INPUT, 2, ("dim", -1))
+        for interleaved, parts in (
+            (True, (("strided", INPUT, 0, 2), ("strided", INPUT, 1, 2))),
+            (False, (("part", halves, 0), ("part", halves, 1))),
+        ):
+            if (gate, factor) == parts and lowest == highest == limit and _is_number(limit):
+                return ClampedGate(activation.parameter, limit, interleaved)
+    return None
+
+
+class BatchedExperts(NamedTuple):
+    """Gated experts of as many rows each, which ``bmm`` computes together.
+
+    Attributes:
+        gate_up: where the weight of gate and up is, ``[num_experts, in, 2 * inner]``.
+        down: where the other one is.
+        activation: a child, or a function of torch.
+    """
+
+    gate_up: Place
+    down: Place
+    activation: str | Function
+
+
+def batched_experts_of(expression: Expression) -> BatchedExperts | None:
+    """Return the experts that an expression is, or ``None``."""
+    match expression:
+        case ("view", ("bmm", product, down), -1, width) if _is_place(down) and _is_place(width):
+            pass
+        case _:
+            return None
+    for gate, up in factors(product):
+        activation, half = activation_of(gate)
+        match half, up:
+            case (("part", ("chunk", hidden, 2, ("dim", -1)), 0), ("part", chunk, 1)):
+                if activation is None or chunk != half[1]:
+                    continue
+            case _:
+                continue
+        match hidden:
+            case ("bmm", ("view", source, ("item", shape, 0), -1, columns), ("attribute", path)):
+                if (source, columns, shape) == (INPUT, width, ("attribute", f"{path}.shape")):
+                    return BatchedExperts(("attribute", path), down, activation)
+    return None

@@ -21,6 +21,7 @@ from fusedops.integrations.hf.rules.rule import (
     bypass_obstacle,
     copyable,
     global_hooks,
+    rule_of,
     subclass,
 )
 from fusedops.integrations.hf.rules.torch_modules import LayerNorm
@@ -81,7 +82,7 @@ def deferred(branch: Any, name: str, classes: Iterable[type]) -> Iterator[float]
     Args:
         branch: the module whose forward ends with ``self.<name>(...)``.
         name: the dropout's name in it.
-        classes: the classes of branches for which that is known.
+        classes: the classes of branches for which that is known, before they are patched.
     """
     if not branch.training or deferral_obstacle(branch, name, classes) is not None:
         yield 0.0
@@ -99,7 +100,9 @@ def deferred(branch: Any, name: str, classes: Iterable[type]) -> Iterator[float]
 
 def deferral_obstacle(branch: Any, name: str, classes: Iterable[type]) -> str | None:
     """Return why the dropout at the end of ``branch`` must stay there, or ``None``."""
-    return bypass_obstacle(type(branch).__name__, branch, classes) or dropout_obstacle(
+    rule = rule_of(branch)
+    known = {cls if rule is None or rule.original is not cls else rule.patched for cls in classes}
+    return bypass_obstacle(type(branch).__name__, branch, known) or dropout_obstacle(
         name, getattr(branch, name)
     )
 
@@ -146,7 +149,9 @@ def layer_rule(
     def layer_obstacle(layer: Any) -> str | None:
         reason = None
         for name in norms:
-            reason = reason or norm_obstacle(name, getattr(layer, name))
+            # Some layers of a class have no cross-attention, and not its norm.
+            if hasattr(layer, name):
+                reason = reason or norm_obstacle(name, getattr(layer, name))
         for name in dropouts:
             reason = reason or dropout_obstacle(name, getattr(layer, name))
         return reason or obstacle(layer) or global_hooks() or unknown

@@ -1,7 +1,7 @@
 """Root-mean-square norms of transformers' families: alone, and with the residual sum before them.
 
-Their code is the same under a name for each family, in three kinds: Llama's rounds the normalised
-row before it scales, Gemma's after, and keeps the weight minus one, GPT-OSS's after as well.
+They are known by their code (``by_code.py``), in three kinds: Llama's rounds the normalised row
+before it scales, Gemma's after, and keeps the weight minus one, GPT-OSS's after as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
-    copyable,
     runs_here,
     subclass,
 )
@@ -41,10 +40,6 @@ class NormKind:
         }
 
 
-LLAMA = NormKind("variance_epsilon", 0.0, "hf")
-GEMMA = NormKind("eps", 1.0, "torch")
-GPT_OSS = NormKind("variance_epsilon", 0.0, "torch")
-
 # Every class that has a rule and every patched one: those that ``add_norm`` may bypass.
 _KINDS: dict[type, NormKind] = {}
 
@@ -56,7 +51,12 @@ class _RMSNorm(nn.Module):
     weight: torch.Tensor
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not runs_here(hidden_states) or not _fits(self.weight, hidden_states.dtype):
+        weight = self.weight
+        if (
+            not runs_here(hidden_states)
+            or not _fits(weight, hidden_states.dtype)
+            or weight.shape != hidden_states.shape[-1:]
+        ):
             return super().forward(hidden_states)
         options = self.kind.options(self)
         normed = rms_norm(hidden_states, self.weight.shape, self.weight, **options)
@@ -102,12 +102,13 @@ def _as_model(normed: torch.Tensor, kind: NormKind, dtype: torch.dtype) -> torch
     return normed.to(dtype) if kind.rounding == "torch" else normed
 
 
-@copyable
-def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind = LLAMA) -> PatchRule:
+def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind) -> PatchRule:
     """Return the rule for a family's root-mean-square norm, which computes ``kind``."""
     patched = subclass(original, _RMSNorm, module_name, kind=kind)
     _KINDS[original] = _KINDS[patched] = kind
-    return PatchRule(original, patched, ("rms_norm",), "O1", probe_norm)
+    return PatchRule(
+        original, patched, ("rms_norm",), "O1", probe_norm, note=lambda norm: "known by its code"
+    )
 
 
 def probe_norm(norm: Any) -> None:

@@ -21,7 +21,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class PatchRule:
     calls: Callable[[Any], tuple[str, ...]] = lambda module: ()
     # Further children whose work it does for an instance in its current state
     inside: Callable[[Any], tuple[str, ...]] = lambda module: ()
+    # Those of ``ops`` that an instance runs in its current state, if that is not all of them
+    ops_in: Callable[[Any], tuple[str, ...]] | None = None
     methods: tuple[str, ...] = ("forward",)  # those of ``patched`` that call fused ops
     # Whether the original runs where an instance has an obstacle, or where the ops have no kernels
     # for the first argument; otherwise ``methods`` find that out themselves
@@ -95,14 +97,9 @@ class PatchRule:
         if own:
             super(patched, patched).__init_subclass__()
 
-    def where(self, holds: Callable[[Any], bool], otherwise: str) -> PatchRule:
-        """Return the rule with one more question to an instance, and the reason if it is no."""
-        before = self.obstacle
-
-        def obstacle(module: Any) -> str | None:
-            return before(module) if holds(module) else otherwise
-
-        return replace(self, obstacle=obstacle)
+    def ops_of(self, module: Any) -> tuple[str, ...]:
+        """Return the names of the ops that an instance runs in its current state."""
+        return (() if self.ops_in is None else self.ops_in(module)) or self.ops
 
     def bypass_reason(self, module: nn.Module) -> str | None:
         """Return why a patched instance runs its original forward now, or ``None``."""
@@ -234,6 +231,18 @@ def hooks_obstacle(name: str, child: Any) -> str | None:
     if "forward" in child.__dict__:
         return f"{name}.forward is overridden on the instance"
     return None
+
+
+def configuration_obstacle(module: Any, condition: Callable[[Any], bool] | None) -> str | None:
+    """Return why an instance does not compute now what its rule is for, or ``None``.
+
+    Args:
+        module: the instance.
+        condition: what must be true of it; ``None``: nothing.
+    """
+    if condition is None or condition(module):
+        return None
+    return "it is configured to compute something else"
 
 
 def global_hooks() -> str | None:

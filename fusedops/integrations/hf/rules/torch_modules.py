@@ -148,7 +148,9 @@ class CrossEntropyLoss(fused.CrossEntropyLoss):
         return super().forward(input, target)
 
 
-LINEARS = (nn.Linear, Linear)
+# Class of a linear layer -> whether its bias is part of the product; ``by_code.py`` adds those that
+# are linear layers by their code.
+LINEARS: dict[type, bool] = {nn.Linear: True, Linear: True}
 # Classes whose weight is [in, out] -> why the product of one must not be done without calling it.
 TRANSPOSED: dict[type, Callable[[str, Any], str | None]] = {}
 
@@ -182,6 +184,8 @@ def weight_of(linear: Any) -> torch.Tensor:
 def linear_obstacle(name: str, module: Any) -> str | None:
     """Return why the product of ``module`` must not be done without calling it, or ``None``."""
     reason = bypass_obstacle(name, module, LINEARS)
+    if reason is None and not LINEARS[type(module)] and module.bias is not None:
+        reason = f"{name} adds its bias to the rounded product"
     if reason is None and not plain_weight(module.weight):
         reason = f"{name}.weight is a {type(module.weight).__name__}"
     return reason

@@ -60,15 +60,33 @@ class _Gelu(nn.Module):
         return gelu(input, self.approximate)
 
 
-_GELU_RULES: list[PatchRule] = []
-for _name, (_approximate, _activation) in _GELUS.items():
-    _original = getattr(originals, _name, None)
-    if _original is None:  # added or removed by a later transformers
-        continue
-    _widens = _name in _WITH_POW
-    _patched = subclass(_original, _Gelu, __name__, approximate=_approximate, widens=_widens)
-    activations.KNOWN.update({_original: _activation, _patched: _activation})
-    _GELU_RULES.append(PatchRule(_original, _patched, ("gelu",), "O1", guarded=True))
+def gelu_rule(
+    original: type[nn.Module],
+    module_name: str,
+    approximate: str,
+    activation: str,
+    *,
+    widens: bool = False,
+) -> PatchRule:
+    """Return the rule for a class of GELU, and let it be part of other ops.
+
+    Args:
+        original: the class.
+        module_name: holds the patched class.
+        approximate: as in ``gelu``.
+        activation: its name in ``linear_act``.
+        widens: whether CUDA's autocast computes it in float32.
+    """
+    patched = subclass(original, _Gelu, module_name, approximate=approximate, widens=widens)
+    activations.KNOWN.update({original: activation, patched: activation})
+    return PatchRule(original, patched, ("gelu",), "O1", guarded=True)
+
+
+_GELU_RULES = [
+    gelu_rule(getattr(originals, _name), __name__, *_forms, widens=_name in _WITH_POW)
+    for _name, _forms in _GELUS.items()
+    if hasattr(originals, _name)  # others are added or removed by a later transformers
+]
 for _name, _activation in _OTHERS.items():
     if hasattr(originals, _name):
         activations.KNOWN[getattr(originals, _name)] = _activation
