@@ -23,6 +23,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 
 import fusedops
+from fusedops._core import dtypes
 from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.rules.experts import known_gate
 from fusedops.integrations.hf.rules.recognition import batched_experts_of, clamped_gate_of
@@ -137,6 +138,30 @@ def test_training_matches_stock(cls: type[nn.Module], autocast: bool) -> None:
     report = fusedops.describe(patched)
     assert report[""].op == LAYERS[cls]
     assert_same_training(patched, stock, loss, autocast=autocast, draws=3)
+
+
+@pytest.mark.parametrize("cls", LAYERS, ids=lambda cls: cls.__name__)
+def test_bfloat16_is_as_precise_as_stock(cls: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    patched, stock = patched_pair(cls().to(torch.bfloat16))
+    results = []
+    for module in (patched, stock, copy.deepcopy(stock).double()):
+        dtype = next(module.parameters()).dtype
+        x = rows().bfloat16().to(dtype).requires_grad_()
+        output = module(x)
+        assert output.dtype == dtype
+        output.backward(rows().roll(1, 0).bfloat16().to(dtype))
+        results.append([output.detach(), x.grad, *(p.grad for p in module.parameters())])
+    for actual, eager, exact in zip(*results, strict=True):
+        budget = dtypes.error_budget(eager, exact, torch.bfloat16, depth=64)
+        assert ((actual.double() - exact).abs() <= budget).all()
+
+
+def test_compiled_without_a_break() -> None:
+    for cls in LAYERS:
+        patched, stock = patched_pair(cls())
+        compiled = torch.compile(patched, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(rows()), stock(rows()))
 
 
 def test_a_slope_that_is_no_activation_of_ours_is_left_alone() -> None:

@@ -27,7 +27,6 @@ from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
     configuration_obstacle,
-    copyable,
     global_hooks,
     subclass,
 )
@@ -266,7 +265,6 @@ def _run_and_add(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor)
     return run(self, self.steps, hidden_states) + residual
 
 
-@copyable
 def chain_rule(
     original: type[nn.Module],
     module_name: str,

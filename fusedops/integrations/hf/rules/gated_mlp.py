@@ -1,4 +1,4 @@
-"""Gated feed-forward layers of transformers' families: ``down(act(gate(x)) * up(x))``.
+"""Gated feed-forward layers: ``down(act(gate(x)) * up(x))``, known by their code.
 
 With two projections they are one op with what follows them; with one for both, or where they must
 be called, activation and product are one.
@@ -22,7 +22,6 @@ from fusedops.integrations.hf.rules.chain import Step, apply
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     configuration_obstacle,
-    copyable,
     global_hooks,
     subclass,
 )
@@ -43,10 +42,10 @@ class GatedNames(NamedTuple):
         last: what follows their product, steps of a chain (``chain.py``).
     """
 
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    activation: str | Function = "act_fn"
-    last: tuple[Step, ...] = ("down_proj",)
+    gate: str
+    up: str
+    activation: str | Function
+    last: tuple[Step, ...] = ()
 
 
 class PackedNames(NamedTuple):
@@ -59,10 +58,10 @@ class PackedNames(NamedTuple):
         last: what follows the product of the halves, steps of a chain (``chain.py``).
     """
 
-    packed: str = "gate_up_proj"
-    activation: str | Function = "activation_fn"
-    gate: int = 0
-    last: tuple[Step, ...] = ("down_proj",)
+    packed: str
+    activation: str | Function
+    gate: int
+    last: tuple[Step, ...] = ()
 
 
 def _end(module: Any, names: GatedNames | PackedNames, hidden: torch.Tensor) -> torch.Tensor:
@@ -116,14 +115,10 @@ def projections_obstacle(module: Any, names: GatedNames) -> str | None:
     return None
 
 
-_GATED = GatedNames()
-
-
-@copyable
 def gated_mlp_rule(
     original: type[nn.Module],
     module_name: str,
-    names: GatedNames = _GATED,
+    names: GatedNames,
     condition: Callable[[Any], bool] | None = None,
 ) -> PatchRule:
     """Return the rule for a layer of ``down(activation(gate(x)) * up(x))``.
@@ -186,19 +181,15 @@ def _packed_obstacle(module: Any, names: PackedNames) -> str | None:
     return reason
 
 
-_PACKED = PackedNames()
-
-
-@copyable
 def packed_gated_mlp_rule(
     original: type[nn.Module],
     module_name: str,
-    names: PackedNames = _PACKED,
+    names: PackedNames,
     condition: Callable[[Any], bool] | None = None,
 ) -> PatchRule:
     """Return the rule for a layer of one projection for gate and up, and another one down.
 
-    Args are those of ``gated_mlp_rule``.
+    The arguments are those of ``gated_mlp_rule``.
     """
     return PatchRule(
         original,
