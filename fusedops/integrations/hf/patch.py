@@ -44,7 +44,7 @@ def patch(
             model.
         level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also matrix products
             with what follows them, and losses; ``"O3"`` also attention that a module's own code
-            computes by ``F.scaled_dot_product_attention``.
+            computes by ``F.scaled_dot_product_attention``, or writes out.
         strict: raise if a module has a rule but cannot be replaced, or if no module has a rule.
         calibrate: measure each class and shape of module here, patched and stock, in the model's
             dtype (under autocast if it is active), and keep the stock one if it is faster. This
