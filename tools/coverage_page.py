@@ -177,6 +177,7 @@ def coverage(name: str, model: nn.Module, task: str) -> TypeCoverage:
         for module in modules.values()
         if any(word in type(module).__name__.lower() for word in words)
         and not isinstance(module, _OTHER_NORMS)
+        and not (column == "feed-forward" and _has_experts(module))
     }
     for entry in report.modules:
         if not entry.replaced or entry.reason.startswith("inside "):
@@ -195,6 +196,11 @@ def coverage(name: str, model: nn.Module, task: str) -> TypeCoverage:
                 if way not in ways[column]:
                     ways[column].append(way)
     return TypeCoverage(name, ways, present)
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Return whether a module is a sparse layer, which may be named like a feed-forward layer."""
+    return any("experts" in type(child).__name__.lower() for child in module.children())
 
 
 def types_of(task: str) -> Iterator[tuple[str, Any]]:
