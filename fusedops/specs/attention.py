@@ -31,7 +31,7 @@ def _written_out(
     **options: Any,
 ) -> Any:
     left, right = window or (-1, -1)
-    leading = query.shape[:-3]
+    rows = query.shape[:-1]
     if query.dim() != 4:
         query, key, value = (
             t.reshape(-1, *((1,) if t.dim() == 2 else ()), *t.shape[-3:])
@@ -48,8 +48,8 @@ def _written_out(
         scale=scale,
         **options,
     )
-    output = output.reshape(*leading, *output.shape[1:])
-    return (output, lse.reshape(*leading, *lse.shape[1:])) if return_lse else output
+    output = output.reshape(*rows, output.shape[-1])
+    return (output, lse.reshape(rows)) if return_lse else output
 
 
 def _eager(

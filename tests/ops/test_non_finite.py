@@ -112,6 +112,9 @@ def _assert_call_as_eager(
 # Samples of an op in the first tier: one costs up to a second in each dtype. The first ones of
 # linear_act are the activations.
 FIRST = {"linear_act": 8}
+# A backend may skip a block of keys that causality forbids, or multiply what is in it by zero. Both
+# are right, as for calls without dropout, but a call that draws has one reference only.
+MANY_REFERENCES = ("attention", "dropout_causal")
 
 
 def each_sample(first: dict[str, int], otherwise: int) -> Any:
@@ -121,6 +124,7 @@ def each_sample(first: dict[str, int], otherwise: int) -> Any:
             sample.name
             for sample in spec.samples(CPU, torch.float32)
             if sum(tensor.numel() for tensor in sample.tensors) <= MOST_ELEMENTS
+            and (spec.name, sample.name) != MANY_REFERENCES
             and any(tensor.is_floating_point() for tensor in sample.tensors)
         ]
         for number, name in enumerate(fitting):
