@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -240,6 +240,40 @@ def own_methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
         for name, method in vars(base).items():
             if name not in methods and isinstance(method, FunctionType):
                 methods[name] = method
+    return methods
+
+
+def methods_with(
+    cls: type[nn.Module],
+    module_name: str,
+    calls: set[str],
+    replacement: Callable[[Any], Any],
+) -> dict[str, FunctionType]:
+    """Return the methods of a class that call some functions, with others in their place.
+
+    Args:
+        cls: the class.
+        module_name: whose globals they read: what they read in their own module is put there, and
+            torch.compile looks for it under that name.
+        calls: names of these functions.
+        replacement: returns what stands for a global, or ``None``.
+    """
+    ours = vars(sys.modules[module_name])
+    methods = {}
+    for name, method in own_methods(cls).items():
+        code: Any = inspect.unwrap(method)
+        names = set(names_in(code.__code__))
+        read = {key: code.__globals__[key] for key in names & code.__globals__.keys()}
+        replaced_by = {key: replacement(value) for key, value in read.items()}
+        takes_input = len(inspect.signature(code).parameters) > 1
+        if not names & calls or not takes_input or set(replaced_by.values()) <= {None}:
+            continue
+        changed = with_inner_globals(method, ours)
+        if changed is not None:
+            ours.update(
+                {k: v if replaced_by[k] is None else replaced_by[k] for k, v in read.items()}
+            )
+            methods[name] = changed
     return methods
 
 

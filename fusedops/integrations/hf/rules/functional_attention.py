@@ -9,9 +9,6 @@ and in ``multi_head_attention_forward``, which calls it.
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,14 +29,9 @@ def functional_attention_rule(original: type[nn.Module], module_name: str) -> Pa
 
     Args:
         original: the class.
-        module_name: holds the patched class; the globals that the code reads are put there.
-            torch.compile looks for them under that name.
+        module_name: holds the patched class, and the globals that its code reads.
     """
-    methods = {
-        name: _with_fused(method, module_name)
-        for name, method in original_code.own_methods(original).items()
-        if _calls_torchs(method)
-    }
+    methods = original_code.methods_with(original, module_name, {_NAME, _MULTI_HEAD}, _replacement)
     if not methods:
         return None
     return PatchRule(
@@ -62,28 +54,10 @@ class _Caller(nn.Module):
     """What all patched classes of this kind are derived from."""
 
 
-def _calls_torchs(method: FunctionType) -> bool:
-    """Return whether a method names torch's attention, and can be given other globals."""
-    names = set(original_code.names_in(method.__code__))
-    reads = any(_place(method.__globals__.get(name)) is not None for name in names)
-    takes = len(inspect.signature(method).parameters) > 1
-    calls = bool(names & {_NAME, _MULTI_HEAD})
-    return calls and reads and takes and not hasattr(method, "__wrapped__")
-
-
-def _with_fused(method: FunctionType, module_name: str) -> FunctionType:
-    """Return the method with the fused op for torch's attention."""
-    ours, theirs = vars(sys.modules[module_name]), method.__globals__
-    for name in set(original_code.names_in(method.__code__)) & theirs.keys():
-        place = _place(theirs[name])
-        ours[name] = theirs[name] if place is None else _copies()[place]
-    return original_code.with_globals(method, ours)
-
-
-def _place(value: Any) -> int | None:
+def _replacement(value: Any) -> Any:
     """Return which of ``_copies`` stands for a global, or ``None``."""
     originals = (torch, nn, F, _torchs)
-    return next((i for i, original in enumerate(originals) if value is original), None)
+    return next((_copies()[i] for i, original in enumerate(originals) if value is original), None)
 
 
 @functools.wraps(_torchs)

@@ -8,10 +8,8 @@ globals, in which ``CrossEntropyLoss`` and ``cross_entropy`` are the fused op's.
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from fusedops.ops.cross_entropy import cross_entropy
 
 _torchs = F.cross_entropy
 _NAMES = {"CrossEntropyLoss", "cross_entropy"}
+_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
 def written_loss_rule(original: type[nn.Module], module_name: str) -> PatchRule | None:
@@ -31,14 +30,9 @@ def written_loss_rule(original: type[nn.Module], module_name: str) -> PatchRule 
 
     Args:
         original: the class.
-        module_name: holds the patched class; the globals that the code reads are put there.
-            torch.compile looks for them under that name.
+        module_name: holds the patched class, and the globals that its code reads.
     """
-    methods = {
-        name: fused
-        for name, method in original_code.own_methods(original).items()
-        if _computes_loss(method) and (fused := _with_fused(method, module_name)) is not None
-    }
+    methods = original_code.methods_with(original, module_name, _NAMES, _replacement)
     if not methods:
         return None
     return PatchRule(
@@ -60,24 +54,6 @@ def _has_vocabulary(module: Any) -> bool:
     """Return whether the logits can be those of a vocabulary; a few classes are torch's work."""
     embeddings = getattr(module, "get_output_embeddings", None)
     return embeddings is None or embeddings() is not None
-
-
-def _computes_loss(method: FunctionType) -> bool:
-    """Return whether a method names torch's cross-entropy."""
-    code = inspect.unwrap(method)
-    names = set(original_code.names_in(code.__code__))
-    reads = any(_replacement(code.__globals__.get(name)) is not None for name in names)
-    return bool(names & _NAMES) and reads and len(inspect.signature(code).parameters) > 1
-
-
-def _with_fused(method: FunctionType, module_name: str) -> FunctionType | None:
-    """Return the method with the fused op for torch's cross-entropy."""
-    code = inspect.unwrap(method)
-    ours, theirs = vars(sys.modules[module_name]), code.__globals__
-    for name in set(original_code.names_in(code.__code__)) & theirs.keys():
-        replacement = _replacement(theirs[name])
-        ours[name] = theirs[name] if replacement is None else replacement
-    return original_code.with_inner_globals(method, ours)
 
 
 def served(logits: Any, labels: Any) -> bool:
@@ -112,26 +88,11 @@ def _cross_entropy(
     )
 
 
-def _criterion(
-    weight: Any = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Callable[..., Any]:
+def _criterion(*args: Any, **options: Any) -> Callable[..., Any]:
     """Return what ``nn.CrossEntropyLoss`` of these arguments computes, or the module for hooks."""
-    options: dict[str, Any] = {
-        "weight": weight,
-        "size_average": size_average,
-        "ignore_index": ignore_index,
-        "reduce": reduce,
-        "reduction": reduction,
-        "label_smoothing": label_smoothing,
-    }
     if global_hooks():
-        return nn.CrossEntropyLoss(**options)
-    return functools.partial(_cross_entropy, **options)
+        return nn.CrossEntropyLoss(*args, **options)
+    return functools.partial(_cross_entropy, **dict(zip(_OPTIONS, args, strict=False)), **options)
 
 
 @functools.cache
