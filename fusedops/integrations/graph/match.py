@@ -1,0 +1,118 @@
+"""A part of a graph that one call of a fused op computes, and its replacement."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from fusedops.integrations.graph.reader import GraphReader, value_of
+
+
+class Match(NamedTuple):
+    """A call that computes some nodes.
+
+    Attributes:
+        rewrite: its name.
+        function: is called; a tuple is its result if there is more than one root.
+        arguments: of the call: nodes, numbers, ``None``.
+        options: its keywords.
+        roots: the nodes that its results take the place of. All between them and the arguments is
+            the work of the call.
+    """
+
+    rewrite: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    roots: tuple[fx.Node, ...]
+
+
+def apply(reader: GraphReader, match: Match) -> bool:
+    """Put a call in the place of what it computes, if that has the same results for all users.
+
+    Returns:
+        Whether it is there. It is not where a value between is used elsewhere, where something is
+        written to, where autocast or the need of gradients changes in between, and where the
+        results would have another shape, dtype or layout.
+    """
+    sources = [argument for argument in match.arguments if isinstance(argument, fx.Node)]
+    nodes = reader.inner(match.roots, sources)
+    if nodes is None or not set(match.roots) <= set(nodes) or not reader.in_one_region(nodes):
+        return False
+    if not reader.is_unchanged([*nodes, *sources]):
+        return False
+    position = reader.position(nodes, sources)
+    if position is None or not reader.in_one_region([*nodes, position]):
+        return False
+    results = _results(reader, match)
+    if results is None or not all(map(_is_alike, results, map(value_of, match.roots))):
+        return False
+    _insert(reader, match, results, position)
+    for node in reversed(nodes):
+        reader.graph.erase_node(node)
+    return True
+
+
+def _insert(
+    reader: GraphReader, match: Match, results: tuple[torch.Tensor, ...], position: fx.Node
+) -> None:
+    graph = reader.graph
+    with graph.inserting_before(position):
+        call = graph.call_function(match.function, match.arguments, match.options)
+        outputs = [call]
+        if len(match.roots) > 1:
+            outputs = [
+                graph.call_function(operator.getitem, (call, index))
+                for index in range(len(match.roots))
+            ]
+            call.meta["example_value"] = results
+            reader.insert(call, position)
+    for root, output, result in zip(match.roots, outputs, results, strict=True):
+        output.meta = {**root.meta, "example_value": result}
+        reader.insert(output, position)
+        root.replace_all_uses_with(output)
+
+
+def _results(reader: GraphReader, match: Match) -> tuple[torch.Tensor, ...] | None:
+    """Return the fake results of a call, or ``None`` if it does not take these arguments."""
+    root = match.roots[0]
+    mode = getattr(value_of(root), "fake_mode", None)
+    if mode is None:
+        return None
+
+    def value(argument: Any) -> Any:
+        return argument.meta["example_value"] if isinstance(argument, fx.Node) else argument
+
+    try:
+        with mode, _entered(reader.autocasts(root)):
+            results = match.function(
+                *tree_map(value, match.arguments), **tree_map(value, match.options)
+            )
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        return None
+    return results if isinstance(results, tuple) else (results,)
+
+
+@contextlib.contextmanager
+def _entered(autocasts: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device, dtype, enabled, cache in autocasts:
+            stack.enter_context(torch.autocast(device, dtype, enabled, cache))
+        yield
+
+
+def _is_alike(result: Any, value: torch.Tensor | None) -> bool:
+    return (
+        isinstance(result, torch.Tensor)
+        and value is not None
+        and result.shape == value.shape
+        and result.dtype == value.dtype
+        and result.device == value.device
+        and result.stride() == value.stride()
+    )

@@ -1,0 +1,95 @@
+"""``compile_passes``: fused ops in what ``torch.compile`` captures, whoever wrote the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fusedops.integrations.graph import losses, norms, products, rotary
+from fusedops.integrations.graph.match import Match, apply
+from fusedops.integrations.graph.reader import GraphReader, bodies
+
+# In the order in which they are tried: larger parts first.
+_REWRITES: dict[str, Callable[[GraphReader, fx.Node], Match | None]] = {
+    "cross_entropy": losses.cross_entropy_match,
+    "attention": losses.attention_match,
+    "rotary_embedding": rotary.rotary_match,
+    "add_norm": norms.add_norm_match,
+    "norm": norms.norm_match,
+    "linear_glu": products.linear_glu_match,
+    "mlp": products.mlp_match,
+    "linear_act": products.linear_act_match,
+    "glu": products.glu_match,
+    "gelu": products.gelu_match,
+    "linear": products.linear_match,
+}
+
+
+class CompilePasses(dict[str, Any]):
+    """Options for ``torch.compile`` that make Inductor call fused ops; and what was replaced.
+
+    Attributes:
+        counts: op -> number of calls that were put into the graphs compiled so far.
+    """
+
+    counts: Counter[str]
+
+
+class _GraphPass(CustomGraphPass):
+    """Replaces parts of each graph by calls of fused ops."""
+
+    def __init__(self, rewrites: tuple[str, ...], counts: Counter[str]) -> None:
+        self._rewrites = rewrites
+        self._counts = counts
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite a graph and those that it runs, as checkpointing does."""
+        for node in list(graph.nodes):
+            for body in bodies(node):
+                self(body)
+                body.owning_module.recompile()
+        for name in self._rewrites:
+            self._rewrite(graph, _REWRITES[name])
+
+    def _rewrite(
+        self, graph: fx.Graph, find: Callable[[GraphReader, fx.Node], Match | None]
+    ) -> None:
+        reader = GraphReader(graph)
+        for node in reversed(list(graph.nodes)):
+            if node.graph is not graph or node._erased:
+                continue
+            match = find(reader, node)
+            if match is not None and apply(reader, match):
+                self._counts[match.rewrite] += 1
+
+    def uuid(self) -> str:
+        """Return what identifies these rewrites in Inductor's caches."""
+        digest = hashlib.sha256(",".join(self._rewrites).encode())
+        for source in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(source.read_bytes())
+        return digest.hexdigest()
+
+
+def compile_passes(rewrites: Iterable[str] | None = None) -> CompilePasses:
+    """Return options that make ``torch.compile`` call fused ops in code that no rule knows."""
+    names = tuple(_REWRITES) if rewrites is None else tuple(rewrites)
+    unknown = set(names) - _REWRITES.keys()
+    if unknown:
+        raise ValueError(
+            f"compile_passes: rewrites must be among {', '.join(_REWRITES)}, got "
+            f"{', '.join(sorted(map(repr, unknown)))}"
+        )
+    ordered = tuple(name for name in _REWRITES if name in names)
+    counts: Counter[str] = Counter()
+    passes = CompilePasses(pre_grad_custom_pass=_GraphPass(ordered, counts))
+    passes.counts = counts
+    if hasattr(torch._inductor.config, "pre_grad_pass_timing"):
+        passes["pre_grad_pass_timing"] = "early"  # before the cache: every graph is counted
+    return passes
