@@ -16,8 +16,10 @@ from fusedops._core.activation import ACTIVATIONS
 from fusedops.integrations.graph.reader import GraphReader, value_of
 
 _NAMES = ("gelu", "gelu_tanh", "fast_gelu", "silu", "relu2")
-_UNARY = {"tanh", "erf", "sigmoid", "exp", "square", "pow", "relu", "neg", "cast", "rsqrt", "sqrt"}
-_BINARY = {"add", "sub", "mul", "div"}
+_ELEMENTWISE = {
+    *("tanh", "erf", "sigmoid", "exp", "square", "pow", "relu", "neg", "cast", "rsqrt", "sqrt"),
+    *("add", "sub", "mul", "div"),
+}
 _LAST = {"mul", "div", "square", "pow", "cast"}  # what a formula may end with
 _SATURATING = {"tanh", "erf", "sigmoid", "exp", "relu"}
 _MOST_NODES = 16
@@ -65,7 +67,7 @@ def _elementwise(reader: GraphReader, root: fx.Node) -> list[fx.Node]:
     while waiting and len(members) < _MOST_NODES:
         node = waiting.pop(0)
         content = reader.expression(node)
-        if node in members or content is node or content[0] not in _UNARY | _BINARY:
+        if node in members or not isinstance(content, tuple) or content[0] not in _ELEMENTWISE:
             continue
         members[node] = None
         waiting += _tensors(content)

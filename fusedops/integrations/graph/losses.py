@@ -1,7 +1,8 @@
-"""Cross-entropy and attention of torch in a graph."""
+"""Torch's cross-entropy and attention in a graph."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -45,15 +46,57 @@ def cross_entropy_match(reader: GraphReader, root: fx.Node) -> Match | None:
 
 
 def attention_match(reader: GraphReader, root: fx.Node) -> Match | None:
-    """Return torch's attention, or ``None``."""
-    if root.target is not F.scaled_dot_product_attention:
+    """Return torch's attention, or ``None``.
+
+    Heads of key and value that are repeated for it are read once.
+    """
+    if root.target is not F.scaled_dot_product_attention or len(root.args) < 3:
         return None
-    query, key, value = (value_of(argument) for argument in root.args[:3])
-    if query is None or key is None or value is None or query.dim() != 4:
+    query, key, value = root.args[:3]
+    given = [value_of(argument) for argument in (query, key, value)]
+    if any(tensor is None or tensor.dim() != 4 for tensor in given):
         return None
-    if not query.dtype == key.dtype == value.dtype:
+    if len({tensor.dtype for tensor in given if tensor is not None}) > 1:
         return None
     options = dict(root.kwargs)
-    if key.shape[1] == value.shape[1] == 1 != query.shape[1]:  # torch broadcasts the head
+    heads, key_heads, value_heads = (tensor.shape[1] for tensor in given if tensor is not None)
+    if key_heads == value_heads == heads:
+        single_key, single_value = _before_repeat(key), _before_repeat(value)
+        if single_key is not None and single_value is not None:
+            if _heads(single_key) == _heads(single_value):
+                key, value, options["enable_gqa"] = single_key, single_value, True
+    elif key_heads == value_heads == 1:  # torch broadcasts the head
         options["enable_gqa"] = True
-    return Match("attention", attention, root.args, options, (root,))
+    arguments = (query, key, value, *root.args[3:])
+    return Match("attention", attention, arguments, options, (root,))
+
+
+def _heads(node: fx.Node) -> int:
+    value = value_of(node)
+    assert value is not None
+    return value.shape[1]
+
+
+def _before_repeat(node: Any) -> fx.Node | None:
+    """Return ``x`` where a node is ``x[:, :, None].expand(...).reshape(...)``, or ``None``.
+
+    ``x`` is ``[batch, num_heads, seq_len, head_dim]``; each head stands there several times.
+    """
+    match node:
+        case fx.Node(target="reshape", args=(fx.Node(target="expand", args=(inner, *_)), *_)):
+            pass
+        case _:
+            return None
+    match inner:
+        case fx.Node(args=(fx.Node() as source, (_, _, None, *rest) as index)):
+            pass
+        case _:
+            return None
+    every = (slice(None), slice(None), None, slice(None), slice(None))
+    before, after = value_of(source), value_of(node)
+    if inner.target is not operator.getitem or tuple(index) != every[: 3 + len(rest)]:
+        return None
+    if before is None or after is None or before.dim() != 4 or after.dim() != 4:
+        return None
+    same = before.shape[0] == after.shape[0] and before.shape[2:] == after.shape[2:]
+    return source if same else None

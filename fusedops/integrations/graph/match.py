@@ -41,7 +41,8 @@ def apply(reader: GraphReader, match: Match) -> bool:
         written to, where autocast or the need of gradients changes in between, and where the
         results would have another shape, dtype or layout.
     """
-    sources = [argument for argument in match.arguments if isinstance(argument, fx.Node)]
+    values = (*match.arguments, *match.options.values())
+    sources = [argument for argument in values if isinstance(argument, fx.Node)]
     nodes = reader.inner(match.roots, sources)
     if nodes is None or not set(match.roots) <= set(nodes) or not reader.in_one_region(nodes):
         return False
@@ -51,7 +52,7 @@ def apply(reader: GraphReader, match: Match) -> bool:
     if position is None or not reader.in_one_region([*nodes, position]):
         return False
     results = _results(reader, match)
-    if results is None or not all(map(_is_alike, results, map(value_of, match.roots))):
+    if results is None or not all(map(_can_replace, results, match.roots)):
         return False
     _insert(reader, match, results, position)
     for node in reversed(nodes):
@@ -107,12 +108,23 @@ def _entered(autocasts: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
         yield
 
 
-def _is_alike(result: Any, value: torch.Tensor | None) -> bool:
+def _can_replace(result: Any, root: fx.Node) -> bool:
+    """Return whether a result has what the users of a node need of its value."""
+    value = value_of(root)
     return (
         isinstance(result, torch.Tensor)
         and value is not None
         and result.shape == value.shape
         and result.dtype == value.dtype
         and result.device == value.device
-        and result.stride() == value.stride()
+        and (result.stride() == value.stride() or _is_rearranged(root))
+    )
+
+
+def _is_rearranged(node: fx.Node) -> bool:
+    """Return whether all users make a tensor of their own layout, as behind attention."""
+    return all(
+        user.target in ("contiguous", "reshape", "flatten")
+        or (user.target == "transpose" and _is_rearranged(user))
+        for user in node.users
     )

@@ -208,7 +208,7 @@ class _Writer:
         if node is self.source:
             return self._wide(node, INPUT)
         content = self._reader.expression(node)
-        if content is node or depth == 0 or not (self._whole or self._depends(node, depth)):
+        if not isinstance(content, tuple) or depth == 0 or not (self._whole or self._depends(node, depth)):
             self._nodes[node.name] = node
             return self._wide(node, ("attribute", node.name))
         name, *arguments = content

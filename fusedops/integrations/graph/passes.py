@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusedops.integrations.graph import losses, norms, products, rotary
 from fusedops.integrations.graph.match import Match, apply
-from fusedops.integrations.graph.reader import GraphReader, bodies
+from fusedops.integrations.graph.reader import GraphReader, bodies, value_of
 
 # In the order in which they are tried: larger parts first.
 _REWRITES: dict[str, Callable[[GraphReader, fx.Node], Match | None]] = {
@@ -55,6 +56,7 @@ class _GraphPass(CustomGraphPass):
             for body in bodies(node):
                 self(body)
                 body.owning_module.recompile()
+        _write_as_linear(graph)
         for name in self._rewrites:
             self._rewrite(graph, _REWRITES[name])
 
@@ -75,6 +77,21 @@ class _GraphPass(CustomGraphPass):
         for source in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(source.read_bytes())
         return digest.hexdigest()
+
+
+def _write_as_linear(graph: fx.Graph) -> None:
+    """Write ``addmm`` of a matrix and a bias as the linear layer that torch makes it of."""
+    for node in graph.find_nodes(op="call_function", target=torch.addmm):
+        bias, input, weight = (value_of(argument) for argument in (*node.args[:3], None)[:3])
+        if node.kwargs or bias is None or bias.dim() != 1 or input is None or weight is None:
+            continue
+        with graph.inserting_before(node):
+            transposed = graph.call_method("t", (node.args[2],))
+            transposed.meta["example_value"] = weight.t()
+            linear = graph.call_function(F.linear, (node.args[1], transposed, node.args[0]))
+        linear.meta = dict(node.meta)
+        node.replace_all_uses_with(linear)
+        graph.erase_node(node)
 
 
 def compile_passes(rewrites: Iterable[str] | None = None) -> CompilePasses:

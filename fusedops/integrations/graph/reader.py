@@ -34,12 +34,10 @@ _FUNCTIONS: dict[Any, str] = NAMES | {
     torch.neg: "neg",
     torch.exp: "exp",
     torch.erf: "erf",
-    torch.unsqueeze: "unsqueeze",
-    torch.cat: "cat",
     torch._C._nn.gelu: "gelu",
     torch._C._nn.linear: "linear",
 }
-_METHODS = METHODS | {"neg", "exp", "erf", "unsqueeze"}
+_METHODS = METHODS | {"neg", "exp", "erf"}
 _IN_PLACE_OPERATORS = {
     value for name, value in vars(operator).items() if name.startswith("i") and callable(value)
 } - {operator.index, operator.inv, operator.invert, operator.is_, operator.is_not}
@@ -91,6 +89,10 @@ class GraphReader:
         """Return whether autocast and gradients are as they were from the first node to the last."""
         return len({self._region[node] for node in nodes}) <= 1
 
+    def precedes(self, node: fx.Node, other: fx.Node) -> bool:
+        """Return whether a node is computed before another one."""
+        return self._place[node] < self._place[other]
+
     def autocasts(self, node: fx.Node) -> tuple[tuple[Any, ...], ...]:
         """Return the arguments of the autocasts that are entered around a node, in order."""
         return self._autocasts[self._region[node]]
@@ -131,12 +133,14 @@ class GraphReader:
             content = operation(name, _plain(node.args), _plain(node.kwargs))
         except (NoExpressionError, KeyError, IndexError):
             return node
-        match content:
-            case ("cast", source, dtype):
-                known = value_of(source)
-                if known is not None and known.device == value.device and dtype == known.dtype:
-                    return self.expression(source)
-        return content
+        if content[0] != "cast":
+            return content
+        source, known = content[1], value_of(content[1])
+        if known is None or known.device != value.device:
+            return node
+        if known.dtype == value.dtype:
+            return self.expression(source)
+        return "cast", source, value.dtype
 
     def source(self, node: Any) -> Any:
         """Return a node without casts that change nothing in front of it."""

@@ -58,12 +58,14 @@ def _rotation(reader: GraphReader, root: fx.Node) -> tuple[fx.Node, fx.Node, fx.
 
 def _is_turned(reader: GraphReader, node: fx.Node, x: fx.Node) -> bool:
     """Return whether a node is the second half of ``x``, negated, and the first."""
-    match reader.expression(node):
-        case ("cat", (fx.Node() as negated, fx.Node() as first), -1 | 3):
-            pass
+    dim = node.kwargs.get("dim", node.args[1:] and node.args[1])
+    if node.target is not torch.cat or dim not in (-1, 3):
+        return False
+    match tuple(node.args[0]):
+        case (fx.Node() as negated, fx.Node() as first):
+            value = value_of(x)
         case _:
             return False
-    value = value_of(x)
     match reader.expression(negated):
         case ("neg", fx.Node() as second) if value is not None and value.dim() == 4:
             half = value.shape[-1] // 2
