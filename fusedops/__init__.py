@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         register_experts,
         unpatch,
     )
+    from fusedops.integrations.graph.passes import compile_passes
     from fusedops.testing import verify
 
 __version__ = "0.1.0"
@@ -62,6 +63,7 @@ _LAZY = {
     "testing": "fusedops.testing",
     "train": "fusedops.train",
     "tune_host": "fusedops._core.host",
+    "compile_passes": "fusedops.integrations.graph.passes",
     "decompositions": "fusedops.integrations",
     "describe": "fusedops.integrations",
     "patch": "fusedops.integrations",
@@ -76,6 +78,7 @@ __all__ = [
     "PatchReport",
     "UnsupportedError",
     "checkpoint",
+    "compile_passes",
     "counters",
     "decompositions",
     "describe",

@@ -71,6 +71,11 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
+def is_by_intel() -> bool:
+    """Return whether the processor is one by Intel."""
+    return cpuinfo().get("vendor_id") == "GenuineIntel"
+
+
 def cpu_slug(info: dict[str, str]) -> str:
     """Return the CPU in one word, from the fields of ``/proc/cpuinfo``.
 

@@ -236,9 +236,9 @@ def test_works_without_transformers() -> None:
     program = (
         "import sys; sys.modules['transformers'] = None\n"
         "import torch, fusedops\n"
-        "model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))\n"
+        "model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)).bfloat16()\n"
         "assert fusedops.patch(model).num_replaced == 2\n"
-        "model(torch.ones(16, 8)); assert fusedops.counters()\n"
+        "model(torch.ones(16, 8).bfloat16()); assert fusedops.counters()\n"
         "fusedops.unpatch(model); assert type(model[0]) is torch.nn.LayerNorm\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

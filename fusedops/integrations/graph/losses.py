@@ -37,12 +37,35 @@ def cross_entropy_match(reader: GraphReader, root: fx.Node) -> Match | None:
         for name in ("ignore_index", "reduction", "label_smoothing")
         if name in given
     }
-    match reader.expression(logits):
+    narrow = _before_cast(reader, logits)
+    if narrow is not None:
+        logits, options["dtype"] = narrow, torch.float32
+    return Match("cross_entropy", cross_entropy_of_rows, (logits, target), options, (root,))
+
+
+def _before_cast(reader: GraphReader, rows: fx.Node) -> fx.Node | None:
+    """Return half-precision logits of which ``rows`` are a float32 copy, or ``None``.
+
+    They may have leading dimensions that are one in ``rows``.
+    """
+    value = value_of(rows)
+    if rows.target in ("view", "reshape", "flatten"):
+        rows = rows.args[0]
+    while rows.target == "contiguous":
+        rows = rows.args[0]
+    match reader.expression(rows):
         case ("cast", fx.Node() as narrow, torch.float32):
-            value = value_of(narrow)
-            if value is not None and value.dtype in _HALF:
-                logits, options["dtype"] = narrow, torch.float32
-    return Match("cross_entropy", cross_entropy, (logits, target), options, (root,))
+            before = value_of(narrow)
+        case _:
+            return None
+    if before is None or value is None or before.dtype not in _HALF:
+        return None
+    return narrow if before.shape[-1] == value.shape[-1] else None
+
+
+def cross_entropy_of_rows(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the cross-entropy of logits with any leading dimensions."""
+    return cross_entropy(logits.reshape(-1, logits.shape[-1]), target, **options)
 
 
 def attention_match(reader: GraphReader, root: fx.Node) -> Match | None:
@@ -100,3 +123,6 @@ def _before_repeat(node: Any) -> fx.Node | None:
         return None
     same = before.shape[0] == after.shape[0] and before.shape[2:] == after.shape[2:]
     return source if same else None
+
+
+FUNCTIONS = (attention, cross_entropy_of_rows)

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from fusedops.integrations.graph.reader import GraphReader, value_of
+from fusedops.integrations.hf.rules.rule import runs_here
 
 
 class Match(NamedTuple):
@@ -83,15 +84,15 @@ def _insert(
 def _results(reader: GraphReader, match: Match) -> tuple[torch.Tensor, ...] | None:
     """Return the fake results of a call, or ``None`` if it does not take these arguments."""
     root = match.roots[0]
-    mode = getattr(value_of(root), "fake_mode", None)
-    if mode is None:
+    fake = value_of(root)
+    if fake is None:
         return None
 
     def value(argument: Any) -> Any:
         return argument.meta["example_value"] if isinstance(argument, fx.Node) else argument
 
     try:
-        with mode, _entered(reader.autocasts(root)):
+        with fake.fake_mode, _entered(reader.autocasts(root)):
             results = match.function(
                 *tree_map(value, match.arguments), **tree_map(value, match.options)
             )
@@ -114,6 +115,7 @@ def _can_replace(result: Any, root: fx.Node) -> bool:
     return (
         isinstance(result, torch.Tensor)
         and value is not None
+        and runs_here(value)
         and result.shape == value.shape
         and result.dtype == value.dtype
         and result.device == value.device

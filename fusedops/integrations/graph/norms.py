@@ -11,7 +11,7 @@ from fusedops.integrations.graph.match import Match
 from fusedops.integrations.graph.reader import GraphReader, value_of
 from fusedops.integrations.hf.rules.recognition import NormExpression, norm_of
 from fusedops.integrations.hf.symbolic import INPUT
-from fusedops.integrations.hf.torch_operations import Expression
+from fusedops.integrations.hf.torch_operations import Expression, operation
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.layer_norm import layer_norm
@@ -97,7 +97,7 @@ def _before_cast(reader: GraphReader, node: Any) -> Any:
 def _formula_match(reader: GraphReader, root: fx.Node) -> Match | None:
     """Return the norm that is written as a formula."""
     match reader.expression(root):
-        case ("mul" | "cast", *_):
+        case ("mul" | "div" | "cast", *_):
             pass
         case _:
             return None
@@ -217,7 +217,8 @@ class _Writer:
             its_dtype = source is not None and dtype == source.dtype != torch.float32
             inner = self.expression(arguments[0], depth - 1)
             return "cast", inner, _ITS_DTYPE if its_dtype else dtype
-        return (name, *(self.expression(argument, depth - 1) for argument in arguments))
+        written = tuple(self.expression(argument, depth - 1) for argument in arguments)
+        return operation(name, written, {}) if name == "div" else (name, *written)
 
     def _wide(self, node: fx.Node, expression: Expression) -> Expression:
         value = value_of(node)
@@ -230,3 +231,6 @@ class _Writer:
         if node is self.source:
             return True
         return depth > 0 and any(self._depends(part, depth - 1) for part in node.all_input_nodes)
+
+
+FUNCTIONS = (add_layer_norm, add_rms_norm, layer_norm, rms_norm)

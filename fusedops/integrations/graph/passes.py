@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusedops.integrations.graph import losses, norms, products, rotary
@@ -33,14 +34,32 @@ _REWRITES: dict[str, Callable[[GraphReader, fx.Node], Match | None]] = {
 }
 
 
+# What the rewrites call; Inductor's caches take no graph that calls an unknown function.
+_FUNCTIONS = [
+    f"{function.__module__}.{function.__name__}"
+    for function in (*losses.FUNCTIONS, *rotary.FUNCTIONS, *norms.FUNCTIONS, *products.FUNCTIONS)
+]
+
+
 class CompilePasses(dict[str, Any]):
-    """Options for ``torch.compile`` that make Inductor call fused ops; and what was replaced.
+    """Options for ``torch.compile``, and what they have replaced so far; ``print`` shows it.
 
     Attributes:
-        counts: op -> number of calls that were put into the graphs compiled so far.
+        rewrites: names of the rewrites that are tried.
+        counts: op -> number of its calls in the graphs that were compiled with these options.
     """
 
+    rewrites: tuple[str, ...]
     counts: Counter[str]
+
+    def __str__(self) -> str:
+        if not self.counts:
+            return (
+                "CompilePasses: no call of a fused op yet; graphs are captured when the compiled "
+                "model is called first"
+            )
+        calls = ", ".join(f"{op}: {count}" for op, count in sorted(self.counts.items()))
+        return f"CompilePasses: {self.counts.total()} calls of fused ops ({calls})"
 
 
 class _GraphPass(CustomGraphPass):
@@ -95,18 +114,56 @@ def _write_as_linear(graph: fx.Graph) -> None:
 
 
 def compile_passes(rewrites: Iterable[str] | None = None) -> CompilePasses:
-    """Return options that make ``torch.compile`` call fused ops in code that no rule knows."""
+    """Return options that make ``torch.compile`` call fused ops, whoever wrote the model.
+
+    ``patch`` knows modules by their class or their code. This knows what Dynamo captured: norms,
+    residual sums with the norm behind them, feed-forward layers, gates, rotary embeddings,
+    attention and cross-entropy, in the forward of any function. The backward is that of the fused
+    ops. Both can be used together: ``torch.compile(patched_model, options=compile_passes())``.
+
+    Args:
+        rewrites: names of those to try; ``None``: all. ``"attention"``, ``"cross_entropy"``,
+            ``"rotary_embedding"``, ``"add_norm"``, ``"norm"``, ``"linear_glu"``, ``"mlp"``,
+            ``"linear_act"``, ``"glu"`` (gates behind other products), ``"gelu"``, and ``"linear"``
+            (only where the own product is faster than torch's).
+
+    Returns:
+        A ``dict`` for the argument ``options`` of ``torch.compile``, with the counts of what was
+        replaced. For a mode as well: ``torch._inductor.list_mode_options(mode) | passes``.
+
+    Raises:
+        ValueError: a rewrite is not known.
+
+    Note:
+        A part stays as it is where a value in the middle of it is used elsewhere, where an
+        operation writes to one of its tensors, where autocast or ``no_grad`` begins or ends inside,
+        and where the result would have another shape, dtype or memory layout. Results are within
+        the error budget of each op, as with ``patch``. Graphs are captured before autograd, so the
+        options have no effect in ``torch.export``.
+
+    Example:
+        >>> import torch, fusedops
+        >>> passes = fusedops.compile_passes()
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+        >>> _ = torch.compile(model, options=passes)(torch.ones(2, 8, dtype=torch.float32))
+        >>> passes.counts["layer_norm"]
+        1
+    """
     names = tuple(_REWRITES) if rewrites is None else tuple(rewrites)
-    unknown = set(names) - _REWRITES.keys()
+    unknown = [name for name in names if name not in _REWRITES]
     if unknown:
         raise ValueError(
             f"compile_passes: rewrites must be among {', '.join(_REWRITES)}, got "
-            f"{', '.join(sorted(map(repr, unknown)))}"
+            f"{', '.join(map(repr, unknown))}"
         )
     ordered = tuple(name for name in _REWRITES if name in names)
     counts: Counter[str] = Counter()
-    passes = CompilePasses(pre_grad_custom_pass=_GraphPass(ordered, counts))
-    passes.counts = counts
-    if hasattr(torch._inductor.config, "pre_grad_pass_timing"):
-        passes["pre_grad_pass_timing"] = "early"  # before the cache: every graph is counted
+    graph_pass = _GraphPass(ordered, counts)
+    passes = CompilePasses(
+        pre_grad_custom_pass=graph_pass,
+        unsafe_marked_cacheable_functions=dict.fromkeys(_FUNCTIONS, graph_pass.uuid()),
+    )
+    if hasattr(inductor_config, "pre_grad_pass_timing"):
+        passes["pre_grad_pass_timing"] = "early"  # before the cache, or a hit is not counted
+    passes.rewrites, passes.counts = ordered, counts
     return passes

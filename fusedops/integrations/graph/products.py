@@ -92,3 +92,6 @@ def _linear(reader: GraphReader, node: Any) -> tuple[Any, Any, Any] | None:
                 return None
             return source, given["weight"], given.get("bias")
     return None
+
+
+FUNCTIONS = (gated_product, gelu, linear_act, linear_glu, mlp)

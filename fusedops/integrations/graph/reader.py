@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fusedops.integrations.hf.torch_operations import (
     METHODS,
@@ -44,9 +45,12 @@ _IN_PLACE_OPERATORS = {
 
 
 def value_of(node: Any) -> torch.Tensor | None:
-    """Return the fake tensor that a node computes, or ``None``: it is no node, or no tensor."""
+    """Return the fake tensor that a node computes, or ``None`` for all else.
+
+    A tensor of another class (sharded, quantised) has operations of its own.
+    """
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
+    return value if isinstance(value, FakeTensor) else None
 
 
 class GraphReader:

@@ -30,11 +30,11 @@ def rotary_match(reader: GraphReader, root: fx.Node) -> Match | None:
             first = _rotation(reader, candidate)
             if first is not None and first[1:] == (cos, sin) and first[0] is not source:
                 arguments = (first[0], source, cos, sin)
-                return Match("rotary_embedding", _rotate, arguments, {}, (candidate, root))
+                return Match("rotary_embedding", rotate_with_tables, arguments, {}, (candidate, root))
     return None
 
 
-def _rotate(
+def rotate_with_tables(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate ``[batch, num_heads, seq_len, head_dim]`` by tables of one head."""
@@ -94,3 +94,6 @@ def _are_tables(x: fx.Node, *tables: Any) -> bool:
         if table.requires_grad or table.shape[-1] != value.shape[-1]:
             return False
     return True
+
+
+FUNCTIONS = (rotate_with_tables,)

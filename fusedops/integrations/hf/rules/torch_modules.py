@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops import nn as fused
+from fusedops._core.architecture import is_by_intel
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules import activations
@@ -39,13 +40,17 @@ from fusedops.ops.rms_norm import rms_norm
 def own_product(input: torch.Tensor) -> bool:
     """Return whether a linear layer without activation is computed by the own product.
 
-    On the CPU it is the faster one, in all three dtypes and for any number of rows where weights
-    come from memory (``docs/dev/performance_notes.md``, "Decoding"). On a GPU it is torch's.
+    On the CPU it is the faster one, for any number of rows where weights come from memory
+    (``docs/dev/performance_notes.md``, "Decoding"), but for float32 on processors by Intel, where
+    torch calls MKL. On a GPU it is torch's.
     """
     return input.is_cpu and runs_here(input) and _product_dtype(input) in _SERVED
 
 
-_SERVED = (torch.float32, torch.bfloat16, torch.float16)
+_HALF = (torch.bfloat16, torch.float16)
+_SERVED = (
+    _HALF if is_by_intel() and torch.backends.mkl.is_available() else (torch.float32, *_HALF)
+)
 
 
 def _product_dtype(input: torch.Tensor) -> torch.dtype:
