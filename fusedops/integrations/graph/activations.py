@@ -122,7 +122,9 @@ def _apply(name: Any, *arguments: Any) -> Any:
         return arguments[0]
     function = {"div": torch.true_divide}.get(name) or getattr(torch, name)
     tensors = [
-        torch.tensor(argument, dtype=torch.float64) if isinstance(argument, int | float) else argument
+        torch.tensor(argument, dtype=torch.float64)
+        if isinstance(argument, int | float)
+        else argument
         for argument in arguments
     ]
     return function(*tensors)

@@ -49,10 +49,8 @@ def _before_cast(reader: GraphReader, rows: fx.Node) -> fx.Node | None:
     They may have leading dimensions that are one in ``rows``.
     """
     value = value_of(rows)
-    if rows.target in ("view", "reshape", "flatten"):
-        rows = rows.args[0]
-    while rows.target == "contiguous":
-        rows = rows.args[0]
+    while rows.target in ("view", "reshape", "flatten", "contiguous"):
+        rows = rows.all_input_nodes[0]
     match reader.expression(rows):
         case ("cast", fx.Node() as narrow, torch.float32):
             before = value_of(narrow)
@@ -63,7 +61,9 @@ def _before_cast(reader: GraphReader, rows: fx.Node) -> fx.Node | None:
     return narrow if before.shape[-1] == value.shape[-1] else None
 
 
-def cross_entropy_of_rows(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+def cross_entropy_of_rows(
+    logits: torch.Tensor, target: torch.Tensor, **options: Any
+) -> torch.Tensor:
     """Return the cross-entropy of logits with any leading dimensions."""
     return cross_entropy(logits.reshape(-1, logits.shape[-1]), target, **options)
 
@@ -84,20 +84,19 @@ def attention_match(reader: GraphReader, root: fx.Node) -> Match | None:
     options = dict(root.kwargs)
     heads, key_heads, value_heads = (tensor.shape[1] for tensor in given if tensor is not None)
     if key_heads == value_heads == heads:
-        single_key, single_value = _before_repeat(key), _before_repeat(value)
-        if single_key is not None and single_value is not None:
-            if _heads(single_key) == _heads(single_value):
-                key, value, options["enable_gqa"] = single_key, single_value, True
+        single = [_before_repeat(key), _before_repeat(value)]
+        if None not in single and len(set(map(_heads, single))) == 1:
+            key, value = single
+            options["enable_gqa"] = True
     elif key_heads == value_heads == 1:  # torch broadcasts the head
         options["enable_gqa"] = True
     arguments = (query, key, value, *root.args[3:])
     return Match("attention", attention, arguments, options, (root,))
 
 
-def _heads(node: fx.Node) -> int:
+def _heads(node: fx.Node | None) -> int | None:
     value = value_of(node)
-    assert value is not None
-    return value.shape[1]
+    return None if value is None else value.shape[1]
 
 
 def _before_repeat(node: Any) -> fx.Node | None:

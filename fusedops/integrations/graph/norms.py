@@ -105,8 +105,8 @@ def _formula_match(reader: GraphReader, root: fx.Node) -> Match | None:
         input = value_of(source)
         if input is None or input.dim() == 0 or not input.is_floating_point():
             continue
-        for whole in (True, False):
-            writer = _Writer(reader, source, whole)
+        for expands_weights in (True, False):
+            writer = _Writer(reader, source, expands_weights)
             expression = writer.expression(root, _MOST_OPERATIONS)
             if input.dtype == torch.float32:
                 expression = ("cast", expression, _ITS_DTYPE)
@@ -186,11 +186,11 @@ class _Writer:
         source: becomes the input.
     """
 
-    def __init__(self, reader: GraphReader, source: fx.Node, whole: bool) -> None:
-        """Write what does not depend on the source as an expression too if ``whole``."""
+    def __init__(self, reader: GraphReader, source: fx.Node, expands_weights: bool) -> None:
+        """Write what does not depend on the source as an expression too if ``expands_weights``."""
         self.source = source
         self._reader = reader
-        self._whole = whole
+        self._expands_weights = expands_weights
         self._nodes: dict[str, fx.Node] = {}
 
     def node_at(self, place: Any) -> Any:
@@ -208,7 +208,11 @@ class _Writer:
         if node is self.source:
             return self._wide(node, INPUT)
         content = self._reader.expression(node)
-        if not isinstance(content, tuple) or depth == 0 or not (self._whole or self._depends(node, depth)):
+        if (
+            not isinstance(content, tuple)
+            or depth == 0
+            or not (self._expands_weights or self._depends(node, depth))
+        ):
             self._nodes[node.name] = node
             return self._wide(node, ("attribute", node.name))
         name, *arguments = content

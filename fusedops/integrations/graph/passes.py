@@ -73,8 +73,8 @@ class _GraphPass(CustomGraphPass):
         """Rewrite a graph and those that it runs, as checkpointing does."""
         for node in list(graph.nodes):
             for body in bodies(node):
-                self(body)
-                body.owning_module.recompile()
+                self(body.graph)
+                body.recompile()
         _write_as_linear(graph)
         for name in self._rewrites:
             self._rewrite(graph, _REWRITES[name])
@@ -135,7 +135,7 @@ def compile_passes(rewrites: Iterable[str] | None = None) -> CompilePasses:
         ValueError: a rewrite is not known.
 
     Note:
-        A part stays as it is where a value in the middle of it is used elsewhere, where an
+        A part is not replaced where a value in the middle of it is used elsewhere, where an
         operation writes to one of its tensors, where autocast or ``no_grad`` begins or ends inside,
         and where the result would have another shape, dtype or memory layout. Results are within
         the error budget of each op, as with ``patch``. Graphs are captured before autograd, so the

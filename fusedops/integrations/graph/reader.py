@@ -44,7 +44,7 @@ _IN_PLACE_OPERATORS = {
 } - {operator.index, operator.inv, operator.invert, operator.is_, operator.is_not}
 
 
-def value_of(node: Any) -> torch.Tensor | None:
+def value_of(node: Any) -> FakeTensor | None:
     """Return the fake tensor that a node computes, or ``None`` for all else.
 
     A tensor of another class (sharded, quantised) has operations of its own.
@@ -90,7 +90,7 @@ class GraphReader:
         return all(value is None or _storage(value) not in self._written for value in values)
 
     def in_one_region(self, nodes: Iterable[fx.Node]) -> bool:
-        """Return whether autocast and gradients are as they were from the first node to the last."""
+        """Return whether autocast and gradients are the same from the first node to the last."""
         return len({self._region[node] for node in nodes}) <= 1
 
     def precedes(self, node: fx.Node, other: fx.Node) -> bool:
@@ -231,7 +231,7 @@ def _written_by(node: fx.Node) -> Iterator[fx.Node]:
             yield from node.all_input_nodes
         return
     if isinstance(target, torch._ops.HigherOrderOperator):
-        if any(_has_writes(body) for body in bodies(node)):
+        if any(_has_writes(body.graph) for body in bodies(node)):
             yield from node.all_input_nodes
         return
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -257,7 +257,7 @@ _IN_PLACE_ARGUMENT = {
 }
 
 
-def bodies(node: fx.Node) -> list[fx.Graph]:
+def bodies(node: fx.Node) -> list[fx.GraphModule]:
     """Return the graphs that an operator which takes functions runs, as checkpointing does."""
     owner = node.graph.owning_module
     modules = (
@@ -265,7 +265,7 @@ def bodies(node: fx.Node) -> list[fx.Graph]:
         for argument in node.all_input_nodes
         if argument.op == "get_attr" and owner is not None
     )
-    return [module.graph for module in modules if isinstance(module, fx.GraphModule)]
+    return [module for module in modules if isinstance(module, fx.GraphModule)]
 
 
 def _has_writes(graph: fx.Graph) -> bool:

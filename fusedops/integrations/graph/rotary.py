@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import types
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ def rotary_match(reader: GraphReader, root: fx.Node) -> Match | None:
             first = _rotation(reader, candidate)
             if first is not None and first[1:] == (cos, sin) and first[0] is not source:
                 arguments = (first[0], source, cos, sin)
-                return Match("rotary_embedding", rotate_with_tables, arguments, {}, (candidate, root))
+                return Match(
+                    "rotary_embedding", rotate_with_tables, arguments, {}, (candidate, root)
+                )
     return None
 
 
@@ -58,12 +61,13 @@ def _rotation(reader: GraphReader, root: fx.Node) -> tuple[fx.Node, fx.Node, fx.
 
 def _is_turned(reader: GraphReader, node: fx.Node, x: fx.Node) -> bool:
     """Return whether a node is the second half of ``x``, negated, and the first."""
+    value = value_of(x)
     dim = node.kwargs.get("dim", node.args[1:] and node.args[1])
     if node.target is not torch.cat or dim not in (-1, 3):
         return False
-    match tuple(node.args[0]):
-        case (fx.Node() as negated, fx.Node() as first):
-            value = value_of(x)
+    match node.args[0]:
+        case [fx.Node() as negated, fx.Node() as first]:
+            pass
         case _:
             return False
     match reader.expression(negated):
@@ -80,7 +84,7 @@ def _columns(node: fx.Node, x: fx.Node) -> tuple[Any, Any] | None:
     if node.target is not operator.getitem or node.args[0] is not x or value is None:
         return None
     match node.args[1]:
-        case (first, slice(start=start, stop=stop, step=None)) if first is ...:
+        case [types.EllipsisType(), slice(start=start, stop=stop, step=None)]:
             return start or 0, value.shape[-1] if stop is None else stop
     return None
 

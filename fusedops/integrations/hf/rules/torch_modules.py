@@ -48,9 +48,7 @@ def own_product(input: torch.Tensor) -> bool:
 
 
 _HALF = (torch.bfloat16, torch.float16)
-_SERVED = (
-    _HALF if is_by_intel() and torch.backends.mkl.is_available() else (torch.float32, *_HALF)
-)
+_SERVED = _HALF if is_by_intel() and torch.backends.mkl.is_available() else (torch.float32, *_HALF)
 
 
 def _product_dtype(input: torch.Tensor) -> torch.dtype:
