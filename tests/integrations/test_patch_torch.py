@@ -13,6 +13,7 @@ from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
+from fusedops.integrations.hf.rules import torch_modules
 
 INPUT = torch.linspace(-2, 2, 20 * 32).view(20, 32)
 
@@ -230,6 +231,28 @@ def test_own_modules_survive_unpatch() -> None:
     fusedops.unpatch(model)
     assert type(model[0]) is fusedops.nn.LayerNorm
     assert type(model[1]) is nn.LayerNorm
+
+
+def test_products_that_torch_computes_faster_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_modules, "_SERVED", (torch.bfloat16,))
+    layers = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)
+    model = nn.Sequential(*layers)
+    x = torch.linspace(-1, 1, 24).reshape(3, 8)
+    expected = model(x)
+    report = fusedops.patch(model, level="O3", strict=True)
+    assert report.counts == {"gelu": 1, "layer_norm": 1}
+    assert report["0"].reason == "torch's own product is as fast here"
+    fusedops.reset_counters()
+    torch.testing.assert_close(model(x), expected)
+    assert called_ops() == {"gelu", "layer_norm"}
+    with torch.autocast("cpu", torch.bfloat16):
+        fusedops.reset_counters()
+        model(x)
+        assert called_ops() >= {"mlp", "layer_norm"}
+
+
+def called_ops() -> set[str]:
+    return {op for op, _ in fusedops.counters()}
 
 
 def test_works_without_transformers() -> None:

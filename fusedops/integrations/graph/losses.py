@@ -11,6 +11,7 @@ from torch import fx
 
 from fusedops.integrations.graph.match import Match
 from fusedops.integrations.graph.reader import GraphReader, value_of
+from fusedops.integrations.hf.rules.functional_attention import multi_head_attention
 from fusedops.ops.attention import attention
 from fusedops.ops.cross_entropy import cross_entropy
 
@@ -73,6 +74,8 @@ def attention_match(reader: GraphReader, root: fx.Node) -> Match | None:
 
     Heads of key and value that are repeated for it are read once.
     """
+    if root.target is operator.getitem:
+        return _multi_head_match(root)
     if root.target is not F.scaled_dot_product_attention or len(root.args) < 3:
         return None
     query, key, value = root.args[:3]
@@ -92,6 +95,18 @@ def attention_match(reader: GraphReader, root: fx.Node) -> Match | None:
         options["enable_gqa"] = True
     arguments = (query, key, value, *root.args[3:])
     return Match("attention", attention, arguments, options, (root,))
+
+
+def _multi_head_match(root: fx.Node) -> Match | None:
+    """Return the function behind ``nn.MultiheadAttention``, whose first result a node is."""
+    match root.args:
+        case (fx.Node(target=F.multi_head_attention_forward) as call, 0):
+            pass
+        case _:
+            return None
+    if call.kwargs.get("need_weights") is not False:
+        return None
+    return Match("attention", multi_head_attention, call.args, dict(call.kwargs), (root,))
 
 
 def _heads(node: fx.Node | None) -> int | None:
@@ -124,4 +139,4 @@ def _before_repeat(node: Any) -> fx.Node | None:
     return source if same else None
 
 
-FUNCTIONS = (attention, cross_entropy_of_rows)
+FUNCTIONS = (attention, cross_entropy_of_rows, multi_head_attention)

@@ -127,6 +127,6 @@ def _is_rearranged(node: fx.Node) -> bool:
     """Return whether all users make a tensor of their own layout, as behind attention."""
     return all(
         user.target in ("contiguous", "reshape", "flatten")
-        or (user.target == "transpose" and _is_rearranged(user))
+        or (user.target in ("transpose", "permute") and _is_rearranged(user))
         for user in node.users
     )

@@ -11,7 +11,7 @@ from fusedops.integrations.graph.match import Match
 from fusedops.integrations.graph.reader import GraphReader, value_of
 from fusedops.integrations.hf.rules.gated_mlp import GATES, gated_product
 from fusedops.integrations.hf.rules.recognition import factors
-from fusedops.integrations.hf.rules.torch_modules import own_product
+from fusedops.integrations.hf.rules.torch_modules import own_product, torchs_product_is_faster
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_glu import linear_glu
@@ -22,7 +22,7 @@ _GELUS = {"gelu": "none", "gelu_tanh": "tanh", "fast_gelu": "fast"}
 
 def mlp_match(reader: GraphReader, root: fx.Node) -> Match | None:
     """Return linear layer, activation and linear layer, or ``None``."""
-    last = _linear(reader, root)
+    last = _linear(reader, root) if _fuses_products(root) else None
     if last is None:
         return None
     source, *parameters = last
@@ -36,9 +36,15 @@ def linear_act_match(reader: GraphReader, root: fx.Node) -> Match | None:
     """Return linear layer and activation, or ``None``."""
     activation, source = activation_of(reader, root)
     linear = None if activation is None else _linear(reader, source)
-    if linear is None:
+    if linear is None or not _fuses_products(root):
         return None
     return Match("linear_act", linear_act, linear, {"activation": activation}, (root,))
+
+
+def _fuses_products(node: fx.Node) -> bool:
+    """Return whether products like that of a node are part of fused ops."""
+    value = value_of(node)
+    return value is not None and not torchs_product_is_faster(value)
 
 
 def linear_match(reader: GraphReader, root: fx.Node) -> Match | None:
@@ -52,7 +58,7 @@ def linear_match(reader: GraphReader, root: fx.Node) -> Match | None:
 
 def linear_glu_match(reader: GraphReader, root: fx.Node) -> Match | None:
     """Return two linear layers without bias and the product behind an activation, or ``None``."""
-    for gate, up in factors(reader.expression(root)):
+    for gate, up in factors(reader.expression(root)) if _fuses_products(root) else []:
         activation, source = activation_of(reader, gate)
         first, second = _linear(reader, source), _linear(reader, up)
         if activation is None or first is None or second is None:

@@ -125,12 +125,12 @@ class GraphReader:
     def expression(self, node: Any) -> Expression:
         """Return the operation of a node with the nodes of its arguments, else the argument.
 
-        A cast to the dtype that a tensor has is that tensor.
+        A cast to the dtype that a tensor has, and a dropout of nothing, is that tensor.
         """
         if not isinstance(node, fx.Node):
             return node
-        name = _name(node)
-        value = value_of(node)
+        node = self.source(node)
+        name, value = _name(node), value_of(node)
         if name is None or value is None:
             return node
         try:
@@ -139,21 +139,14 @@ class GraphReader:
             return node
         if content[0] != "cast":
             return content
-        source, known = content[1], value_of(content[1])
+        known = value_of(content[1])
         if known is None or known.device != value.device:
             return node
-        if known.dtype == value.dtype:
-            return self.expression(source)
-        return "cast", source, value.dtype
+        return "cast", content[1], value.dtype
 
     def source(self, node: Any) -> Any:
-        """Return a node without casts that change nothing in front of it."""
-        while isinstance(node, fx.Node) and _name(node) in ("to", "float", "type", "type_as"):
-            before, after = value_of(node.args[0]), value_of(node)
-            if before is None or after is None:
-                break
-            if before.dtype != after.dtype or before.device != after.device:
-                break
+        """Return a node without casts and dropouts that change nothing in front of it."""
+        while isinstance(node, fx.Node) and _is_unchanged(node):
             node = node.args[0]
         return node
 
@@ -188,6 +181,20 @@ def _name(node: fx.Node) -> str | None:
         return _FUNCTIONS.get(node.target)
     except TypeError:  # it has no hash
         return None
+
+
+def _is_unchanged(node: fx.Node) -> bool:
+    """Return whether a node is a cast to the dtype of its argument, or drops nothing."""
+    name = _name(node)
+    if name in ("to", "float", "type", "type_as"):
+        before, after = value_of(node.args[0]), value_of(node)
+        if before is None or after is None:
+            return False
+        return before.dtype == after.dtype and before.device == after.device
+    if name != "dropout" or not node.args:
+        return False
+    given = dict(zip(("p", "training"), node.args[1:], strict=False)) | node.kwargs
+    return bool(given.get("p") == 0.0 or given.get("training") is False)
 
 
 def _plain(value: Any) -> Any:

@@ -32,7 +32,9 @@ from fusedops.integrations.hf.rules.rule import (
 )
 from fusedops.integrations.hf.rules.torch_modules import (
     is_linear,
+    probe_product,
     product_obstacle,
+    torchs_product_is_faster,
     weight_of,
 )
 from fusedops.integrations.hf.symbolic import value_of
@@ -123,6 +125,8 @@ def fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | N
     if pair is None or _pair_obstacle(module, pair) is not None:
         return None
     first, activation = value_of(module, pair.linear), known_name_in(module, pair.activation)
+    if torchs_product_is_faster(first.weight):
+        return None
     last = position + 2
     while last < len(steps) and _does_nothing(module, steps[last]):
         last += 1
@@ -283,6 +287,7 @@ def chain_rule(
         method: the name of the method.
         condition: whether an instance in its current state computes this.
     """
+    ops = ("mlp",) if len(steps) > 2 else ("linear_act",)
     forward = _run_all if residual is None else _run_and_add
 
     def obstacle(module: Any) -> str | None:
@@ -291,8 +296,9 @@ def chain_rule(
     return PatchRule(
         original,
         subclass(original, _Chain, module_name, **{"steps": steps, method: forward}),
-        ("mlp",) if len(steps) > 2 else ("linear_act",),
+        ops,
         "O2",
+        probe=lambda module: probe_product(module, (fused_ops(module, steps) or ops)[0]),
         obstacle=obstacle,
         note=lambda module: chain_note(module, steps),
         applies=lambda module: (

@@ -78,6 +78,12 @@ def _copies() -> tuple[Any, ...]:
     return *copies, _attend
 
 
+def multi_head_attention(*args: Any, **options: Any) -> torch.Tensor:
+    """Return what ``F.multi_head_attention_forward`` returns first, with the fused attention."""
+    output: torch.Tensor = vars(_copies()[2])[_MULTI_HEAD](*args, **options)[0]
+    return output
+
+
 def _multi_head_rule() -> PatchRule:
     rule = functional_attention_rule(
         nn.MultiheadAttention, patched.module_of(nn.MultiheadAttention)

@@ -25,7 +25,11 @@ from fusedops.integrations.hf.rules.rule import (
     global_hooks,
     subclass,
 )
-from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
+from fusedops.integrations.hf.rules.torch_modules import (
+    FASTER_PRODUCT,
+    linear_obstacle,
+    torchs_product_is_faster,
+)
 from fusedops.integrations.hf.symbolic import value_of
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_glu import linear_glu
@@ -110,6 +114,8 @@ def projections_obstacle(module: Any, names: GatedNames) -> str | None:
         reason = linear_obstacle(name, projection)
         if reason is None and projection.bias is not None:
             reason = f"{name} has a bias"
+        if reason is None and torchs_product_is_faster(projection.weight):
+            reason = FASTER_PRODUCT
         if reason is not None:
             return reason
     return None

@@ -21,6 +21,7 @@ from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules import activations
 from fusedops.integrations.hf.rules.activations import activation_name
+from fusedops.integrations.hf.rules.probes import call_op
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
@@ -49,6 +50,18 @@ def own_product(input: torch.Tensor) -> bool:
 
 _HALF = (torch.bfloat16, torch.float16)
 _SERVED = _HALF if is_by_intel() and torch.backends.mkl.is_available() else (torch.float32, *_HALF)
+
+
+def torchs_product_is_faster(tensor: torch.Tensor) -> bool:
+    """Return whether torch's product and another op behind it are faster than one fused op.
+
+    Args:
+        tensor: the input, or a weight of its dtype.
+    """
+    return tensor.is_cpu and _product_dtype(tensor) == torch.float32 not in _SERVED
+
+
+FASTER_PRODUCT = "torch's product of float32 is faster on this processor"
 
 
 def _product_dtype(input: torch.Tensor) -> torch.dtype:
@@ -218,6 +231,8 @@ def _fusable(modules: list[Any], position: int) -> int:
     """Return how many modules from ``position`` on run as one: 1, 2 or 3."""
     if not _is_pair(modules, position) or _pair_obstacle(modules, position) is not None:
         return 1
+    if torchs_product_is_faster(modules[position].weight):
+        return 1
     last = position + 2
     return 2 if last == len(modules) or linear_obstacle(str(last), modules[last]) else 3
 
@@ -271,6 +286,13 @@ def _probe_linear(module: nn.Linear) -> None:
         linear_act(rows, weight, None, activation="identity")
 
 
+def probe_product(module: nn.Module, op: str = "linear_act") -> None:
+    """Call an op of products if it is the faster way for a module's parameters."""
+    weight = like(module)
+    if not torchs_product_is_faster(weight):
+        call_op(op, weight)
+
+
 def _loss_obstacle(module: nn.CrossEntropyLoss) -> str | None:
     return None if module.weight is None else "it has class weights"
 
@@ -292,6 +314,7 @@ RULES = (
         Sequential,
         ("linear_act", "mlp"),
         "O2",
+        probe_product,
         obstacle=_sequence_obstacle,
         applies=_sequence_applies,
         inside=_sequence_inside,
