@@ -146,6 +146,9 @@ void linear_forward_batch(const LinearForward* products, int64_t count) {
 void hidden_gradient(const HiddenGradient& a) {
   GemmCall product = a.product;
   product.context = &a;
+  product.touched[0] = {a.preactivation, product.n};
+  product.touched[1] = {a.grad_preactivation, product.n};
+  product.touched[2] = {a.hidden, product.n};
   with_types(product.dtype, a.activation, [&](auto t, auto tag) {
     product.store = store_hidden_gradient<decltype(t), decltype(tag)::value>;
   });
