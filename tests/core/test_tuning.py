@@ -433,14 +433,14 @@ def test_a_shipped_table_may_name_torchs_product(op: str, tables: SimpleNamespac
 
 @native
 def test_a_patched_layer_obeys_the_table_for_its_product(tables: SimpleNamespace) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Tanh())
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Tanh()).bfloat16()
     report = fusedops.patch(model)
     assert report["0"].backend == "cpp"
-    x = torch.randn(4, 32)  # 2^7 elements
+    x = torch.randn(4, 32, dtype=torch.bfloat16)  # 2^7 elements
     want = model(x)
     write(tables.shipped, table(entry(op="linear_act", size_class=7)))
     tables.load()
     fusedops.reset_counters()
     torch.testing.assert_close(model(x), want)
-    model(torch.randn(64, 32))
+    model(torch.randn(64, 32, dtype=torch.bfloat16))
     assert fusedops.counters() == {("linear_act", "torch"): 1, ("linear_act", "cpp"): 1}
