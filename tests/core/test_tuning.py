@@ -438,7 +438,7 @@ def test_a_patched_layer_obeys_the_table_for_its_product(tables: SimpleNamespace
     assert report["0"].backend == "cpp"
     x = torch.randn(4, 32, dtype=torch.bfloat16)  # 2^7 elements
     want = model(x)
-    write(tables.shipped, table(entry(op="linear_act", size_class=7)))
+    write(tables.shipped, table(entry(op="linear_act", dtype="bfloat16", size_class=7)))
     tables.load()
     fusedops.reset_counters()
     torch.testing.assert_close(model(x), want)
