@@ -32,6 +32,58 @@ class ModuleReport:
 
 
 @dataclass(frozen=True)
+class StockTime:
+    """Time that a class of modules spends in operators that are not fused.
+
+    Attributes:
+        cls: its name, or that no module called them.
+        ms: milliseconds in a step.
+        reason: why its modules were not replaced; ``None``: they were, and this is the rest, or
+            they only call others.
+    """
+
+    cls: str
+    ms: float
+    reason: str | None
+
+    @property
+    def advice(self) -> str:
+        """What would change it."""
+        if self.reason is not None and self.reason.startswith("from level "):
+            return f'patch(model, level="{self.reason.split()[2]}") fuses it'
+        if self.reason is None:
+            return "its own code; torch.compile with fusedops.compile_passes() may fuse it"
+        return self.reason
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the time of a measured step goes.
+
+    Attributes:
+        ms: milliseconds in operators, forward and backward; Python's time is not counted.
+        fused_ms: those in fused ops.
+        stock: the others by class of module, the longest first.
+    """
+
+    ms: float
+    fused_ms: float
+    stock: tuple[StockTime, ...]
+
+    @property
+    def fused_share(self) -> float:
+        """The part of the time that is spent in fused ops, from 0 to 1."""
+        return self.fused_ms / self.ms if self.ms else 0.0
+
+    def __str__(self) -> str:
+        lines = [f"measured step: {self.ms:.1f} ms in operators, {self.fused_share:.0%} fused"]
+        for entry in self.stock[:3]:
+            if entry.ms >= 0.01 * self.ms:
+                lines.append(f"  stock {entry.ms / self.ms:.0%}: {entry.cls}: {entry.advice}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class PatchReport:
     """The result of ``fusedops.patch``; ``print`` shows it as a table.
 
@@ -39,6 +91,7 @@ class PatchReport:
         model: name of the model's class.
         level: the requested level.
         modules: one entry per module that computes something, in the model's order.
+        step: the time of a step, where an ``example`` was given.
 
     Example:
         >>> import torch, fusedops
@@ -50,6 +103,7 @@ class PatchReport:
     model: str
     level: str
     modules: tuple[ModuleReport, ...]
+    step: StepTime | None = None
 
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
@@ -97,9 +151,10 @@ class PatchReport:
         lines.insert(1, "-" * max(map(len, lines)))
         counts = ", ".join(f"{op}: {count}" for op, count in sorted(self.counts.items()))
         summary = f"{self.model}: {self.num_replaced} of {len(self.modules)} modules replaced"
-        return "\n".join(
-            [f"{summary} at level {self.level}", *lines, *([counts] if counts else [])]
-        )
+        last = [counts] if counts else []
+        if self.step is not None:
+            last.append(str(self.step))
+        return "\n".join([f"{summary} at level {self.level}", *lines, *last])
 
 
 def _rows(modules: tuple[ModuleReport, ...]) -> list[tuple[str, str, str, str, str]]:
