@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,7 +73,10 @@ def train(model: Any) -> Trained:
 
 
 # Two norms in each of two layers, and one at the end.
-TRIAL = Trial(train, family="GPT of Megatron", build=build, ops={"rms_norm": 5})
+OPS = {"rms_norm": 5, "attention": 2, "linear_glu": 2}
+TRIAL = Trial(train, family="GPT of Megatron", build=build, ops=OPS)
+# The linear layers communicate and are called.
+PARALLEL = replace(TRIAL, ops=OPS | {"linear_glu": 0, "swiglu": 2})
 
 
 def test_one_process(table: Table) -> None:
@@ -81,4 +85,4 @@ def test_one_process(table: Table) -> None:
 
 @pytest.mark.distributed
 def test_tensor_parallel(table: Table) -> None:
-    table.compare(TRIAL, "megatron-core", "GPTModel, tensor parallel", processes=2)
+    table.compare(PARALLEL, "megatron-core", "GPTModel, tensor parallel", processes=2)

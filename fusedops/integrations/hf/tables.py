@@ -32,6 +32,7 @@ _TABLES = {
     "fusedops.integrations.hf.rules.torch_transformer": "torch",
     "fusedops.integrations.hf.rules.transformers_modules": "transformers.activations",
     "fusedops.integrations.hf.rules.bloom_gelu": "transformers.models.bloom.modeling_bloom",
+    "fusedops.integrations.megatron.rules": "megatron.core.transformer.mlp",
 }
 
 _BY_CODE: dict[type, PatchRule | None] = {}

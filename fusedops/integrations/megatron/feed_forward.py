@@ -78,6 +78,35 @@ def _is_product(linear: Any) -> bool:
     return alone and not extra and not watched and plain_weight(linear.weight)
 
 
+def fused_op(layer: Any) -> str | None:
+    """Return the op that does most of a feed-forward layer in its current state, or ``None``."""
+    name = activation_name(layer.config)
+    if name is None:
+        return None
+    first = layer.linear_fc1
+    product = _is_product(first)
+    if layer.config.gated_linear_unit:
+        if product and first.bias is None:
+            return "linear_glu"
+        return "swiglu" if name == "silu" else "geglu" if name in _GELUS else None
+    if product:
+        return "mlp" if _is_product(layer.linear_fc2) else "linear_act"
+    return "bias_gelu" if name in _GELUS and first.bias is not None else None
+
+
+_LAYERS = {
+    "linear_glu": ("linear_fc1",),
+    "linear_act": ("linear_fc1",),
+    "mlp": ("linear_fc1", "linear_fc2"),
+}
+
+
+def fused_layers(layer: Any) -> tuple[str, ...]:
+    """Return the linear layers whose products are part of that op."""
+    op = fused_op(layer)
+    return () if op is None else _LAYERS.get(op, ())
+
+
 class MLP(megatron_mlp.MLP):
     """Megatron's ``MLP`` with the fused ops."""
 
@@ -88,37 +117,33 @@ class MLP(megatron_mlp.MLP):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output and the bias that is left to add, as Megatron's."""
-        name = activation_name(self.config)
-        if name is None or not runs_here(hidden_states) or hidden_states.numel() == 0:
+        op, name = fused_op(self), activation_name(self.config)
+        if op is None or name is None or not runs_here(hidden_states) or hidden_states.numel() == 0:
             return super().forward(hidden_states, per_token_scale, **kwargs)
         first, second = self.linear_fc1, self.linear_fc2
-        product, hidden = _is_product(first), None
-        if self.config.gated_linear_unit:
-            if product and first.bias is None:
-                hidden = linear_glu(hidden_states, *first.weight.chunk(2), activation=name)
-            else:
-                hidden = self._gated_halves(hidden_states, name)
-        elif product and per_token_scale is None and _is_product(second):
+        if op == "mlp" and per_token_scale is None:
             weights = (first.weight, first.bias, second.weight, None)
             return mlp(hidden_states, *weights, activation=name), second.bias
-        elif product:
-            hidden = linear_act(hidden_states, first.weight, first.bias, activation=name)
-        elif name in _GELUS and first.bias is not None:
-            hidden, bias = first(hidden_states)
-            hidden = bias_gelu(hidden, bias, _GELUS[name])
-        if hidden is None:
-            return super().forward(hidden_states, per_token_scale, **kwargs)
+        hidden = self._hidden(hidden_states, op, name)
         if per_token_scale is None:
             return second(hidden)
         scale = per_token_scale.unsqueeze(-1)
         output, bias = second((hidden * scale).to(hidden.dtype))
         return output if bias is None else output + bias * scale, None
 
-    def _gated_halves(self, hidden_states: torch.Tensor, name: str) -> torch.Tensor | None:
-        if name != "silu" and name not in _GELUS:
-            return None
-        hidden, bias = self.linear_fc1(hidden_states)
-        return gated(hidden if bias is None else hidden + bias, name)
+    def _hidden(self, hidden_states: torch.Tensor, op: str, name: str) -> torch.Tensor:
+        """Return what the second linear layer is applied to."""
+        first = self.linear_fc1
+        if op == "linear_glu":
+            return linear_glu(hidden_states, *first.weight.chunk(2), activation=name)
+        if op in ("mlp", "linear_act"):
+            return linear_act(hidden_states, first.weight, first.bias, activation=name)
+        hidden, bias = first(hidden_states)
+        if op == "bias_gelu":
+            return bias_gelu(hidden, bias, _GELUS[name])
+        halves = gated(hidden if bias is None else hidden + bias, name)
+        assert halves is not None  # fused_op has seen to it
+        return halves
 
 
 class SharedExpertMLP(shared_experts.SharedExpertMLP, MLP):

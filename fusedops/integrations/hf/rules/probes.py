@@ -7,6 +7,7 @@ import torch
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.attention import attention
 from fusedops.ops.bias_dropout_add import bias_dropout_add
+from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.geglu import geglu
 from fusedops.ops.gelu import gelu
@@ -25,6 +26,8 @@ def call_op(op: str, example: torch.Tensor) -> None:
         case "attention":
             heads = example.new_zeros(1, 1, 2, 8)
             attention(heads, heads, heads)
+        case "bias_gelu":
+            bias_gelu(row, row[0])
         case "bias_dropout_add":
             bias_dropout_add(row, None, row)
         case "cross_entropy":
