@@ -19,6 +19,7 @@ import unmeasured_guards
 
 from fusedops._core import env
 from fusedops._core.generators import seed_generators
+from fusedops.integrations.hf.rules import torch_modules
 
 # What tests use beside those four. expecttest: torch's own lists of samples need it.
 OPTIONAL = (
@@ -164,3 +165,10 @@ def seed() -> None:
         import triton_interpreter_strict
 
         triton_interpreter_strict.restart()
+
+
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let patched linear layers of all dtypes be fused: in float32 the processor decides."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    monkeypatch.setattr(torch_modules, "_SERVED", dtypes)

@@ -140,6 +140,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = 
     "keep_routing": (fusedops.keep_routing, (len,), {}),
     "merge_attention": (fusedops.merge_attention, (PROBS, PROBS[0], PROBS, PROBS[0]), {}),
     "moe_capacity": (fusedops.moe_capacity, (2, 8, 1.0, 4), {}),
+    "compile_passes": (fusedops.compile_passes, (["norm"],), {}),
     "describe": (fusedops.describe, (MODEL,), {}),
     "patch": (fusedops.patch, (MODEL,), {}),
     "resolve": (fusedops.resolve, ("gelu", PROBS, "none"), {}),

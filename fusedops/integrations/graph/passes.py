@@ -14,6 +14,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fusedops._core import checks
 from fusedops.integrations.graph import losses, norms, products, rotary
 from fusedops.integrations.graph.match import Match, apply
 from fusedops.integrations.graph.reader import GraphReader, bodies, value_of
@@ -132,6 +133,7 @@ def compile_passes(rewrites: Iterable[str] | None = None) -> CompilePasses:
         replaced. For a mode as well: ``torch._inductor.list_mode_options(mode) | passes``.
 
     Raises:
+        TypeError: ``rewrites`` is no list.
         ValueError: a rewrite is not known.
 
     Note:
@@ -149,6 +151,8 @@ def compile_passes(rewrites: Iterable[str] | None = None) -> CompilePasses:
         >>> passes.counts["layer_norm"]
         1
     """
+    if isinstance(rewrites, str) or not isinstance(rewrites, Iterable | None):
+        checks.fail_type("compile_passes", "rewrites", "a list of names", rewrites)
     names = tuple(_REWRITES) if rewrites is None else tuple(rewrites)
     unknown = [name for name in names if name not in _REWRITES]
     if unknown:

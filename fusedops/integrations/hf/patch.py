@@ -67,8 +67,8 @@ def patch(
     Raises:
         TypeError: ``model`` is not a module, ``strict`` not a bool, ``calibrate`` not a bool or
             path, or ``example`` not one of these.
-        ValueError: ``level`` is unknown, or the file of ``calibrate`` has other contents or does
-            not end in ``.json``.
+        ValueError: ``level`` is unknown, the model does not take ``example``, or the file of
+            ``calibrate`` has other contents or does not end in ``.json``.
         OSError: that file cannot be read or written, or its folder does not exist.
         UnsupportedError: ``strict`` and something could not be replaced; the model is untouched.
 
@@ -108,7 +108,7 @@ def patch(
         if calibrate is not False:
             _calibrate(model, None if calibrate is True else calibrate)
             report = _report(model, level)
-        report = _measured(report, model, example)
+        report = _measured(report, model, example, "patch")
     except BaseException:
         _restore(model)
         for module, cls in before.items():
@@ -119,10 +119,10 @@ def patch(
     return report
 
 
-def _measured(report: PatchReport, model: nn.Module, example: Any) -> PatchReport:
+def _measured(report: PatchReport, model: nn.Module, example: Any, caller: str) -> PatchReport:
     if example is None:
         return report
-    return replace(report, step=step_time(model, example, report.modules))
+    return replace(report, step=step_time(model, example, report.modules, caller))
 
 
 def _calibrate(model: nn.Module, path: str | os.PathLike[str] | None) -> None:
@@ -184,9 +184,10 @@ def describe(model: nn.Module, *, example: Any = None) -> PatchReport:
 
     Raises:
         TypeError: ``model`` is not a module, or ``example`` no example.
+        ValueError: the model does not take ``example``.
     """
     checks.module("describe", model)
-    return _measured(_report(model, "-"), model, example)
+    return _measured(_report(model, "-"), model, example, "describe")
 
 
 def register_attention() -> None:

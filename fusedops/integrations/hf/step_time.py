@@ -24,7 +24,9 @@ _MODULE = "nn.Module: "
 _NO_MODULE = "code outside of modules"
 
 
-def step_time(model: nn.Module, example: Any, modules: tuple[ModuleReport, ...]) -> StepTime:
+def step_time(
+    model: nn.Module, example: Any, modules: tuple[ModuleReport, ...], caller: str
+) -> StepTime:
     """Return the time of one step of a model: forward, and backward where it is in training.
 
     Gradients, buffers and random states are afterwards what they were.
@@ -34,16 +36,24 @@ def step_time(model: nn.Module, example: Any, modules: tuple[ModuleReport, ...])
         example: of its inputs: keywords as a mapping, positional arguments as a tuple or list, or
             one tensor.
         modules: the report of the model.
+        caller: name of the function whose argument ``example`` is.
 
     Raises:
         TypeError: ``example`` is none of these.
+        ValueError: the model does not take it.
     """
-    args, kwargs = _arguments(example)
+    args, kwargs = _arguments(example, caller)
     tensors = [*model.parameters(), *_tensors((args, kwargs))]
     on_gpu = any(tensor.is_cuda for tensor in tensors)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with _kept(model):
-        _step(model, args, kwargs)  # allocates, and compiles kernels
+        try:
+            _step(model, args, kwargs)  # allocates, and compiles kernels
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise ValueError(
+                f"{caller}: example must be inputs that the model takes, got an error from it: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         with profile(activities=activities, with_stack=True) as record:
             _step(model, args, kwargs)
             if on_gpu:
@@ -51,7 +61,7 @@ def step_time(model: nn.Module, example: Any, modules: tuple[ModuleReport, ...])
     return _divided(record.events(), on_gpu, modules)
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(example: Any, caller: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, torch.Tensor):
@@ -59,8 +69,7 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, tuple | list):
         return tuple(example), {}
     expected = "a tensor, a tuple of arguments or a mapping of keywords"
-    checks.fail_type("patch", "example", expected, example)
-    raise AssertionError  # fail_type raises
+    checks.fail_type(caller, "example", expected, example)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
