@@ -85,8 +85,8 @@ CPU DeepSpeed tries to compile an extension for shared memory; the tests run wit
         "Megatron-core",
         """
 Build the model with the local layer spec (Transformer Engine's modules are fused already), then
-call `fusedops.patch(model)`. The norms, feed-forward layers and attention run fused. Parallel linear
-layers that communicate are called.
+call `fusedops.patch(model)`. The norms, feed-forward layers and attention run fused. Parallel
+linear layers that communicate are called.
 """,
     ),
     "torch": (
