@@ -163,11 +163,12 @@ def compile_passes(rewrites: Iterable[str] | None = None) -> CompilePasses:
     ordered = tuple(name for name in _REWRITES if name in names)
     counts: Counter[str] = Counter()
     graph_pass = _GraphPass(ordered, counts)
-    passes = CompilePasses(
-        pre_grad_custom_pass=graph_pass,
-        unsafe_marked_cacheable_functions=dict.fromkeys(_FUNCTIONS, graph_pass.uuid()),
-    )
-    if hasattr(inductor_config, "pre_grad_pass_timing"):
-        passes["pre_grad_pass_timing"] = "early"  # before the cache, or a hit is not counted
+    options = {
+        "pre_grad_custom_pass": graph_pass,
+        "unsafe_marked_cacheable_functions": dict.fromkeys(_FUNCTIONS, graph_pass.uuid()),
+        "pre_grad_pass_timing": "early",  # before the cache, or a hit is not counted
+    }
+    known = {name: value for name, value in options.items() if hasattr(inductor_config, name)}
+    passes = CompilePasses(known)
     passes.rewrites, passes.counts = ordered, counts
     return passes
