@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from torch import nn
 
 import fusedops
 from fusedops._core import dtypes
+from fusedops.integrations.hf.tables import _TABLES
 
 Loss = Callable[[nn.Module], torch.Tensor]
 
@@ -119,3 +122,10 @@ def train(
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:4])
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
+
+
+def installed_rules() -> Iterator[Any]:
+    """Yield the rules of the tables whose library is installed."""
+    for table, needed in _TABLES.items():
+        if importlib.util.find_spec(needed.partition(".")[0]) is not None:
+            yield from importlib.import_module(table).RULES

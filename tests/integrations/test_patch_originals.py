@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from patch_testing import assert_close, counted
+from patch_testing import assert_close, counted, installed_rules
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -29,8 +28,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.loss import loss_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
-
-from fusedops.integrations.hf.tables import _TABLES
 
 functional = nn.functional
 
@@ -88,11 +85,10 @@ def test_torch_modules_step_aside(
 
 def places() -> Iterator[Any]:
     """Yield every rule of every family, with each place that it looks at."""
-    for table in _TABLES:
-        for rule in importlib.import_module(table).RULES:
-            for place in rule.places:
-                label = f"{rule.original.__name__}, {place.owner.__name__}.{place.name}"
-                yield pytest.param(rule, place, id=label)
+    for rule in installed_rules():
+        for place in rule.places:
+            label = f"{rule.original.__name__}, {place.owner.__name__}.{place.name}"
+            yield pytest.param(rule, place, id=label)
 
 
 @pytest.mark.parametrize(("rule", "place"), places())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from patch_testing import installed_rules
 from torch import nn
 
 from fusedops._core.checks import UnsupportedError
@@ -20,18 +20,16 @@ from fusedops.integrations.hf.rules.rule import PatchRule
 pytest.importorskip("transformers")
 
 from fusedops.integrations.hf.rules import attention, experts, losses
-from fusedops.integrations.hf.tables import _TABLES
 
 Calls = list[tuple[Any, ...]]
 
 
 def methods() -> Iterator[Any]:
     """Yield every replaced method of every rule."""
-    for table in _TABLES:
-        for rule in importlib.import_module(table).RULES:
-            for name in rule.methods:
-                if rule.places:
-                    yield pytest.param(rule, name, id=f"{rule.original.__name__}.{name}")
+    for rule in installed_rules():
+        for name in rule.methods:
+            if rule.places:
+                yield pytest.param(rule, name, id=f"{rule.original.__name__}.{name}")
 
 
 @pytest.mark.parametrize(("rule", "name"), methods())
