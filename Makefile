@@ -30,7 +30,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients \
+.PHONY: setup native demo test durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries \
         first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
@@ -164,6 +164,18 @@ test-clients: $(CLIENTS)/.packages native
 	rm -f docs/reports/trainers.json
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
+
+# What `patch` fuses in models of other libraries, and whether it computes the same (20 minutes). It
+# writes docs/reports/libraries.json; then run tools/coverage_page.py.
+LIBRARIES := build/libraries
+$(LIBRARIES)/.packages: tests/libraries.txt .venv/.packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	  $(PIP_FLAGS) --upgrade --target $(LIBRARIES) -r $<
+	@touch $@
+
+coverage-libraries: setup $(LIBRARIES)/.packages
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(LIBRARIES) $(BIN)/python tools/coverage_libraries.py
+	PYTHONPATH=$(CURDIR) $(BIN)/python tools/coverage_page.py
 
 ifneq ($(filter first-gpu test-gpu bench-gpu,$(MAKECMDGOALS)),)
 PY := $(GPU_PYTHON)

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.rules.rule import rule_of
 from fusedops.integrations.hf.rules.written_attention import outcome_of
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "coverage.md"
+LIBRARIES = ROOT / "docs" / "reports" / "libraries.json"  # of tools/coverage_libraries.py
 TASKS = {
     "causal": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
     "masked": (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "AutoModelForMaskedLM"),
@@ -159,16 +162,22 @@ def run_written(name: str, model: nn.Module, task: str) -> None:
         return
 
 
-def coverage(name: str, model: nn.Module, task: str) -> TypeCoverage:
+def coverage(
+    name: str, model: nn.Module, task: str, run: Callable[[], object] | None = None
+) -> TypeCoverage:
     """Return what of a model is fused after ``patch``.
 
     Args:
         name: of its type.
         model: of a task.
         task: one of ``TASKS``.
+        run: calls the patched model once, for one that has no task.
     """
     report = fusedops.patch(model, level="O3")
-    run_written(name, model, task)
+    if run is None:
+        run_written(name, model, task)
+    else:
+        run()
     modules = dict(model.named_modules())
     ways: dict[str, list[str]] = {column: [] for column in COLUMNS}
     present = {
@@ -256,6 +265,35 @@ def summary_row(task: str, built: list[TypeCoverage]) -> str:
     return f"| {task} | {len(built)} | " + " | ".join(cells) + " |"
 
 
+LIBRARIES_INTRODUCTION = """
+## Other libraries
+
+One model of each architecture of {versions}. `make coverage-libraries` installs them, builds the
+models on the CPU and compares outputs and gradients in float32 with those of the stock model. The
+largest difference of all of them is {difference:.0e} of the largest element of its tensor.
+"""
+
+
+def libraries() -> list[str]:
+    """Return the lines about other libraries."""
+    record = json.loads(LIBRARIES.read_text())
+    rows = [row for row in record["rows"] if "cells" in row]
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    difference = max(row["difference"] for row in rows)
+    lines = [LIBRARIES_INTRODUCTION.format(versions=versions, difference=difference)]
+    lines += ["| model | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
+    without = []
+    for row in rows:
+        cells = [row["cells"][column] for column in COLUMNS]
+        if any(cells):
+            lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+        else:
+            without.append(row["name"])
+    lines += ["", "Without such modules: " + ", ".join(without) + "."]
+    errors = [f"{row['name']} ({row['error']})" for row in record["rows"] if "error" in row]
+    return [*lines, "", "Not built: " + "; ".join(errors) + "."] if errors else lines
+
+
 def page() -> str:
     """Return the page."""
     lines = [INTRODUCTION.format(version=transformers.__version__)]
@@ -275,7 +313,7 @@ def page() -> str:
         missing = [f"{name} ({error})" for name, error in results if isinstance(error, str)]
         if missing:
             tables += ["", "Not built from its default configuration: " + "; ".join(missing) + "."]
-    return "\n".join([*lines, *tables]) + "\n"
+    return "\n".join([*lines, *tables, *libraries()]) + "\n"
 
 
 def main() -> int:

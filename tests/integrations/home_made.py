@@ -73,6 +73,28 @@ class NanoGPTLayerNorm(Scaled):
         return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
+def in_low_precision(x: torch.Tensor, *options: Any) -> torch.Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        x = x.to(torch.get_autocast_dtype("cpu"))
+    with torch.autocast("cpu", enabled=False):
+        return F.layer_norm(x, *options)
+
+
+class ChoosingLayerNorm(nn.LayerNorm):
+    """Calls a function that asks for autocast on one way, and ``F.layer_norm`` on the other."""
+
+    in_low_precision = False
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        options = self.normalized_shape, self.weight, self.bias, self.eps
+        if self.in_low_precision:
+            return in_low_precision(x, *options)
+        return F.layer_norm(x, *options)
+
+
 class FormulaLayerNorm(Scaled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean = x.mean(-1, keepdim=True)
@@ -111,6 +133,7 @@ NORMS: dict[str, tuple[type[nn.Module], str]] = {
     "rounded twice": (RoundedTwiceRMSNorm, "rms_norm"),
     "optional scale": (OptionalScaleNorm, "rms_norm"),
     "open_clip": (OpenClipLayerNorm, "layer_norm"),
+    "two ways": (ChoosingLayerNorm, "layer_norm"),
     "nanogpt": (NanoGPTLayerNorm, "layer_norm"),
     "formula": (FormulaLayerNorm, "layer_norm"),
 }

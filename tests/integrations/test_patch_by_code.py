@@ -97,6 +97,14 @@ def test_a_condition_of_the_code_is_asked_at_every_call() -> None:
         assert calls["rms_norm"] == 1
 
 
+def test_a_way_through_an_unknown_function_is_stock() -> None:
+    patched, stock = patched_pair(module_of("norm two ways"))
+    patched.in_low_precision = stock.in_low_precision = True
+    with torch.autocast("cpu", torch.bfloat16), counted() as calls:
+        assert torch.equal(patched(rows()), stock(rows()))
+    assert calls["layer_norm"] == 0
+
+
 def test_an_attribute_may_be_none() -> None:
     for scale in (True, False):
         patched, stock = patched_pair(home_made.OptionalScaleNorm(scale=scale))

@@ -243,6 +243,12 @@ def own_methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
     return methods
 
 
+def globals_read(function: FunctionType) -> dict[str, Any]:
+    """Return the globals that a function may read: an attribute may have the name of one."""
+    names = {name for name in names_in(function.__code__) if not name.startswith("__")}
+    return {key: function.__globals__[key] for key in names & function.__globals__.keys()}
+
+
 def methods_with(
     cls: type[nn.Module],
     module_name: str,
@@ -261,20 +267,34 @@ def methods_with(
     ours = vars(sys.modules[module_name])
     methods = {}
     for name, method in own_methods(cls).items():
-        code: Any = inspect.unwrap(method)
-        names = set(names_in(code.__code__))
-        read = {key: code.__globals__[key] for key in names & code.__globals__.keys()}
-        replaced_by = {key: replacement(value) for key, value in read.items()}
-        takes_input = len(inspect.signature(code).parameters) > 1
-        if not names & calls or not takes_input or set(replaced_by.values()) <= {None}:
-            continue
-        changed = with_inner_globals(method, ours)
+        takes_input = len(inspect.signature(inspect.unwrap(method)).parameters) > 1
+        changed = with_other(method, ours, calls, replacement) if takes_input else None
         if changed is not None:
-            ours.update(
-                {k: v if replaced_by[k] is None else replaced_by[k] for k, v in read.items()}
-            )
             methods[name] = changed
     return methods
+
+
+def with_other(
+    function: Any, ours: dict[str, Any], calls: set[str], replacement: Callable[[Any], Any]
+) -> FunctionType | None:
+    """Return a function of the same code that calls others instead of some, or ``None``.
+
+    Args:
+        function: the function, maybe one that decorators wrap.
+        ours: the globals that it reads; what it reads in its own module is put there.
+        calls: names of the functions to replace.
+        replacement: returns what stands for a global, or ``None``.
+    """
+    code: Any = inspect.unwrap(function)
+    names = set(names_in(code.__code__))
+    read = globals_read(code)
+    replaced_by = {key: replacement(value) for key, value in read.items()}
+    if not names & calls or set(replaced_by.values()) <= {None}:
+        return None
+    changed = with_inner_globals(function, ours)
+    if changed is not None:
+        ours.update({k: v if replaced_by[k] is None else replaced_by[k] for k, v in read.items()})
+    return changed
 
 
 def copies_of_torch(
@@ -283,21 +303,26 @@ def copies_of_torch(
     """Return copies of ``torch``, ``torch.nn`` and ``torch.nn.functional`` that differ in values.
 
     Args:
-        name: of the module that uses them; torch.compile imports a function's module by the name in
-            its globals, so that the copies are imported under this name.
+        name: of the module that uses them.
         of_nn: what differs in ``torch.nn``.
         of_functional: what differs in ``torch.nn.functional``.
     """
-    copies = []
-    for module in (torch, nn, F):
-        name_of_copy = f"{name}.{module.__name__}"
-        copy = sys.modules[name_of_copy] = ModuleType(name_of_copy, module.__doc__)
-        vars(copy).update({key: value for key, value in vars(module).items() if key != "__name__"})
-        copies.append(copy)
+    copies = tuple(copy_of_module(module, name) for module in (torch, nn, F))
     vars(copies[0])["nn"], vars(copies[1])["functional"] = copies[1:]
     vars(copies[1]).update(of_nn)
     vars(copies[2]).update(of_functional)
-    return tuple(copies)
+    return copies
+
+
+def copy_of_module(module: ModuleType, name: str) -> ModuleType:
+    """Return a module with the same contents, which is imported under the name of its user.
+
+    torch.compile imports a function's module by the name in its globals.
+    """
+    name_of_copy = f"{name}.{module.__name__}"
+    copy = sys.modules[name_of_copy] = ModuleType(name_of_copy, module.__doc__)
+    vars(copy).update({key: value for key, value in vars(module).items() if key != "__name__"})
+    return copy
 
 
 def _function(name: str) -> CodePlace:

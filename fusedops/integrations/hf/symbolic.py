@@ -184,7 +184,8 @@ def _is_runnable(function: Any, *, is_method: bool = False) -> bool:
     """Return whether a function and those that it calls may run on symbols.
 
     They would not notice all that a function does, nor what a wrapper around it does. A method of
-    the class may call ``isinstance``, which is answered by the run, and a global activation.
+    the class may call ``isinstance``, which is answered by the run, and a global activation. Where
+    it calls another function that may not run on symbols, the way has no expression.
     """
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
@@ -206,8 +207,9 @@ def _has_expression(function: FunctionType, is_method: bool) -> bool:
                 continue
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, getattr(builtins, name, None))
-                answered = is_method and (value is isinstance or _is_activation(value))
-                if value is not function and not answered and not _is_known(value):
+                answered = value is isinstance or _is_activation(value) or _is_refused(value)
+                known = value is function or _is_known(value)
+                if not known and not (is_method and answered):
                     return False
             elif step.opname != "LOAD_CONST" and name in _FORBIDDEN_NAMES:
                 return False
@@ -259,6 +261,11 @@ def _is_known(value: Any) -> bool:
     return (callable(value) and value in NAMES) or _is_runnable(value)
 
 
+def _is_refused(value: Any) -> bool:
+    """Return whether a global is a function that may not run on symbols."""
+    return isinstance(value, FunctionType) and not _is_runnable(value)
+
+
 def _is_activation(value: Any) -> bool:
     """Return whether a global is a module that may run on symbols, as transformers' ``gelu``."""
     return (
@@ -297,11 +304,13 @@ class _Run:
         if not _is_runnable(function, is_method=True):
             raise NoExpressionError
         self.may_be_none |= _compared_with_none(function) or set()
-        namespace = {"isinstance": self.is_instance} | {
-            name: functools.partial(_original_forward(value), value)
-            for name in function.__code__.co_names
-            if isinstance(value := function.__globals__.get(name), nn.Module)
-        }
+        namespace: dict[str, Any] = {"isinstance": self.is_instance}
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, nn.Module):
+                namespace[name] = functools.partial(_original_forward(value), value)
+            elif _is_refused(value):
+                namespace[name] = _no_answer
         if namespace.keys() & set(function.__code__.co_names):
             function = with_globals(function, function.__globals__ | namespace)
         return function(self.module, *args, **kwargs)
@@ -335,7 +344,7 @@ class _Run:
         return _Module(self, name)
 
 
-def _no_answer(*_: Any) -> Any:
+def _no_answer(*_: Any, **__: Any) -> Any:
     raise NoExpressionError
 
 

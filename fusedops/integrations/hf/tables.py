@@ -100,10 +100,12 @@ def _of_own_code(cls: type[nn.Module]) -> PatchRule | None:
     attention: Any = importlib.import_module("fusedops.integrations.hf.rules.functional_attention")
     by_code: Any = importlib.import_module("fusedops.integrations.hf.rules.by_code")
     loss: Any = importlib.import_module("fusedops.integrations.hf.rules.written_loss")
+    processors: Any = importlib.import_module("fusedops.integrations.hf.rules.attention_processors")
     name = patched.module_of(cls)
     return (
         by_code.rule_by_code(cls, name)
         or attention.functional_attention_rule(cls, name)
+        or processors.processor_rule(cls, name)
         or _written().written_attention_rule(cls, name)
         or loss.written_loss_rule(cls, name)
     )

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 
-def module_of(cls: type) -> str:
-    """Return the name of the module that holds the patched class of ``cls``, which is imported."""
-    name = f"{__name__}.{cls.__module__}"
+def module_of(original: type | FunctionType) -> str:
+    """Return the name of the module for what ``original`` is replaced by; it is imported."""
+    name = f"{__name__}.{original.__module__}"
     importlib.import_module(name)
     return name
 

@@ -19,7 +19,7 @@ from fusedops.integrations.hf import original_code, patched
 from fusedops.integrations.hf.rules.rule import PatchRule, runs_here, subclass
 from fusedops.ops.attention import attention
 
-_NAME = "scaled_dot_product_attention"
+ATTENTION = "scaled_dot_product_attention"
 _MULTI_HEAD = "multi_head_attention_forward"
 _torchs = F.scaled_dot_product_attention
 
@@ -31,7 +31,9 @@ def functional_attention_rule(original: type[nn.Module], module_name: str) -> Pa
         original: the class.
         module_name: holds the patched class, and the globals that its code reads.
     """
-    methods = original_code.methods_with(original, module_name, {_NAME, _MULTI_HEAD}, _replacement)
+    methods = original_code.methods_with(
+        original, module_name, {ATTENTION, _MULTI_HEAD}, fused_in_torch
+    )
     if not methods:
         return None
     return PatchRule(
@@ -54,8 +56,8 @@ class _Caller(nn.Module):
     """What all patched classes of this kind are derived from."""
 
 
-def _replacement(value: Any) -> Any:
-    """Return which of ``_copies`` stands for a global, or ``None``."""
+def fused_in_torch(value: Any) -> Any:
+    """Return what stands for a global that leads to torch's attention, or ``None``."""
     originals = (torch, nn, F, _torchs)
     return next((_copies()[i] for i, original in enumerate(originals) if value is original), None)
 
@@ -72,7 +74,7 @@ def _attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any
 @functools.cache
 def _copies() -> tuple[Any, ...]:
     """Return ``torch``, ``torch.nn``, its ``functional`` and that function, with the fused one."""
-    copies = original_code.copies_of_torch(__name__, of_nn={}, of_functional={_NAME: _attend})
+    copies = original_code.copies_of_torch(__name__, of_nn={}, of_functional={ATTENTION: _attend})
     functional = vars(copies[2])
     functional[_MULTI_HEAD] = original_code.with_globals(F.multi_head_attention_forward, functional)
     return *copies, _attend

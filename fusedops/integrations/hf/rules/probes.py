@@ -11,11 +11,13 @@ from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.geglu import geglu
 from fusedops.ops.gelu import gelu
+from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.ops.moe_route import moe_route
+from fusedops.ops.rms_norm import rms_norm
 from fusedops.ops.swiglu import swiglu
 
 
@@ -34,6 +36,10 @@ def call_op(op: str, example: torch.Tensor) -> None:
             cross_entropy(row, row.new_zeros(1, dtype=torch.int64))
         case "gelu":
             gelu(row)
+        case "layer_norm":
+            layer_norm(row, (2,))
+        case "rms_norm":
+            rms_norm(row, (2,))
         case "linear_act":
             linear_act(row, row, activation="gelu")
         case "linear_glu":

@@ -1,0 +1,204 @@
+"""Attention of modules that hand their work to a processor, as those of diffusers do.
+
+Their ``forward`` calls ``self.processor(self, ...)``, and it is the processor's ``__call__`` that
+calls ``F.scaled_dot_product_attention``, or diffusers' ``dispatch_attention_fn``. A processor may
+be shared with modules that are not patched, so it stays the object that it is. The patched class
+has the same ``forward`` with another name for the attribute: ``fused_processor`` is a property that
+puts the processor behind an object whose ``__call__`` has the same code with the fused attention.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.integrations.hf import patched
+from fusedops.integrations.hf.original_code import (
+    functions,
+    globals_read,
+    replaced,
+    with_globals,
+    with_other,
+)
+from fusedops.integrations.hf.rules.functional_attention import ATTENTION, fused_in_torch
+from fusedops.integrations.hf.rules.rule import PatchRule, subclass
+
+_ATTRIBUTE, _FUSED = "processor", "fused_processor"
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
+_PLACES = functions(ATTENTION)
+_DISPATCH = "dispatch_attention_fn"
+_DIFFUSERS = "diffusers.models.attention_dispatch"
+
+
+def processor_rule(original: type[nn.Module], module_name: str) -> PatchRule | None:
+    """Return the rule for a class whose forward calls ``self.processor``, or ``None``.
+
+    Args:
+        original: the class.
+        module_name: holds the patched class.
+    """
+    forward = original.forward
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    code = _calling_fused(forward.__code__)
+    if code is None:
+        return None
+    ours = vars(sys.modules[module_name])
+    ours.update(globals_read(forward))
+    fused = with_globals(forward, ours)
+    fused.__code__ = code
+    return PatchRule(
+        original,
+        subclass(original, _Caller, module_name, forward=fused),
+        ("attention",),
+        "O3",
+        obstacle=_obstacle,
+        applies=lambda module: callable(getattr(module, _ATTRIBUTE, None)),
+        note=lambda module: f"the attention that its {type(module.processor).__name__} calls",
+    )
+
+
+def _calling_fused(code: CodeType) -> CodeType | None:
+    """Return the code of a method that calls ``self.fused_processor(self, ...)``, or ``None``.
+
+    It is for code that calls ``self.processor(self, ...)``. What else that reads of the processor,
+    such as its signature or its class, it reads as before.
+    """
+    if _ATTRIBUTE not in code.co_names:
+        return None
+    # Names of attributes are operands of one byte: an index, from Python 3.12 on twice the index.
+    step = (len(code.co_names) - code.co_names.index(_ATTRIBUTE)) * (
+        1 + (sys.version_info >= (3, 12))
+    )
+    body = bytearray(code.co_code)
+    instructions = [part for part in dis.get_instructions(code) if part.opname != "PUSH_NULL"]
+    for load, argument, following in zip(
+        instructions, instructions[1:], instructions[2:], strict=False
+    ):
+        if load.opname not in _READS or load.argval != _ATTRIBUTE:
+            continue
+        if _loads(argument, code.co_varnames[0]) and following.opname not in _READS:
+            operand = body[load.offset + 1] + step
+            if operand > 255:
+                return None
+            body[load.offset + 1] = operand
+    if bytes(body) == code.co_code:
+        return None
+    return code.replace(co_code=bytes(body), co_names=(*code.co_names, _FUSED))
+
+
+def _loads(instruction: dis.Instruction, name: str) -> bool:
+    """Return whether an instruction puts a local variable on the stack, and maybe a second one."""
+    loaded = instruction.argval  # of two variables a tuple, from Python 3.13 on
+    first = loaded[0] if isinstance(loaded, tuple) and loaded else loaded
+    return instruction.opname.startswith("LOAD_FAST") and first == name
+
+
+def _obstacle(module: Any) -> str | None:
+    if _fused_class(type(module.processor)) is not None:
+        return None
+    return f"its {type(module.processor).__name__} does not call F.{ATTENTION}"
+
+
+class _FusedProcessor:
+    """Calls a processor's code with the fused attention; all else is the processor's."""
+
+    def __init__(self, processor: Any) -> None:
+        self.fused_original = processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fused_original, name)
+
+
+class _Caller(nn.Module):
+    """What all patched classes of this kind are derived from."""
+
+    @property
+    def fused_processor(self) -> Any:
+        processor = self.processor
+        fused = _fused_class(type(processor))
+        return processor if fused is None or replaced(_PLACES) else fused(processor)
+
+
+_CLASSES: dict[type, tuple[Any, type | None]] = {}
+
+
+def _fused_class(cls: type) -> type | None:
+    """Return the class of ``fused_processor`` for processors of a class, or ``None``."""
+    call: Any = getattr(cls, "__call__", None)  # noqa: B004 (its function, not whether there is one)
+    if cls not in _CLASSES or _CLASSES[cls][0] is not call:
+        if torch.compiler.is_compiling():
+            return None
+        _CLASSES[cls] = call, _made(cls, call)
+    return _CLASSES[cls][1]
+
+
+def _made(cls: type, call: Any) -> type | None:
+    if not isinstance(call, FunctionType):
+        return None
+    ours = vars(sys.modules[patched.module_of(call)])
+    fused = with_other(call, ours, {ATTENTION, _DISPATCH}, _replacement)
+    if fused is None:
+        return None
+
+    @functools.wraps(call)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return fused(self.fused_original, *args, **kwargs)
+
+    return type(cls.__name__, (_FusedProcessor,), {"__call__": run})
+
+
+def _replacement(value: Any) -> Any:
+    """Return what stands for a global of a processor's file, or ``None``."""
+    diffusers = sys.modules.get(_DIFFUSERS)
+    if diffusers is not None and value is getattr(diffusers, _DISPATCH):
+        return _dispatch()
+    return fused_in_torch(value)
+
+
+@functools.cache
+def _dispatch() -> Any:
+    """Return diffusers' ``dispatch_attention_fn`` whose backend ``native`` is the fused one."""
+    diffusers: Any = sys.modules[_DIFFUSERS]
+    original, registry = diffusers.dispatch_attention_fn, diffusers._AttentionBackendRegistry
+    stock = diffusers._native_attention
+    ours = vars(sys.modules[patched.module_of(stock)])
+    native = with_other(stock, ours, {ATTENTION}, fused_in_torch)
+    if native is None:
+        return original
+
+    @functools.wraps(original)
+    def dispatch(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: Any = None,
+        *,
+        backend: Any = None,
+        parallel_config: Any = None,
+    ) -> Any:
+        options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        name = registry._active_backend if backend is None else backend
+        if (
+            name != "native"
+            or attention_kwargs
+            or parallel_config is not None
+            or registry._checks_enabled
+            or registry._backends[name] is not stock
+        ):
+            chosen = {"backend": backend, "parallel_config": parallel_config}
+            return original(query, key, value, *options, attention_kwargs, **chosen)
+        return native(query, key, value, *options)
+
+    return dispatch

@@ -1,0 +1,437 @@
+"""What `fusedops.patch` fuses in models of other libraries, with the values compared.
+
+One model of each architecture of timm and torchvision, and small ones of diffusers, open_clip,
+litgpt and x-transformers, is built on the CPU. The output and the gradients of the patched model
+(level O3) must be those of the stock model. The rows go to docs/reports/libraries.json, from which
+`tools/coverage_page.py` makes a section of docs/coverage.md.
+
+    make coverage-libraries                                  # installs them, writes the rows
+    python tools/coverage_libraries.py timm/swin_transformer # prints the report of one model
+
+torchvision's wheel is built for another build of torch than the one that is pinned here: its own
+operators are declared without kernels, which its classification models do not call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import json
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from coverage_page import COLUMNS, LIBRARIES, coverage
+from rich.progress import track
+from torch import nn
+
+import fusedops
+
+PACKAGES = {"open_clip": "open_clip_torch", "x_transformers": "x-transformers"}
+# Words in the names of an architecture's models, from the smallest size on, and of large sizes.
+SMALL = (
+    *("atto", "femto", "pico", "nano", "micro", "tiny", "xxs", "xx_", "xs", "x_small", "small"),
+    *("_s", "_t", "050", "_b"),
+)
+LARGE = ("large", "huge", "giant", "_l", "_h", "_g", "xl", "so400m", "enormous")
+# Of an element, relative to the largest of its tensor, and to the largest of all gradients.
+TOLERANCE = 1e-3
+
+
+@dataclass
+class Case:
+    """A model and what it is called with.
+
+    Attributes:
+        name: library and architecture, ``"timm/beit"``.
+        make: returns the model and its keyword arguments.
+    """
+
+    name: str
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]]
+
+
+def import_torchvision() -> None:
+    """Import torchvision; declare those of its own operators that have no kernels here."""
+    declared = torch.library.Library("torchvision", "FRAGMENT")
+    while True:
+        try:
+            importlib.import_module("torchvision")
+            return
+        except RuntimeError as error:
+            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
+            if missing is None:
+                raise
+            declared.define(f"{missing[1]}() -> Tensor")
+            for name in [name for name in sys.modules if name.startswith("torchvision")]:
+                del sys.modules[name]
+
+
+def image(size: int, batch: int = 2, channels: int = 3) -> torch.Tensor:
+    """Return random images, ``[batch, channels, size, size]`` in float32."""
+    return torch.randn(batch, channels, size, size)
+
+
+def by_size(names: list[str]) -> list[str]:
+    """Return the names of an architecture's models, those first that seem to be small."""
+
+    def size(name: str) -> int:
+        small = (index for index, word in enumerate(SMALL) if word in name)
+        return next(small, len(SMALL) + any(word in name for word in LARGE))
+
+    return sorted(names, key=size)
+
+
+def smallest(names: list[str], make: Callable[[str], nn.Module]) -> nn.Module:
+    """Return a model of an architecture, one with less than 60 million parameters if there is."""
+    models: list[tuple[int, str]] = []
+    for name in by_size(names)[:4]:
+        model = make(name)
+        models.append((sum(weight.numel() for weight in model.parameters()), name))
+        if models[-1][0] < 60_000_000:
+            return model
+        del model
+    if min(models)[0] > 300_000_000:
+        raise ValueError(f"the smallest has {min(models)[0] / 1e6:.0f} million parameters")
+    return make(min(models)[1])
+
+
+def timm_cases() -> Iterator[Case]:
+    """Yield a model of each file of timm's models."""
+    import timm
+
+    by_file: dict[str, list[str]] = {}
+    for name in timm.list_models():
+        file = timm.model_entrypoint(name).__module__.rpartition(".")[2]
+        by_file.setdefault(file, []).append(name)
+
+    def make(names: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+        model = smallest(names, lambda name: timm.create_model(name, num_classes=10))
+        return model, {"x": image(model.pretrained_cfg["input_size"][-1], 1)}
+
+    for file, names in sorted(by_file.items()):
+        yield Case(f"timm/{file}", lambda names=names: make(names))
+
+
+def torchvision_cases() -> Iterator[Case]:
+    """Yield a model of each architecture that torchvision classifies images with."""
+    from torchvision import models
+
+    by_file: dict[str, list[str]] = {}
+    for name in models.list_models(module=models):
+        file = models.get_model_builder(name).__module__.rpartition(".")[2]
+        by_file.setdefault(file, []).append(name)
+
+    def make(names: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+        model = smallest(names, lambda name: models.get_model(name, num_classes=10))
+        return model, {"x": image(299 if "inception" in names[0] else 224)}
+
+    for file, names in sorted(by_file.items()):
+        yield Case(f"torchvision/{file}", lambda names=names: make(names))
+
+
+def diffusers_cases() -> Iterator[Case]:
+    """Yield small denoisers of diffusers, and an autoencoder."""
+    import diffusers
+
+    words, time = torch.randn(2, 7, 32), torch.tensor([1, 2])
+    latents = image(8, channels=4)
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
+
+    def case(name: str, options: dict[str, Any], inputs: dict[str, Any]) -> Case:
+        return Case(f"diffusers/{name}", lambda: (getattr(diffusers, name)(**options), inputs))
+
+    yield case(
+        "DiTTransformer2DModel",
+        sizes
+        | {"in_channels": 4, "out_channels": 8, "sample_size": 8, "num_embeds_ada_norm": 1000},
+        {"hidden_states": latents, "timestep": time, "class_labels": time},
+    )
+    yield case(
+        "PixArtTransformer2DModel",
+        sizes
+        | {
+            "in_channels": 4,
+            "out_channels": 8,
+            "sample_size": 8,
+            "cross_attention_dim": 64,
+            "caption_channels": 32,
+            "use_additional_conditions": False,
+        },
+        {
+            "hidden_states": latents,
+            "encoder_hidden_states": words,
+            "timestep": time,
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        },
+    )
+    yield case(
+        "SD3Transformer2DModel",
+        sizes
+        | {
+            "sample_size": 8,
+            "patch_size": 1,
+            "in_channels": 4,
+            "out_channels": 4,
+            "joint_attention_dim": 32,
+            "caption_projection_dim": 64,
+            "pooled_projection_dim": 64,
+        },
+        {
+            "hidden_states": latents,
+            "encoder_hidden_states": words,
+            "timestep": time,
+            "pooled_projections": torch.randn(2, 64),
+        },
+    )
+    yield case(
+        "FluxTransformer2DModel",
+        {
+            "patch_size": 1,
+            "in_channels": 16,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 32,
+            "pooled_projection_dim": 32,
+            "axes_dims_rope": (4, 4, 8),
+        },
+        {
+            "hidden_states": torch.randn(2, 16, 16),
+            "encoder_hidden_states": words,
+            "timestep": time,
+            "pooled_projections": torch.randn(2, 32),
+            "img_ids": torch.zeros(16, 3),
+            "txt_ids": torch.zeros(7, 3),
+        },
+    )
+    yield case(
+        "WanTransformer3DModel",
+        {
+            "patch_size": (1, 2, 2),
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_dim": 32,
+            "freq_dim": 256,
+            "ffn_dim": 32,
+            "num_layers": 2,
+            "cross_attn_norm": True,
+            "qk_norm": "rms_norm_across_heads",
+            "rope_max_seq_len": 32,
+        },
+        {
+            "hidden_states": torch.randn(2, 4, 2, 8, 8),
+            "encoder_hidden_states": words,
+            "timestep": time,
+        },
+    )
+    yield case(
+        "UNet2DConditionModel",
+        {
+            "block_out_channels": (32, 64),
+            "layers_per_block": 1,
+            "sample_size": 8,
+            "in_channels": 4,
+            "out_channels": 4,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+            "cross_attention_dim": 32,
+            "attention_head_dim": 8,
+            "norm_num_groups": 8,
+        },
+        {"sample": latents, "timestep": 3, "encoder_hidden_states": words},
+    )
+    yield case(
+        "AutoencoderKL",
+        {
+            "block_out_channels": (32, 64),
+            "down_block_types": ("DownEncoderBlock2D",) * 2,
+            "up_block_types": ("UpDecoderBlock2D",) * 2,
+            "norm_num_groups": 8,
+        },
+        {"sample": image(32)},
+    )
+
+
+def open_clip_cases() -> Iterator[Case]:
+    """Yield a small CLIP, and a CoCa."""
+    from open_clip import coca_model, model
+
+    vision = {"image_size": 32, "layers": 2, "width": 64, "head_width": 16, "patch_size": 8}
+    text = {"context_length": 16, "vocab_size": 99, "width": 64, "heads": 4, "layers": 2}
+    inputs = {"image": image(32), "text": torch.randint(1, 99, (2, 16))}
+    yield Case("open_clip/CLIP", lambda: (model.CLIP(64, vision, text), inputs))
+    decoder = coca_model.MultimodalCfg(**text, dim_head=16)
+    pooled = vision | {"attentional_pool": True, "attn_pooler_heads": 4, "output_tokens": True}
+    with_class = text | {"embed_cls": True, "output_tokens": True, "vocab_size": 99}
+    yield Case("open_clip/CoCa", lambda: (coca_model.CoCa(64, decoder, with_class, pooled), inputs))
+
+
+def litgpt_cases() -> Iterator[Case]:
+    """Yield the GPT of litgpt in the configurations of some families."""
+    from litgpt import GPT, Config
+
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "padded_vocab_size": 128, "block_size": 64}
+    for name in (
+        "pythia-14m",
+        "Llama-3.2-1B",
+        "Gemma-2-2b",
+        "phi-2",
+        "Qwen2.5-0.5B",
+        "OLMo-2-1124-7B",
+    ):
+        options: dict[str, Any] = {"intermediate_size": 96, "n_query_groups": 2, "head_size": 16}
+        if name in ("pythia-14m", "phi-2"):
+            options["n_query_groups"] = 4
+        yield Case(
+            f"litgpt/{name}",
+            lambda name=name, options=options: (
+                GPT(Config.from_name(name, **sizes, **options)),
+                {"idx": torch.randint(128, (2, 16))},
+            ),
+        )
+
+
+def x_transformers_cases() -> Iterator[Case]:
+    """Yield decoders and an encoder of x-transformers with options that change their layers."""
+    from x_transformers import Decoder, Encoder, TransformerWrapper, ViTransformerWrapper
+
+    variants: dict[str, dict[str, Any]] = {
+        "decoder": {},
+        "decoder, flash": {"attn_flash": True},
+        "decoder, rotary, RMSNorm, SwiGLU": {
+            "rotary_pos_emb": True,
+            "use_rmsnorm": True,
+            "ff_glu": True,
+            "ff_swish": True,
+            "attn_flash": True,
+        },
+        "decoder, ALiBi, groups": {"alibi_pos_bias": True, "attn_kv_heads": 2, "attn_flash": True},
+    }
+    for name, options in variants.items():
+        yield Case(
+            f"x_transformers/{name}",
+            lambda options=options: (
+                TransformerWrapper(
+                    num_tokens=128,
+                    max_seq_len=32,
+                    attn_layers=Decoder(dim=64, depth=2, heads=4, attn_dim_head=16, **options),
+                ),
+                {"x": torch.randint(128, (2, 16))},
+            ),
+        )
+    yield Case(
+        "x_transformers/vision",
+        lambda: (
+            ViTransformerWrapper(
+                image_size=32,
+                patch_size=8,
+                num_classes=10,
+                attn_layers=Encoder(dim=64, depth=2, heads=4, attn_dim_head=16),
+            ),
+            {"img": image(32)},
+        ),
+    )
+
+
+CASES = {
+    "timm": timm_cases,
+    "torchvision": torchvision_cases,
+    "diffusers": diffusers_cases,
+    "open_clip": open_clip_cases,
+    "litgpt": litgpt_cases,
+    "x_transformers": x_transformers_cases,
+}
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the floating tensors of what a model returns."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    values = output.values() if hasattr(output, "values") else output
+    if hasattr(output, "latent_dist") or not isinstance(output, (dict, tuple, list)):
+        values = vars(output).values()
+    return [tensor for value in values if value is not None for tensor in tensors_of(value)]
+
+
+def values_of(model: nn.Module, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the outputs of a model, and the gradients of the sum of their squares."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    outputs = tensors_of(model(**copy.deepcopy(inputs)))
+    torch.stack([output.float().square().sum() for output in outputs]).sum().backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    largest = max(gradient.abs().max() for gradient in gradients)
+    # Noise in a gradient that is zero but for rounding is compared with the largest of all.
+    return [output.detach() for output in outputs] + [
+        gradient / max(gradient.abs().max(), largest * 1e-3) for gradient in gradients
+    ]
+
+
+def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return the largest difference of two lists of tensors, each relative to its largest."""
+    assert [value.shape for value in actual] == [value.shape for value in expected]
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
+        for a, b in zip(actual, expected, strict=True)
+    )
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """Return the row of a model: what is fused in which way, and how far its values are off."""
+    torch.manual_seed(0)
+    model, inputs = case.make()
+    model.eval()  # what is drawn in training may be drawn in another order
+    patched = copy.deepcopy(model)
+    entry = coverage(case.name, patched, "", run=lambda: patched(**inputs))
+    return {
+        "name": case.name,
+        "cells": {column: entry.cell(column) for column in COLUMNS},
+        "difference": difference(values_of(patched, inputs), values_of(model, inputs)),
+    }
+
+
+def main() -> int:
+    """Write the rows, or print the report of a model; the exit status is 1 for a wrong value."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", nargs="?", help="print the report of this model")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    import_torchvision()
+    if options.case:
+        cases = CASES[options.case.partition("/")[0]]()
+        model, _ = next(case for case in cases if case.name == options.case).make()
+        print(fusedops.patch(model, level="O3"))
+        return 0
+    rows: list[dict[str, Any]] = []
+    cases = [case for library in CASES.values() for case in library()]
+    for case in track(cases, "models"):
+        print(case.name, flush=True)
+        try:
+            rows.append(row_of(case))
+        except Exception as error:
+            rows.append({"name": case.name, "error": f"{type(error).__name__}: {error}"[:160]})
+    versions = {name: version(PACKAGES.get(name, name)) for name in CASES}
+    LIBRARIES.parent.mkdir(exist_ok=True)
+    LIBRARIES.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    wrong = [row for row in rows if not row.get("difference", 1.0) <= TOLERANCE]
+    for row in wrong:
+        print(
+            row["name"], row.get("error") or f"differs by {row['difference']:.2g}", file=sys.stderr
+        )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
