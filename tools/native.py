@@ -58,7 +58,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # setup.py and others load this by path
-from native_flags import CXX_FLAGS, ISA_FLAGS, NVCC_FLAGS, gencode
+from native_flags import CXX_FLAGS, ISA_FLAGS, NVCC_FLAGS, WIDE_COPIES, gencode
 
 sys.path.pop(0)
 
@@ -223,8 +223,17 @@ def _native_isa() -> str:
 def knows_tiles() -> bool:
     """Return whether the compiler's assembler knows the tile instructions (binutils 2.36)."""
     tiles = "tileloadd (%rax,%rbx,1), %tmm2; tdpbf16ps %tmm2, %tmm1, %tmm0"
-    command = [compiler(), "-x", "c++", "-c", "-", "-o", os.devnull]
-    source = f'void multiply() {{ asm volatile("{tiles}"); }}'
+    return _compiles(f'void multiply() {{ asm volatile("{tiles}"); }}')
+
+
+@functools.cache
+def knows_wide_copies() -> bool:
+    """Return whether the compiler has the options of ``WIDE_COPIES`` (gcc 12)."""
+    return _compiles("", *WIDE_COPIES)
+
+
+def _compiles(source: str, *flags: str) -> bool:
+    command = [compiler(), *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
     return subprocess.run(command, input=source, capture_output=True, text=True).returncode == 0
 
 
@@ -438,8 +447,10 @@ def _ccache() -> str:
 def _isa_object(edges: list[Edge], compiled, source: Path, isa: str) -> str:  # type: ignore[no-untyped-def]
     # On x86 DEFAULT is a slow fallback whatever is done; half the compile time counts for more.
     fallback = ["-O2"] if isa == "DEFAULT" and _x86() else []
-    tiles = _tile_flags() if isa == "AVX512" else []
-    raw = compiled("cxx", source, f".{isa}.o", [*ISA_FLAGS[isa], *fallback, *tiles])
+    more = _tile_flags() if isa == "AVX512" else []
+    if isa == "AVX2" and knows_wide_copies():
+        more += WIDE_COPIES
+    raw = compiled("cxx", source, f".{isa}.o", [*ISA_FLAGS[isa], *fallback, *more])
     # Sanitizers start by initialisers of the objects; such a library stays on this machine.
     if isa == "DEFAULT" or SANITIZE:
         return str(raw)

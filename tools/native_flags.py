@@ -20,6 +20,10 @@ ISA_FLAGS = {
         "-DHAVE_AVX512_CPU_DEFINITION",
     ),
 }
+# gcc from 12 on: a copy of 32 bytes is one register of AVX2. By default it is two of 16, and what
+# is loaded so goes through the stack, where a processor waits for the two stores: one row of a
+# product in float32 takes five times as long (Zen 3).
+WIDE_COPIES = ("-mmove-max=256", "-mstore-max=256")
 # Machine code for these (that of sm_80 runs on 86 and 89 too, of 100 on 103, of 120 on 121), as far
 # as nvcc knows them: 12.8 is the first to know the last two. Any other GPU compiles the PTX of
 # compute_90 at its first launch.
