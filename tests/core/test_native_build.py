@@ -99,6 +99,40 @@ def test_localize_keeps_vector_code_out_of_the_plain_path(tmp_path: Path) -> Non
     assert weak_code(path) == weak_code(plain), "the linker took the plain copies"
 
 
+# A vector from memory that is aligned to its elements only, as the kernels read it.
+LOADS = """
+#include <cstring>
+typedef float V __attribute__((vector_size(32)));
+extern "C" void NAME(const float* a, const float* b, long step, long n, float* out) {
+  V sum[8] = {};
+  for (long k = 0; k < n; ++k) {
+    const V factor = a[k] - V{};
+    for (int j = 0; j < 8; ++j) {
+      V values;
+      std::memcpy(&values, b + k * step + j * 8, sizeof(V));
+      sum[j] += factor * values;
+    }
+  }
+  for (int j = 0; j < 8; ++j) std::memcpy(out + j * 8, &sum[j], sizeof(V));
+}
+"""
+
+
+def test_a_vector_of_avx2_is_loaded_into_one_register(tmp_path: Path) -> None:
+    if not native.knows_wide_copies():
+        pytest.skip("the compiler has no such options")
+    halves = []
+    for name, more in (("plain", ()), ("wide", native.WIDE_COPIES)):
+        flags = (*native.ISA_FLAGS["AVX2"], "-O3", *more)
+        path = compile_object(tmp_path, name, LOADS.replace("NAME", name), *flags)
+        code = subprocess.run(["objdump", "-d", path], capture_output=True, text=True, check=True)
+        halves.append(len(re.findall(r"vmov\w+ +[^\n]*%xmm\d+,[^\n]*\(%", code.stdout)))
+    assert halves[1] == 0, f"{halves[1]} stores of half a register; without the options {halves[0]}"
+    edges = native._edges("cpu", native.build_folder())
+    avx2 = [edge for edge in edges if ".AVX2." in edge.output and edge.rule == "cxx"]
+    assert avx2 and all(set(native.WIDE_COPIES) <= set(edge.flags) for edge in avx2)
+
+
 def test_localized_code_still_works(tmp_path: Path) -> None:
     vector = compile_object(
         tmp_path, "vector", SUM.replace("NAME", "vector_sum"), *native.ISA_FLAGS["AVX2"]
