@@ -385,7 +385,9 @@ def random_function(seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return function
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))]
+)
 def test_random_functions_keep_their_values(seed: int) -> None:
     function = random_function(seed)
     fused, _ = compiled(function)

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from exported_models import MODELS, SIZES, Model
 
 # The others ask the same of the exporter with other modules, which have tests of their own.
-FIRST = ("GPT2", "Llama", "Qwen3Moe", "T5")
+FIRST = ("GPT2", "Qwen3Moe", "T5")
 each_model = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST)) for name in MODELS],
@@ -62,7 +62,9 @@ def test_a_program_serves_other_sizes_than_it_was_made_with(name: str) -> None:
     assert_same(loaded.module(), kind, patched, stock)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe", "T5"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3Moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "T5"))]
+)
 def test_a_program_of_plain_operators_computes_the_same(name: str) -> None:
     kind = MODELS[name]
     patched, stock = kind.pair()
