@@ -132,10 +132,15 @@ def _mean(values: list[float]) -> str:
 
 
 def model_charts() -> dict[str, str]:
-    """Return a picture per machine, by the name of its file: bfloat16 rows beside eager."""
+    """Return a picture per machine, by the name of its file: rows of one dtype beside eager.
+
+    That is bfloat16 where it was measured.
+    """
     charts = {}
     for record in _model_records():
-        rows = tuple(row for row in record.rows if row.dtype == "bfloat16" and row.trusted)
+        trusted = [row for row in record.rows if row.trusted]
+        dtype = min((row.dtype for row in trusted), default="")
+        rows = tuple(row for row in trusted if row.dtype == dtype)
         name = f"models-{record.machine['slug']}.svg"
         charts[name] = models_report.chart(replace(record, rows=rows))
     return charts
