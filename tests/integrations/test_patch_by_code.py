@@ -105,6 +105,14 @@ def test_a_way_through_an_unknown_function_is_stock() -> None:
     assert calls["layer_norm"] == 0
 
 
+def test_a_norm_over_another_dimension_is_stock() -> None:
+    patched, stock = patched_pair(module_of("norm dimension"))
+    patched.dim = stock.dim = -2
+    with counted() as calls:
+        assert torch.equal(patched(rows()), stock(rows()))
+    assert calls["rms_norm"] == 0
+
+
 def test_an_attribute_may_be_none() -> None:
     for scale in (True, False):
         patched, stock = patched_pair(home_made.OptionalScaleNorm(scale=scale))

@@ -311,6 +311,8 @@ class _Run:
                 namespace[name] = functools.partial(_original_forward(value), value)
             elif _is_refused(value):
                 namespace[name] = _no_answer
+            elif value is torch:
+                namespace[name] = _TORCH
         if namespace.keys() & set(function.__code__.co_names):
             function = with_globals(function, function.__globals__ | namespace)
         return function(self.module, *args, **kwargs)
@@ -357,6 +359,8 @@ class _Value:
         raise NotImplementedError
 
     def _apply(self, name: str, *args: Any, **kwargs: Any) -> _Symbol:
+        if isinstance(kwargs.get("dim"), _Module) and kwargs["dim"] == -1:
+            kwargs["dim"] = -1
         return _Symbol(self._run, operation(name, _plain(args), _plain(kwargs)))
 
     @classmethod
@@ -375,6 +379,22 @@ class _Value:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no_answer
     __enter__ = __exit__ = __setitem__ = _no_answer
     __hash__ = None  # type: ignore[assignment]
+
+
+class _Torch:
+    """The module ``torch``, whose functions take any value of the run for any argument."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(torch, name)
+        known = callable(function) and function in NAMES
+        return functools.partial(self._call, function) if known else function
+
+    @staticmethod
+    def _call(function: Any, *args: Any, **kwargs: Any) -> _Symbol:
+        return _Value.__torch_function__(function, (), args, kwargs)
+
+
+_TORCH = _Torch()
 
 
 class _Method:
