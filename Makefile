@@ -165,8 +165,8 @@ test-clients: $(CLIENTS)/.packages native
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
 
-# What `patch` fuses in models of other libraries, and whether it computes the same (20 minutes). It
-# writes docs/reports/libraries.json; then run tools/coverage_page.py.
+# What `patch` fuses in models of other libraries, and whether it computes the same: writes
+# docs/reports/libraries.json, and docs/coverage.md from it.
 LIBRARIES := build/libraries
 $(LIBRARIES)/.packages: tests/libraries.txt .venv/.packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \

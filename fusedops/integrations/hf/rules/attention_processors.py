@@ -164,14 +164,21 @@ def _replacement(value: Any) -> Any:
 
 @functools.cache
 def _dispatch() -> Any:
-    """Return diffusers' ``dispatch_attention_fn`` whose backend ``native`` is the fused one."""
+    """Return diffusers' ``dispatch_attention_fn`` whose backend ``native`` is the fused one.
+
+    ``None`` for a version of diffusers that keeps its backends in another way.
+    """
     diffusers: Any = sys.modules[_DIFFUSERS]
-    original, registry = diffusers.dispatch_attention_fn, diffusers._AttentionBackendRegistry
-    stock = diffusers._native_attention
+    original = diffusers.dispatch_attention_fn
+    registry = getattr(diffusers, "_AttentionBackendRegistry", None)
+    stock = getattr(diffusers, "_native_attention", None)
+    names = ("_active_backend", "_checks_enabled", "_backends")
+    if stock is None or not all(hasattr(registry, name) for name in names):
+        return None
     ours = vars(sys.modules[patched.module_of(stock)])
     native = with_other(stock, ours, {ATTENTION}, fused_in_torch)
     if native is None:
-        return original
+        return None
 
     @functools.wraps(original)
     def dispatch(
