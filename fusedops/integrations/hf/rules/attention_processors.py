@@ -170,8 +170,8 @@ def _dispatch() -> Any:
     """
     diffusers: Any = sys.modules[_DIFFUSERS]
     original = diffusers.dispatch_attention_fn
-    registry = getattr(diffusers, "_AttentionBackendRegistry", None)
-    stock = getattr(diffusers, "_native_attention", None)
+    registry: Any = getattr(diffusers, "_AttentionBackendRegistry", None)
+    stock: Any = getattr(diffusers, "_native_attention", None)
     names = ("_active_backend", "_checks_enabled", "_backends")
     if stock is None or not all(hasattr(registry, name) for name in names):
         return None
