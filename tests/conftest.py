@@ -94,7 +94,7 @@ def _names_the_interpreter(path: Path) -> bool:
     return "mark.interpreter" in path.read_text()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
     from process_pool import Pool
 

@@ -11,6 +11,7 @@ ranks for one call, for tests that kill them or change modules in them.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -215,10 +216,15 @@ def on_fresh_ranks(
 def start_process(target: Callable[..., Any], *args: Any) -> tuple[Any, Connection]:
     """Start ``target(connection, *args)``; return the process and the other end."""
     mine, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=target, args=(theirs, *args), daemon=True)
+    process = CONTEXT.Process(target=_run, args=(target, theirs, *args), daemon=True)
     process.start()
     theirs.close()
     return process, mine
+
+
+def _run(target: Callable[..., Any], *args: Any) -> None:
+    gc.freeze()  # garbage collections need not look at what the server has imported
+    target(*args)
 
 
 def _on_fresh_rank(

@@ -8,6 +8,7 @@ earlier run left behind cannot reach it. What a rank is sent must be a function 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import pickle
@@ -125,6 +126,7 @@ class _Answer:
 def _serve(connection: Connection) -> None:
     import torch
 
+    gc.freeze()  # garbage collections need not look at what the server has imported
     torch.set_num_threads(1)
     connection.send("ready")
     while True:
