@@ -32,7 +32,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries \
+.PHONY: setup native demo test durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries \
         first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
@@ -89,10 +89,12 @@ test-all: setup
 # The kernels of AMX on a processor without it, every op that multiplies, and a row of float32 as
 # processors by Intel multiply it (csrc/common/isa.h, kReadsLongRows): their instructions replaced
 # by C++ (csrc/cpu/gemm/tile_registers.h), and the instructions themselves, each of which is trapped
-# (tools/tile_trap.cpp; Python's faulthandler would take its signal).
+# (tools/tile_trap.cpp; Python's faulthandler would take its signal). First the tests of the emulation
+# and of the trap themselves.
 PRODUCTS := $(addprefix tests/ops/test_,$(addsuffix .py,linear_act linear_glu mlp baddbmm grouped_mm \
               moe_mlp linear_cross_entropy attention))
 test-tiles: setup
+	$(PYTEST) tests/core/test_tile_registers.py tests/core/test_trapped_tiles.py
 	for python in "FUSEDOPS_MAX_ISA=amx_emulated $(BIN)/python" \
 	    "$(BIN)/python tools/trapped_tiles.py"; do \
 	  tiles="env OMP_NUM_THREADS=1 $$python -m pytest $(PYTEST_FLAGS) -p no:faulthandler"; \
@@ -174,6 +176,13 @@ $(LIBRARIES)/.packages: tests/libraries.txt .venv/.packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
 	  $(PIP_FLAGS) --upgrade --target $(LIBRARIES) -r $<
 	@touch $@
+
+# Training steps of their models, with the allocator of tune_host on all sides.
+bench-libraries: setup $(LIBRARIES)/.packages
+	for dtype in bfloat16 float32; do \
+	  PYTHONPATH=$(CURDIR):$(CURDIR)/$(LIBRARIES) $(BIN)/python tools/bench_libraries.py --dtype $$dtype \
+	    --results bench/results || exit 1; \
+	done
 
 coverage-libraries: setup $(LIBRARIES)/.packages
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(LIBRARIES) $(BIN)/python tools/coverage_libraries.py

@@ -9,7 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 import fusedops
+from fusedops.bench import limits
 from fusedops.bench.layers import LAYERS
+from fusedops.bench.limits import Limit, Limits
 from fusedops.cli.bench.shape import case_of, example
 from fusedops.cli.main import app
 from fusedops.specs import all_specs
@@ -19,6 +21,13 @@ SPECS = {**all_specs(), **LAYERS}
 # What stands for a word in each op that takes one.
 WORDS = {"approximate": "tanh", "activation": "gelu", "what": "causal", "target": "capacity"}
 WORDS |= {"mask": "causal", "rounding": "hf"}
+
+
+@pytest.fixture
+def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of the machine need no measuring."""
+    known = Limits(Limit(1e9, "copy_", {}), {"float32": Limit(1e12, "torch.mm", {})})
+    monkeypatch.setattr(limits, "measure_limits", lambda *_: known)
 
 
 def invoke(*args: str) -> Any:
@@ -80,6 +89,7 @@ def test_an_op_without_a_shape_says_so() -> None:
         case_of(replace(SPECS["gelu"], bench_case=None), "rows=3")
 
 
+@pytest.mark.usefixtures("known_limits")
 def test_sizes_that_do_not_fit_together_are_a_note() -> None:
     given = ("--quick", "--dtype", "float32", "--seconds", "0.01")
     shape = "batch=1,heads=3,rows=8,size=16,key_heads=2"
@@ -89,6 +99,7 @@ def test_sizes_that_do_not_fit_together_are_a_note() -> None:
     assert done.exit_code == 0 and "no rows: KeyError('erf')" in done.output
 
 
+@pytest.mark.usefixtures("known_limits")
 def test_a_shape_is_measured() -> None:
     done = invoke("gelu", "--shape", "shape=8x16,approximate=tanh", "--quick", "--dtype", "float32")
     assert done.exit_code == 0 and "8x16 tanh" in done.output

@@ -16,6 +16,8 @@ import trapped_tiles
 
 from fusedops._core import extension
 
+pytestmark = pytest.mark.slow  # `make test-tiles` runs this file, in CI too
+
 CASES = ("ordinary", "subnormal", "cancelling")
 TINY = torch.finfo(torch.float32).tiny
 

@@ -19,6 +19,8 @@ import test_tile_registers
 import torch
 import trapped_tiles
 
+pytestmark = pytest.mark.slow  # `make test-tiles` runs this file, in CI too
+
 ALLOWED = ("small product", "addresses", "configurations")
 # What is forbidden, and of the sentence that says so.
 FORBIDDEN = {

@@ -20,7 +20,7 @@ from .arguments import Arguments
 from .functions import Functions
 from .operators import Operators
 
-SECONDS = 8.0
+SECONDS = 5.0
 
 
 @pytest.fixture(autouse=True)

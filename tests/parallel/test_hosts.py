@@ -137,6 +137,6 @@ def _one_cannot_connect(world: World, shape: Shape) -> tuple[bool, bool]:
     return found is None, torch.allclose(output, 3 * mine.input)
 
 
-@over_both
+@pytest.mark.parametrize("shape", [(RANKS,), pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
 def test_none_uses_connections_that_one_rank_lacks(on_ranks: OnRanks, shape: Shape) -> None:
     assert on_ranks(_one_cannot_connect, shape) == [(True, True)] * RANKS

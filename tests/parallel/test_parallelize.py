@@ -243,12 +243,13 @@ def _compiled(world: World, name: str, values: dict[str, Any]) -> float:
 
 # Communications break the graph: between two of them a compiler has what it may.
 @pytest.mark.distributed
+@pytest.mark.slow  # tests/parallel/test_compile.py compiles dispatch, experts and combine
 @pytest.mark.parametrize(
     ("name", "values"),
     [
         ("tiny-llama", {"tp": 2, "sp": True}),
-        pytest.param("tiny-gpt2", {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("tiny-mixtral", {"dp": 2, "ep": 2}, marks=pytest.mark.slow),
+        ("tiny-gpt2", {"tp": 2}),
+        ("tiny-mixtral", {"dp": 2, "ep": 2}),
     ],
     ids=["llama tp sp", "gpt2 tp", "mixtral ep"],
 )
