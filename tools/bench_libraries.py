@@ -27,10 +27,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fusedops
-from fusedops._core.files import write_json
 from fusedops._core.timer import TimingPlan, Variant, clock_for, measure
 from fusedops.bench.machine import describe, git_commit, versions
 from fusedops.bench.results import now
+from fusedops.terminal.files import write_json
 
 WIDTH, HEADS, LAYERS, INNER, VOCABULARY = 512, 8, 4, 1408, 8192
 BATCH, LENGTH, IMAGES = 4, 256, 5

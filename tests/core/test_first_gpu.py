@@ -536,17 +536,19 @@ def test_a_call_that_is_cut_off_has_told_what_was_done(
         tmp_path,
         environment,
         "test",
-        [["[triton-cuda-float32-moe_sort", "hang"]],
+        [["[triton-cuda-float32-moe_sort-several_tasks", "hang"]],
         ops="moe_sort",
         item_seconds=500,
     )
     archive = tmp_path / "out" / "test.tar.gz"
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
-        told = archived(tmp_path, "test", "rows.csv") if archive.exists() else ""
-        if f"{VALUES}[triton-cuda-bfloat16-moe_sort" in told:
+        rows = archived(tmp_path, "test", "rows.csv") if archive.exists() else ""
+        if f"{VALUES}[triton-cuda-float32-moe_sort-random_12x2_of_4" in rows:
             break
         time.sleep(0.5)
+    else:
+        pytest.fail("no row of a test that was done is in the archive")
     (caller,) = children(process.pid)
     workers = children(caller)
     assert workers
