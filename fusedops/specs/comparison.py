@@ -252,8 +252,9 @@ def _unlike_all(
     for exact, eager in references:
         dtype = inside or got.dtype
         budget = dtypes.error_budget(eager, exact, dtype, depth=depth)
-        # A gradient that is zero for eager torch is a difference of equal sums, each rounded.
-        budget = budget + 64.0 * torch.finfo(dtypes.statistics_dtype(dtype)).eps
+        # A gradient that is zero for eager torch is a difference of equal sums, each rounded, and a
+        # norm of equal elements multiplies it by 1 / sqrt(eps), 316 with torch's default.
+        budget = budget + 320.0 * torch.finfo(dtypes.statistics_dtype(dtype)).eps
         # Where eager torch has no value, its error says nothing about what rounding inside costs.
         scale = exact.abs().nan_to_num(0.0, 0.0, 0.0).max() if exact.numel() else 0.0
         budget = budget + (~eager.isfinite()) * (16.0 * torch.finfo(dtype).eps * scale)

@@ -327,5 +327,6 @@ def _fake(value: Any) -> Any:
         return value
     last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
     offset = value.storage_offset()
-    memory = torch.empty_strided((offset + last + 1,), (1,), dtype=value.dtype, device=GPU)
+    length = offset + last + 1 if value.numel() else offset
+    memory = torch.empty_strided((length,), (1,), dtype=value.dtype, device=GPU)
     return torch.ops.aten.as_strided(memory, value.shape, value.stride(), offset)
