@@ -47,6 +47,8 @@ def main() -> None:
     (ROOT / "docs" / "measured.svg").write_text(results.chart(specs.values()))
     page = ROOT / "docs" / "bench_models.md"
     page.write_text(_replace(page.read_text(), "models", results.models_table()))
+    page = ROOT / "docs" / "compile.md"
+    page.write_text(_replace(page.read_text(), "libraries", results.libraries_table()))
     for name, picture in results.model_charts().items():
         (ROOT / "docs" / name).write_text(picture)
     print(f"wrote {len(specs)} pages to {PAGES.relative_to(ROOT)} and the tables of README.md")

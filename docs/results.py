@@ -159,6 +159,37 @@ def _model_records() -> list[BenchRecord]:
     return found
 
 
+def libraries_table() -> str:
+    """Return the training steps of other libraries' models on each machine, by dtype."""
+    blocks = []
+    for folder in sorted(path for path in RESULTS.glob("*") if list(path.glob("libraries-*.json"))):
+        records = {}
+        for dtype in ("bfloat16", "float32"):
+            path = folder / f"libraries-{dtype}.json"
+            if path.exists():
+                records[dtype] = json.loads(path.read_text())
+        first = next(iter(records.values()))
+        heads = [f"{dtype}, {name}" for dtype in records for name in ("passes", "patched")]
+        lines = [
+            f"{first['machine']['name']} ({folder.name}), torch {first['versions']['torch']}:",
+            "",
+            f"| model | {' | '.join(heads)} |",
+            "|---|" + "---:|" * len(heads),
+        ]
+        for row in first["rows"]:
+            cells = []
+            for record in records.values():
+                match = next(
+                    (each for each in record["rows"] if each["model"] == row["model"]), None
+                )
+                for name in ("passes", "patched"):
+                    faster = match and match["right"] and match["times_faster"][name]
+                    cells.append(f"{faster['median']:.2f}" if faster else "")
+            lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "No measurement is committed yet."
+
+
 def demo_table() -> str:
     """Return the speeds and loss differences of the committed runs of the demo."""
     blocks = []

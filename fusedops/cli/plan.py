@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusedops.cli import plan_evaluate
 from fusedops.cli.bench import options
 from fusedops.terminal import files
 
@@ -74,6 +75,18 @@ def plan(
         bool,
         typer.Option("--measure", help="Compare with small models trained here (two minutes)."),
     ] = False,
+    evaluate: Annotated[
+        str, typer.Option(help="Predict the measured steps of a CSV file: docs/planning.md.")
+    ] = "",
+    calibrate: Annotated[
+        str, typer.Option(help="Fit the efficiencies of --device on such a file; needs --out.")
+    ] = "",
+    device: Annotated[
+        str, typer.Option(help="A known device (h100, a100-80), or a TOML file of one.")
+    ] = "",
+    out: Annotated[
+        str, typer.Option(help="File that gets the predictions (CSV) or the device (TOML).")
+    ] = "",
     json_file: Annotated[
         str, typer.Option("--json", help="Write all rows to a file; -: print them instead.")
     ] = "",
@@ -89,6 +102,10 @@ def plan(
             return
         if measure:
             _measure()
+            return
+        if evaluate or calibrate:
+            action = plan_evaluate.evaluate if evaluate else plan_evaluate.calibrate
+            action(evaluate or calibrate, out, device)
             return
         if not model:
             raise files.UserError("--model is missing: a name (--model list) or a config.json")

@@ -3,26 +3,36 @@
 from fusedops._core.deprecation import former_names
 from fusedops.models import PRESETS, TransformerConfig, preset
 from fusedops.planner.configurations import from_config
+from fusedops.planner.device import Device, known_devices, load_device
+from fusedops.planner.evaluation import evaluate
 from fusedops.planner.layout import Layout, TrainingShape, check
 from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.search import Plan, layouts, plan
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
+from fusedops.planner.step_time import StepEstimate, StepShape, step_time
 
 __all__ = [
     "PRESETS",
+    "Device",
     "Estimate",
     "Layout",
     "Plan",
+    "StepShape",
+    "StepEstimate",
     "TrainingShape",
     "check",
     "estimate",
+    "evaluate",
     "from_config",
+    "known_devices",
     "layouts",
+    "load_device",
     "parse_bytes",
     "plan",
     "preset",
     "show_bytes",
     "show_count",
+    "step_time",
 ]
 
 __getattr__ = former_names(__name__, Transformer=TransformerConfig)

@@ -1,0 +1,144 @@
+"""``fusedops plan --evaluate`` and ``--calibrate``: the planner's clock against measured steps."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from fusedops.terminal import files
+
+if TYPE_CHECKING:
+    from fusedops.planner import Device
+    from fusedops.planner.evaluation import Evaluation, GroupRanking
+
+# Groups of so many layouts and more are listed one by one.
+_LISTED = 15
+
+
+def evaluate(path: str, out: str, device: str) -> None:
+    """Predict the steps of a CSV file, write it with the predictions, and print the errors."""
+    from fusedops.planner import evaluation
+
+    if out:
+        files.check_writable(out)
+    rows = _rows(path)
+    result = evaluation.evaluate(rows, _device(device) if device else None)
+    if out:
+        text = StringIO()
+        writer = csv.DictWriter(text, [*rows[0], *evaluation.PREDICTED], extrasaction="ignore")
+        writer.writeheader()
+        for row, prediction in zip(rows, result.predictions, strict=True):
+            writer.writerow({**row, **prediction.cells()})
+        files.write_text(out, text.getvalue())
+    _show(result, Console())
+    if out:
+        print(f"wrote {out}")
+
+
+def calibrate(path: str, out: str, device: str) -> None:
+    """Fit a device's efficiencies on the steps of a CSV file, and write the device's TOML file."""
+    from fusedops.planner import evaluation
+    from fusedops.planner.calibration import calibrate
+
+    if not device or not out:
+        raise files.UserError("--calibrate needs --device, where it begins, and --out FILE.toml")
+    files.check_writable(out)
+    here = _device(device)
+    steps = []
+    for row in _rows(path):
+        if row.get("step_s") and evaluation.predict(row, here).step_s is not None:
+            steps.append((evaluation.shape_of(row), here, float(row["step_s"])))
+    names = ("products", "attention", "elementwise", "node", "network", "layer_seconds")
+    if len(steps) < len(names):
+        raise files.UserError(
+            f"{path} has {len(steps)} measured steps that can be predicted, and {len(names)} "
+            "constants are fitted: measure more layouts or sizes"
+        )
+    fitted = calibrate(steps, here.efficiency, names=names)
+    files.write_text(out, _toml(here, asdict(fitted), f"fitted on {len(steps)} steps of {path}"))
+    print(f"wrote {out}: use it with --device {out}")
+
+
+def _toml(device: Device, efficiency: dict[str, float], source: str) -> str:
+    """Return the text of a device's file."""
+    lines = [f'name = "{device.name}"']
+    tables = {
+        "memory": asdict(device.memory),
+        "peak": device.peak,
+        "links": asdict(device.links),
+        "efficiency": efficiency,
+    }
+    for name, table in tables.items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {_shown(value)}" for key, value in table.items()]
+    sources = {**device.sources, "efficiency": source}
+    lines += ["", "[sources]"]
+    lines += [f"{key} = {_quoted(value)}" for key, value in sources.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: float) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _rows(path: str) -> list[dict[str, str]]:
+    from fusedops.launch.config_table import InputError
+    from fusedops.planner import evaluation
+
+    try:
+        return evaluation.load_rows(path)
+    except InputError as error:
+        raise files.UserError(str(error)) from None
+
+
+def _device(name: str) -> Device:
+    from fusedops.launch.config_table import InputError
+    from fusedops.planner import load_device
+
+    try:
+        return load_device(name)
+    except InputError as error:
+        raise files.UserError(str(error)) from None
+
+
+def _show(result: Evaluation, console: Console) -> None:
+    missing = [prediction.why for prediction in result.predictions if prediction.step_s is None]
+    errors = Table("source", "rows", "mean absolute error", title="Step time")
+    for source, (error, count) in result.errors.items():
+        errors.add_row(source, str(count), f"{error:.1f} %")
+    if result.errors:
+        console.print(errors)
+    large = [group for group in result.groups if group.layouts >= _LISTED]
+    if large:
+        ranks = Table("group", "layouts", "Kendall's tau", "first choice slower by")
+        for group in large:
+            ranks.add_row(
+                group.name, str(group.layouts), f"{group.tau:.2f}", f"{100 * group.slower:.1f} %"
+            )
+        console.print(ranks)
+    if result.groups:
+        console.print(_summary(result.groups))
+    if missing:
+        reasons = ", ".join(f"{missing.count(why)} x {why}" for why in dict.fromkeys(missing))
+        console.print(f"{len(missing)} rows without a prediction: {reasons}")
+
+
+def _summary(groups: Sequence[GroupRanking]) -> str:
+    tau = statistics.fmean(group.tau for group in groups)
+    slower = max(group.slower for group in groups)
+    return (
+        f"{len(groups)} groups of the same model, devices and global batch: mean of Kendall's tau "
+        f"{tau:.2f}, a first choice is at most {100 * slower:.1f} % slower than the best"
+    )

@@ -1,0 +1,196 @@
+"""What a device can do, as data: peak of products, memory, links, and measured efficiencies.
+
+Known devices are the TOML files of ``planner/devices``; a file of one's own has the same tables.
+Every number there names its source. The efficiencies are constants of ``step_time.py``: fitted on
+published training steps (``tools/fit_clock.py``), the same for every device whose file has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fusedops._core import checks
+from fusedops.launch.config_table import InputError, fill, load
+
+FOLDER = Path(__file__).parent / "devices"
+DTYPES = ("float32", "bfloat16", "float16", "float8")
+_OP = "device"
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device.
+
+    Attributes:
+        bytes: its size.
+        bandwidth: bytes/s.
+
+    Raises:
+        ValueError: one is not positive.
+    """
+
+    bytes: int
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        checks.integer(_OP, "memory.bytes", self.bytes, least=1)
+        checks.positive(_OP, "memory.bandwidth", self.bandwidth)
+
+
+@dataclass(frozen=True)
+class DeviceLinks:
+    """The links of a device, in bytes/s in one direction.
+
+    Attributes:
+        devices_per_node: how many devices ``node`` connects.
+        node: to the other devices of the node.
+        network: of the device's share of the network between nodes.
+        host: to the host's memory.
+
+    Raises:
+        ValueError: one is not positive.
+    """
+
+    devices_per_node: int
+    node: float
+    network: float
+    host: float
+
+    def __post_init__(self) -> None:
+        checks.integer(_OP, "links.devices_per_node", self.devices_per_node, least=1)
+        for name in ("node", "network", "host"):
+            checks.positive(_OP, f"links.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceEfficiency:
+    """What training reaches of the peaks: the constants of ``step_time``.
+
+    Attributes:
+        products: share of the peak that large matrix products reach.
+        float8: the same of products of float8.
+        attention: the same of attention, of the peak of half precision.
+        inner: length of a product's sum at which it reaches half of that share.
+        outer: number of rows or of columns of a product at which it reaches half.
+        elementwise: share of the memory's bandwidth, of all operations that are no product.
+        node: share of the bandwidth inside a node that collectives reach.
+        network: share of the bandwidth between nodes. Above 1 where collectives of several ranks
+            of a node share their links.
+        point_to_point: share of the bandwidth between nodes that neighbours of a pipeline reach.
+        overlap: share of the all-reduce of gradients that the backward hides.
+        gather: share of FSDP's gathers that does not.
+        collective_seconds: of a collective of tensor parallelism, times the root of its ranks.
+        layer_seconds: of a layer and micro-batch, in which nothing of the above runs.
+        host_seconds: that the host needs to start the kernels of a layer, forward and backward.
+        host_spread: share by which that grows for each doubling of the tensor-parallel ranks above
+            four, whose hosts wait for each other.
+        microbatch_seconds: of a micro-batch.
+        step_seconds: of a step.
+
+    Raises:
+        ValueError: one is not positive.
+    """
+
+    products: float
+    float8: float
+    attention: float
+    inner: float
+    outer: float
+    elementwise: float
+    node: float
+    network: float
+    point_to_point: float
+    overlap: float
+    gather: float
+    collective_seconds: float
+    layer_seconds: float
+    host_seconds: float
+    host_spread: float
+    microbatch_seconds: float
+    step_seconds: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            checks.positive(_OP, f"efficiency.{name}", value)
+        for name in ("products", "attention", "overlap"):
+            if getattr(self, name) > 1:
+                checks.fail(_OP, f"efficiency.{name}", "at most 1", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device of a cluster.
+
+    Attributes:
+        name: as people call it.
+        memory: its memory.
+        peak: FLOP/s of dense matrix products by dtype, names of ``DTYPES``.
+        links: its links.
+        efficiency: what training reaches of all that.
+        sources: where the numbers are from, by table or key.
+
+    Raises:
+        ValueError: a number is not positive, or the peak of ``bfloat16`` is missing.
+
+    Example:
+        >>> from fusedops.planner import load_device
+        >>> load_device("h100").links.devices_per_node
+        8
+    """
+
+    name: str
+    memory: DeviceMemory
+    peak: dict[str, float]
+    links: DeviceLinks
+    efficiency: DeviceEfficiency
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for dtype, value in self.peak.items():
+            checks.choice(_OP, "peak", dtype, DTYPES)
+            checks.positive(_OP, f"peak.{dtype}", value)
+        if "bfloat16" not in self.peak:
+            checks.fail(_OP, "peak", "bfloat16 among the dtypes", sorted(self.peak))
+
+    def peak_of(self, dtype: str) -> float:
+        """Return the FLOP/s of a dtype; of bfloat16 where the device has no faster float8."""
+        return self.peak.get(dtype, self.peak["bfloat16"])
+
+
+def known_devices() -> tuple[str, ...]:
+    """Return the names that ``load_device`` knows."""
+    names = (path.stem for path in FOLDER.glob("*.toml"))
+    return tuple(sorted(name for name in names if name != "efficiency"))
+
+
+def load_device(name: str | Path) -> Device:
+    """Return a known device, or the one of a TOML file.
+
+    Args:
+        name: one of ``known_devices()``, or the path of a file with the same tables. Efficiencies
+            that the file lacks are those of ``devices/efficiency.toml``.
+
+    Raises:
+        InputError: there is no such device or file, or a number is missing or impossible.
+
+    Example:
+        >>> load_device("a100-80").memory.bytes
+        85899345920
+    """
+    text = str(name)
+    known = known_devices()
+    path = FOLDER / f"{text}.toml" if text in known else Path(text)
+    if text not in known and path.suffix != ".toml":
+        near = checks.nearest(text, known)
+        hint = f"did you mean {near}" if near else f"known are {', '.join(known)}"
+        raise InputError(f"there is no device {text!r}: {hint}; the name of a file ends in .toml")
+    table = load(path)
+    usual = load(FOLDER / "efficiency.toml")
+    own = table.get("efficiency", {})
+    if not isinstance(own, dict):
+        raise InputError(f"{path}: efficiency must be a table, got {checks.shown(own)}")
+    try:
+        return fill(Device, {**table, "efficiency": {**usual, **own}})
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None

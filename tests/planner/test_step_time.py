@@ -1,0 +1,259 @@
+"""The planner's clock: its parts follow their formulae, and bad devices and rows are refused."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fusedops.cli.main import app
+from fusedops.launch.config_table import InputError
+from fusedops.planner import StepShape, evaluation, known_devices, load_device, step_time
+from fusedops.planner.calibration import calibrate
+from fusedops.planner.device import FOLDER
+from fusedops.planner.step_time import PARTS, model_flops, utilization
+
+SIZES: dict[str, Any] = {
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "inner": 14336,
+    "gated": True,
+    "vocab": 32000,
+    "seq_len": 4096,
+}
+GPT = {"layers": "24", "hidden": "2048", "heads": "16", "seq": "1024", "gpus": "8", "arch": "dense"}
+ROW = {
+    **GPT,
+    "gpu": "A100",
+    "gpu_mem_gb": "80",
+    "vocab": "51200",
+    "tp": "2",
+    "pp": "1",
+    "dp": "4",
+    "mbs": "4",
+    "gbs": "64",
+    "recompute": "full",
+    "source": "here",
+    "model": "GPT",
+}
+
+
+def shape(**options: Any) -> StepShape:
+    return StepShape(**{**SIZES, **options})
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_a_known_device_is_complete(name: str) -> None:
+    device = load_device(name)
+    assert device.peak_of("float8") >= device.peak["bfloat16"] > device.peak["float32"]
+    assert device.links.node > device.links.network
+    assert {"peak", "memory", "node", "network", "host"} <= device.sources.keys()
+    taken = step_time(shape(tp=2, dp=4, microbatches=8), device)
+    assert taken.parts.keys() == set(PARTS)
+    assert 0.05 < utilization(shape(tp=2, dp=4, microbatches=8), device, taken.seconds) < 1
+
+
+def test_a_dense_step_has_the_operations_of_its_products() -> None:
+    """6 operations per weight and token; the unmasked half of the scores is in the formula."""
+    one = shape(microbatches=2, micro_batch=3)
+    attention = 4096**2 * (2 + 2 * 8 / 32)
+    weights = 32 * (attention + 3 * 4096 * 14336) + 32000 * 4096
+    scores = 32 * 4096 * 4096
+    assert model_flops(one) == 6 * 2 * 3 * 4096 * (weights + scores)
+
+
+def test_time_is_the_sum_of_its_parts_and_grows_with_the_work() -> None:
+    device = load_device("h100")
+    one = step_time(shape(microbatches=4), device)
+    assert one.seconds == pytest.approx(sum(one.parts.values())) and one.hidden == 0
+    two = step_time(shape(microbatches=8), device)
+    for name in ("products", "attention", "elementwise", "head"):
+        assert two.parts[name] == pytest.approx(2 * one.parts[name])
+    assert step_time(shape(microbatches=4, recompute="full"), device).seconds > one.seconds
+    parts = step_time(shape(microbatches=4, recompute="selective"), device).parts
+    assert 0 < parts["recomputation"] < one.parts["attention"]
+
+
+def test_each_mode_has_its_communication_alone() -> None:
+    device = load_device("h100")
+    modes = {"tensor": {"tp": 8}, "context": {"cp": 2}, "pipeline": {"pp": 4}, "data": {"dp": 16}}
+    for part, sizes in modes.items():
+        found = step_time(shape(**sizes, microbatches=8), device).parts
+        others = {"tensor", "experts", "pipeline"} - {part}
+        assert found[part] > 0 and not any(found[name] for name in others)
+    experts = step_time(shape(experts=8, top_k=2, dp=8, ep=8, microbatches=2), device).parts
+    assert experts["experts"] > 0 and experts["tensor"] == 0
+
+
+def test_a_bubble_is_p_minus_1_stages_of_one_micro_batch() -> None:
+    device = load_device("a100-80")
+    plain = step_time(shape(pp=4, microbatches=8), device).parts
+    stages = sum(plain[name] for name in ("products", "attention", "elementwise", "layers", "host"))
+    assert plain["bubble"] == pytest.approx(3 * stages / 8)
+    halved = step_time(shape(pp=4, microbatches=8, virtual=2), device).parts
+    assert halved["bubble"] == pytest.approx(plain["bubble"] / 2)
+
+
+def test_small_layers_are_bound_by_the_host() -> None:
+    device = load_device("a100-80")
+    small = shape(hidden=512, heads=8, kv_heads=8, inner=2048, seq_len=256, layers=4)
+    parts = step_time(small, device).parts
+    assert parts["host"] > parts["products"]
+    assert step_time(shape(), device).parts["host"] == 0
+
+
+def test_efficiencies_that_made_the_times_are_found_again() -> None:
+    device = load_device("a100-80")
+    true = replace(device.efficiency, products=0.6, node=0.5, attention=0.25)
+    shapes = [
+        shape(tp=tp, micro_batch=mbs, seq_len=length)
+        for tp, mbs, length in itertools.product((1, 2, 8), (1, 4), (1024, 8192))
+    ]
+    steps = [
+        (one, device, step_time(one, replace(device, efficiency=true)).seconds) for one in shapes
+    ]
+    fitted = calibrate(steps, device.efficiency, names=("products", "node", "attention"))
+    for name in ("products", "node", "attention"):
+        assert getattr(fitted, name) == pytest.approx(getattr(true, name), rel=0.01)
+    assert fitted.host_seconds == device.efficiency.host_seconds
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("bandwidth = 2.039e+12", "bandwidth = 0"), "memory.bandwidth must be positive"),
+        (("bandwidth = 2.039e+12", ""), "memory.bandwidth is missing"),
+        (("node = 3e+11", 'node = "fast"'), "links.node must be"),
+        (("bfloat16 = 3.12e+14", ""), "bfloat16 among the dtypes"),
+        (("bfloat16 = 3.12e+14", "bfloat15 = 3.12e+14"), "did you mean"),
+        (("[links]", "[link]"), "unknown key 'link'"),
+        (("[sources]", "[efficiency]\nproducts = 2.0\n[sources]"), "products must be at most 1"),
+        (("[sources]", "[efficiency]\nspeed = 2.0\n[sources]"), "unknown key 'speed'"),
+        (("name", "= name"), "is not valid TOML"),
+    ],
+)
+def test_a_bad_device_file_is_one_sentence(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text((FOLDER / "a100-80.toml").read_text().replace(*change, 1))
+    with pytest.raises(InputError) as caught:
+        load_device(path)
+    assert message in str(caught.value) and "mine.toml" in str(caught.value)
+
+
+def test_an_unknown_device_has_a_nearest_one() -> None:
+    with pytest.raises(InputError, match="did you mean h100"):
+        load_device("h1000")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"gpus": "16"}, "tp x pp x dp x cp = 8 contradicts gpus = 16"),
+        ({"gbs": "60"}, "dp x mbs = 16 does not divide gbs = 60"),
+        ({"mbs": ""}, "mbs is empty"),
+        ({"hidden": "wide"}, "hidden = 'wide' is not a number"),
+        ({"layers": "2.5"}, "layers = 2.5 is not an integer from 1 on"),
+        ({"gpu": "TPU"}, "gpu = TPU is unknown"),
+        ({"gpu": ""}, "gpu is empty, and no --device was given"),
+        ({"step_s": "nan"}, ""),
+        ({"arch": "dense-glu", "ffn": ""}, "ffn is empty"),
+    ],
+)
+def test_a_row_without_a_prediction_says_why(change: dict[str, str], why: str) -> None:
+    prediction = evaluation.predict({**ROW, **change})
+    assert (prediction.step_s is None) == bool(why) and prediction.why.startswith(why)
+
+
+def test_a_row_is_the_shape_that_it_describes() -> None:
+    found = evaluation.shape_of({**ROW, "vp": "2", "shard": "fsdp2", "precision": "FP8"})
+    assert (found.inner, found.microbatches, found.recompute) == (8192, 4, "full")
+    assert (found.zero, found.dtype, found.virtual, found.flash) == (3, "float8", 2, False)
+    assert evaluation.shape_of({**ROW, "gpu": "H100"}).flash
+    slow = {**ROW, "inter_gbit_per_gpu": "50", "gpus_per_node": "4"}
+    assert evaluation.device_of(slow).links.network == 50e9 / 8
+    assert evaluation.device_of({**ROW, "gpu_mem_gb": "40"}).name.endswith("40 GB")
+
+
+def test_what_does_not_fit_is_said_not_to_fit() -> None:
+    small = evaluation.predict(ROW)
+    assert small.fits and small.mem_gib is not None and 5 < small.mem_gib < 40
+    large = {**ROW, "layers": "96", "hidden": "12288", "heads": "96"}
+    assert evaluation.predict(large).fits is False
+
+
+def test_ranks_of_equal_orders_are_1() -> None:
+    pairs = [(1.0, 2.0), (2.0, 3.0), (3.0, 5.0)]
+    assert evaluation.kendall_tau(pairs) == 1.0
+    assert evaluation.kendall_tau([(-a, b) for a, b in pairs]) == -1.0
+    assert evaluation.kendall_tau([(1.0, 1.0), (1.0, 2.0), (2.0, 3.0)]) == pytest.approx(
+        0.8165, 1e-4
+    )
+
+
+def test_the_command_adds_columns_and_prints_errors(tmp_path: Path) -> None:
+    rows = [
+        {**ROW, "mbs": mbs, "step_s": step}
+        for mbs, step in (("1", "1.2"), ("2", ".9"), ("4", ".8"))
+    ]
+    rows.append({**ROW, "gbs": "60", "step_s": "1"})
+    steps, out = tmp_path / "steps.csv", tmp_path / "predictions.csv"
+    write(steps, rows)
+    done = CliRunner().invoke(app, ["plan", "--evaluate", str(steps), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "mean absolute error" in done.output and "1 groups" in done.output
+    with out.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [bool(row["predicted_step_s"]) for row in written] == [True, True, True, False]
+    assert written[3]["why"] == "dp x mbs = 16 does not divide gbs = 60"
+    assert written[0]["predicted_fits"] == "1" and written[0]["source"] == "here"
+
+
+def test_the_command_writes_a_device_that_can_be_used(tmp_path: Path) -> None:
+    device = load_device("a100-80")
+    slower = replace(device, efficiency=replace(device.efficiency, products=0.5))
+    rows = []
+    for mbs, tp in itertools.product((1, 2, 4, 8), (1, 2)):
+        row = {**ROW, "mbs": str(mbs), "tp": str(tp), "dp": str(8 // tp), "hidden": "8192"}
+        seconds = step_time(evaluation.shape_of(row), slower).seconds
+        rows.append({**row, "gpu": "", "step_s": f"{seconds:.6f}"})
+    steps, out = tmp_path / "steps.csv", tmp_path / "mine.toml"
+    write(steps, rows)
+    words = ["plan", "--calibrate", str(steps), "--device", "a100-80", "--out", str(out)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    mine = load_device(out)
+    assert asdict(mine.links) == asdict(device.links) and "8 steps" in mine.sources["efficiency"]
+    errors = evaluation.evaluate(rows, mine).errors
+    assert errors["here"][0] < 2 < evaluation.evaluate(rows, device).errors["here"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--evaluate", "missing.csv"], "cannot read missing.csv"),
+        (["--calibrate", "missing.csv"], "--calibrate needs --device"),
+        (["--calibrate", "missing.csv", "--device", "h10", "--out", "x.toml"], "did you mean h100"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["plan", *words])
+    assert done.exit_code == 2 and message in done.output
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
