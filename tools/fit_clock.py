@@ -15,7 +15,7 @@ from fusedops.planner import evaluation
 from fusedops.planner.calibration import Step, calibrate
 from fusedops.planner.device import FOLDER, load_device
 
-SOURCE = "# Fitted by tools/fit_clock.py on published steps: docs/planning.md.\n"
+SOURCE = "# By tools/fit_clock.py on published steps; docs/planning.md says which were fitted.\n"
 
 
 def main() -> None:
@@ -35,14 +35,13 @@ def main() -> None:
     for text in arguments.files:
         name, _, device = text.partition("=")
         usual = load_device(device) if device else None
-        mine = [
-            (evaluation.shape_of(row), evaluation.device_of(row, usual), float(row["step_s"]))
+        rows = [
+            row
             for row in evaluation.load_rows(name)
-            if row.get("step_s")
-            and row.get("source") not in arguments.exclude.split(";")
+            if row.get("source") not in arguments.exclude.split(";")
             and (row.get("gpu") or prefixes[0]).startswith(prefixes)
-            and evaluation.predict(row, usual).step_s is not None
         ]
+        mine = evaluation.measured_steps(rows, usual)
         steps += mine
         weights += [(300 / max(1, len(mine))) ** 0.5] * len(mine)
     start = load_device(arguments.start).efficiency

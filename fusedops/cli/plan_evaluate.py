@@ -51,10 +51,9 @@ def calibrate(path: str, out: str, device: str) -> None:
         raise files.UserError("--calibrate needs --device, where it begins, and --out FILE.toml")
     files.check_writable(out)
     here = _device(device)
-    steps = []
-    for row in _rows(path):
-        if row.get("step_s") and evaluation.predict(row, here).step_s is not None:
-            steps.append((evaluation.shape_of(row), here, float(row["step_s"])))
+    steps = [
+        (shape, here, taken) for shape, _, taken in evaluation.measured_steps(_rows(path), here)
+    ]
     names = ("products", "attention", "elementwise", "node", "network", "layer_seconds")
     if len(steps) < len(names):
         raise files.UserError(

@@ -13,21 +13,13 @@ from dataclasses import replace
 import torch
 
 from fusedops.launch.config_table import InputError
-from fusedops.planner.device import Device, DeviceEfficiency
+from fusedops.planner.device import SHARES, Device, DeviceEfficiency
 from fusedops.planner.step_time import StepShape, step_time
 
 _STEP = 1e-3  # of a logarithm, for derivatives
 _MOST = 0.4  # by which a logarithm may change in one iteration
 _LARGE = 0.25
 _ITERATIONS = 40
-_SHARES = (
-    "products",
-    "attention",
-    "elementwise",
-    "overlap",
-    "node",
-    "point_to_point",
-)  # which are at most 1
 Step = tuple[StepShape, Device, float]
 
 
@@ -49,7 +41,7 @@ def calibrate(
         report: is called with the iteration and the root mean square of the errors.
 
     Raises:
-        InputError: there are fewer steps than constants.
+        InputError: there are fewer than two steps.
     """
     if len(steps) < 2:
         raise InputError(f"calibrate: expected at least 2 measured steps, got {len(steps)}")
@@ -95,4 +87,4 @@ def _efficiency(
     start: DeviceEfficiency, names: Sequence[str], logs: torch.Tensor
 ) -> DeviceEfficiency:
     values = dict(zip(names, logs.exp().tolist(), strict=True))
-    return replace(start, **{n: min(v, 1.0) if n in _SHARES else v for n, v in values.items()})
+    return replace(start, **{n: min(v, 1.0) if n in SHARES else v for n, v in values.items()})

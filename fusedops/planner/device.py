@@ -15,6 +15,8 @@ from fusedops.launch.config_table import InputError, fill, load
 
 FOLDER = Path(__file__).parent / "devices"
 DTYPES = ("float32", "bfloat16", "float16", "float8")
+# Efficiencies that are shares of a peak, at most 1.
+SHARES = ("products", "attention", "elementwise", "overlap", "node", "point_to_point")
 _OP = "device"
 
 
@@ -89,7 +91,7 @@ class DeviceEfficiency:
         step_seconds: of a step.
 
     Raises:
-        ValueError: one is not positive.
+        ValueError: one is not positive, or a share of a peak is above 1.
     """
 
     products: float
@@ -113,7 +115,7 @@ class DeviceEfficiency:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             checks.positive(_OP, f"efficiency.{name}", value)
-        for name in ("products", "attention", "overlap"):
+        for name in SHARES:
             if getattr(self, name) > 1:
                 checks.fail(_OP, f"efficiency.{name}", "at most 1", getattr(self, name))
 

@@ -97,7 +97,7 @@ def evaluate(rows: Sequence[Mapping[str, str]], usual: Device | None = None) -> 
     errors: dict[str, list[float]] = {}
     groups: dict[str, list[tuple[float, float]]] = {}
     for row, prediction in zip(rows, predictions, strict=True):
-        measured = _number(row, "step_s")
+        measured = _measured(row)
         if prediction.step_s is None or not measured:
             continue
         source = row.get("source") or "all rows"
@@ -112,6 +112,22 @@ def evaluate(rows: Sequence[Mapping[str, str]], usual: Device | None = None) -> 
         _ranking(name, pairs) for name, pairs in groups.items() if len(pairs) >= LEAST_OF_GROUP
     ]
     return Evaluation(predictions, means, tuple(rankings))
+
+
+def measured_steps(
+    rows: Sequence[Mapping[str, str]], usual: Device | None = None
+) -> list[tuple[StepShape, Device, float]]:
+    """Return what ran, on which device and in how many seconds, of rows that tell it.
+
+    Args:
+        rows: cells by column.
+        usual: the device of rows without ``gpu``.
+    """
+    return [
+        (shape_of(row), device_of(row, usual), _measured(row))
+        for row in rows
+        if _measured(row) and predict(row, usual).step_s is not None
+    ]
 
 
 def predict(row: Mapping[str, str], usual: Device | None = None) -> Prediction:
@@ -309,6 +325,14 @@ def _flash(row: Mapping[str, str]) -> bool:
 def _word(row: Mapping[str, str], name: str, words: Mapping[str, Any], usual: Any) -> Any:
     text = row.get(name, "").lower()
     return next((value for word, value in words.items() if word in text), usual)
+
+
+def _measured(row: Mapping[str, str]) -> float:
+    """Return the measured seconds of a row; 0 where there are none, or the cell is no time."""
+    try:
+        return _number(row, "step_s")
+    except RowError:
+        return 0.0
 
 
 def _number(row: Mapping[str, str], name: str) -> float:

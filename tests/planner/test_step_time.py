@@ -204,7 +204,7 @@ def test_the_command_adds_columns_and_prints_errors(tmp_path: Path) -> None:
         {**ROW, "mbs": mbs, "step_s": step}
         for mbs, step in (("1", "1.2"), ("2", ".9"), ("4", ".8"))
     ]
-    rows.append({**ROW, "gbs": "60", "step_s": "1"})
+    rows += [{**ROW, "gbs": "60", "step_s": "1"}, {**ROW, "step_s": "soon"}]
     steps, out = tmp_path / "steps.csv", tmp_path / "predictions.csv"
     write(steps, rows)
     done = CliRunner().invoke(app, ["plan", "--evaluate", str(steps), "--out", str(out)])
@@ -212,7 +212,7 @@ def test_the_command_adds_columns_and_prints_errors(tmp_path: Path) -> None:
     assert "mean absolute error" in done.output and "1 groups" in done.output
     with out.open(newline="") as file:
         written = list(csv.DictReader(file))
-    assert [bool(row["predicted_step_s"]) for row in written] == [True, True, True, False]
+    assert [bool(row["predicted_step_s"]) for row in written] == [True, True, True, False, True]
     assert written[3]["why"] == "dp x mbs = 16 does not divide gbs = 60"
     assert written[0]["predicted_fits"] == "1" and written[0]["source"] == "here"
 
