@@ -52,7 +52,7 @@ def calibrate(path: str, out: str, device: str) -> None:
     files.check_writable(out)
     here = _device(device)
     steps = [
-        (shape, here, taken) for shape, _, taken in evaluation.measured_steps(_rows(path), here)
+        (shape, here, seconds) for shape, _, seconds in evaluation.measured_steps(_rows(path), here)
     ]
     names = ("products", "attention", "elementwise", "node", "network", "layer_seconds")
     if len(steps) < len(names):
