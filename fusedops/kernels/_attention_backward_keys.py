@@ -201,6 +201,8 @@ def keys_kernel(
             p = tl.exp2(s - lse[None, :])
             if part != 1 or (not SPLIT and (LEFT or RIGHT)):
                 p = tl.where(within(distance, left, right, LEFT, RIGHT), p, 0.0)
+            if SOFTCAP:  # the score of a query that does not exist may be NaN
+                p = tl.where(exists[None, :], p, 0.0)
             if DESCRIBED:
                 do = tl.reshape(do_ptr.load([n, h, first, 0]), (BLOCK_M, BLOCK_DV))
             else:
@@ -255,7 +257,7 @@ def keys_kernel(
                     delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)
                 ds = p * (dp - delta[None, :])
                 if SOFTCAP:
-                    ds = ds * (1.0 - tanh * tanh)
+                    ds = tl.where(p == 0.0, 0.0, ds * (1.0 - tanh * tanh))
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
             at += BLOCK_M
             if GROUP > 1:

@@ -250,8 +250,8 @@ def queries_kernel(
                     ds_tile = ds_base + wide + row[:, None] * num_keys + col[None, :]
                     tl.store(ds_tile, ds.to(ds_ptr.dtype.element_ty), mask=store)
                 if walk == 1 and WANTS_QUERY:
-                    if SOFTCAP:
-                        ds = ds * (1.0 - tanh * tanh)
+                    if SOFTCAP:  # the tanh of a key that does not count may be NaN
+                        ds = tl.where(p == 0.0, 0.0, ds * (1.0 - tanh * tanh))
                     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         if walk == 0:
             delta = exact

@@ -284,7 +284,8 @@ def load_lse(lse_ptr, parts_ptr, first, row, mask, PARTS: tl.constexpr):
         parts_ptr += 2 * first
         top = tl.load(parts_ptr + 2 * row, mask=mask, other=float("-inf"))
         rest = tl.load(parts_ptr + 2 * row + 1, mask=mask, other=0.0)
-        nothing = top == float("-inf")
+        # Not a row with a score of NaN, whose maximum may not show it: its weights are NaN.
+        nothing = (top == float("-inf")) & (rest == rest)
         return tl.where(nothing, 0.0, top), tl.where(nothing, float("inf"), rest)
     else:
         lse = tl.load(lse_ptr + (first + row), mask=mask, other=float("-inf"))
