@@ -101,6 +101,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("one_element", call(1, 1, 1), {"index": order(1)}),
         Sample("long_rows", call(3, 2500, 2), {"index": order(6)}),
         Sample("no_tokens", call(0, 8, 2), {"index": order(0)}),
+        Sample("no_experts", (*call(4, 8, 0)[:2], None), {}),
     ]
 
 

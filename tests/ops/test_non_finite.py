@@ -115,9 +115,9 @@ FIRST = {"linear_act": 8}
 # A backend may skip a block of keys that causality forbids, or multiply what is in it by zero. Both
 # are right, as for calls without dropout, but a call that draws has one reference only.
 MANY_REFERENCES = {("attention", "dropout_causal")}
-# More of these in Triton. What dropout drops is 0 there, where the reference has 0 times a weight of
-# NaN. A block's queries past the last one are zeros, whose product with an infinite key is NaN: the
-# gradient of that key may be NaN where torch has 0.
+# More of these in Triton. What dropout drops is 0 there, where the reference has 0 times a weight
+# of NaN. A block's queries past the last one are zeros, whose product with an infinite key is NaN:
+# the gradient of that key may be NaN where torch has 0.
 MANY_REFERENCES_IN_TRITON = {
     ("attention", "dropout"),
     ("attention", "dropout_of_all"),

@@ -105,6 +105,7 @@ inline int64_t block_of(int64_t id, int64_t span) {
 void pack_pairs(const MoePack& a, int64_t slot, int64_t token, char* to) {
   char* probs = to + a.offsets.probs;
   char* ids = to + a.offsets.ids;
+  if (a.top_k == 0) return;  // a tensor without elements has no memory
   if (a.index != nullptr && a.span == 0) {
     const int32_t id = a.ids != nullptr ? a.ids[slot] : -1;
     std::memcpy(probs, a.probs + slot * a.prob_bytes, a.prob_bytes);
