@@ -21,9 +21,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from fusedops._core import checks
@@ -112,6 +113,21 @@ def native_disabled() -> bool:
 def shared_memory_disabled() -> bool:
     """Return whether processes of one machine must not communicate through shared memory."""
     return (os.environ.get("FUSEDOPS_SHARED_MEMORY") or "1") != "1"
+
+
+@contextlib.contextmanager
+def shared_memory_set(allowed: bool) -> Iterator[None]:
+    """Set ``FUSEDOPS_SHARED_MEMORY`` while the block runs, for groups that connect in it."""
+    name = f"{_PREFIX}SHARED_MEMORY"
+    before = os.environ.get(name)
+    os.environ[name] = str(int(allowed))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def launch_plans_disabled() -> bool:

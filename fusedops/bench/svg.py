@@ -1,8 +1,9 @@
-"""Speed-ups as one SVG: a bar for ours and a thin one for torch.compile, from eager's line on."""
+"""Pictures as SVG: bars of speed-ups with those of torch.compile, and lines over sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -60,3 +61,68 @@ def bars(title: str, lines: Sequence[Bar]) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+# From the colour-blind safe palette of Okabe and Ito.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999")
+_PLOT_HEIGHT, _PLOT_LEFT, _LEGEND_STEP = 360, 70, 16
+
+
+def lines(
+    title: str, x_name: str, y_name: str, series: Mapping[str, Sequence[tuple[float, float]]]
+) -> str:
+    """Return the SVG of one line per series, both axes logarithmic.
+
+    Args:
+        title: of the picture.
+        x_name: what the horizontal axis shows.
+        y_name: what the vertical axis shows.
+        series: positive ``(x, y)`` by name, at least one.
+    """
+    points = [point for values in series.values() for point in values]
+    lows = [math.log(min(point[axis] for point in points)) for axis in (0, 1)]
+    spans = [
+        max(math.log(max(point[axis] for point in points)) - lows[axis], 1e-9) for axis in (0, 1)
+    ]
+    top = _TOP + _LEGEND_STEP * len(series)
+    height = top + _PLOT_HEIGHT + 44
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        right = (math.log(x) - lows[0]) / spans[0] * (_WIDTH - _PLOT_LEFT - 20)
+        up = (math.log(y) - lows[1]) / spans[1] * _PLOT_HEIGHT
+        return round(_PLOT_LEFT + right, 1), round(top + _PLOT_HEIGHT - up, 1)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"'
+        f' font-family="sans-serif" font-size="12"><title>{escape(title)}</title>',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="10" y="20" font-size="14" fill="#222">{escape(title)}: {escape(y_name)}</text>',
+        f'<text x="{_WIDTH - 20}" y="{height - 6}" text-anchor="end" fill="#222">'
+        f"{escape(x_name)}</text>",
+    ]
+    for axis, base in ((0, 16), (1, 10)):
+        power = math.ceil(lows[axis] / math.log(base) - 1e-9)
+        while power * math.log(base) <= lows[axis] + spans[axis] + 1e-9:
+            value = float(base) ** power
+            low_x, low_y = math.exp(lows[0]), math.exp(lows[1])
+            x, y = place(value, low_y) if axis == 0 else place(low_x, value)
+            end = f'x2="{x}" y2="{top}"' if axis == 0 else f'x2="{_WIDTH - 20}" y2="{y}"'
+            anchor = "middle" if axis == 0 else "end"
+            label_x, label_y = (x, y + 16) if axis == 0 else (x - 6, y + 4)
+            parts += [
+                f'<line x1="{x}" y1="{y}" {end} stroke="#e3e3e3"/>',
+                f'<text x="{label_x}" y="{label_y}" text-anchor="{anchor}" fill="#222">'
+                f"{value:g}</text>",
+            ]
+            power += 1
+    for index, (name, values) in enumerate(series.items()):
+        colour, y = _COLOURS[index % len(_COLOURS)], _TOP + _LEGEND_STEP * index
+        dash = ' stroke-dasharray="5 3"' if index >= len(_COLOURS) else ""
+        path = " ".join(f"{x},{y}" for x, y in (place(*point) for point in values))
+        parts += [
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>',
+            f'<line x1="{_PLOT_LEFT}" y1="{y - 4}" x2="{_PLOT_LEFT + 24}" y2="{y - 4}"'
+            f' stroke="{colour}" stroke-width="2"{dash}/>',
+            f'<text x="{_PLOT_LEFT + 32}" y="{y}" fill="#222">{escape(name)}</text>',
+        ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
