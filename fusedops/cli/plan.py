@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusedops.cli import plan_evaluate
+from fusedops.cli import plan_evaluate, plan_timed
 from fusedops.cli.bench import options
 from fusedops.terminal import files
 
@@ -31,14 +31,25 @@ def plan(
     ] = "",
     devices: Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="Number of devices.")] = 8,
     memory: Annotated[
-        str, typer.Option(help="Memory of each device, with unit: 32GiB, 80GB.")
-    ] = "80GiB",
+        str, typer.Option(help="Memory of each device: 32GiB, 80GB; default: --device's, or 80GiB.")
+    ] = "",
     micro_batch: Annotated[
-        int, typer.Option(min=1, help="Sequences of a micro-batch on each data-parallel rank.")
-    ] = 1,
+        int,
+        typer.Option(
+            min=0,
+            help="Sequences of a micro-batch on a data-parallel rank; 0: 1, or "
+            "searched with --device.",
+        ),
+    ] = 0,
     microbatches: Annotated[
-        int, typer.Option(min=1, help="Micro-batches of a step on each data-parallel rank.")
+        int,
+        typer.Option(
+            min=1, help="Micro-batches of a step on each data-parallel rank, without --device."
+        ),
     ] = 8,
+    global_batch: Annotated[
+        int, typer.Option(min=0, help="With --device: sequences of a step; 0: 8 per device.")
+    ] = 0,
     seq_len: Annotated[
         int, typer.Option(min=0, help="Tokens of a sequence; 0: the model's longest.")
     ] = 0,
@@ -51,7 +62,9 @@ def plan(
     tp: Annotated[str, typer.Option(help="Comma-separated sizes to try; default: 1,2,4,8.")] = "",
     pp: Annotated[str, typer.Option(help="The same; default: divisors of the layers.")] = "",
     ep: Annotated[str, typer.Option(help="The same; default: divisors of the experts.")] = "",
-    cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks.")] = 1,
+    cp: Annotated[
+        int, typer.Option(min=0, help="Context-parallel ranks; 0: 1, or searched with --device.")
+    ] = 0,
     schedule: Annotated[
         str, typer.Option(help="Comma-separated pipeline schedules: docs/pipeline.md.")
     ] = "1f1b,interleaved,zero_bubble,zbv",
@@ -82,8 +95,23 @@ def plan(
         str, typer.Option(help="Fit the efficiencies of --device on such a file; needs --out.")
     ] = "",
     device: Annotated[
-        str, typer.Option(help="A known device (h100, a100-80), or a TOML file of one.")
+        str,
+        typer.Option(
+            help="Sort by seconds on a known device (h100, a100-80), or on a TOML file of one."
+        ),
     ] = "",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="With --device: time and bytes of the first row.")
+    ] = False,
+    diff: Annotated[
+        str, typer.Option(help="With --device: compare two rows of the table, as 1,2.")
+    ] = "",
+    tokens: Annotated[
+        float, typer.Option(min=0, help="With --device: tokens of a training, for its days.")
+    ] = 0.0,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="With --device: fewer and more devices, too.")
+    ] = False,
     out: Annotated[
         str, typer.Option(help="File that gets the predictions (CSV) or the device (TOML).")
     ] = "",
@@ -112,23 +140,47 @@ def plan(
         if json_file not in ("", "-"):
             files.check_writable(json_file)
         choices = _choices(tp, pp, ep, zero, recompute, offload, schedule)
-        choices["virtual"] = virtual or None
-        sizes, result = _plan(
-            model,
-            devices,
-            memory,
-            choices,
-            micro_batch=micro_batch,
-            microbatches=microbatches,
-            seq_len=seq_len or None,
-            precision=precision,
-            kernels=kernels,
-            cp=cp,
-            chunked_loss=chunked_loss,
-        )
-        _deliver(model, sizes, devices, result, rows, json_file)
-    if not result.fitting:
+        base: dict[str, Any] = {"seq_len": seq_len or None, "precision": precision}
+        base |= {"kernels": kernels, "chunked_loss": chunked_loss}
+        if device:
+            choices["cp"], choices["micro_batch"] = _given(cp), _given(micro_batch)
+            choices["virtual"] = _given(virtual)
+            request = plan_timed.PlanRequest(
+                name=model,
+                model=_model(model),
+                devices=devices,
+                device=device,
+                global_batch=global_batch or 8 * devices,
+                memory=_memory(memory) if memory else None,
+                base=_layout(base),
+                choices={name: values for name, values in choices.items() if values},
+                rows=rows,
+            )
+            fits = plan_timed.run(
+                request,
+                explain=explain,
+                diff=diff,
+                tokens=tokens,
+                scaling=scaling,
+                json_file=json_file,
+            )
+        else:
+            if explain or diff or tokens or scaling or global_batch:
+                raise files.UserError(
+                    "--explain, --diff, --tokens, --scaling and --global-batch need --device"
+                )
+            choices["virtual"] = virtual or None
+            base |= {"micro_batch": micro_batch or 1, "microbatches": microbatches, "cp": cp or 1}
+            sizes = _model(model)
+            result = _plan(sizes, devices, _memory(memory or "80GiB"), choices, _layout(base))
+            _deliver(model, sizes, devices, result, rows, json_file)
+            fits = result.fitting > 0
+    if not fits:
         raise typer.Exit(1)
+
+
+def _given(value: int) -> tuple[int, ...]:
+    return (value,) if value else ()
 
 
 def _deliver(
@@ -148,25 +200,48 @@ def _deliver(
         out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
 
 
-def _plan(
-    name: str, devices: int, memory: str, choices: dict[str, Any], **base: Any
-) -> tuple[TransformerConfig, Plan]:
-    """Return the model and what was found; whatever is wrong is the user's."""
-    from fusedops.planner import Layout, from_config, parse_bytes, preset
-    from fusedops.planner import plan as search
+def _model(name: str) -> TransformerConfig:
+    """Return the sizes of a known model, or of a configuration file."""
+    from fusedops.planner import from_config, preset
+
+    file = _configuration(name)
+    try:
+        return preset(name) if file is None else from_config(file)
+    except (ValueError, TypeError) as error:
+        where = f"{file}: " if file is not None and str(file) not in str(error) else ""
+        raise files.UserError(f"{where}{error}") from None
+
+
+def _memory(text: str) -> int:
+    from fusedops.planner import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise files.UserError(str(error)) from None
+
+
+def _layout(base: dict[str, Any]) -> Layout:
+    """Return what is not searched for."""
+    from fusedops.planner import Layout
     from fusedops.planner.layout import KERNELS, PRECISIONS
 
     options.check_known(base["precision"], PRECISIONS, "precision")
     options.check_known(base["kernels"], KERNELS, "kernels")
-    file = _configuration(name)
     try:
-        shape = preset(name) if file is None else from_config(file)
+        return Layout.of(**base)
     except (ValueError, TypeError) as error:
-        where = f"{file}: " if file is not None and str(file) not in str(error) else ""
-        raise files.UserError(f"{where}{error}") from None
+        raise files.UserError(str(error)) from None
+
+
+def _plan(
+    model: TransformerConfig, devices: int, memory: int, choices: dict[str, Any], base: Layout
+) -> Plan:
+    """Return every layout; whatever is wrong is the user's."""
+    from fusedops.planner import plan as search
+
     try:
-        size = parse_bytes(memory)
-        return shape, search(shape, devices, size, Layout.of(**base), **choices)
+        return search(model, devices, memory, base, **choices)
     except (ValueError, TypeError) as error:
         raise files.UserError(str(error)) from None
 

@@ -29,7 +29,7 @@ def evaluate(path: str, out: str, device: str) -> None:
     if out:
         files.check_writable(out)
     rows = _rows(path)
-    result = evaluation.evaluate(rows, _device(device) if device else None)
+    result = evaluation.evaluate(rows, load(device) if device else None)
     if out:
         text = StringIO()
         writer = csv.DictWriter(text, [*rows[0], *evaluation.PREDICTED], extrasaction="ignore")
@@ -50,7 +50,7 @@ def calibrate(path: str, out: str, device: str) -> None:
     if not device or not out:
         raise files.UserError("--calibrate needs --device, where it begins, and --out FILE.toml")
     files.check_writable(out)
-    here = _device(device)
+    here = load(device)
     steps = [
         (shape, here, seconds) for shape, _, seconds in evaluation.measured_steps(_rows(path), here)
     ]
@@ -102,7 +102,8 @@ def _rows(path: str) -> list[dict[str, str]]:
         raise files.UserError(str(error)) from None
 
 
-def _device(name: str) -> Device:
+def load(name: str) -> Device:
+    """Return a known device, or that of a file; whatever is wrong is the user's."""
     from fusedops.launch.config_table import InputError
     from fusedops.planner import load_device
 

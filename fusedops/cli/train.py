@@ -8,6 +8,7 @@ put right.
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -36,6 +37,9 @@ def train(
         list[str] | None,
         typer.Option("--set", help="Override a key: optimizer.lr=3e-4; repeatable."),
     ] = None,
+    plan: Annotated[
+        str, typer.Option(help="A JSON file of fusedops plan: take its first layout that fits.")
+    ] = "",
     restarts: Annotated[int, typer.Option(min=0, help="Most restarts after a process failed.")] = 0,
     example: Annotated[
         bool, typer.Option("--example", help="Write a commented configuration (train.toml).")
@@ -53,7 +57,7 @@ def train(
             return
         if not config:
             raise files.UserError("which configuration? fusedops train --example writes one")
-        given = overrides or []
+        given = [*(_assignments(Path(plan)) if plan else ()), *(overrides or ())]
         if env.launched() is None and (processes > 1 or restarts):
             _launch(config, given, processes, restarts)
         _train(config, given)
@@ -66,6 +70,33 @@ def _write_example(path: Path) -> None:
         raise files.UserError(f"{path} exists already; give another name: --example other.toml")
     files.write_text(path, example(str(path)))
     print(f"wrote {path}; fusedops train {path}", file=sys.stderr)
+
+
+def _assignments(path: Path) -> list[str]:
+    """Return the first layout of a plan that fits as overrides of a configuration."""
+    from dataclasses import fields
+
+    from fusedops.models import ParallelConfig
+
+    record = files.read_json(path)
+    layouts = record.get("layouts") if isinstance(record, dict) else None
+    rows = [row for row in layouts or () if isinstance(row, dict) and row.get("fits", True)]
+    if not rows or not isinstance(rows[0].get("layout"), dict):
+        raise files.UserError(f"{path} has no layout that fits: fusedops plan --json writes one")
+    layout = rows[0]["layout"]
+    # A plan's ``overlap`` is that of the offloaded optimizer.
+    names = ({field.name for field in fields(ParallelConfig)} & set(layout)) - {"overlap"}
+    words = str(layout.get("recompute", "none")).split("+")
+    # Fused kernels save no scores.
+    words = [word for word in words if word != "scores"] or ["none"]
+    values = {**{name: layout[name] for name in names}, "recompute": "+".join(words)}
+    assignments = [
+        f"parallel.{name}={json.dumps(value)}"  # of these types TOML writes what JSON does
+        for name, value in sorted(values.items())
+        if value is not None
+    ]
+    sequences = layout["dp"] * layout["micro_batch"] * layout["microbatches"]
+    return [f"batch={sequences}", *assignments]
 
 
 def _launch(config: str, overrides: list[str], processes: int, restarts: int) -> None:

@@ -2,6 +2,7 @@
 
 from fusedops._core.deprecation import former_names
 from fusedops.models import PRESETS, TransformerConfig, preset
+from fusedops.planner.communication import CommunicationCurve, CommunicationModel, fit_curve
 from fusedops.planner.configurations import from_config
 from fusedops.planner.device import Device, known_devices, load_device
 from fusedops.planner.evaluation import evaluate
@@ -10,19 +11,26 @@ from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.search import Plan, layouts, plan
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
 from fusedops.planner.step_time import StepEstimate, StepShape, step_time
+from fusedops.planner.timed_search import TimedLayout, TimedPlan, fastest, step_shape
 
 __all__ = [
     "PRESETS",
+    "CommunicationCurve",
+    "CommunicationModel",
     "Device",
     "Estimate",
     "Layout",
     "Plan",
     "StepShape",
     "StepEstimate",
+    "TimedLayout",
+    "TimedPlan",
     "TrainingShape",
     "check",
     "estimate",
     "evaluate",
+    "fastest",
+    "fit_curve",
     "from_config",
     "known_devices",
     "layouts",
@@ -32,6 +40,7 @@ __all__ = [
     "preset",
     "show_bytes",
     "show_count",
+    "step_shape",
     "step_time",
 ]
 

@@ -49,6 +49,8 @@ class DeviceLinks:
         node: to the other devices of the node.
         network: of the device's share of the network between nodes.
         host: to the host's memory.
+        host_memory: of the device's share of the host's memory, which an offloaded optimizer reads
+            and writes.
 
     Raises:
         ValueError: one is not positive.
@@ -58,10 +60,11 @@ class DeviceLinks:
     node: float
     network: float
     host: float
+    host_memory: float = 2.5e10
 
     def __post_init__(self) -> None:
         checks.integer(_OP, "links.devices_per_node", self.devices_per_node, least=1)
-        for name in ("node", "network", "host"):
+        for name in ("node", "network", "host", "host_memory"):
             checks.positive(_OP, f"links.{name}", getattr(self, name))
 
 

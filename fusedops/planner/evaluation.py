@@ -156,7 +156,7 @@ def shape_of(row: Mapping[str, str]) -> StepShape:
     Raises:
         RowError: a column that is needed is empty, or two contradict each other.
     """
-    sizes = {name: _count(row, name, 1) for name in ("tp", "pp", "dp")}
+    sizes: dict[str, Any] = {name: _count(row, name, 1) for name in ("tp", "pp", "dp")}
     sizes |= {name: _count(row, name, 1, needed=False) for name in ("cp", "ep")}
     devices = _count(row, "gpus", needed=False)
     ranks = sizes["tp"] * sizes["pp"] * sizes["dp"] * sizes["cp"]
@@ -184,6 +184,7 @@ def shape_of(row: Mapping[str, str]) -> StepShape:
         experts=experts,
         top_k=_count(row, "topk", 1, needed=bool(experts)),
         virtual=_count(row, "vp", 1, needed=False),
+        schedule="interleaved" if _count(row, "vp", 1, needed=False) > 1 else "1f1b",
         sp=_flash(row) and sizes["tp"] > 1 or "sequence" in row.get("recompute", ""),
         zero=_word(row, "shard", _ZERO, 0),
         micro_batch=micro_batch,

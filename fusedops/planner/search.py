@@ -27,10 +27,10 @@ CRITERION = (
 # Tensor parallelism across more than one machine's devices is not proposed.
 MOST_TENSOR = 8
 _MOST_DEVICES = 1 << 16
-_RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full")
 # The others have the bubbles of one of these and keep no less.
-_SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "zbv")
-_OFFLOAD: tuple[tuple[str, ...], ...] = ((), ("optimizer",), ("optimizer", "activations"))
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "zbv")
+OFFLOAD: tuple[tuple[str, ...], ...] = ((), ("optimizer",), ("optimizer", "activations"))
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def layouts(
     pp: Sequence[int] = (),
     ep: Sequence[int] = (),
     zero: Sequence[int] = (0, 1, 2, 3),
-    recompute: Sequence[str] = _RECOMPUTE,
-    offload: Sequence[tuple[str, ...]] = _OFFLOAD,
-    schedule: Sequence[str] = _SCHEDULES,
+    recompute: Sequence[str] = RECOMPUTE,
+    offload: Sequence[tuple[str, ...]] = OFFLOAD,
+    schedule: Sequence[str] = SCHEDULES,
     virtual: int | None = None,
 ) -> Iterator[Layout]:
     """Yield every layout on that many devices that fits the model's sizes.
@@ -139,7 +139,7 @@ def _meshes(
     tp: Sequence[int] = (),
     pp: Sequence[int] = (),
     ep: Sequence[int] = (),
-    schedule: Sequence[str] = _SCHEDULES,
+    schedule: Sequence[str] = SCHEDULES,
     virtual: int | None = None,
     **_: Any,
 ) -> Iterator[_MeshChoice]:
@@ -163,15 +163,13 @@ def _meshes(
                 "pipeline_virtual": virtual if p > 1 else None,
             }
             try:
-                yield _MeshChoice(options, _fitted(model, devices, base, options))
+                yield _MeshChoice(options, fitted(model, devices, base, options))
             except ValueError as error:
                 refusal = str(error).removeprefix("plan: ").removeprefix("ParallelConfig: ")
                 yield _MeshChoice(options, None, refusal)
 
 
-def _fitted(
-    model: TransformerConfig, devices: int, base: Layout, options: dict[str, Any]
-) -> Layout:
+def fitted(model: TransformerConfig, devices: int, base: Layout, options: dict[str, Any]) -> Layout:
     """Return the layout of parallel sizes; raise a ``ValueError`` where they do not fit."""
     layout = base.replace(**options | {"dp": options["ep"]})
     check(model, layout)
@@ -247,7 +245,7 @@ class _Search:
         choices = self.choices
         meshes = list(_meshes(self.model, self.devices, self.base, **choices))
         asked = [(name, value) for name in ("tp", "pp", "ep") for value in choices.get(name, ())]
-        if tuple(choices.get("schedule", _SCHEDULES)) != _SCHEDULES:
+        if tuple(choices.get("schedule", SCHEDULES)) != SCHEDULES:
             asked += [("pipeline_schedule", name) for name in choices["schedule"]]
         if choices.get("virtual") is not None:
             asked.append(("pipeline_virtual", choices["virtual"]))
@@ -280,7 +278,7 @@ class _Search:
         of them but the buffers of their communication: where the largest number would not do
         without these, no smaller one does with them.
         """
-        offload = self.choices.get("offload", _OFFLOAD)
+        offload = self.choices.get("offload", OFFLOAD)
         choices = {"schedule": ("1f1b",)} | self.choices  # one of those that keep least
         choices["offload"] = [a for a in offload if not any(set(a) < set(b) for b in offload)]
         choices["zero"] = sorted(choices.get("zero", (0, 1, 2, 3)), reverse=True)

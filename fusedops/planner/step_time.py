@@ -11,10 +11,12 @@ and how far they are from measured steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusedops._core import checks
+from fusedops.parallel.pipeline.schedules import SCHEDULES
 from fusedops.planner.device import Device
+from fusedops.planner.pipelines import schedule_cost
 
 _OP = "step_time"
 _HALF = 2  # bytes of an activation, and of a weight in a collective
@@ -30,10 +32,16 @@ _LOGIT_PASSES = 6
 _SCORE_PASSES = 4
 # Floating-point operations of attention's backward by those of its forward.
 _ATTENTION_BACKWARD = 2.5
-_RECOMPUTE = ("none", "selective", "products", "full")
+_RECOMPUTE = ("none", "elementwise", "selective", "products", "full")
+_OFFLOAD = ("optimizer", "activations")
+# Bytes that the host's AdamW reads and writes per parameter, and those that travel: a gradient to
+# it, a weight back.
+_HOST_OPTIMIZER_BYTES, _TRAVELLING_BYTES = 30, 4
+# Of these a bubble is (p - 1) / v stages of a micro-batch; that of others is read off their table.
+_PLAIN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs")
 PARTS = (
     *("products", "attention", "elementwise", "recomputation", "head", "layers", "host"),
-    *("tensor", "context", "experts", "pipeline", "bubble", "data", "optimizer", "step"),
+    *("tensor", "context", "experts", "pipeline", "bubble", "data", "offload", "optimizer", "step"),
 )
 
 
@@ -50,11 +58,15 @@ class StepShape:
         gated: whether these have a gate.
         vocab: rows of the embedding.
         seq_len: tokens of a sequence.
+        head_dim: of a head; 0: ``hidden / heads``.
         experts: of a layer; 0: none.
         top_k: experts of a token.
+        sparse_layers: how many layers have experts; all by default.
+        shared: width of the expert that every token visits; 0: none.
         tp: tensor-parallel ranks.
         pp: pipeline ranks.
         virtual: stages of a pipeline rank.
+        schedule: of the pipeline, a name of ``SCHEDULES``.
         dp: data-parallel ranks.
         cp: context-parallel ranks.
         ep: expert-parallel ranks.
@@ -62,8 +74,11 @@ class StepShape:
         zero: ZeRO stage; 3 gathers weights (FSDP).
         micro_batch: sequences of a micro-batch.
         microbatches: of a step, on a data-parallel rank.
-        recompute: ``"none"``, ``"selective"`` (attention), ``"products"`` (attention and about a
-            third of the products, as selective activation checkpointing by operator) or ``"full"``.
+        recompute: ``"none"``, ``"elementwise"`` (norms and activations), ``"selective"``
+            (attention), ``"products"`` (attention and about a third of the products, as selective
+            activation checkpointing by operator) or ``"full"``.
+        offload: of ``"optimizer"`` (its states and its step are the host's) and ``"activations"``.
+        saved_bytes: that a layer keeps of a micro-batch, of which offloading moves all.
         dtype: of products, ``"bfloat16"`` or ``"float8"``.
         frozen: whether the weights are not trained, but small adapters (LoRA): their products have
             no gradients of weights.
@@ -82,11 +97,15 @@ class StepShape:
     gated: bool
     vocab: int
     seq_len: int
+    head_dim: int = 0
     experts: int = 0
     top_k: int = 1
+    sparse_layers: int | None = None
+    shared: int = 0
     tp: int = 1
     pp: int = 1
     virtual: int = 1
+    schedule: str = "1f1b"
     dp: int = 1
     cp: int = 1
     ep: int = 1
@@ -95,19 +114,26 @@ class StepShape:
     micro_batch: int = 1
     microbatches: int = 1
     recompute: str = "none"
+    offload: tuple[str, ...] = ()
+    saved_bytes: float = 0.0
     dtype: str = "bfloat16"
     frozen: bool = False
     flash: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("experts", "zero"):
+        for name in ("experts", "zero", "shared", "head_dim"):
             checks.integer(_OP, name, getattr(self, name), least=0)
+        if self.sparse_layers is not None:
+            checks.integer(_OP, "sparse_layers", self.sparse_layers, least=0)
         for name in (
             *("layers", "hidden", "heads", "kv_heads", "inner", "vocab", "seq_len", "top_k"),
             *("tp", "pp", "virtual", "dp", "cp", "ep", "micro_batch", "microbatches"),
         ):
             checks.integer(_OP, name, getattr(self, name), least=1)
         checks.choice(_OP, "recompute", self.recompute, _RECOMPUTE)
+        checks.choice(_OP, "schedule", self.schedule, SCHEDULES)
+        for word in self.offload:
+            checks.choice(_OP, "offload", word, _OFFLOAD)
         checks.choice(_OP, "dtype", self.dtype, ("bfloat16", "float16", "float32", "float8"))
 
     @property
@@ -116,18 +142,37 @@ class StepShape:
         return self.micro_batch * self.seq_len / self.cp
 
     @property
-    def layer_parameters(self) -> float:
-        """Parameters of a layer on a rank."""
-        attention = self.hidden**2 * (2 + 2 * self.kv_heads / self.heads) / self.tp
-        feed_forward = (3 if self.gated else 2) * self.hidden * self.inner
-        return attention + (
-            feed_forward * self.experts / self.ep if self.experts else feed_forward / self.tp
-        )
+    def width(self) -> int:
+        """Width of all heads' queries together."""
+        return self.heads * self.head_dim or self.hidden
+
+    @property
+    def projected(self) -> float:
+        """Width of queries, keys and values together."""
+        return self.width * (1 + 2 * self.kv_heads / self.heads)
+
+    def kinds(self) -> list[tuple[int, StepShape]]:
+        """Return how many layers are alike, and a shape all of whose layers are so."""
+        if not self.experts or self.sparse_layers in (None, self.layers):
+            return [(self.layers, self)]
+        dense = replace(self, experts=0, top_k=1, shared=0, sparse_layers=None)
+        sparse = replace(self, sparse_layers=None)
+        count = self.sparse_layers or 0
+        kinds = [(self.layers - count, dense), (count, sparse)]
+        return [(number, shape) for number, shape in kinds if number]
 
     @property
     def parameters(self) -> float:
         """Parameters on a rank."""
-        return self.layer_parameters * self.layers / self.pp + self.vocab * self.hidden / self.tp
+        layers = sum(count * shape._layer_parameters() for count, shape in self.kinds())
+        return layers / self.pp + self.vocab * self.hidden / self.tp
+
+    def _layer_parameters(self) -> float:
+        attention = self.hidden * (self.projected + self.width) / self.tp
+        products = 3 if self.gated else 2
+        share = self.experts / self.ep if self.experts else 1 / self.tp
+        experts = products * self.hidden * self.inner * share
+        return attention + experts + products * self.hidden * self.shared / self.tp
 
 
 @dataclass(frozen=True)
@@ -189,18 +234,20 @@ class _Costs:
     def layer_products(self) -> tuple[float, float]:
         shape = self.shape
         tokens, hidden = shape.tokens, shape.hidden
-        queries = hidden * (1 + 2 * shape.kv_heads / shape.heads)
         # Of experts: how many a rank has, and the rows of each, which the router spreads evenly.
         local = shape.experts / shape.ep if shape.experts else 1
         rows = tokens * shape.top_k / local if shape.experts else tokens
         inner = shape.inner / (1 if shape.experts else shape.tp)
         gates = 2 if shape.gated else 1
         sizes = [
-            (1, (tokens, queries / shape.tp, hidden)),
-            (1, (tokens, hidden, hidden / shape.tp)),
+            (1, (tokens, shape.projected / shape.tp, hidden)),
+            (1, (tokens, hidden, shape.width / shape.tp)),
             (local, (rows, inner * gates, hidden)),
             (local, (rows, hidden, inner)),
         ]
+        if shape.shared:
+            width = shape.shared / shape.tp
+            sizes += [(1, (tokens, width * gates, hidden)), (1, (tokens, hidden, width))]
         forward = gradients = 0.0
         for count, size in sizes:
             product, backward = self.products(*size, shape.dtype)
@@ -210,7 +257,7 @@ class _Costs:
     def attention(self) -> float:
         """Return the seconds of attention's forward, half of the scores masked."""
         shape = self.shape
-        sequence, local = shape.seq_len, shape.hidden / shape.tp
+        sequence, local = shape.seq_len, shape.width / shape.tp
         operations = 2 * shape.micro_batch * sequence * (sequence / shape.cp) * local
         peak = self.device.peak["bfloat16"] * self.device.efficiency.attention
         if shape.flash:
@@ -237,7 +284,7 @@ class _Costs:
     def context(self) -> float:
         """Return the seconds in which keys and values travel in a forward."""
         shape = self.shape
-        width = 2 * shape.hidden * shape.kv_heads / shape.heads / shape.tp
+        width = (shape.projected - shape.width) / shape.tp
         moved = shape.tokens * width * _HALF * (shape.cp - 1)
         return moved / self.link(shape.tp * shape.cp)
 
@@ -283,6 +330,32 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
         True
     """
     costs, usual = _Costs(shape, device), device.efficiency
+    parts = dict.fromkeys(PARTS, 0.0)
+    hidden = 0.0
+    for count, kind in shape.kinds():
+        layer, overlapped = _layer(_Costs(kind, device))
+        passes = shape.microbatches * count / shape.pp
+        hidden += overlapped * passes
+        for name, seconds in layer.items():
+            parts[name] += seconds * passes
+    of_stage = sum(parts.values()) / shape.microbatches
+    parts["head"] = costs.head() * shape.microbatches
+    if shape.pp > 1:
+        parts["bubble"] = _bubble(shape) * of_stage
+        rounds = (
+            shape.pp - 1 + shape.virtual * shape.pp + shape.microbatches * (shape.virtual - 1) / 2
+        )
+        parts["pipeline"] = 2 * rounds * costs.sent()
+    parts["data"], overlapped = _data(shape, costs, of_stage)
+    if not shape.frozen:
+        parts["optimizer"] = _optimizer(shape, device)
+    parts["step"] = usual.step_seconds + usual.microbatch_seconds * shape.microbatches
+    return StepEstimate(parts, hidden + overlapped)
+
+
+def _layer(costs: _Costs) -> tuple[dict[str, float], float]:
+    """Return the seconds of a layer and micro-batch by part, and of what is hidden behind them."""
+    shape, usual = costs.shape, costs.device.efficiency
     forward, gradients = costs.layer_products()
     attention, elementwise = costs.attention(), costs.elementwise()
     once = {"tensor": costs.tensor(), "experts": costs.experts(), "context": costs.context()}
@@ -299,6 +372,8 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
     if shape.recompute == "full":
         layer["recomputation"] = forward + attention + elementwise
         passes = {name: count + 1 for name, count in passes.items()}
+    elif shape.recompute == "elementwise":
+        layer["recomputation"] = elementwise
     elif shape.recompute == "selective":
         layer["recomputation"] = attention
     elif shape.recompute == "products":
@@ -307,26 +382,29 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
     host = usual.host_seconds * (1.0 if shape.recompute == "full" else 0.75)
     host *= 1 + usual.host_spread * max(0.0, math.log2(shape.tp) - 2)
     layer["host"] = max(0.0, host - sum(layer.values()))
-    mine = shape.layers / shape.pp
-    count = shape.microbatches * mine
-    parts = dict.fromkeys(PARTS, 0.0)
-    parts |= {name: seconds * count for name, seconds in layer.items()}
-    of_stage = sum(layer.values()) * mine
-    parts["head"] = costs.head() * shape.microbatches
-    if shape.pp > 1:
-        parts["bubble"] = (shape.pp - 1) / shape.virtual * of_stage
-        rounds = (
-            shape.pp - 1 + shape.virtual * shape.pp + shape.microbatches * (shape.virtual - 1) / 2
-        )
-        parts["pipeline"] = 2 * rounds * costs.sent()
-    data, hidden = _data(shape, costs, of_stage)
-    parts["data"] = data
-    shared = shape.dp * shape.cp if shape.zero else 1
-    if not shape.frozen:
-        updated = _OPTIMIZER_BYTES * shape.parameters / shared
-        parts["optimizer"] = updated / device.memory.bandwidth
-    parts["step"] = usual.step_seconds + usual.microbatch_seconds * shape.microbatches
-    return StepEstimate(parts, hidden)
+    if "activations" not in shape.offload:
+        return layer, 0.0
+    # Saved in the forward, fetched in the backward, each while the layer computes.
+    moved = 2 * shape.saved_bytes / costs.device.links.host
+    layer["offload"] = max(0.0, moved - sum(layer.values()))
+    return layer, moved - layer["offload"]
+
+
+def _bubble(shape: StepShape) -> float:
+    """Return how many stages of a micro-batch a pipeline rank waits."""
+    if shape.schedule in _PLAIN_SCHEDULES:
+        return (shape.pp - 1) / shape.virtual
+    cost = schedule_cost(shape.schedule, shape.pp, shape.microbatches, shape.virtual)
+    return cost.bubble / (1 - cost.bubble) * shape.microbatches
+
+
+def _optimizer(shape: StepShape, device: Device) -> float:
+    """Return the seconds of AdamW on the device, or of the host's and of what travels."""
+    share = shape.parameters / (shape.dp * shape.cp if shape.zero else 1)
+    if "optimizer" not in shape.offload:
+        return _OPTIMIZER_BYTES * share / device.memory.bandwidth
+    links = device.links
+    return share * (_TRAVELLING_BYTES / links.host + _HOST_OPTIMIZER_BYTES / links.host_memory)
 
 
 def _data(shape: StepShape, costs: _Costs, of_stage: float) -> tuple[float, float]:
@@ -343,7 +421,8 @@ def _data(shape: StepShape, costs: _Costs, of_stage: float) -> tuple[float, floa
         total = shape.microbatches * 3 * moved / band
         shown = max(0.0, total - shape.microbatches * of_stage) + usual.gather * total
     else:
-        total = 2 * moved / band
+        # ZeRO-2 stores gradients sharded: each micro-batch reduces its own.
+        total = (1 + (shape.microbatches if shape.zero == 2 else 1)) * moved / band
         shown = total * (1 - usual.overlap)
     return shown, max(0.0, total - shown)
 
@@ -356,12 +435,13 @@ def model_flops(shape: StepShape) -> float:
     do.
     """
     tokens = shape.micro_batch * shape.seq_len * shape.microbatches
-    feed_forward = (3 if shape.gated else 2) * shape.hidden * shape.inner
-    weights = shape.hidden**2 * (2 + 2 * shape.kv_heads / shape.heads)
-    weights += feed_forward * (shape.top_k if shape.experts else 1)
-    attention = shape.seq_len * shape.hidden
-    layers = shape.layers * (weights + attention) + shape.vocab * shape.hidden
-    return 6 * tokens * layers
+    products = 3 if shape.gated else 2
+    weights = float(shape.vocab * shape.hidden)
+    for count, kind in shape.kinds():
+        feed_forward = kind.inner * (kind.top_k if kind.experts else 1) + kind.shared
+        layer = shape.hidden * (shape.projected + shape.width + products * feed_forward)
+        weights += count * (layer + shape.seq_len * shape.width)
+    return 6 * tokens * weights
 
 
 def utilization(shape: StepShape, device: Device, seconds: float) -> float:

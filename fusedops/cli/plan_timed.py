@@ -1,0 +1,311 @@
+"""``fusedops plan --device``: the fastest layouts that fit, where their time goes, and curves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusedops.terminal import files
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fusedops.models import TransformerConfig
+    from fusedops.planner import Device, Layout, TimedLayout, TimedPlan
+
+# Parts of a step by what they are, in the order of the table.
+_KINDS = {
+    "compute": ("products", "attention", "elementwise", "head"),
+    "recomputation": ("recomputation",),
+    "idle device": ("layers", "host", "step"),
+    "exposed communication": ("tensor", "context", "experts", "pipeline", "data", "offload"),
+    "bubble": ("bubble",),
+    "optimizer": ("optimizer",),
+}
+# Numbers of devices of a scaling curve, as factors.
+_SCALES = (0.25, 0.5, 1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is planned: the arguments of ``fusedops.planner.fastest``, as the user gave them."""
+
+    name: str
+    model: TransformerConfig
+    devices: int
+    device: str
+    global_batch: int
+    memory: int | None
+    base: Layout
+    choices: dict[str, Any]
+    rows: int
+
+    def plan(self, *, devices: int = 0, global_batch: int = 0, keep: int = 0) -> TimedPlan:
+        """Return the fastest layouts, on other numbers where they are given."""
+        from fusedops.cli.plan_evaluate import load
+        from fusedops.planner import fastest
+
+        try:
+            return fastest(
+                self.model,
+                devices or self.devices,
+                load(self.device),
+                global_batch or self.global_batch,
+                memory=self.memory,
+                base=self.base,
+                keep=keep or self.rows,
+                **self.choices,
+            )
+        except (ValueError, TypeError) as error:
+            raise files.UserError(str(error)) from None
+
+
+def run(
+    request: PlanRequest, *, explain: bool, diff: str, tokens: float, scaling: bool, json_file: str
+) -> bool:
+    """Print the fastest layouts, and what else was asked for; returns whether one fits.
+
+    Args:
+        request: what is planned.
+        explain: whether to print the parts of the first row.
+        diff: the numbers of two rows to compare, or empty.
+        tokens: of a training, for days and device-hours; 0: none.
+        scaling: whether to plan for fewer and for more devices.
+        json_file: a file that gets all rows; ``"-"``: standard output, alone; empty: none.
+    """
+    from fusedops.planner import show_bytes, show_count
+    from fusedops.terminal.console import console, print_table
+
+    plan = request.plan()
+    record = _record(request, plan)
+    if json_file == "-":
+        print(json.dumps(record, indent=1))
+        return bool(plan.rows)
+    out = console()
+    out.print(
+        f"[bold]{request.name}[/]: {show_count(request.model.parameters().total)} parameters, "
+        f"global batch {request.global_batch} x {request.base.length(request.model)} tokens, "
+        f"{request.devices} x {plan.device.name} ({show_bytes(plan.memory)} for a step)",
+        highlight=False,
+    )
+    if plan.rows:
+        print_table(out, _table(plan, request.devices))
+    out.print(_summary(plan), style="dim", highlight=False)
+    if plan.rows and explain:
+        _explain(plan, out)
+    if plan.rows and diff:
+        _diff(plan, diff, out)
+    if plan.rows and tokens:
+        _budget(plan.rows[0], request.devices, tokens, out)
+    if scaling:
+        _scaling(request, out)
+    if json_file:
+        files.write_json(Path(json_file), record)
+        out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
+    return bool(plan.rows)
+
+
+def _diff(plan: TimedPlan, text: str, out: Console) -> None:
+    """Print two rows of a plan and their differences; ``text`` has their numbers, such as ``1,2``."""
+    from rich.table import Table
+
+    from fusedops.terminal.console import number_columns, print_table
+
+    words = [word.strip() for word in text.split(",")]
+    numbers = [int(word) for word in words if word.isdecimal()]
+    if len(words) != 2 or len(numbers) != 2 or not all(0 < n <= len(plan.rows) for n in numbers):
+        raise files.UserError(
+            f"--diff must be two rows of the table, from 1 to {len(plan.rows)}, as 1,2: {text}"
+        )
+    first, second = (plan.rows[number - 1] for number in numbers)
+    for number, row in zip(numbers, (first, second), strict=True):
+        out.print(f"{number}: {_named(row)}", highlight=False)
+    quantities = (
+        ("time, ms", {n: 1e3 * x for n, x in first.time.parts.items()}, second.time.parts, 1e3),
+        (
+            "GiB",
+            {n: x / 2**30 for n, x in first.estimate.parts.items()},
+            second.estimate.parts,
+            2**-30,
+        ),
+    )
+    for title, values, parts, scale in quantities:
+        table = Table(title, *number_columns(*words, "difference"))
+        others = {name: scale * value for name, value in parts.items()}
+        for name, value in {**values, "all": sum(values.values())}.items():
+            other = others.get(name, sum(others.values()))
+            if value or other:
+                table.add_row(name, *(f"{x:.2f}" for x in (value, other, other - value)))
+        print_table(out, table)
+
+
+def _named(row: TimedLayout) -> str:
+    """Return a layout in a line, with its micro-batches."""
+    from fusedops.planner.search import describe
+
+    config = row.layout.parallel
+    text = f"{describe(row.layout)}, micro-batch {row.layout.training.micro_batch} x "
+    text += str(config.microbatches)
+    return text + (f", {config.virtual} stages per rank" if config.virtual > 1 else "")
+
+
+def _table(plan: TimedPlan, devices: int) -> Any:
+    from rich.table import Table
+
+    from fusedops.terminal.console import number_columns
+
+    sizes = number_columns(*("", "dp", "tp", "pp", "cp", "ep", "zero", "micro-batch"))
+    times = number_columns("s", "tokens/s/device", "MFU", "GiB")
+    table = Table(*sizes, "schedule", "recompute", "offload", *times, header_style="bold")
+    for number, row in enumerate(plan.rows, 1):
+        config = row.layout.parallel
+        stages = f" x{config.virtual}" if config.virtual > 1 else ""
+        table.add_row(
+            str(number),
+            *(str(getattr(config, size)) for size in ("dp", "tp", "pp", "cp", "ep", "zero")),
+            f"{row.layout.training.micro_batch} x {config.microbatches}",
+            f"{config.pipeline_schedule}{stages}" if config.pp > 1 else "-",
+            row.layout.recompute.replace("none", "-"),
+            "+".join(config.offload) or "-",
+            f"{row.seconds:.3f}",
+            f"{_tokens(row) / row.seconds / devices:,.0f}",
+            f"{100 * _utilization(row, plan.device):.1f} %",
+            f"{row.estimate.peak / 2**30:.1f}",
+        )
+    return table
+
+
+def _tokens(row: TimedLayout) -> float:
+    """Return the tokens of a step, of all devices together."""
+    shape = row.shape
+    return shape.dp * shape.micro_batch * shape.microbatches * shape.seq_len
+
+
+def _utilization(row: TimedLayout, device: Device) -> float:
+    from fusedops.planner.step_time import utilization
+
+    return utilization(row.shape, device, row.seconds)
+
+
+def _summary(plan: TimedPlan) -> str:
+    """Return how many layouts were looked at and dropped, and why."""
+    text = f"{plan.choices} choices of sizes, schedule and micro-batch; {plan.examined} examined"
+    if plan.choices > plan.examined:
+        text += ", no other is faster than the last row even without recomputation"
+    lines = [text]
+    if plan.too_large:
+        lines.append(f"{plan.too_large} do not fit, whatever is recomputed or offloaded")
+    if plan.least is not None and not plan.rows:
+        from fusedops.planner import show_bytes
+        from fusedops.planner.search import describe
+
+        lines.append(
+            f"the least is {show_bytes(plan.least.estimate.peak)} with "
+            f"{describe(plan.least.layout)}: take more devices, or larger ones"
+        )
+    reasons = sorted(plan.refused.items(), key=lambda item: -item[1])
+    lines += [f"{count} cannot run: {reason}" for reason, count in reasons[:5]]
+    return "\n".join(lines)
+
+
+def _explain(plan: TimedPlan, out: Console) -> None:
+    """Print where the time and the bytes of the first row go."""
+    from rich.table import Table
+
+    from fusedops.terminal.console import number_columns, print_table
+
+    row = plan.rows[0]
+    out.print(f"1: {_named(row)}", highlight=False)
+    table = Table("time", *number_columns("ms", "share"), "of which")
+    for kind, names in _KINDS.items():
+        parts = {name: row.time.parts[name] for name in names if row.time.parts[name] > 0}
+        seconds = sum(parts.values())
+        detail = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in parts.items())
+        if seconds:
+            share = f"{100 * seconds / row.seconds:.1f} %"
+            table.add_row(kind, f"{1e3 * seconds:.1f}", share, detail if len(parts) > 1 else "")
+    table.add_row("step", f"{1e3 * row.seconds:.1f}", "100.0 %", "")
+    table.add_row("hidden communication", f"{1e3 * row.time.hidden:.1f}", "", "not in the step")
+    print_table(out, table)
+    table = Table("bytes at the peak", *number_columns("GiB", "share"))
+    for part, size in row.estimate.parts.items():
+        if size:
+            share = f"{100 * size / row.estimate.peak:.1f} %"
+            table.add_row(part, f"{size / 2**30:.2f}", share)
+    left = plan.memory - row.estimate.peak
+    table.add_row("left", f"{left / 2**30:.2f}", "")
+    print_table(out, table)
+
+
+def _budget(row: TimedLayout, devices: int, tokens: float, out: Console) -> None:
+    """Print how long a training of so many tokens takes."""
+    seconds = tokens / _tokens(row) * row.seconds
+    days, hours = seconds / 86400, seconds / 3600 * devices
+    out.print(
+        f"{tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours, without restarts, "
+        "evaluation and checkpoints",
+        highlight=False,
+    )
+
+
+def _scaling(request: PlanRequest, out: Console) -> None:
+    """Print the fastest layout on fewer and on more devices.
+
+    Strong scaling keeps the global batch, weak scaling the sequences of a device.
+    """
+    from rich.table import Table
+
+    from fusedops.terminal.console import number_columns, print_table
+
+    for title, weak in (("strong scaling: the same global batch", False), ("weak scaling", True)):
+        figures = number_columns("devices", "global batch", "s", "tokens/s", "efficiency")
+        table = Table(*figures, "layout", title=title)
+        first = 0.0
+        for scale in _SCALES:
+            count = round(request.devices * scale)
+            batch = round(request.global_batch * (scale if weak else 1))
+            if count < 1 or batch < 1:
+                continue
+            rows = request.plan(devices=count, global_batch=batch, keep=1).rows
+            if not rows:
+                table.add_row(str(count), str(batch), "-", "-", "-", "nothing fits")
+                continue
+            rate = _tokens(rows[0]) / rows[0].seconds
+            first = first or rate / count
+            share = f"{100 * rate / count / first:.0f} %"
+            figures_of_row = f"{rows[0].seconds:.3f}", f"{rate:,.0f}", share
+            table.add_row(str(count), str(batch), *figures_of_row, _named(rows[0]))
+        print_table(out, table)
+
+
+def _record(request: PlanRequest, plan: TimedPlan) -> dict[str, Any]:
+    from fusedops.models.config import describe
+
+    return {
+        "model": request.name,
+        "sizes": describe(request.model),
+        "devices": request.devices,
+        "device": plan.device.name,
+        "memory": plan.memory,
+        "global_batch": request.global_batch,
+        "gap": plan.gap,
+        "choices": plan.choices,
+        "examined": plan.examined,
+        "refused": plan.refused,
+        "too_large": plan.too_large,
+        "layouts": [
+            {
+                "layout": row.layout.options(),
+                "seconds": row.seconds,
+                "parts": row.time.parts,
+                "hidden": row.time.hidden,
+                "tokens_per_second": _tokens(row) / row.seconds,
+                "utilization": _utilization(row, plan.device),
+                "bytes": row.estimate.parts,
+                "peak": row.estimate.peak,
+            }
+            for row in plan.rows
+        ],
+    }

@@ -1,0 +1,256 @@
+"""The fastest layouts that fit: the first is that of all, found in seconds for a large cluster."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedops.cli import train as train_command
+from fusedops.cli.main import app
+from fusedops.models import TransformerConfig
+from fusedops.planner import (
+    Device,
+    Layout,
+    TimedPlan,
+    check,
+    estimate,
+    fastest,
+    load_device,
+    preset,
+    step_shape,
+    step_time,
+)
+from fusedops.terminal.files import UserError
+
+H100 = load_device("h100")
+SMALL = TransformerConfig(
+    hidden_size=1024,
+    num_layers=12,
+    num_heads=16,
+    intermediate_size=4096,
+    vocab_size=32000,
+    seq_len=2048,
+    rotary=True,
+)
+SPARSE = replace(SMALL, num_experts=8, top_k=2, moe_layers=6)
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "zbv")
+OFFLOADS = ((), ("optimizer",), ("optimizer", "activations"))
+
+
+def brute_force(
+    model: TransformerConfig, devices: int, device: Device, batch: int, memory: int
+) -> float:
+    """Return the seconds of the fastest layout, of all that fit."""
+    best = math.inf
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    for tp, pp, cp, ep in itertools.product(sizes, range(1, 13), (1, 2), (1, 2, 4, 8)):
+        dp = devices // (tp * pp * cp)
+        if dp * tp * pp * cp != devices or batch % dp or (ep > 1 and not model.num_experts):
+            continue
+        for rows in (1, 2, 4, 8, 16):
+            if batch % (dp * rows):
+                continue
+            pipelines = [("1f1b", None)]
+            if pp > 1:
+                pipelines = [(name, None) for name in SCHEDULES if name != "interleaved"]
+                pipelines += [("interleaved", stages) for stages in (2, 3, 4, 5, 6, 8)]
+            for (name, stages), zero, words, offload in itertools.product(
+                pipelines, range(4), ("none", "selective", "full"), OFFLOADS
+            ):
+                if zero and dp * cp == 1:
+                    continue
+                try:
+                    layout = Layout.of(
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        ep=ep,
+                        sp=tp > 1,
+                        micro_batch=rows,
+                        microbatches=batch // (dp * rows),
+                        pipeline_schedule=name,
+                        pipeline_virtual=stages,
+                        zero=zero,
+                        recompute=words,
+                        offload=offload,
+                    )
+                    check(model, layout, devices)
+                except ValueError:
+                    continue
+                seconds = step_time(step_shape(model, layout), device).seconds
+                if seconds < best and estimate(model, layout).peak <= memory:
+                    best = seconds
+    return best
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch", "gib"),
+    [(SMALL, 4, 8, 4), (SMALL, 4, 16, 2), (SPARSE, 2, 8, 8), (SPARSE, 4, 4, 3.5)],
+)
+def test_the_first_row_is_the_fastest_of_all_that_fit(
+    model: TransformerConfig, devices: int, batch: int, gib: float
+) -> None:
+    memory = int(gib * 2**30)
+    plan = fastest(model, devices, H100, batch, memory=memory)
+    expected = brute_force(model, devices, H100, batch, memory)
+    assert plan.rows and plan.gap == 0.0
+    assert plan.rows[0].seconds == pytest.approx(expected, rel=1e-12)
+    assert all(row.estimate.peak <= memory for row in plan.rows)
+
+
+def test_rows_are_in_the_order_of_their_seconds_and_take_all_devices() -> None:
+    plan = fastest(preset("llama3-8b"), 16, H100, 64, keep=20)
+    assert [row.seconds for row in plan.rows] == sorted(row.seconds for row in plan.rows)
+    assert plan.rows[-1].seconds <= plan.bound
+    for row in plan.rows:
+        check(preset("llama3-8b"), row.layout, 16)
+        shape = row.shape
+        assert shape.dp * shape.micro_batch * shape.microbatches == 64
+        assert row.seconds == step_time(step_shape(preset("llama3-8b"), row.layout), H100).seconds
+
+
+def _of_terabytes() -> TransformerConfig:
+    base = preset("qwen3-235b-a22b")
+    return replace(base, num_layers=96, hidden_size=8192, num_experts=256)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch"),
+    [(preset("llama3-405b"), 16384, 2048), (_of_terabytes(), 4096, 4096)],
+    ids=["llama3-405b", "experts"],
+)
+def test_thousands_of_devices_take_seconds(
+    model: TransformerConfig, devices: int, batch: int
+) -> None:
+    begin = time.process_time()
+    plan = fastest(model, devices, H100, batch)
+    assert plan.rows and plan.gap == 0.0
+    assert time.process_time() - begin < 10
+
+
+def test_nothing_fits_names_the_least() -> None:
+    plan = fastest(preset("llama3-70b"), 2, H100, 8)
+    assert not plan.rows and plan.least is not None and plan.too_large
+    assert plan.least.estimate.peak > plan.memory
+
+
+def test_what_cannot_run_is_counted_with_its_reason() -> None:
+    plan = fastest(SMALL, 4, H100, 8, tp=(4, 3), pp=(1,))
+    assert plan.rows
+    none = fastest(replace(SMALL, num_heads=8), 16, H100, 16, tp=(16,), pp=(1,))
+    assert not none.rows and sum(none.refused.values()) and "tp" in next(iter(none.refused))
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"devices": 0}, "devices"),
+        ({"global_batch": 0}, "global_batch"),
+        ({"memory": 0}, "memory"),
+        ({"tp": (0,)}, "tp"),
+        ({"zero": (4,)}, "zero"),
+        ({"recompute": ("all",)}, "recompute"),
+        ({"schedule": ("1f2b",)}, "schedule"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(changes: dict[str, Any], argument: str) -> None:
+    arguments = {"devices": 4, "global_batch": 8} | changes
+    with pytest.raises(ValueError, match=argument):
+        fastest(SMALL, device=H100, **arguments)
+
+
+def test_a_mixture_of_dense_and_sparse_layers_lies_between_both() -> None:
+    dense, sparse, mixed = (
+        step_shape(model, Layout.of(dp=2, microbatches=4))
+        for model in (SMALL, replace(SPARSE, moe_layers=12), SPARSE)
+    )
+    times = [step_time(shape, H100).parts for shape in (dense, sparse, mixed)]
+    for name in ("products", "attention", "elementwise", "experts"):
+        assert times[2][name] == pytest.approx((times[0][name] + times[1][name]) / 2)
+    counts = [shape.parameters for shape in (dense, sparse, mixed)]
+    assert counts[2] == pytest.approx((counts[0] + counts[1]) / 2)
+
+
+def test_offloading_and_recomputation_only_add_time() -> None:
+    layout = Layout.of(dp=4, zero=1, micro_batch=2, microbatches=2)
+    plain = step_time(step_shape(SMALL, layout), H100).seconds
+    for options in (
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"offload": ("optimizer",)},
+        {"offload": ("activations",)},
+        {"recompute": "selective", "kernels": "eager"},
+    ):
+        other = layout.replace(**options)
+        assert step_time(step_shape(SMALL, other), H100).seconds >= plain, options
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    arguments = ["plan", "--model", "llama3-8b", "--devices", "8", "--device", "h100", *options]
+    app(arguments, standalone_mode=False)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_explains_its_first_row(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(
+        capsys,
+        *("--global-batch", "64", "--explain", "--diff", "1,2", "--tokens", "1e12", "--scaling"),
+    )
+    for words in ("exposed communication", "bytes at the peak", "difference", "device-hours"):
+        assert words in text
+    assert "strong scaling" in text and "weak scaling" in text
+
+
+def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fusedops.models import ParallelConfig
+    from fusedops.train.config import load_config
+    from fusedops.train.example import example
+
+    config, file = tmp_path / "train.toml", tmp_path / "plan.json"
+    config.write_text(example(str(config)))
+    run(capsys, "--global-batch", "64", "--rows", "30", "--json", str(file))
+    record = json.loads(file.read_text())
+    assert len(record["layouts"]) == 30
+    for row in record["layouts"]:
+        file.write_text(json.dumps({"layouts": [row]}))
+        loaded = load_config(str(config), train_command._assignments(file))
+        layout = Layout.of(**row["layout"])
+        assert loaded.batch == 64
+        parallel = ParallelConfig(**loaded.parallel)
+        for name in ("dp", "tp", "pp", "cp", "zero", "recompute", "offload", "microbatches"):
+            assert getattr(parallel, name) == getattr(layout.parallel, name), name
+        assert parallel.pipeline_schedule == layout.parallel.pipeline_schedule
+    for text in ("[]", '{"layouts": []}', '{"layouts": [{"fits": false, "layout": {}}]}'):
+        file.write_text(text)
+        with pytest.raises(UserError, match="no layout that fits"):
+            train_command._assignments(file)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--device", "h100", "--diff", "1,99"], "--diff must be two rows"),
+        (["--device", "h101"], "did you mean h100"),
+        (["--explain"], "need --device"),
+        (["--device", "h100", "--memory", "80"], "its unit is missing"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        app(["plan", "--model", "gpt2", "--devices", "2", *options], standalone_mode=False)
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_without_rows_is_no_gap() -> None:
+    plan = fastest(preset("llama3-70b"), 1, H100, 1)
+    assert isinstance(plan, TimedPlan) and plan.gap == 0.0
