@@ -32,7 +32,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries \
+.PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries \
         first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
@@ -63,9 +63,15 @@ demo: setup
 
 # JUnit files of what each test took, in out/, which `make durations` reads.
 test: setup
-	$(PYTEST) tests -m "not slow and not gpu and not interpreter" --junitxml=out/tests.xml
-	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m "interpreter and not slow" \
+	$(PYTEST) tests -m "not ci and not slow and not gpu and not interpreter" \
+	  --junitxml=out/tests.xml
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m "interpreter and not ci and not slow" \
 	  --junitxml=out/interpreter.xml
+
+# What takes long for what it adds; CI runs it after `make test`.
+test-ci: setup
+	$(PYTEST) tests -m "ci and not slow and not gpu and not interpreter"
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m "interpreter and ci and not slow"
 
 # The slowest tests and the total of each folder, of the last `make test`; written to
 # docs/dev/test_durations.md.

@@ -61,6 +61,7 @@ def collected(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.ci
 def test_gpu_tests_of_ops_are_collected_without_any_other_package(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     files = [f"tests/ops/test_{name}.py" for name in ("all_ops", *HOT)]

@@ -114,6 +114,7 @@ def assert_matches_float64(
         assert_same_bits(again.outputs + again.grads, actual.outputs + actual.grads)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(
     ("op", "name"), [(op, name) for op in OPS for name in samples(op, torch.float32)]
@@ -172,6 +173,7 @@ def each_norm() -> Any:
     return pytest.mark.parametrize(("op", "rows", "columns", "dtype"), chosen)
 
 
+@pytest.mark.ci
 @each_norm()
 def test_norms_of_every_kernel(
     host: Host, op: str, rows: int, columns: int, dtype: torch.dtype

@@ -241,6 +241,7 @@ def run(forks: Forks, tmp_path: Path) -> Run:
     return run_page
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_of_the_page_runs(page: Path, run: Run) -> None:
     blocks = blocks_of(page.read_text())

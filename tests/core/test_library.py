@@ -310,6 +310,7 @@ print("all equal")
 """
 
 
+@pytest.mark.ci
 def test_without_the_compiled_library_all_ops_run_on_the_reference() -> None:
     printed = _run(WITHOUT_LIBRARY, FUSEDOPS_DISABLE_NATIVE="1").splitlines()
     assert printed == ["FUSEDOPS_DISABLE_NATIVE=1 is set", "all equal"]

@@ -78,6 +78,7 @@ def run_all_ops(folder: Path, isa: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ci
 def test_no_op_executes_a_bfloat16_instruction_that_the_processor_lacks(tmp_path: Path) -> None:
     shutil.copytree(LIBRARY.parent, tmp_path, dirs_exist_ok=True)
     if without_optional_instructions(LIBRARY, tmp_path / LIBRARY.name) == 0:

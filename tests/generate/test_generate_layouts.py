@@ -91,6 +91,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [

@@ -66,6 +66,7 @@ def _generated(model: Transformer | TrainEngine, prompts: Any = PROMPTS) -> list
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "layout"),
     [*LAYOUTS, *(pytest.param(*part, marks=pytest.mark.slow) for part in PARTS)],

@@ -46,6 +46,7 @@ def assert_same(found: Any, kind: Model, patched: nn.Module, stock: nn.Module) -
         assert_close(logits, expected)
 
 
+@pytest.mark.ci
 @each_model
 def test_a_program_serves_other_sizes_than_it_was_made_with(name: str) -> None:
     """Also fewer rows than those from which on the own product is taken, and one sequence."""

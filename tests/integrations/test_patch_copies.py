@@ -127,6 +127,7 @@ def test_an_eager_attention_that_is_known_is_fused_until_its_weights_are_recorde
         assert_close(weights, wanted)
 
 
+@pytest.mark.ci
 def test_a_patched_copy_loads_in_another_process(tmp_path: Path) -> None:
     patched, _ = _pair("Granite")
     file = tmp_path / "model.pickle"

@@ -129,6 +129,7 @@ def test_a_replaced_attention_is_called(monkeypatch: pytest.MonkeyPatch, name: s
     assert notes and all("F.scaled_dot_product_attention was replaced by" in note for note in notes)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mapping", ["local", "global", "eager"])
 def test_a_replaced_entry_of_the_registry_is_called(
@@ -172,6 +173,7 @@ def test_a_replaced_rotary_function_is_called(monkeypatch: pytest.MonkeyPatch, n
     assert len(seen) == 2 and "rotary_embedding" not in calls and calls["attention"] == 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("configured", ["eager", "grouped_mm", "batched_mm"])
 def test_a_replaced_experts_function_is_called(
@@ -238,6 +240,7 @@ def default_device() -> Iterator[None]:
     torch.set_default_device(None)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_function_mode_sees_the_function(compiled: bool) -> None:
     torch._dynamo.reset()  # code that other tests had compiled counts towards its limit

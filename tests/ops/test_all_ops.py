@@ -291,6 +291,7 @@ def test_compiled_with_fixed_sizes_equals_eager(spec: Spec, sample_name: str) ->
     _assert_compiled_equals_eager(spec, sample_name, dynamic=False)
 
 
+@pytest.mark.ci
 @by_spec
 def test_compiled_by_inductor_equals_eager(spec: Spec) -> None:
     sample = fresh(samples(spec.name, torch.float32)[0])

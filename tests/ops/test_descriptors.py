@@ -80,6 +80,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("across", [False, True], ids=["along", "across"])
 @pytest.mark.parametrize("name", list(MATRICES))
 def test_matrix_products_by_descriptors_and_by_pointers(

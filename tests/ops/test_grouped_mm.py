@@ -66,6 +66,7 @@ def test_a_group_has_the_bits_of_linear_act_alone(dtype: torch.dtype) -> None:
 # Both sides of the blocking decisions of the batch in csrc/cpu/gemm/gemm.isa.cpp: rows of one block
 # and of several, more packed rows than fit the cache at once, sums that do not fit one stretch;
 # last, a weight gradient that is written around the cache.
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("sizes", "depth", "columns"),

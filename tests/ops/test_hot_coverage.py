@@ -157,6 +157,7 @@ def blocks_deep(launch: Launch) -> dict[str, float]:
 WHOLE_ROWS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "scaled_masked_softmax")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("op", hot_samples.ops())
 def test_samples_are_three_blocks_deep(op: str) -> None:
     shallow = []

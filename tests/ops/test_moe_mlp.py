@@ -199,6 +199,7 @@ def test_blocked_sizes_match_float64(
         assert_close(got, exact[index], eager[index], f"result {index}", depth=terms)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)

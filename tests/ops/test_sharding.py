@@ -79,6 +79,7 @@ _NAMES = [name for name, spec in all_specs().items() if spec.rows_are_independen
 _PARTS = [_NAMES[i::2] for i in range(2)]
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("names", _PARTS, ids=["even", "odd"])
 def test_sharded_rows_need_no_communication(

@@ -138,6 +138,7 @@ def test_no_schedule_changes_a_bit(seed: int) -> None:
     assert not differs(seed, passes=1 + seed % 2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "in place"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_copies_that_fail_leave_the_optimizer_as_it_was(seed: int, overlap: bool) -> None:

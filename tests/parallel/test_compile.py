@@ -91,6 +91,7 @@ def _adversarial(world: World, shape: Shape, options: dict[str, Any]) -> int:
     return counter.frame_count
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

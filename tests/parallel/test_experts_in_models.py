@@ -128,6 +128,7 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", LIKE_ONE)
 def test_several_steps_are_those_of_one_process(case: str) -> None:
     _assert_one_process(*LIKE_ONE[case])

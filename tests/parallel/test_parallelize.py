@@ -117,6 +117,7 @@ def _on_processes(world: World, name: str, values: dict[str, Any]) -> None:
     _assert_parity(world.rank, name, values)
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_on_processes(on_ranks: OnRanks, case: str) -> None:

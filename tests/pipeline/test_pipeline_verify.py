@@ -159,6 +159,7 @@ BUGS: dict[str, tuple[Any, dict[str, int], str, dict[str, Any]]] = {
 FEW = ("a micro-batch without gradient", "words of both ends apart", "sums of halves left out")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "bug", [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in BUGS]
 )

@@ -53,6 +53,7 @@ def name(mesh: dict[str, int]) -> str:
     return "-".join(mesh)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_a_few_of_all_combinations(mesh: dict[str, int]) -> None:
     report = fusedops.verify(MODELS, [mesh], options=options(mesh), cases=2, **SIZES)

@@ -73,6 +73,7 @@ def look_for(bug: str, mesh: dict[str, int], **more: Any) -> pytest.ExceptionInf
     return caught
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Most of the time goes into smaller cases, which have a test of their own below.
@@ -98,6 +99,7 @@ def test_what_only_half_precision_loses_is_found_there() -> None:
         assert testing.verify(MODELS, meshes, **given, **sizes)
 
 
+@pytest.mark.ci
 def test_a_failure_is_shrunk_to_a_script_that_fails_again(tmp_path: Path) -> None:
     caught = look_for("bias per rank", {"dp": 2, "tp": 2})
     text = str(caught.value)

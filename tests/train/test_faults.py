@@ -159,6 +159,7 @@ def _suspended(connection: Any, folder: str) -> None:
     connection.send("ends")
 
 
+@pytest.mark.ci
 def test_time_in_which_a_process_was_suspended_does_not_count(tmp_path: Path) -> None:
     process, mine = start_process(_suspended, str(tmp_path))
     assert [mine.recv() for _ in range(3)] == [0, 1, 2]

@@ -143,6 +143,7 @@ def _switching(rank: int, folder: str, parallel: dict[str, Any]) -> tuple[list[s
 
 
 # The layout of one process, and others on two.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "parallel", [{}, {"zero": 1}, {"zero": 3}, {"tp": 2}, {"pp": 2, "microbatches": 2}], ids=str
 )
