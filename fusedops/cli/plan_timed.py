@@ -108,7 +108,7 @@ def run(
 
 
 def _diff(plan: TimedPlan, text: str, out: Console) -> None:
-    """Print two rows of a plan and their differences; ``text`` has their numbers, such as ``1,2``."""
+    """Print two rows of a plan and their differences; ``text`` has their numbers: ``1,2``."""
     from rich.table import Table
 
     from fusedops.terminal.console import number_columns, print_table

@@ -87,6 +87,8 @@ class DeviceEfficiency:
         gather: share of FSDP's gathers that does not.
         collective_seconds: of a collective of tensor parallelism, times the root of its ranks.
         layer_seconds: of a layer and micro-batch, in which nothing of the above runs.
+        expert_seconds: of a layer with experts and micro-batch: routing, and the host's wait for
+            the numbers of rows.
         host_seconds: that the host needs to start the kernels of a layer, forward and backward.
         host_spread: share by which that grows for each doubling of the tensor-parallel ranks above
             four, whose hosts wait for each other.
@@ -110,6 +112,7 @@ class DeviceEfficiency:
     gather: float
     collective_seconds: float
     layer_seconds: float
+    expert_seconds: float
     host_seconds: float
     host_spread: float
     microbatch_seconds: float

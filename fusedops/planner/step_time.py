@@ -28,10 +28,15 @@ _OPTIMIZER_BYTES = 34
 # residual sums, activation; the backward takes half as much again.
 _HIDDEN_PASSES, _INNER_PASSES, _GATED_PASSES = 12, 4, 6
 _LOGIT_PASSES = 6
+# Passes over the routed rows, forward: permuted, sent, arranged by expert, weighed and added.
+_ROUTED_PASSES = 6
 # Passes over the scores of attention that keeps them in memory: product, mask and softmax, dropout.
 _SCORE_PASSES = 4
 # Floating-point operations of attention's backward by those of its forward.
 _ATTENTION_BACKWARD = 2.5
+# Share of half precision's peak in products of attention whose heads are no multiple of 8 elements:
+# tensor cores take no others, and 10 of 312 TFLOP/s were left (A100, heads of 108).
+_UNALIGNED = 0.037
 _RECOMPUTE = ("none", "elementwise", "selective", "products", "full")
 _OFFLOAD = ("optimizer", "activations")
 # Bytes that the host's AdamW reads and writes per parameter, and those that travel: a gradient to
@@ -142,6 +147,11 @@ class StepShape:
         return self.micro_batch * self.seq_len / self.cp
 
     @property
+    def routed(self) -> float:
+        """Rows that a rank sends to experts in a micro-batch; with ``sp`` those of its tokens."""
+        return self.tokens / (self.tp if self.sp else 1) * self.top_k
+
+    @property
     def width(self) -> int:
         """Width of all heads' queries together."""
         return self.heads * self.head_dim or self.hidden
@@ -236,7 +246,7 @@ class _Costs:
         tokens, hidden = shape.tokens, shape.hidden
         # Of experts: how many a rank has, and the rows of each, which the router spreads evenly.
         local = shape.experts / shape.ep if shape.experts else 1
-        rows = tokens * shape.top_k / local if shape.experts else tokens
+        rows = shape.routed / local if shape.experts else tokens
         inner = shape.inner / (1 if shape.experts else shape.tp)
         gates = 2 if shape.gated else 1
         sizes = [
@@ -263,13 +273,21 @@ class _Costs:
         if shape.flash:
             return operations / peak
         scores = shape.micro_batch * shape.heads / shape.tp * sequence * (sequence / shape.cp)
-        return _SCORE_PASSES * _HALF * scores / self.bandwidth()
+        seconds = _SCORE_PASSES * _HALF * scores / self.bandwidth()
+        if (shape.head_dim or shape.hidden // shape.heads) % 8:
+            seconds += 2 * operations / (self.device.peak["bfloat16"] * _UNALIGNED)
+        return seconds
 
     def elementwise(self) -> float:
         shape = self.shape
         passes = _GATED_PASSES if shape.gated else _INNER_PASSES
         hidden = _HIDDEN_PASSES * shape.hidden / (shape.tp if shape.sp else 1)
-        moved = shape.tokens * _HALF * (hidden + passes * shape.inner / shape.tp)
+        if shape.experts:
+            width = shape.shared / shape.tp
+            routed = shape.routed * (passes * shape.inner + _ROUTED_PASSES * shape.hidden)
+        else:
+            width, routed = shape.inner / shape.tp, 0.0
+        moved = _HALF * (shape.tokens * (hidden + passes * width) + routed)
         return moved / self.bandwidth()
 
     def tensor(self) -> float:
@@ -293,12 +311,15 @@ class _Costs:
         shape = self.shape
         if not shape.experts:
             return 0.0
-        moved = shape.tokens * shape.top_k * shape.hidden * _HALF
         links, usual = self.device.links, self.device.efficiency
-        # Ranks of the group on this node; the others are reached at the same time by the network.
+        row = shape.hidden * _HALF
+        # Ranks of the group on this node; the others are reached at the same time by the network,
+        # where a row travels once to each node that has experts for it.
         near = min(shape.ep, max(1, links.devices_per_node // shape.tp))
-        inside = moved * (near - 1) / shape.ep / (links.node * usual.node)
-        outside = moved * (shape.ep - near) / shape.ep / (links.network * usual.network)
+        nodes = shape.ep / near
+        inside = shape.routed * row * (near - 1) / near / (links.node * usual.node)
+        reached = nodes * (1 - (1 - 1 / nodes) ** shape.top_k) * (1 - 1 / nodes)
+        outside = shape.routed / shape.top_k * reached * row / (links.network * usual.network)
         return 2 * max(inside, outside)
 
     def head(self) -> float:
@@ -364,7 +385,7 @@ def _layer(costs: _Costs) -> tuple[dict[str, float], float]:
         "attention": attention * (1 + _ATTENTION_BACKWARD),
         "elementwise": elementwise * 2.5,
         "recomputation": 0.0,
-        "layers": usual.layer_seconds,
+        "layers": usual.layer_seconds + (usual.expert_seconds if shape.experts else 0.0),
     }
     # The backward sends what the forward sends; context parallelism the gradients of keys and
     # values too.

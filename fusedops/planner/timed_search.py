@@ -37,7 +37,14 @@ _OP = "fastest"
 
 @dataclass(frozen=True)
 class TimedLayout(PlannedLayout):
-    """A layout, what it takes, and the time of its step."""
+    """A layout, what it takes, and the time of its step.
+
+    Attributes:
+        layout: the layout.
+        estimate: its bytes.
+        shape: what its step computes and communicates.
+        time: of its step.
+    """
 
     shape: StepShape
     time: StepEstimate

@@ -257,3 +257,27 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def test_heads_that_tensor_cores_do_not_take_are_slow() -> None:
+    times = {
+        size: step_time(shape(hidden=16 * size, heads=16, flash=False), load_device("a100-80"))
+        for size in (104, 108, 112)
+    }
+    attention = {size: time.parts["attention"] for size, time in times.items()}
+    assert attention[104] == pytest.approx(attention[112]) and attention[108] > 2 * attention[112]
+
+
+def test_routed_rows_are_those_of_a_rank_and_travel_once_to_a_node() -> None:
+    sizes: dict[str, Any] = {"experts": 64, "top_k": 8, "ep": 32, "dp": 32, "inner": 1024}
+    device = load_device("h100")
+    plain = step_time(shape(**sizes), device).parts
+    shared = step_time(shape(**sizes, tp=2, sp=True), device).parts
+    replicated = step_time(shape(**sizes, tp=2), device).parts
+    # On twice as many nodes a token reaches more of them, with half of the tokens.
+    assert shared["experts"] == pytest.approx(replicated["experts"] / 2)
+    one = step_time(shape(**sizes | {"ep": 8}), device).parts
+    assert one["experts"] < plain["experts"] / 2  # inside a node
+    fewer = step_time(shape(**sizes | {"top_k": 1}), device).parts
+    assert plain["experts"] < 5 * fewer["experts"]  # 4 nodes
+    assert plain["layers"] > step_time(shape(), device).parts["layers"]
