@@ -307,10 +307,25 @@ def _memory(row: Mapping[str, str], shape: StepShape) -> int:
         pipeline_schedule="interleaved" if shape.virtual > 1 else "1f1b",
         pipeline_virtual=shape.virtual if shape.virtual > 1 else None,
         recompute=recompute,
-        kernels="stock",
-        precision=_word(row, "precision", _PRECISIONS, "mixed"),
+        kernels="fused" if shape.flash else "stock",
+        precision=_precision(row, shape),
     )
-    return estimate_unchecked(model, layout).peak
+    needed = estimate_unchecked(model, layout)
+    # Frozen weights have neither gradients nor states, and those of adapters are few.
+    frozen = ("gradients", "states") if shape.frozen else ()
+    return needed.peak - sum(needed.parts[name] for name in frozen)
+
+
+def _precision(row: Mapping[str, str], shape: StepShape) -> str:
+    """Return the precision of ``TrainingShape`` that is nearest to a row's.
+
+    FSDP gathers weights in half precision, where autocast would keep casts of all; trainers with
+    float8 keep gradients in bfloat16.
+    """
+    if "8" in row.get("precision", ""):
+        return "half-gradients"
+    precision: str = _word(row, "precision", _PRECISIONS, "mixed")
+    return "mixed" if precision == "autocast" and shape.zero == 3 else precision
 
 
 def _flash(row: Mapping[str, str]) -> bool:
