@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,11 +24,11 @@ from torch import distributed as dist
 from torch import nn
 
 from fusedops._core import host
-from fusedops.bench.small_models import InterleavedRow, SmallModel
-from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize
+from fusedops.bench.small_models import InterleavedRow, SmallModel, text_of, training_step
+from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.optim import AdamW
+from fusedops.planner import Device, Layout, TrainingShape, step_shape, step_time
 
-_SEED = 0
 _PATIENCE = 600.0
 _WARM_UP = 2
 
@@ -132,6 +132,25 @@ def measure(
     return rows
 
 
+def predicted(work: ScalingWork, setting: ScalingSetting, device: Device) -> float | None:
+    """Return the seconds of a setting's step by the planner, ``None`` for a patched model.
+
+    Args:
+        work: what is trained.
+        setting: how.
+        device: a process of one thread (``fusedops bench device``); of several it is taken to
+            compute so many times as fast, with the same memory.
+    """
+    if setting.parallel is None:
+        return None
+    parallel = ParallelConfig(**setting.parallel)
+    rows = work.sequences // (parallel.dp * parallel.microbatches)
+    layout = Layout(parallel, TrainingShape(micro_batch=rows, precision="float32"))
+    peak = {name: setting.threads * rate for name, rate in device.peak.items()}
+    shape = step_shape(work.config(work.tokens), layout)
+    return step_time(shape, replace(device, peak=peak)).seconds
+
+
 class _Team:
     """The processes of a setting, waiting for a word."""
 
@@ -204,28 +223,9 @@ def _serve(
 def _step_of(setting: ScalingSetting, work: ScalingWork) -> Callable[[], float]:
     """Return a function that makes a step and returns its loss."""
     config = work.config(work.tokens)
-    generator = torch.Generator().manual_seed(_SEED)
-    shape = work.sequences, work.tokens + 1
-    text = torch.randint(config.vocab_size, shape, generator=generator)
-    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    if setting.parallel is None:
-        return _patched_step(config, tokens, labels)
-    model = Transformer(config, device="meta")
-    run = parallelize(model, ParallelConfig(**setting.parallel), seed=_SEED)
-    optimizer = run.optimizer(lr=1e-4, max_norm=None if run.pipeline else 1.0)
-    parts = [run.rows(tensor).chunk(run.config.microbatches) for tensor in (tokens, labels)]
-    shards = [run.shard_batch(*part) for part in zip(*parts, strict=True)]
-    count = run.count(torch.stack([shard.labels for shard in shards if shard.labels is not None]))
-
-    def step() -> float:
-        outputs = run.step(shards, count)
-        if run.pipeline is not None:
-            run.clip(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(run.mean_loss(outputs, count))
-
-    return step
+    if setting.parallel is not None:
+        return training_step(config, ParallelConfig(**setting.parallel), work.sequences)
+    return _patched_step(config, *text_of(config, work.sequences))
 
 
 def _patched_step(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from fusedops.bench import machine
-from fusedops.models import TransformerConfig, preset
+from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize, preset
 from fusedops.terminal import files
+
+_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,50 @@ class SmallModel:
             dropout=0.0,
             attention_dropout=0.0,
         )
+
+
+def text_of(config: TransformerConfig, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random tokens ``[sequences, seq_len]`` and the labels of each."""
+    generator = torch.Generator().manual_seed(_SEED)
+    shape = sequences, config.seq_len + 1
+    text = torch.randint(config.vocab_size, shape, generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def training_step(
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    sequences: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Callable[[], float]:
+    """Return a function that makes a training step (with clipping and AdamW); it returns the loss.
+
+    Args:
+        config: the model.
+        parallel: how it is spread over the processes of this job.
+        sequences: of a step, of all processes together.
+        device: of this process; the CPU by default.
+        dtype: of the weights.
+    """
+    model = Transformer(config, device="meta", dtype=dtype)
+    run = parallelize(model, parallel, device=device, seed=_SEED)
+    optimizer = run.optimizer(lr=1e-4, max_norm=None if run.pipeline else 1.0)
+    text = [run.rows(tensor).to(device or "cpu") for tensor in text_of(config, sequences)]
+    parts = [tensor.chunk(run.config.microbatches) for tensor in text]
+    shards = [run.shard_batch(*part) for part in zip(*parts, strict=True)]
+    count = run.count(torch.stack([shard.labels for shard in shards if shard.labels is not None]))
+
+    def step() -> float:
+        outputs = run.step(shards, count)
+        if run.pipeline is not None:
+            run.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(run.mean_loss(outputs, count))
+
+    return step
 
 
 class InterleavedRow:

@@ -61,12 +61,14 @@ def calibrate(path: str, out: str, device: str) -> None:
             "constants are fitted: measure more layouts or sizes"
         )
     fitted = calibrate(steps, here.efficiency, names=names)
-    files.write_text(out, _toml(here, asdict(fitted), f"fitted on {len(steps)} steps of {path}"))
+    files.write_text(
+        out, device_toml(here, asdict(fitted), f"fitted on {len(steps)} steps of {path}")
+    )
     print(f"wrote {out}: use it with --device {out}")
 
 
-def _toml(device: Device, efficiency: dict[str, float], source: str) -> str:
-    """Return the text of a device's file."""
+def device_toml(device: Device, efficiency: dict[str, float], source: str) -> str:
+    """Return the text of a device's file; ``source`` says where the efficiencies are from."""
     lines = [f'name = "{device.name}"']
     tables = {
         "memory": asdict(device.memory),

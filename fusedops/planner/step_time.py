@@ -269,13 +269,13 @@ class _Costs:
         shape = self.shape
         sequence, local = shape.seq_len, shape.width / shape.tp
         operations = 2 * shape.micro_batch * sequence * (sequence / shape.cp) * local
-        peak = self.device.peak["bfloat16"] * self.device.efficiency.attention
+        peak = self.device.peak_of("bfloat16" if shape.dtype == "float8" else shape.dtype)
         if shape.flash:
-            return operations / peak
+            return operations / (peak * self.device.efficiency.attention)
         scores = shape.micro_batch * shape.heads / shape.tp * sequence * (sequence / shape.cp)
         seconds = _SCORE_PASSES * _HALF * scores / self.bandwidth()
         if (shape.head_dim or shape.hidden // shape.heads) % 8:
-            seconds += 2 * operations / (self.device.peak["bfloat16"] * _UNALIGNED)
+            seconds += 2 * operations / (peak * _UNALIGNED)
         return seconds
 
     def elementwise(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,8 @@ from fusedops.cli.bench import options
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    from fusedops.bench.scaling import ScalingRow
+    from fusedops.bench.scaling import ScalingRow, ScalingWork
+    from fusedops.planner import Device
 
 
 def scaling(
@@ -30,6 +32,10 @@ def scaling(
     tokens: Annotated[str, typer.Option(help="Sequences x tokens of a step.")] = "8x256",
     seconds: Annotated[float, options.seconds_per("setting", most=3600)] = 30.0,
     json_file: options.JsonRows = None,
+    device: Annotated[
+        str,
+        typer.Option(help="Also predict each step: a TOML file of fusedops bench device."),
+    ] = "",
 ) -> None:
     """Train one model on one process of two threads and on two processes of one thread.
 
@@ -50,6 +56,9 @@ def scaling(
             models.preset(preset)
         except ValueError as error:
             raise files.UserError(str(error)) from None
+        from fusedops.cli.plan_evaluate import load
+
+        own = load(device) if device else None
         plain = {name.replace(" ", ""): name for name in SETTINGS}
         chosen = [plain[name] for name in _names(settings, plain)]
         work = ScalingWork(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
@@ -62,6 +71,8 @@ def scaling(
             except RuntimeError as error:
                 raise files.UserError(str(error)) from error
         _show(rows, out)
+        if own is not None:
+            _show_predicted(rows, work, own, out)
         if json_file is not None:
             save_rows(json_file, rows, work=asdict(work))
 
@@ -96,3 +107,30 @@ def _show(rows: list[ScalingRow], out: Any) -> None:
             f"{row.loss:.4f}",
         )
     print_table(out, table)
+
+
+def _show_predicted(rows: list[ScalingRow], work: ScalingWork, device: Device, out: Any) -> None:
+    """Print the planner's seconds of each setting, their errors, and whether the order is right."""
+    from rich.table import Table
+
+    from fusedops.bench.scaling import predicted
+    from fusedops.planner.evaluation import kendall_tau
+    from fusedops.terminal.console import number_columns, print_table
+
+    figures = number_columns("measured ms", "predicted ms", "error")
+    table = Table("setting", *figures, title=f"steps predicted for {device.name}")
+    pairs = []
+    for row in rows:
+        seconds = predicted(work, row.setting, device)
+        if seconds is None:
+            continue
+        measured = statistics.median(row.seconds)
+        pairs.append((seconds, measured))
+        cells = f"{1e3 * measured:.1f}", f"{1e3 * seconds:.1f}", f"{seconds / measured - 1:+.0%}"
+        table.add_row(row.setting.name, *cells)
+    print_table(out, table)
+    errors = [abs(seconds / measured - 1) for seconds, measured in pairs]
+    out.print(
+        f"mean error {statistics.fmean(errors):.1%}, largest {max(errors):.1%}; Kendall's tau of "
+        f"the order {kendall_tau(pairs):.2f}"
+    )

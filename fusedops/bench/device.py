@@ -1,0 +1,197 @@
+"""This machine as a device of the planner: ``fusedops bench device``.
+
+Peak rates are those of ``limits.py``. The efficiencies of ``step_time`` are fitted on training
+steps of small models that are run here.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fusedops._core.timer import clock_for
+from fusedops.bench import machine
+from fusedops.bench.limits import measure_limits
+from fusedops.bench.small_models import SmallModel, training_step
+from fusedops.models import ParallelConfig
+from fusedops.planner import Device, Layout, StepShape, load_device, step_shape
+from fusedops.planner.calibration import calibrate
+from fusedops.planner.communication import CommunicationModel
+from fusedops.planner.device import DeviceLinks, DeviceMemory
+from fusedops.planner.step_time import step_time
+
+# Constants that steps of one process tell; those of communication keep their usual values.
+FITTED = (
+    *("products", "inner", "outer", "attention", "elementwise", "layer_seconds"),
+    *("host_seconds", "microbatch_seconds", "step_seconds"),
+)
+_WARM_UP = 2
+# Bytes by which the bandwidth of a link is judged.
+_LINK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A training step of a small model.
+
+    Attributes:
+        shape: what it computes.
+        seconds: the median of several.
+    """
+
+    shape: StepShape
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredDevice:
+    """A device, and how far its predictions are from the steps that it was fitted on.
+
+    Attributes:
+        device: for ``fusedops plan --device``.
+        steps: that were measured.
+        errors: of the predicted seconds, as shares.
+    """
+
+    device: Device
+    steps: tuple[DeviceStep, ...]
+    errors: tuple[float, ...]
+
+
+def sizes(*, quick: bool = False) -> list[tuple[SmallModel, int, int, int]]:
+    """Return models, sequences and tokens of a micro-batch, and micro-batches, to be measured."""
+    widths = (128, 256) if quick else (256, 512)
+    cases = [
+        (hidden, layers, rows, tokens, parts)
+        for hidden in widths
+        for layers, rows, tokens, parts in (
+            (2, 1, 64, 1),
+            (2, 4, 128, 1),
+            (4, 4, 128, 1),
+            (2, 2, 512, 1),
+            (2, 2, 64, 4),
+            (4, 16, 64, 1),
+        )
+    ]
+    return [
+        (SmallModel("gpt2", hidden, layers, 2048), rows, tokens, parts)
+        for hidden, layers, rows, tokens, parts in cases
+    ]
+
+
+def measure_device(
+    where: torch.device,
+    dtypes: Sequence[torch.dtype],
+    seconds: float,
+    report: Callable[[str], None],
+    *,
+    links: CommunicationModel | None = None,
+    quick: bool = False,
+) -> MeasuredDevice:
+    """Measure this machine.
+
+    Args:
+        where: the CPU, with the threads that this process has, or a GPU.
+        dtypes: whose peak is measured; the first one is what the steps compute in.
+        seconds: for each step.
+        report: is called with what is being done.
+        links: curves of ``fusedops bench communication`` on this machine; without them links
+            have half of the memory's bandwidth.
+        quick: smaller models.
+    """
+    report("peak rates")
+    limits = measure_limits(where, dtypes, clock_for(where))
+    peak = {name: limit.rate for name, limit in limits.matmul.items()}
+    peak.setdefault("bfloat16", peak[str(dtypes[0]).removeprefix("torch.")])
+    here = machine.machine(where)
+    usual = load_device("a100-80")
+    threads = max(1, here.threads)
+    own = Device(
+        name=here.name if where.type == "cuda" else f"{here.name}, {threads} threads",
+        memory=DeviceMemory(_memory(where, threads), limits.copy.rate),
+        peak=peak,
+        links=_links(where, threads, limits.copy.rate, links),
+        efficiency=usual.efficiency,
+        sources={
+            "peak": f"measured products; {torch.__version__}",
+            "memory": "measured copy",
+            "links": "measured collectives" if links else "half of the copy's bandwidth, assumed",
+        },
+    )
+    measured = []
+    for model, rows, tokens, parts in sizes(quick=quick):
+        report(f"width {model.hidden_size}, {model.num_layers} layers, {rows} x {tokens} tokens")
+        measured.append(_step(model, rows, tokens, parts, where, dtypes[0], seconds))
+    steps = [(step.shape, own, step.seconds) for step in measured]
+    # On a CPU the host is the device: nothing is waited for.
+    start = own.efficiency
+    if where.type == "cpu":
+        start = replace(start, products=0.7, inner=16, outer=16, attention=0.3, elementwise=0.6)
+        start = replace(start, host_seconds=1e-4, layer_seconds=1e-4, microbatch_seconds=1e-4)
+    fitted = replace(own, efficiency=calibrate(steps, start, names=FITTED))
+    errors = [step_time(shape, fitted).seconds / took - 1 for shape, _, took in steps]
+    return MeasuredDevice(fitted, tuple(measured), tuple(errors))
+
+
+def _memory(where: torch.device, threads: int) -> int:
+    """Return the bytes of a GPU, or of the memory that threads of a CPU have in proportion."""
+    if where.type == "cuda":
+        return int(torch.cuda.get_device_properties(where).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total * threads // max(threads, len(os.sched_getaffinity(0)))
+
+
+def _links(
+    where: torch.device, threads: int, copy: float, links: CommunicationModel | None
+) -> DeviceLinks:
+    """Return the links of a machine without a network: nodes are as far as its own devices."""
+    count = torch.cuda.device_count() if where.type == "cuda" else 0
+    count = count or max(1, len(os.sched_getaffinity(0)) // threads)
+    rate = copy / 2
+    if links is not None:
+        rates = [
+            2 * (ranks - 1) / ranks * _LINK_BYTES / curve.seconds(_LINK_BYTES)
+            for (collective, _, text), curve in links.curves.items()
+            if collective == "all_reduce" and (ranks := int(text)) > 1
+        ]
+        rate = max(rates, default=rate)
+    usual = load_device("a100-80").efficiency
+    # ``step_time`` takes a share of these; what was measured is that share.
+    return DeviceLinks(
+        devices_per_node=count,
+        node=rate / usual.node,
+        network=rate / usual.network,
+        host=copy,
+        host_memory=copy,
+    )
+
+
+def _step(
+    small: SmallModel,
+    rows: int,
+    tokens: int,
+    parts: int,
+    where: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+) -> DeviceStep:
+    """Measure a training step: forward, backward, clipping and AdamW."""
+    config = small.config(tokens)
+    parallel = ParallelConfig(microbatches=parts)
+    step = training_step(config, parallel, rows * parts, device=where, dtype=dtype)
+    for _ in range(_WARM_UP):
+        step()
+    times: list[float] = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until or len(times) < 3:
+        begin = time.perf_counter()
+        step()  # the loss as a number waits for a GPU
+        times.append(time.perf_counter() - begin)
+    precision = "float32" if dtype == torch.float32 else "half"
+    layout = Layout.of(micro_batch=rows, microbatches=parts, precision=precision)
+    return DeviceStep(step_shape(config, layout), statistics.median(times))

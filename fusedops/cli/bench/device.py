@@ -1,0 +1,85 @@
+"""The command line of ``fusedops bench device``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusedops.cli.bench import options
+from fusedops.terminal import files
+
+if TYPE_CHECKING:
+    from fusedops.bench.device import MeasuredDevice
+
+
+def device(
+    out: Annotated[Path, typer.Option(help="The TOML file, for fusedops plan --device.")],
+    device: options.Device = "cpu",
+    threads: options.Threads = 1,
+    dtype: options.Dtypes = "float32,bfloat16",
+    links: Annotated[
+        Path | None,
+        typer.Option(help="JSON of fusedops bench communication on this machine, for its links."),
+    ] = None,
+    seconds: Annotated[float, options.seconds_per("step", most=60)] = 2.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller models: a first look.")] = False,
+) -> None:
+    """Measure this machine as a device of the planner, in about a minute.
+
+    Peak rates and bandwidth are measured, and efficiencies are fitted on training steps of small
+    models: docs/planning.md. A device of a CPU is one process with --threads threads. Use an idle
+    machine.
+    """
+    with files.one_line_errors():
+        files.check_environment()
+        files.check_writable(out)
+        conditions = options.conditions(dtype, device, seconds, threads, "tuned", quick=quick)
+        from fusedops.bench.device import measure_device
+        from fusedops.bench.device import sizes as cases
+        from fusedops.cli.plan_evaluate import device_toml
+        from fusedops.launch.config_table import InputError
+        from fusedops.planner.communication import CommunicationModel
+        from fusedops.terminal.progress import steps
+
+        dtypes = conditions.set_up()
+        try:
+            curves = CommunicationModel.load(links) if links else None
+        except InputError as error:
+            raise files.UserError(str(error)) from None
+        with steps(len(cases(quick=quick)) + 1) as progress, options.sigterm_interrupts():
+
+            def report(text: str) -> None:
+                progress.describe(text)
+                progress.advance()
+
+            measured = measure_device(
+                conditions.device, dtypes, seconds, report, links=curves, quick=quick
+            )
+        own = measured.device
+        source = f"fitted on {len(measured.steps)} steps of small models on this machine"
+        files.write_text(out, device_toml(own, asdict(own.efficiency), source))
+        _show(measured)
+        print(f"wrote {out}: fusedops plan --device {out}")
+
+
+def _show(measured: MeasuredDevice) -> None:
+    from rich.table import Table
+
+    from fusedops.terminal.console import console, number_columns, print_table
+
+    figures = number_columns("width", "layers", "tokens", "measured ms", "predicted ms", "error")
+    table = Table(*figures, title=measured.device.name)
+    for step, error in zip(measured.steps, measured.errors, strict=True):
+        shape = step.shape
+        table.add_row(
+            str(shape.hidden),
+            str(shape.layers),
+            f"{shape.micro_batch} x {shape.seq_len} x {shape.microbatches}",
+            f"{1e3 * step.seconds:.1f}",
+            f"{1e3 * step.seconds * (1 + error):.1f}",
+            f"{100 * error:+.0f} %",
+        )
+    print_table(console(), table)
