@@ -12,6 +12,7 @@ from fusedops.planner.search import Plan, layouts, plan
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
 from fusedops.planner.step_time import StepEstimate, StepShape, step_time
 from fusedops.planner.timed_search import TimedLayout, TimedPlan, fastest, step_shape
+from fusedops.planner.traffic import step_traffic
 
 __all__ = [
     "PRESETS",
@@ -42,6 +43,7 @@ __all__ = [
     "show_count",
     "step_shape",
     "step_time",
+    "step_traffic",
 ]
 
 __getattr__ = former_names(__name__, Transformer=TransformerConfig)

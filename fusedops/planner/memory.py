@@ -119,6 +119,21 @@ def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
     )
 
 
+def weights_of_rank(
+    model: TransformerConfig, layout: Layout, rank: int, *, inside: bool = False
+) -> Weights:
+    """Return the parameters of a pipeline rank, before its devices share them.
+
+    Args:
+        model: what is trained.
+        layout: how.
+        rank: of the pipeline.
+        inside: of the layers alone.
+    """
+    stage = _Stage(model, layout, rank)
+    return stage.inside if inside else stage.parameters
+
+
 def _bytes(tensors: Iterable[SavedActivation], layout: Layout, *, recomputed: bool = True) -> float:
     """Return the bytes per token; without ``recomputed``, of what the backward needs saved."""
     omitted = frozenset() if recomputed else layout.recomputed
@@ -229,8 +244,8 @@ class _Stage:
         inside = sum(
             (_layer_weights(model, layer)[0] * n for layer, n in self.kinds.items()), Weights()
         )
-        outside = self._outside()
-        self.parameters = inside + outside
+        self.inside = inside
+        self.parameters = inside + self._outside()
         largest = max(
             (_layer_weights(model, layer)[0] for layer in self.kinds), key=lambda w: w.total
         )

@@ -1,0 +1,109 @@
+"""What the planner says that a step sends is what the stack records, in calls and in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize, preset
+from fusedops.parallel.comm import collectives
+from fusedops.planner import Layout, step_traffic
+from fusedops.planner.traffic import total
+from fusedops.testing import threads
+
+ROWS, TOKENS = 8, 32
+GPT2, LLAMA = preset("tiny-gpt2"), preset("tiny-llama")
+MIXTRAL = preset("tiny-mixtral")
+
+
+def recorded(model: TransformerConfig, config: ParallelConfig) -> list[collectives.Log]:
+    """Return what each rank communicates in its second step."""
+
+    def on_rank(_: int) -> collectives.Log:
+        run = parallelize(Transformer(model, device="meta"), config, seed=0)
+        text = torch.arange(ROWS * (TOKENS + 1)).reshape(ROWS, -1) % model.vocab_size
+        halves = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        parts = [run.rows(half).chunk(config.microbatches) for half in halves]
+        shards = [run.shard_batch(*part) for part in zip(*parts, strict=True)]
+        labels = [shard.labels for shard in shards if shard.labels is not None]
+        count = run.count(torch.stack(labels))
+        run.step(shards, count)
+        with collectives.recorded() as log:
+            run.step(shards, count)
+        return log
+
+    return threads.run(on_rank, config.sizes.ranks)
+
+
+def planned(model: TransformerConfig, config: ParallelConfig, rank: int) -> Any:
+    rows = ROWS // (config.dp * config.microbatches)
+    layout = Layout.of(precision="float32", seq_len=TOKENS, micro_batch=rows)
+    sizes = {name: getattr(config, name) for name in vars(config)}
+    layout = Layout(ParallelConfig(**sizes), layout.training)
+    stage = rank // (config.sizes.ranks // config.pp)
+    return total(step_traffic(model, layout, rank=stage))
+
+
+EXACT: list[tuple[TransformerConfig, dict[str, Any]]] = [
+    (GPT2, {"dp": 2}),
+    (GPT2, {"dp": 4, "microbatches": 2}),
+    (LLAMA, {"dp": 2, "zero": 1, "microbatches": 2}),
+    (LLAMA, {"dp": 2, "zero": 2, "microbatches": 2}),
+    (LLAMA, {"dp": 2, "zero": 3, "microbatches": 2}),
+    (GPT2, {"tp": 2, "microbatches": 2}),
+    (LLAMA, {"tp": 4}),
+    (LLAMA, {"tp": 2, "overlap_microbatches": True}),
+    (GPT2, {"tp": 2, "sp": True, "microbatches": 2}),
+    (LLAMA, {"tp": 2, "sp": True, "overlap": False}),
+    (LLAMA, {"cp": 2, "context": "all_to_all", "microbatches": 2}),
+    (LLAMA, {"dp": 2, "tp": 2, "microbatches": 2}),
+    (LLAMA, {"dp": 2, "tp": 2, "zero": 1}),
+    (LLAMA, {"pp": 2, "microbatches": 4}),
+    (GPT2, {"pp": 2, "microbatches": 4}),
+    (LLAMA, {"pp": 2, "microbatches": 2, "pipeline_schedule": "zero_bubble"}),
+    (LLAMA, {"pp": 2, "tp": 2, "microbatches": 2}),
+    (LLAMA, {"pp": 2, "tp": 2, "sp": True, "microbatches": 2}),
+    (LLAMA, {"pp": 2, "dp": 2, "microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"), EXACT, ids=[" ".join(map(str, given.items())) for _, given in EXACT]
+)
+def test_calls_and_bytes_are_those_that_are_recorded(
+    model: TransformerConfig, options: dict[str, Any]
+) -> None:
+    config = ParallelConfig(**options)
+    for rank, log in enumerate(recorded(model, config)):
+        budget = planned(model, config, rank)
+        assert log.bytes() == budget.bytes, (rank, log.counts(), budget)
+        if not config.zero:  # layers are gathered in blocks of as many as fill a bucket
+            assert log.counts() == {kind: n for kind, n in budget.calls.items() if n}, rank
+
+
+@pytest.mark.parametrize("model", [GPT2, LLAMA])
+def test_ring_attention_sends_no_more_than_planned(model: TransformerConfig) -> None:
+    config = ParallelConfig(cp=4, microbatches=2)
+    for rank, log in enumerate(recorded(model, config)):
+        budget = planned(model, config, rank)
+        assert log.counts() == dict(budget.calls)
+        assert 0.5 * budget.bytes < log.bytes() <= budget.bytes
+
+
+def test_experts_send_about_what_even_routing_would() -> None:
+    config = ParallelConfig(dp=2, ep=2, microbatches=2)
+    for rank, log in enumerate(recorded(replace(MIXTRAL, balance_loss=0.0), config)):
+        budget = planned(replace(MIXTRAL, balance_loss=0.0), config, rank)
+        assert log.counts() == dict(budget.calls)
+        assert log.bytes() == pytest.approx(budget.bytes, rel=0.2)
+
+
+def test_large_gradients_take_as_many_calls_as_buckets() -> None:
+    layout = Layout.of(dp=2, precision="float32", bucket_bytes=1 << 20)
+    sent = step_traffic(preset("gpt2"), layout)["data"]
+    size = 4 * preset("gpt2").parameters().total
+    assert sent.calls["all_reduce"] == -(-size // (1 << 20))
+    assert sent.bytes == pytest.approx(size, rel=1e-3)
