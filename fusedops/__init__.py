@@ -44,12 +44,14 @@ if TYPE_CHECKING:
         unpatch,
     )
     from fusedops.integrations.graph.passes import compile_passes
+    from fusedops.planner.sharding import auto_parallel
     from fusedops.testing import verify
 
 __version__ = "0.1.0"
 
 # Imported when first used: the rest of the package does without them.
 _LAZY = {
+    "auto_parallel": "fusedops.planner.sharding",
     "checkpoint": "fusedops.checkpoint",
     "generate": "fusedops.generation",
     "generation": "fusedops.generation",
@@ -77,6 +79,7 @@ _LAZY = {
 __all__ = [
     "PatchReport",
     "UnsupportedError",
+    "auto_parallel",
     "checkpoint",
     "compile_passes",
     "counters",

@@ -1,5 +1,10 @@
 """Planning: what a layout takes on each device, before anything runs (``docs/planning.md``)."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fusedops._core.deprecation import former_names
 from fusedops.models import PRESETS, TransformerConfig, preset
 from fusedops.planner.communication import CommunicationCurve, CommunicationModel, fit_curve
@@ -14,6 +19,9 @@ from fusedops.planner.step_time import StepEstimate, StepShape, step_time
 from fusedops.planner.timed_search import TimedLayout, TimedPlan, fastest, step_shape
 from fusedops.planner.traffic import step_traffic
 
+if TYPE_CHECKING:
+    from fusedops.planner.sharding import ShardingPlan, auto_parallel
+
 __all__ = [
     "PRESETS",
     "CommunicationCurve",
@@ -22,11 +30,13 @@ __all__ = [
     "Estimate",
     "Layout",
     "Plan",
+    "ShardingPlan",
     "StepShape",
     "StepEstimate",
     "TimedLayout",
     "TimedPlan",
     "TrainingShape",
+    "auto_parallel",
     "check",
     "estimate",
     "evaluate",
@@ -46,4 +56,10 @@ __all__ = [
     "step_traffic",
 ]
 
-__getattr__ = former_names(__name__, Transformer=TransformerConfig)
+_former_name = former_names(__name__, Transformer=TransformerConfig)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ShardingPlan", "auto_parallel"):  # they import torch.distributed.tensor
+        return getattr(importlib.import_module("fusedops.planner.sharding"), name)
+    return _former_name(name)

@@ -1,0 +1,144 @@
+"""Bytes and seconds of moving a tensor from one placement to another on a mesh.
+
+Bytes are those that a rank sends, for rings: an all-reduce of B bytes on n ranks sends
+``2 (n - 1) / n B``, the others ``(n - 1) / n B``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from fusedops.planner.device import Device
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+Placements = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds and bytes on one rank; two of them can be added.
+
+    Attributes:
+        seconds: computation and communication, forward and backward.
+        sent: bytes that a rank sends, by the order of ``COLLECTIVES``.
+        saved: bytes that stay until the backward pass.
+    """
+
+    seconds: float = 0.0
+    sent: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    saved: float = 0.0
+
+    def __add__(self, other: StepCost) -> StepCost:
+        a, b = self.sent, other.sent
+        sent = (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+        return StepCost(self.seconds + other.seconds, sent, self.saved + other.saved)
+
+
+NO_COST = StepCost()
+
+
+class MeshCosts:
+    """Costs of collectives on the dimensions of a mesh.
+
+    Args:
+        mesh: the mesh.
+        device: what each of its ranks is.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: Device) -> None:
+        self.device = device
+        self.sizes: tuple[int, ...] = tuple(mesh.shape)
+        self._rates = []
+        for dim, size in enumerate(self.sizes):
+            ranks = size * math.prod(self.sizes[dim + 1 :])
+            links, share = device.links, device.efficiency
+            inside = ranks <= links.devices_per_node
+            rate = links.node * share.node if inside else links.network * share.network
+            self._rates.append(rate)
+
+    def collective(self, kind: str, nbytes: float, dim: int) -> StepCost:
+        """Return the cost of a collective on one mesh dimension.
+
+        Args:
+            kind: one of ``COLLECTIVES``.
+            nbytes: bytes of the larger of its argument and its result on a rank.
+            dim: the mesh dimension.
+        """
+        size = self.sizes[dim]
+        if size == 1:
+            return NO_COST
+        sent = nbytes * (size - 1) / size * (2 if kind == "all-reduce" else 1)
+        seconds = self.device.efficiency.collective_seconds * math.sqrt(size)
+        by_kind = [0.0, 0.0, 0.0, 0.0]
+        by_kind[COLLECTIVES.index(kind)] = sent
+        reduced, gathered, scattered, exchanged = by_kind
+        return StepCost(
+            seconds + sent / self._rates[dim], (reduced, gathered, scattered, exchanged)
+        )
+
+    def local_bytes(self, nbytes: float, placements: Sequence[Any], *, without: int = -1) -> float:
+        """Return a rank's bytes of a tensor; with ``without``, as if not sharded on that dim."""
+        for dim, placement in enumerate(placements):
+            if dim != without and isinstance(placement, Shard):
+                nbytes /= self.sizes[dim]
+        return nbytes
+
+    def forward(self, nbytes: float, source: Placements, target: Placements) -> StepCost:
+        """Return the cost of moving a tensor of ``nbytes`` (unsharded)."""
+        cost = NO_COST
+        for dim, (old, new) in enumerate(zip(source, target, strict=True)):
+            if old == new:
+                continue
+            unsharded = self.local_bytes(nbytes, source, without=dim)
+            if isinstance(old, Partial):
+                kind = "all-reduce" if isinstance(new, Replicate) else "reduce-scatter"
+                cost += self.collective(kind, unsharded, dim)
+            elif isinstance(old, Shard) and isinstance(new, Shard):
+                cost += self.collective("all-to-all", unsharded / self.sizes[dim], dim)
+            elif isinstance(old, Shard):
+                cost += self.collective("all-gather", unsharded, dim)
+        return cost
+
+    def backward(
+        self, nbytes: float, source: Placements, target: Placements, gradient: Placements
+    ) -> StepCost:
+        """Return the cost of moving the gradient of a moved tensor back.
+
+        Args:
+            nbytes: of the tensor, unsharded.
+            source: where the tensor came from.
+            target: where it was moved.
+            gradient: placements of the gradient there.
+        """
+        back = tuple(Replicate() if isinstance(place, Partial) else place for place in source)
+        arrived = tuple(
+            place if isinstance(place, (Partial, Shard)) else Replicate() for place in gradient
+        )
+        return self.forward(nbytes, arrived, back)
+
+
+def gradient_placements(inputs: Sequence[Placements], outputs: Sequence[Placements]) -> list[Any]:
+    """Return the placements of the gradients of an operator's inputs.
+
+    What every rank of a sharded operator reads gets a part of its gradient from each of them; the
+    gradient of a sum over ranks is that of each summand.
+    """
+    result = []
+    for placements in inputs:
+        gradient: list[Any] = []
+        for dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                gradient.append(placement)
+                continue
+            sharded = any(isinstance(row[dim], Shard) for row in (*inputs, *outputs))
+            other_sum = any(isinstance(row[dim], Partial) for row in inputs)
+            partial = isinstance(placement, Replicate) and (sharded or other_sum)
+            gradient.append(Partial() if partial else Replicate())
+        result.append(tuple(gradient))
+    return result

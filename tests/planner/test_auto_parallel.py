@@ -1,0 +1,495 @@
+"""Plans for models that are not ours: on gloo ranks they compute what one process computes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from foreign_models import LIBRARIES, MODELS, Made
+from torch import nn
+
+import fusedops
+from fusedops import UnsupportedError
+from fusedops.testing.processes import Processes
+
+Ranks = Callable[..., list[Any]]
+# Bytes per rank that the models may take on 2 x 2 ranks in addition to 0.8 of their states.
+ON_FOUR_RANKS = {"gpt2": 52_000.0, "llama": 68_000.0}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """``ranks(function, size, *args)`` calls ``function(rank, *args)`` on so many processes."""
+    with Processes(4) as processes:
+        yield processes.run
+
+
+def _mesh(shape: Sequence[int], names: Sequence[str]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+
+
+def _made(name: str) -> Made:
+    """Return a model, its inputs and its loss, in float64: other orders of sums change nothing."""
+    torch.manual_seed(0)
+    model, inputs, loss_of = MODELS[name]()
+    wide = {
+        key: value.double()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for key, value in inputs.items()
+    }
+    return model.double(), wide, loss_of
+
+
+def _states(model: nn.Module) -> int:
+    """Bytes of parameters, gradients and AdamW's states."""
+    return 4 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _compared(name: str, mesh: Any, mode: str, activations: float = 0.0) -> tuple[int, float]:
+    """Compare a planned model with the plain one.
+
+    In mode "auto" the limit is ``activations`` and 0.8 of the bytes of replicated parameters,
+    gradients and states.
+
+    Returns:
+        How many parameters are sharded, and the bytes per rank that are no such states.
+    """
+    from torch.distributed.tensor import Shard
+
+    model, inputs, loss_of = _made(name)
+    plain = copy.deepcopy(model)
+    limit = int(activations + 0.8 * _states(model)) if mode == "auto" else None
+    plan = fusedops.auto_parallel(model, mesh, inputs, mode=mode, memory_limit=limit)
+    assert limit is None or plan.totals.memory <= limit
+    others = plan.totals.memory - _states(model)
+    planned = plan.apply(model)
+    loss, outputs = loss_of(planned(**inputs))
+    expected_loss, expected_outputs = loss_of(plain(**inputs))
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(outputs, expected_outputs)
+    loss.backward()
+    expected_loss.backward()
+    expected = dict(plain.named_parameters())
+    for parameter_name, parameter in planned.named_parameters():
+        gradient: Any = parameter.grad
+        if expected[parameter_name].grad is None:
+            assert gradient is None, parameter_name
+            continue
+        assert gradient.placements == plan[parameter_name], parameter_name
+        torch.testing.assert_close(
+            gradient.full_tensor(),
+            expected[parameter_name].grad,
+            msg=lambda text, name=parameter_name: f"{name}: {text}",
+        )
+    return sum(any(isinstance(place, Shard) for place in plan[name]) for name in plan), others
+
+
+def _on_two_ranks(rank: int, name: str) -> tuple[int, int]:
+    data, half = _compared(name, _mesh([2], ["dp"]), "data")
+    return data, _compared(name, _mesh([2], ["tp"]), "auto", 1.5 * half)[0]
+
+
+def _on_four_ranks(rank: int, name: str) -> int:
+    return _compared(name, _mesh([2, 2], ["dp", "tp"]), "auto", ON_FOUR_RANKS[name])[0]
+
+
+QUICK = "encoder"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == QUICK else pytest.mark.ci)
+        for name in MODELS
+        if name not in ON_FOUR_RANKS
+    ],
+)
+def test_models_compute_what_one_process_computes(name: str, ranks: Ranks) -> None:
+    library = LIBRARIES.get(name, "transformers")
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    for data, auto in ranks(_on_two_ranks, 2, name):
+        assert data == 0
+        assert auto > 0
+
+
+@pytest.mark.ci
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_two_mesh_dimensions_compute_what_one_process_computes(name: str, ranks: Ranks) -> None:
+    pytest.importorskip("transformers")
+    assert min(ranks(_on_four_ranks, 4, name)) > 0
+
+
+def _trained(rank: int) -> list[float]:
+    """Losses of three steps with clipped gradients, and those of one process."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    model.append(nn.Linear(8, 16, bias=False))
+    model[4].weight = model[0].weight
+    plain = copy.deepcopy(model)
+    tokens = torch.randint(0, 16, (4, 6))
+    mesh = _mesh([2], ["tp"])
+    marked = {"1.weight": Shard(0), "0.weight": (Shard(0),)}
+    plan = fusedops.auto_parallel(model, mesh, (tokens,), mode="semi-auto", marked=marked)
+    assert plan["3.weight"] == (Shard(1),)
+    assert plan["3.bias"] == (Replicate(),)
+    planned = plan.apply(model)
+    assert planned[4].weight is planned[0].weight
+    differences = []
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (planned, plain)]
+    for _ in range(3):
+        losses = []
+        for run, optimizer in zip((planned, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(run(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(run.parameters(), 0.1)
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses)
+        differences.append(float(losses[0] - losses[1]))
+    other = planned(tokens[:2, :3])  # another shape is traced when it comes
+    torch.testing.assert_close(other, plain(tokens[:2, :3]))
+    return differences
+
+
+@pytest.mark.distributed
+def test_optimizers_clipping_and_tied_parameters(ranks: Ranks) -> None:
+    assert len(ranks(_trained, 2)) == 2
+
+
+class _BranchOnData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.sum()) > 0:
+            x = x + 1
+        return self.fc(x)
+
+
+class _Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)).mean()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(16, 8)
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, _ = self.lstm(x)
+        h, _ = self.gru(h.transpose(0, 1))
+        return self.fc(h[-1])
+
+
+def _recurrent(rank: int) -> None:
+    torch.manual_seed(5)
+    model, x = _Recurrent(), torch.randn(4, 3, 8)
+    plain = copy.deepcopy(model)
+    plan = fusedops.auto_parallel(model, _mesh([2], ["dp"]), (x,))
+    assert not plan.replicated_calls
+    planned = plan.apply(model)
+    planned(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        gradient: Any = planned.get_parameter(name).grad
+        torch.testing.assert_close(gradient.full_tensor(), parameter.grad)
+
+
+@pytest.mark.distributed
+def test_recurrent_layers_keep_the_batch_sharded(ranks: Ranks) -> None:
+    ranks(_recurrent, 2)
+
+
+def _without_graph(rank: int) -> None:
+    mesh = _mesh([2], ["data"])
+    torch.manual_seed(2)
+    model, x = _BranchOnData(), torch.rand(4, 8)
+    plain = copy.deepcopy(model)
+    planned = fusedops.auto_parallel(model, mesh, (x,), mode="data").apply(model)
+    (planned(x) ** 2).mean().backward()
+    (plain(x) ** 2).mean().backward()
+    torch.testing.assert_close(planned.fc.weight.grad.full_tensor(), plain.fc.weight.grad)
+
+    norm, image = _Normalized(), torch.randn(4, 3, 6, 6)
+    plain_norm = copy.deepcopy(norm)
+    plan = fusedops.auto_parallel(norm, mesh, (image,), mode="data")
+    loss = plan.apply(norm)(image)
+    halves = [copy.deepcopy(plain_norm)(rows) for rows in image.chunk(2)]  # as DDP: local rows
+    torch.testing.assert_close(loss, torch.stack(halves).mean())
+
+    norm, plain_norm = _Normalized(), _Normalized()
+    norm.load_state_dict(plain_norm.state_dict())
+    plan = fusedops.auto_parallel(norm, mesh, (image,))  # with a graph: statistics of all rows
+    torch.testing.assert_close(plan.apply(norm)(image), plain_norm(image))
+    torch.testing.assert_close(norm.norm.running_var, plain_norm.norm.running_var)
+    assert norm.norm.num_batches_tracked == 1
+
+
+@pytest.mark.distributed
+def test_data_mode_needs_no_graph(ranks: Ranks) -> None:
+    ranks(_without_graph, 2)
+
+
+def _fused(rank: int) -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+            self.up = nn.Linear(8, 16)
+            self.down = nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = fusedops.layer_norm(x, (8,), self.norm.weight, self.norm.bias)
+            h = fusedops.linear_act(h, self.up.weight, self.up.bias)
+            with torch.no_grad():
+                scale = h.abs().mean()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                scale = scale + self.up(x).mean().float()
+            h = h * scale + torch.cdist(h, h)  # has no rule
+            h = torch.logcumsumexp(h, -1)  # has a wrong rule in torch 2.13
+            return self.down(fusedops.gelu(h))
+
+    from torch.distributed.tensor import Replicate, Shard
+
+    torch.manual_seed(3)
+    mesh = _mesh([2], ["tp"])
+    model, x = Fused(), torch.randn(4, 16, 8)
+    plain = copy.deepcopy(model)
+    marked = {"up": Shard(0), "down.weight": Shard(1)}
+    plan = fusedops.auto_parallel(model, mesh, (x,), mode="hybrid", marked=marked)
+    assert plan["up.bias"] == (Shard(0),)
+    assert plan["norm.weight"] == (Replicate(),)
+    assert "1 x cdist" in str(plan)
+    planned = plan.apply(model)
+    torch.testing.assert_close(planned(x), plain(x))
+    planned(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        gradient: Any = planned.get_parameter(name).grad
+        torch.testing.assert_close(gradient.full_tensor(), parameter.grad)
+
+
+@pytest.mark.distributed
+def test_fused_operators_and_operators_without_a_rule(
+    ranks: Ranks,
+) -> None:
+    ranks(_fused, 2)
+
+
+def _with_dropout(rank: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(4 + rank)  # the first rank's weights and seed count
+    mesh = _mesh([2], ["tp"])
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8))
+    x = torch.ones(2, 8)
+    plan = fusedops.auto_parallel(model, mesh, (x,), memory_limit=9400)
+    planned = plan.apply(model)
+    first, second = planned(x), planned(x)
+    planned.eval()
+    assert torch.equal(planned(x), planned(x))
+    return first.flatten().tolist(), second.flatten().tolist()
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_dropout(ranks: Ranks) -> None:
+    first, second = ranks(_with_dropout, 2)
+    assert first == second
+    assert first[0] != first[1]
+
+
+@pytest.fixture
+def fake_mesh() -> Iterator[Callable[..., Any]]:
+    from torch import distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield _mesh
+    dist.destroy_process_group()
+
+
+def _mlp(depth: int = 2, hidden: int = 64) -> nn.Module:
+    layers = [
+        nn.Sequential(nn.LayerNorm(16), nn.Linear(16, hidden), nn.GELU(), nn.Linear(hidden, 16))
+        for _ in range(depth)
+    ]
+    return nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 8))
+
+
+@pytest.mark.parametrize("limit", [None, 60_000, 36_000])
+@pytest.mark.parametrize("names", [("tp",), ("dp", "tp")])
+def test_search_is_as_good_as_all_combinations(
+    fake_mesh: Callable[..., Any], names: tuple[str, ...], limit: int | None
+) -> None:
+    from fusedops.planner import load_device
+    from fusedops.planner.sharding.apply import evaluator_for
+    from fusedops.planner.sharding.search import PlacementSearch
+    from fusedops.planner.sharding.trace import FakeModel
+
+    mesh = fake_mesh([2] * len(names), names)
+    inputs = (torch.randn(64, 8),)
+    evaluator = evaluator_for(FakeModel(_mlp(), "cpu"), mesh, load_device("h100"), inputs, {})
+    all_of = PlacementSearch(evaluator, {}, "seconds", limit is not None)
+    measured = [all_of.measure(candidate) for candidate in all_of.candidates()]
+    fitting = [seconds for seconds, memory in measured if limit is None or memory <= limit]
+    search = PlacementSearch(evaluator, {}, "seconds", limit is not None)
+    result = search.run(limit)
+    assert len(measured) > 20
+    if not fitting:
+        assert result is None
+        return
+    assert result is not None
+    assert result.exact
+    assert result.objective == pytest.approx(min(fitting))
+    least = PlacementSearch(evaluator, {}, "memory", limit is not None).run(None)
+    assert least is not None
+    assert least.objective <= min(memory for _, memory in measured)
+
+
+def test_layers_of_a_deep_model_share_decisions(fake_mesh: Callable[..., Any]) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = fake_mesh([2, 2], ["dp", "tp"])
+    plan = fusedops.auto_parallel(
+        _mlp(depth=12),
+        mesh,
+        (torch.randn(64, 8),),
+        mode="semi-auto",
+        marked={"1.1.weight": (Replicate(), Shard(0))},
+    )
+    assert plan["1.1.weight"] == (Replicate(), Shard(0))
+    assert len({plan[f"{layer}.1.weight"] for layer in range(2, 13)}) == 1
+
+
+def test_bytes_are_those_that_autograd_saves(fake_mesh: Callable[..., Any]) -> None:
+    model, inputs, _ = _made("encoder")
+    saved: dict[int, torch.Tensor] = {}
+    kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**inputs)
+    nbytes = sum(t.untyped_storage().nbytes() for p, t in saved.items() if p not in kept)
+    plan = fusedops.auto_parallel(model, fake_mesh([1], ["dp"]), inputs, mode="data")
+    assert plan.totals.memory - _states(model) == pytest.approx(nbytes, rel=0.25)
+
+
+def test_both_mesh_dimensions_may_shard_parameters(fake_mesh: Callable[..., Any]) -> None:
+    from torch.distributed.tensor import Shard
+
+    mesh, inputs = fake_mesh([2, 2], ["a", "b"]), (torch.randn(64, 8),)
+    least = fusedops.auto_parallel(_mlp(), mesh, inputs).totals.memory
+    plan = fusedops.auto_parallel(_mlp(), mesh, inputs, memory_limit=int(0.6 * least))
+    placements = plan.placements.values()
+    assert any(all(isinstance(place, Shard) for place in places) for places in placements)
+
+
+def test_plan_can_be_printed_edited_saved_and_loaded(
+    fake_mesh: Callable[..., Any], tmp_path: Any
+) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    from fusedops.planner import ShardingPlan
+
+    mesh = fake_mesh([2, 2], ["dp", "tp"])
+    plan = fusedops.auto_parallel(_mlp(), mesh, (torch.randn(64, 8),), mode="data")
+    before = plan.totals.memory
+    plan["*.1.weight"] = (Replicate(), Shard(0))
+    assert plan.totals.memory < before
+    text = str(plan)
+    assert "*.*.weight  2      64 x 16  R, S(0)" in text
+    assert "R, S(0)" in text
+    assert "sent per step and rank: all-reduce" in text
+    plan.save(tmp_path / "plan.json")
+    loaded = ShardingPlan.load(tmp_path / "plan.json", mesh)
+    assert str(loaded) == text
+    assert loaded.placements == plan.placements
+    with pytest.raises(KeyError, match=r"did you mean"):
+        plan["*.1.wieght"] = (Replicate(), Shard(0))
+    with pytest.raises(ValueError, match="one placement for each of the mesh dimensions dp, tp"):
+        plan["*.1.weight"] = (Shard(0),)
+    with pytest.raises(ValueError, match="no dim 2 to shard"):
+        plan["1.1.weight"] = (Replicate(), Shard(2))
+    with pytest.raises(TypeError, match="needs placements such as"):
+        plan["1.1.weight"] = "tp"
+    with pytest.raises(ValueError, match="for a mesh"):
+        ShardingPlan.load(tmp_path / "plan.json", fake_mesh([4], ["tp"]))
+    (tmp_path / "no.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no plan"):
+        ShardingPlan.load(tmp_path / "no.json")
+    with pytest.raises(ValueError, match="that the plan lacks"):
+        plan.apply(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="has the shape"):
+        plan.apply(_mlp(hidden=32))
+
+
+def test_wrong_requests_are_one_sentence(fake_mesh: Callable[..., Any]) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, model, inputs = fake_mesh([2, 2], ["dp", "tp"]), _mlp(), (torch.randn(64, 8),)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ({"mode": "atuo"}, ValueError, "did you mean 'auto'"),
+        ({"mode": "hybrid"}, ValueError, "needs marked placements"),
+        ({"marked": {"0.weight": Shard(0)}}, ValueError, "ignores marked"),
+        ({"memory_limit": 1000}, ValueError, r"the least that mode 'auto' needs per rank is"),
+        ({"memory_limit": 1000, "mode": "data"}, ValueError, 'mode "auto", which shards'),
+        (
+            {"mode": "hybrid", "marked": {"1.1.wieght": (Replicate(), Shard(0))}},
+            KeyError,
+            "did you mean",
+        ),
+        (
+            {"mode": "hybrid", "marked": {"1.1.weight": (Shard(0),)}},
+            ValueError,
+            "one placement for each of the mesh dimensions",
+        ),
+    ]
+    for options, error, message in cases:
+        with pytest.raises(error, match=message) as caught:
+            fusedops.auto_parallel(model, mesh, inputs, **options)
+        assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(ValueError, match="a batch of 63 cannot be divided by the 2 ranks of 'dp'"):
+        fusedops.auto_parallel(model, mesh, (torch.randn(63, 8),))
+    with pytest.raises(ValueError, match="12 elements in dim 0, which 4 ranks do not divide|dim 0"):
+        fusedops.auto_parallel(
+            nn.Linear(8, 6), mesh, inputs, mode="hybrid", marked={"weight": (Shard(0), Shard(0))}
+        )
+    with pytest.raises(ValueError, match='mode "data" needs a mesh dimension named dp or data'):
+        fusedops.auto_parallel(model, fake_mesh([4], ["tp"]), inputs, mode="data")
+    with pytest.raises(ValueError, match="mesh must be of one or two named dimensions"):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        fusedops.auto_parallel(model, init_device_mesh("cpu", (4,)), inputs)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):
+        fusedops.auto_parallel(model, None, inputs)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        fusedops.auto_parallel(torch.relu, mesh, inputs)
+    with pytest.raises(ValueError, match="no tensor with the batch in dim 0"):
+        fusedops.auto_parallel(model, mesh, ())
+    with pytest.raises(UnsupportedError, match=r"cannot trace .*_BranchOnData.*mode \"data\"") as e:
+        fusedops.auto_parallel(_BranchOnData(), mesh, inputs)
+    assert len(str(e.value).splitlines()) == 1
+    assert "test_auto_parallel.py" in str(e.value)
