@@ -112,6 +112,9 @@ def plan(
     scaling: Annotated[
         bool, typer.Option("--scaling", help="With --device: fewer and more devices, too.")
     ] = False,
+    svg_file: Annotated[
+        str, typer.Option("--svg", help="With --device: draw time and memory of the rows.")
+    ] = "",
     out: Annotated[
         str, typer.Option(help="File that gets the predictions (CSV) or the device (TOML).")
     ] = "",
@@ -137,8 +140,9 @@ def plan(
             return
         if not model:
             raise files.UserError("--model is missing: a name (--model list) or a config.json")
-        if json_file not in ("", "-"):
-            files.check_writable(json_file)
+        for file in (json_file, svg_file):
+            if file not in ("", "-"):
+                files.check_writable(file)
         choices = _choices(tp, pp, ep, zero, recompute, offload, schedule)
         base: dict[str, Any] = {"seq_len": seq_len or None, "precision": precision}
         base |= {"kernels": kernels, "chunked_loss": chunked_loss}
@@ -163,11 +167,12 @@ def plan(
                 tokens=tokens,
                 scaling=scaling,
                 json_file=json_file,
+                svg_file=svg_file,
             )
         else:
-            if explain or diff or tokens or scaling or global_batch:
+            if explain or diff or tokens or scaling or global_batch or svg_file:
                 raise files.UserError(
-                    "--explain, --diff, --tokens, --scaling and --global-batch need --device"
+                    "--explain, --diff, --tokens, --scaling, --svg and --global-batch need --device"
                 )
             choices["virtual"] = virtual or None
             base |= {"micro_batch": micro_batch or 1, "microbatches": microbatches, "cp": cp or 1}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fusedops.cli.plan_picture import KINDS, picture
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
@@ -15,15 +16,6 @@ if TYPE_CHECKING:
     from fusedops.models import TransformerConfig
     from fusedops.planner import Device, Layout, TimedLayout, TimedPlan
 
-# Parts of a step by what they are, in the order of the table.
-_KINDS = {
-    "compute": ("products", "attention", "elementwise", "head"),
-    "recomputation": ("recomputation",),
-    "idle device": ("layers", "host", "step"),
-    "exposed communication": ("tensor", "context", "experts", "pipeline", "data", "offload"),
-    "bubble": ("bubble",),
-    "optimizer": ("optimizer",),
-}
 # Numbers of devices of a scaling curve, as factors.
 _SCALES = (0.25, 0.5, 1, 2, 4)
 
@@ -63,7 +55,14 @@ class PlanRequest:
 
 
 def run(
-    request: PlanRequest, *, explain: bool, diff: str, tokens: float, scaling: bool, json_file: str
+    request: PlanRequest,
+    *,
+    explain: bool,
+    diff: str,
+    tokens: float,
+    scaling: bool,
+    json_file: str,
+    svg_file: str,
 ) -> bool:
     """Print the fastest layouts, and what else was asked for; returns whether one fits.
 
@@ -74,6 +73,7 @@ def run(
         tokens: of a training, for days and device-hours; 0: none.
         scaling: whether to plan for fewer and for more devices.
         json_file: a file that gets all rows; ``"-"``: standard output, alone; empty: none.
+        svg_file: a file that gets a picture; empty: none.
     """
     from fusedops.planner import show_bytes, show_count
     from fusedops.terminal.console import console, print_table
@@ -104,6 +104,9 @@ def run(
     if json_file:
         files.write_json(Path(json_file), record)
         out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
+    if svg_file and plan.rows:
+        files.write_text(svg_file, picture(plan, [_named(row) for row in plan.rows]))
+        out.print(f"wrote {svg_file}", highlight=False, soft_wrap=True)
     return bool(plan.rows)
 
 
@@ -219,7 +222,7 @@ def _explain(plan: TimedPlan, out: Console) -> None:
     row = plan.rows[0]
     out.print(f"1: {_named(row)}", highlight=False)
     table = Table("time", *number_columns("ms", "share"), "of which")
-    for kind, names in _KINDS.items():
+    for kind, names in KINDS.items():
         parts = {name: row.time.parts[name] for name in names if row.time.parts[name] > 0}
         seconds = sum(parts.values())
         detail = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in parts.items())

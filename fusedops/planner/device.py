@@ -51,6 +51,7 @@ class DeviceLinks:
         host: to the host's memory.
         host_memory: of the device's share of the host's memory, which an offloaded optimizer reads
             and writes.
+        host_bytes: of the host's memory that the device may use for what is offloaded.
 
     Raises:
         ValueError: one is not positive.
@@ -61,9 +62,11 @@ class DeviceLinks:
     network: float
     host: float
     host_memory: float = 2.5e10
+    host_bytes: int = 256 << 30
 
     def __post_init__(self) -> None:
         checks.integer(_OP, "links.devices_per_node", self.devices_per_node, least=1)
+        checks.integer(_OP, "links.host_bytes", self.host_bytes, least=0)
         for name in ("node", "network", "host", "host_memory"):
             checks.positive(_OP, f"links.{name}", getattr(self, name))
 

@@ -379,7 +379,7 @@ class _Search:
         for number in sorted(range(len(times)), key=lambda index: times[index].seconds):
             shape, layout = timed[number]
             needed = estimate_unchecked(self.model, layout)
-            if needed.peak <= self.memory:
+            if needed.peak <= self.memory and needed.host <= self.device.links.host_bytes:
                 return TimedLayout(layout, needed, shape, times[number])
         return None
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -207,6 +208,18 @@ def test_the_command_explains_its_first_row(capsys: pytest.CaptureFixture[str]) 
     for words in ("exposed communication", "bytes at the peak", "difference", "device-hours"):
         assert words in text
     assert "strong scaling" in text and "weak scaling" in text
+
+
+def test_the_picture_has_a_bar_for_each_row_and_the_pipeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.svg"
+    run(capsys, "--global-batch", "64", "--rows", "4", "--pp", "2", "--svg", str(file))
+    root = ElementTree.fromstring(file.read_text())
+    texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
+    assert sum(text.startswith(("1: ", "2: ", "3: ", "4: ")) for text in texts) == 8
+    assert sum(text.startswith("rank ") for text in texts) == 2
+    assert any("bubbles" in text for text in texts)
 
 
 def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

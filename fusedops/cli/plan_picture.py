@@ -1,0 +1,124 @@
+"""The picture of ``fusedops plan --svg``: time and memory of the first layouts, part by part.
+
+Below them stand the steps of the first layout's pipeline, if it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
+
+if TYPE_CHECKING:
+    from fusedops.planner import TimedLayout, TimedPlan
+
+# Parts of a step by what they are, in the order of the tables and of the bars.
+KINDS = {
+    "compute": ("products", "attention", "elementwise", "head"),
+    "recomputation": ("recomputation",),
+    "idle device": ("layers", "host", "step"),
+    "exposed communication": ("tensor", "context", "experts", "pipeline", "data", "offload"),
+    "bubble": ("bubble",),
+    "optimizer": ("optimizer",),
+}
+# From the colour-blind safe palette of Okabe and Ito.
+_COLOURS = ("#0072B2", "#56B4E9", "#999999", "#D55E00", "#F0E442", "#009E73", "#CC79A7")
+_WIDTH, _LEFT, _RIGHT, _BAR, _STEP, _TOP = 1000, 380, 80, 16, 22, 40
+
+
+def kinds_of(row: TimedLayout) -> dict[str, float]:
+    """Return the seconds of a step by what they are."""
+    return {kind: sum(row.time.parts[name] for name in names) for kind, names in KINDS.items()}
+
+
+def picture(plan: TimedPlan, named: Sequence[str]) -> str:
+    """Return the SVG.
+
+    Args:
+        plan: with at least one row.
+        named: a line for each row.
+    """
+    rows = plan.rows
+    times = [kinds_of(row) for row in rows]
+    sizes = [
+        {name: size / 2**30 for name, size in row.estimate.parts.items() if size} for row in rows
+    ]
+    height = 0
+    panels = []
+    for title, values, unit, limit in (
+        ("seconds of a step", times, "s", None),
+        ("memory of the fullest device", sizes, "GiB", plan.memory / 2**30),
+    ):
+        panels.append(f'<g transform="translate(0 {height})">')
+        panels += _bars(title, named, values, unit, limit)
+        panels.append("</g>")
+        height += _TOP + _STEP * len(rows) + 24
+    pipeline = _pipeline(rows[0])
+    if pipeline:
+        count = rows[0].layout.parallel.pp
+        tall = 52 + 30 * count
+        panels.append(f'<g transform="translate(0 {height})">{pipeline}</g>')
+        height += tall
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"'
+            ' font-family="sans-serif" font-size="12"><title>layouts by time and memory</title>',
+            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+            *panels,
+            "</svg>\n",
+        ]
+    )
+
+
+def _bars(
+    title: str,
+    named: Sequence[str],
+    values: Sequence[Mapping[str, float]],
+    unit: str,
+    limit: float | None,
+) -> Iterator[str]:
+    """Yield a bar for each row, of one segment for each part."""
+    names = list(dict.fromkeys(name for parts in values for name, part in parts.items() if part))
+    longest = max(limit or 0.0, *(sum(parts.values()) for parts in values))
+    scale = (_WIDTH - _LEFT - _RIGHT) / longest
+    yield f'<text x="8" y="16" font-size="14">{escape(title)}</text>'
+    x = _LEFT
+    for name, colour in zip(names, _COLOURS, strict=False):
+        yield f'<rect x="{x}" y="22" width="10" height="10" fill="{colour}"/>'
+        yield f'<text x="{x + 14}" y="31" font-size="11">{escape(name)}</text>'
+        x += 24 + round(6.2 * len(name))
+    for index, (label, parts) in enumerate(zip(named, values, strict=True)):
+        y = _TOP + _STEP * index
+        short = label if len(label) < 64 else f"{label[:62]}.."
+        yield f'<text x="8" y="{y + 12}" font-size="11">{index + 1}: {escape(short)}</text>'
+        at = float(_LEFT)
+        for name, colour in zip(names, _COLOURS, strict=False):
+            width = parts.get(name, 0.0) * scale
+            if width:
+                yield (
+                    f'<rect x="{at:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}"'
+                    f' fill="{colour}"><title>{escape(name)} {parts[name]:.3g} {unit}</title>'
+                    "</rect>"
+                )
+            at += width
+        total = sum(parts.values())
+        yield f'<text x="{at + 5:.1f}" y="{y + 12}">{total:.3g} {unit}</text>'
+    if limit is not None:
+        x = round(_LEFT + limit * scale)
+        bottom = _TOP + _STEP * len(values)
+        yield f'<line x1="{x}" y1="{_TOP - 4}" x2="{x}" y2="{bottom}" stroke="#222"/>'
+
+
+def _pipeline(row: TimedLayout) -> str:
+    """Return the timeline of a layout's pipeline as SVG; empty without one."""
+    from fusedops.parallel.pipeline.schedules import table
+    from fusedops.parallel.pipeline.timeline import timeline
+
+    config = row.layout.parallel
+    if config.pp == 1:
+        return ""
+    # More micro-batches repeat the same steady state.
+    shown = min(config.microbatches, 4 * config.pp)
+    shown -= shown % config.pp if config.microbatches % config.pp == 0 else 0
+    line = timeline(table(config.pipeline_schedule, config.pp, shown, config.virtual))
+    return line.svg().replace("<svg ", f'<svg width="{_WIDTH}" height="{52 + 30 * config.pp}" ', 1)
