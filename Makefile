@@ -32,7 +32,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries \
+.PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
         first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
@@ -187,6 +187,13 @@ $(LIBRARIES)/.packages: tests/libraries.txt .venv/.packages
 bench-libraries: setup $(LIBRARIES)/.packages
 	for dtype in bfloat16 float32; do \
 	  PYTHONPATH=$(CURDIR):$(CURDIR)/$(LIBRARIES) $(BIN)/python tools/bench_libraries.py --dtype $$dtype \
+	    --results bench/results || exit 1; \
+	done
+
+# A training step of each model type of transformers, stock and patched; which are slower.
+bench-types: setup
+	for dtype in bfloat16 float32; do \
+	  PYTHONPATH=$(CURDIR) $(BIN)/python tools/bench_types.py --dtype $$dtype --most 6e8 \
 	    --results bench/results || exit 1; \
 	done
 

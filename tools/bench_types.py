@@ -1,0 +1,145 @@
+"""Time a training step of each model type of transformers, stock and patched, interleaved.
+
+Types are those of docs/coverage.md, at their own widths with at most two layers, a vocabulary of
+1,024 words and 2 x 128 tokens. A type with more parameters than --most is left out. The file is
+written after each type, so that a run that is stopped keeps what it has.
+
+    python tools/bench_types.py --dtype bfloat16 --results bench/results
+    python tools/bench_types.py --only llama,gemma3_text --task causal
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import coverage_page
+import torch
+from torch import nn
+
+import fusedops
+from fusedops._core import host
+from fusedops._core.timer import TimingPlan, Variant, clock_for, measure
+from fusedops.bench import machine
+
+SLOW = 0.97  # of stock's speed: below it a type is named
+ROWS, TOKENS = 2, 128
+
+
+def inputs_of(model: Any, task: str) -> dict[str, torch.Tensor]:
+    """Return a batch of a task with labels, where the model takes them."""
+    given = coverage_page.example_inputs(model, task)
+    generator = torch.Generator().manual_seed(0)
+    batch = {}
+    for name, value in given.items():
+        if value.is_floating_point():
+            shape = (ROWS, *value.shape[1:])
+            batch[name] = torch.randn(shape, generator=generator).to(model.dtype)
+        else:
+            batch[name] = torch.randint(5, 1000, (ROWS, TOKENS), generator=generator)
+    if task in ("causal", "masked"):
+        batch["labels"] = batch[next(iter(batch))]
+    elif task == "sequence to sequence":
+        batch["labels"] = batch.pop("decoder_input_ids")
+    else:
+        batch["labels"] = torch.zeros(ROWS, dtype=torch.long)
+    return batch
+
+
+def parameters_of(name: str, auto: str) -> int:
+    """Return how many parameters the small model of a type has."""
+    model = coverage_page.small_model(name, auto)
+    words = getattr(model.get_input_embeddings(), "weight", None)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return count - 2 * (words.numel() if words is not None else 0)
+
+
+def row(name: str, task: str, auto: str, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
+    """Return the medians of a type in milliseconds, and how many times the patched step is faster.
+
+    Raises:
+        Exception: the type does not build, or its step does not run stock.
+    """
+    torch.manual_seed(0)
+    model = coverage_page.small_model(name, auto, "cpu").to(dtype).train()
+    inputs = inputs_of(model, task)
+    patched = copy.deepcopy(model)
+    fusedops.patch(patched, level="O3")
+
+    def step(trained: nn.Module) -> None:
+        trained(**inputs).loss.backward()
+
+    step(model)
+    step(patched)
+    variants = [
+        Variant(
+            word,
+            lambda _, trained=trained: step(trained),
+            lambda trained=trained: trained.zero_grad(set_to_none=True),
+        )
+        for word, trained in (("stock", model), ("patched", patched))
+    ]
+    clock = clock_for(torch.device("cpu"))
+    timing = measure(variants, clock, TimingPlan(least=5, most=40, seconds=seconds))
+    return {
+        "type": name,
+        "task": task,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "ms": {word: 1e3 * timing.spread(word).median for word in ("stock", "patched")},
+        "times_faster": vars(timing.ratio("stock", "patched")),
+    }
+
+
+def main() -> None:
+    """Measure the types that were asked for and write their rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--task", choices=list(coverage_page.TASKS), default="causal")
+    parser.add_argument("--only", default="", help="types, by commas; default: all")
+    parser.add_argument("--most", type=float, default=4e8, help="parameters of a model, at most")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time for each type")
+    parser.add_argument("--results", type=Path, help="folder: <device>/types-<task>-<dtype>.json")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    host.tune_host()
+    mapping, auto = coverage_page.TASKS[arguments.task]
+    names = [name for name in arguments.only.split(",") if name] or sorted(mapping)
+    here = machine.describe(torch.device("cpu"))
+    slug = here["slug"]
+    word = arguments.task.replace(" ", "-")
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for number, name in enumerate(names, 1):
+        try:
+            count = parameters_of(name, auto)
+            if count > arguments.most:
+                left_out[name] = f"{count / 1e6:.0f} M parameters"
+                continue
+            dtype = getattr(torch, arguments.dtype)
+            rows.append(row(name, arguments.task, auto, dtype, arguments.seconds))
+        except Exception as error:  # another package, values that a config needs
+            left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            continue
+        finally:
+            gc.collect()
+            if arguments.results:
+                file = arguments.results / slug / f"types-{word}-{arguments.dtype}.json"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                record = here | {"rows": rows, "left_out": left_out}
+                file.write_text(json.dumps(record, indent=1) + "\n")
+        ratio = rows[-1]["times_faster"]["median"]
+        slow = "  SLOW" if ratio < SLOW else ""
+        print(f"[{number}/{len(names)}] {name} {ratio:.2f}{slow}", flush=True)
+    below = [entry["type"] for entry in rows if entry["times_faster"]["median"] < SLOW]
+    print(f"{len(rows)} types measured, {len(left_out)} left out; below {SLOW}: {below}")
+    sys.exit(bool(below))
+
+
+if __name__ == "__main__":
+    main()
