@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from fusedops.planner.search import PlannedLayout
 
 _MOST_DEVICES = 1 << 16
+# ``sharding_propagation``, the third mode, is that of ``fusedops.auto_parallel``.
+_MODES = ("dynamic_programming", "recursive_programming")
 # Columns of a terminal that shows every part.
 _WIDE = 160
 
@@ -100,6 +102,13 @@ def plan(
             help="Sort by seconds on a known device (h100, a100-80), or on a TOML file of one."
         ),
     ] = "",
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="With --device: dynamic_programming (exact), or also show the layout of "
+            "recursive_programming."
+        ),
+    ] = "dynamic_programming",
     explain: Annotated[
         bool, typer.Option("--explain", help="With --device: time and bytes of the first row.")
     ] = False,
@@ -146,6 +155,7 @@ def plan(
         choices = _choices(tp, pp, ep, zero, recompute, offload, schedule)
         base: dict[str, Any] = {"seq_len": seq_len or None, "precision": precision}
         base |= {"kernels": kernels, "chunked_loss": chunked_loss}
+        options.check_known(mode, _MODES, "mode")
         if device:
             choices["cp"], choices["micro_batch"] = _given(cp), _given(micro_batch)
             choices["virtual"] = _given(virtual)
@@ -159,6 +169,7 @@ def plan(
                 base=_layout(base),
                 choices={name: values for name, values in choices.items() if values},
                 rows=rows,
+                mode=mode,
             )
             fits = plan_timed.run(
                 request,

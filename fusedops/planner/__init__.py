@@ -13,6 +13,7 @@ from fusedops.planner.device import Device, known_devices, load_device
 from fusedops.planner.evaluation import evaluate
 from fusedops.planner.layout import Layout, TrainingShape, check
 from fusedops.planner.memory import Estimate, estimate
+from fusedops.planner.recursive_search import recursive_layout
 from fusedops.planner.search import Plan, layouts, plan
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
 from fusedops.planner.step_time import StepEstimate, StepShape, step_time
@@ -49,6 +50,7 @@ __all__ = [
     "parse_bytes",
     "plan",
     "preset",
+    "recursive_layout",
     "show_bytes",
     "show_count",
     "step_shape",

@@ -25,9 +25,11 @@ from fusedops.planner import (
     fastest,
     load_device,
     preset,
+    recursive_layout,
     step_shape,
     step_time,
 )
+from fusedops.planner.timed_search import CONTEXT_BYTES
 from fusedops.terminal.files import UserError
 
 H100 = load_device("h100")
@@ -194,6 +196,30 @@ def test_offloading_and_recomputation_only_add_time() -> None:
         assert step_time(step_shape(SMALL, other), H100).seconds >= plain, options
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "batch", "slower"),
+    [("llama3-8b", 8, 64, 1.1), ("gpt3", 512, 1024, 1.1), ("mixtral-8x7b", 64, 512, 1.3)],
+)
+def test_recursive_bisection_finds_good_layouts_without_a_device(
+    name: str, devices: int, batch: int, slower: float
+) -> None:
+    model, memory = preset(name), H100.memory.bytes - CONTEXT_BYTES
+    row = recursive_layout(model, devices, batch, memory)
+    assert row is not None and row.left(memory) >= 0
+    check(model, row.layout, devices)
+    config = row.layout.parallel
+    assert config.dp * row.layout.training.micro_batch * config.microbatches == batch
+    best = fastest(model, devices, H100, batch, keep=1).rows[0]
+    seconds = step_time(step_shape(model, row.layout), H100).seconds
+    assert best.seconds <= seconds <= slower * best.seconds
+
+
+def test_recursive_bisection_says_when_nothing_fits() -> None:
+    assert recursive_layout(preset("llama3-70b"), 2, 8, 80 << 30) is None
+    with pytest.raises(ValueError, match="devices"):
+        recursive_layout(SMALL, 0, 8, 1 << 30)
+
+
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     arguments = ["plan", "--model", "llama3-8b", "--devices", "8", "--device", "h100", *options]
     app(arguments, standalone_mode=False)
@@ -203,10 +229,22 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 def test_the_command_explains_its_first_row(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(
         capsys,
-        *("--global-batch", "64", "--explain", "--diff", "1,2", "--tokens", "1e12", "--scaling"),
+        *(
+            "--mode",
+            "recursive_programming",
+            "--global-batch",
+            "64",
+            "--explain",
+            "--diff",
+            "1,2",
+            "--tokens",
+            "1e12",
+            "--scaling",
+        ),
     )
     for words in ("exposed communication", "bytes at the peak", "difference", "device-hours"):
         assert words in text
+    assert "slower than the fastest layout" in text
     assert "strong scaling" in text and "weak scaling" in text
 
 
