@@ -26,6 +26,7 @@ from functools import lru_cache
 
 from fusedops.models.config import TransformerConfig, Weights
 from fusedops.parallel.pipeline.schedules import SCHEDULES
+from fusedops.parallel.pipeline.split import balanced
 from fusedops.planner import saved_tensors
 from fusedops.planner.layout import Layout, check
 from fusedops.planner.saved_tensors import SavedActivation
@@ -143,6 +144,12 @@ def _bytes(tensors: Iterable[SavedActivation], layout: Layout, *, recomputed: bo
 
 
 @lru_cache(_CACHED)
+def _runs(layers: int, stages: int) -> list[range]:
+    """Return the layers of each stage: equal runs, but in the tables of other trainers."""
+    return balanced([1.0] * layers, stages)
+
+
+@lru_cache(_CACHED)
 def _layer_weights(model: TransformerConfig, index: int) -> tuple[Weights, Weights]:
     """Return the parameters of a layer, and those of its feed-forward part."""
     return model.layer(index), model.feed_forward(index)
@@ -235,8 +242,8 @@ class _Stage:
     def __init__(self, model: TransformerConfig, layout: Layout, index: int) -> None:
         self.model, self.layout, self.index = model, layout, index
         stages = layout.stages_of(index)
-        size = model.depth // layout.stages
-        self.layers = [stage * size + layer for stage in stages for layer in range(size)]
+        runs = _runs(model.depth, layout.stages)
+        self.layers = [layer for stage in stages for layer in runs[stage]]
         self.first, self.last = 0 in stages, layout.stages - 1 in stages
         config, sizes = layout.parallel, layout.bytes_of
         self.ranks = config.sizes.data
