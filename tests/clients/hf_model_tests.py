@@ -5,7 +5,7 @@
 
 With a checkout, the test files of the families run as they stand, generation included. Without one,
 pip fetches the source archive of the transformers that is installed; that has the tests which all
-models share, and ``hf_model_testers.py`` gives them the families. Nothing of either comes into this
+models share, and ``hf_model_families.py`` gives them the families. Nothing of either comes into this
 repository. The exit code is 1 if a test that passes stock does not pass patched and
 ``hf_model_tests_known.toml`` does not say why.
 """
@@ -29,13 +29,12 @@ from typing import Any
 
 import tomllib
 
-from fusedops.integrations.hf.tables import _TABLES
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-FAMILIES = [
-    needed.split(".")[2] for needed in _TABLES.values() if needed.startswith("transformers.models.")
-]
+sys.path += [str(HERE), str(HERE.parent / "integrations")]
+
+from hf_model_families import FAMILIES  # noqa: E402
+
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 # What the shared tests import and the source archive lacks.
 ABSENT = {
@@ -215,7 +214,7 @@ def report(results: dict[str, Comparison], tree: Path, *, own_testers: bool) -> 
     return {
         "transformers": importlib.metadata.version("transformers"),
         "torch": importlib.metadata.version("torch"),
-        "tests": "shared tests, tests/clients/hf_model_testers.py" if own_testers else tree.name,
+        "tests": "shared tests, tests/clients/hf_model_families.py" if own_testers else tree.name,
         "families": {
             family: {
                 "passed_stock": result.passed_stock,

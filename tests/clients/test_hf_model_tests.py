@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,14 @@ def test_a_known_difference_needs_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs test, failure and reason"):
         command.read_known(path)
     assert command.read_known(HERE / "hf_model_tests_known.toml") is not None
+
+
+def test_every_family_has_models_that_transformers_knows() -> None:
+    assert len(command.FAMILIES) >= 60
+    for family, groups in command.FAMILIES.items():
+        assert importlib.util.find_spec(f"transformers.models.{family}.modeling_{family}")
+        for group in groups:
+            assert group.classes(), group.name
 
 
 def test_a_folder_without_tests_is_refused(
