@@ -26,12 +26,13 @@ import fusedops
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fusedops")
     group.addoption("--patched", action="store_true", help="patch every model that a test builds")
+    group.addoption("--level", default="O2", help="level at which models are patched")
     group.addoption("--outcomes", type=Path, help="file to which a line per test is appended")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("patched"):
-        Patching().install()
+        Patching(config.getoption("level")).install()
     if config.getoption("outcomes"):
         config.pluginmanager.register(Recorder(config.getoption("outcomes")))
 
@@ -39,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 class Patching:
     """Patches models once they stand: a model inside another is patched with that one."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: str = "O2") -> None:
+        self.level = level
         self.under_construction = 0
 
     def install(self) -> None:
@@ -73,7 +75,7 @@ class Patching:
             finally:
                 self.under_construction -= 1
             if not self.under_construction:
-                fusedops.patch(model_of(first, result))
+                fusedops.patch(model_of(first, result), level=self.level)
             return result
 
         return build_and_patch

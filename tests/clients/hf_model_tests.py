@@ -5,8 +5,8 @@
 
 With a checkout, the test files of the families run as they stand, generation included. Without one,
 pip fetches the source archive of the transformers that is installed; that has the tests which all
-models share, and ``hf_model_families.py`` gives them the families. Nothing of either comes into this
-repository. The exit code is 1 if a test that passes stock does not pass patched and
+models share, and ``hf_model_families.py`` gives them the families. Nothing of either comes into
+this repository. The exit code is 1 if a test that passes stock does not pass patched and
 ``hf_model_tests_known.toml`` does not say why.
 """
 
@@ -164,12 +164,20 @@ def test_file(family: str) -> str:
 
 
 def run(
-    tree: Path, family: str, *, patched: bool, outcomes: Path, select: str | None, limit: float
+    tree: Path,
+    family: str,
+    *,
+    patched: bool,
+    outcomes: Path,
+    select: str | None,
+    limit: float,
+    level: str = "O2",
 ) -> dict[str, dict[str, Any]]:
     """Run a family's tests in a process of its own and return the outcomes by test id."""
     outcomes.unlink(missing_ok=True)
     # By the environment, because some tests start a pytest of their own.
-    options = f"-p hf_model_plugin --outcomes {outcomes}" + " --patched" * patched
+    options = f"-p hf_model_plugin --rootdir {tree} --outcomes {outcomes}"
+    options += f" --patched --level {level}" if patched else ""
     paths = [HERE, HERE.parent / "integrations", ROOT, os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTEST_ADDOPTS": options,
@@ -209,11 +217,14 @@ def table(results: dict[str, Comparison]) -> str:
     return "\n".join(lines)
 
 
-def report(results: dict[str, Comparison], tree: Path, *, own_testers: bool) -> dict[str, Any]:
+def report(
+    results: dict[str, Comparison], tree: Path, *, level: str, own_testers: bool
+) -> dict[str, Any]:
     """Return what ``--report`` writes."""
     return {
         "transformers": importlib.metadata.version("transformers"),
         "torch": importlib.metadata.version("torch"),
+        "level": level,
         "tests": "shared tests, tests/clients/hf_model_families.py" if own_testers else tree.name,
         "families": {
             family: {
@@ -244,6 +255,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--families", default=",".join(FAMILIES), help="by comma; default: all")
     parser.add_argument("--known", type=Path, default=HERE / "hf_model_tests_known.toml")
     parser.add_argument("--select", help="only tests that match, as pytest's -k")
+    parser.add_argument("--level", default="O2", help="level at which models are patched")
     parser.add_argument("--limit", type=float, default=3600, help="seconds per family and run")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "hf_model_tests")
     parser.add_argument("--report", type=Path, help="JSON file to write")
@@ -271,13 +283,14 @@ def main() -> int:
         for name in ("stock", "patched"):
             outcomes = chosen.work.resolve() / f"{family}.{name}.jsonl"
             options = {"select": chosen.select, "limit": chosen.limit, "outcomes": outcomes}
+            options["level"] = chosen.level
             runs.append(run(tree, family, patched=name == "patched", **options))
         results[family] = compare(*runs, known)
         for test, reason in results[family].new.items():
             print(f"NEW {test}\n    {reason}", flush=True)
         print(table({family: results[family]}).splitlines()[-1], flush=True)
         if chosen.report:
-            found = report(results, tree, own_testers=chosen.tests is None)
+            found = report(results, tree, level=chosen.level, own_testers=chosen.tests is None)
             chosen.report.write_text(json.dumps(found, indent=1) + "\n")
     print(table(results))
     return int(any(result.new for result in results.values()))

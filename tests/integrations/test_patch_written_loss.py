@@ -188,3 +188,43 @@ def test_the_loss_of_a_few_classes_stays() -> None:
     config = transformers.BartConfig(**SIZES, num_labels=3)
     model = transformers.BartForSequenceClassification(config)
     assert "cross_entropy" not in fusedops.patch(model).counts
+
+
+class SelfAttention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        result = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return result.transpose(1, 2).flatten(2)
+
+
+class AttentionAndLoss(Written):
+    """A file such as nanoGPT's, whose attention and loss read the same ``F``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = SelfAttention()
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.attention(self.embedding(tokens)))
+        return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+
+
+def test_attention_of_the_same_file_is_fused_as_well() -> None:
+    torch.manual_seed(0)
+    model = AttentionAndLoss()
+    for level, calls in ("O2", 0), ("O3", 1):
+        fusedops.patch(model, level=level)
+        with counted() as counts:
+            loss_of(model)
+        assert (counts["attention"], counts["cross_entropy"]) == (calls, 1)
+
+
+def test_a_classifier_leaves_the_attention_of_its_file_fused() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.FalconConfig(vocab_size=VOCABULARY, pad_token_id=0, **sizes)
+    for name in ("FalconModel", "FalconForSequenceClassification", "FalconModel"):
+        model = getattr(transformers, name)(config)
+        fusedops.patch(model, level="O3")
+        with counted() as counts:
+            model(TOKENS)
+        assert counts["attention"] == 1

@@ -206,6 +206,24 @@ def with_globals(
     return copy
 
 
+def namespace(module_name: str, user: str) -> dict[str, Any]:
+    """Return the globals for code of a file in which some functions are replaced.
+
+    They are those of a module of their own, which torch.compile looks for under its name. Several
+    rules change code of one file, one the attention and another the loss, and the code of both
+    reads ``F``: neither may read that of the other.
+
+    Args:
+        module_name: holds the patched classes of the file.
+        user: the module of the rule.
+    """
+    name = f"{module_name}.__{user.rpartition('.')[2]}__"
+    if name not in sys.modules:
+        module = sys.modules[name] = ModuleType(name)
+        vars(module)["__builtins__"] = vars(sys.modules[module_name])["__builtins__"]
+    return vars(sys.modules[name])
+
+
 def with_inner_globals(function: Any, namespace: dict[str, Any]) -> FunctionType | None:
     """Return ``with_globals`` of a function that decorators wrap, in copies of these decorators.
 
@@ -259,12 +277,11 @@ def methods_with(
 
     Args:
         cls: the class.
-        module_name: whose globals they read: what they read in their own module is put there, and
-            torch.compile looks for it under that name.
+        module_name: holds the patched class, with its ``namespace`` for this replacement.
         calls: names of these functions.
         replacement: returns what stands for a global, or ``None``.
     """
-    ours = vars(sys.modules[module_name])
+    ours = namespace(module_name, replacement.__module__)
     methods = {}
     for name, method in own_methods(cls).items():
         takes_input = len(inspect.signature(inspect.unwrap(method)).parameters) > 1

@@ -22,6 +22,7 @@ from fusedops.integrations.hf import patched
 from fusedops.integrations.hf.original_code import (
     functions,
     globals_read,
+    namespace,
     replaced,
     with_globals,
     with_other,
@@ -49,7 +50,7 @@ def processor_rule(original: type[nn.Module], module_name: str) -> PatchRule | N
     code = _calling_fused(forward.__code__)
     if code is None:
         return None
-    ours = vars(sys.modules[module_name])
+    ours = namespace(module_name, "calls_of_processors")
     ours.update(globals_read(forward))
     fused = with_globals(forward, ours)
     fused.__code__ = code
@@ -142,7 +143,7 @@ def _fused_class(cls: type) -> type | None:
 def _made(cls: type, call: Any) -> type | None:
     if not isinstance(call, FunctionType):
         return None
-    ours = vars(sys.modules[patched.module_of(call)])
+    ours = namespace(patched.module_of(call), __name__)
     fused = with_other(call, ours, {ATTENTION, _DISPATCH}, _replacement)
     if fused is None:
         return None
@@ -175,7 +176,7 @@ def _dispatch() -> Any:
     names = ("_active_backend", "_checks_enabled", "_backends")
     if stock is None or not all(hasattr(registry, name) for name in names):
         return None
-    ours = vars(sys.modules[patched.module_of(stock)])
+    ours = namespace(patched.module_of(stock), __name__)
     native = with_other(stock, ours, {ATTENTION}, fused_in_torch)
     if native is None:
         return None

@@ -9,7 +9,6 @@ rule sees to it that the original runs where one of the names means something el
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.original_code import names_in, with_globals
+from fusedops.integrations.hf.original_code import names_in, namespace, with_globals
 from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.rotary_embedding import rotary_embedding
 
@@ -33,8 +32,7 @@ def forward_with_rotary(
 
     Args:
         original: an attention class.
-        module_name: name of the module that will hold the patched class; the globals that the
-            code reads are put there. torch.compile looks for them under that name.
+        module_name: name of the module that will hold the patched class.
         half_tables: whether its cosines and sines hold each angle once (GPT-OSS), not twice.
 
     Returns:
@@ -46,7 +44,7 @@ def forward_with_rotary(
     names = set(names_in(forward.__code__))
     if _NAME not in names:
         return None
-    ours, theirs = vars(sys.modules[module_name]), forward.__globals__
+    ours, theirs = namespace(module_name, __name__), forward.__globals__
     ours.update({name: theirs[name] for name in names & theirs.keys()})
     ours[_NAME] = _fused(theirs[_NAME], _whole_tables if half_tables else _as_given)
     if _INTERLEAVED in names:

@@ -281,7 +281,7 @@ def _num_products(function: FunctionType) -> int:
 
 def _with_deferral(function: FunctionType, module_name: str) -> FunctionType:
     """Return a function of the same code whose products may be deferred."""
-    namespace = _namespace(module_name)
+    namespace = original_code.namespace(module_name, __name__)
     theirs = function.__globals__
     for name in set(original_code.names_in(function.__code__)) & theirs.keys():
         value = theirs[name]
@@ -293,15 +293,6 @@ def _with_deferral(function: FunctionType, module_name: str) -> FunctionType:
             value = _deferred_function(value)
         namespace[name] = value
     return original_code.with_globals(function, namespace)
-
-
-def _namespace(module_name: str) -> dict[str, Any]:
-    """Return the globals of the functions that defer; torch.compile looks for their module."""
-    name = f"{module_name}.__written__"
-    if name not in sys.modules:
-        module = sys.modules[name] = ModuleType(name)
-        vars(module)["__builtins__"] = vars(sys.modules[module_name])["__builtins__"]
-    return vars(sys.modules[name])
 
 
 def _deferred_function(value: Any) -> Any:
