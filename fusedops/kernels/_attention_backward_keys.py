@@ -26,6 +26,7 @@ from fusedops.kernels._attention_device import (
     store_tile,
     stretch,
     within,
+    without_nan,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED
 
@@ -189,6 +190,8 @@ def keys_kernel(
                 )
             else:
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            if SOFTCAP:
+                s = without_nan(s)
             distance = place[:, None] - (first + row)[None, :]
             s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
             if TWICE and not PARTS:
@@ -201,8 +204,6 @@ def keys_kernel(
             p = tl.exp2(s - lse[None, :])
             if part != 1 or (not SPLIT and (LEFT or RIGHT)):
                 p = tl.where(within(distance, left, right, LEFT, RIGHT), p, 0.0)
-            if SOFTCAP:  # the score of a query that does not exist may be NaN
-                p = tl.where(exists[None, :], p, 0.0)
             if DESCRIBED:
                 do = tl.reshape(do_ptr.load([n, h, first, 0]), (BLOCK_M, BLOCK_DV))
             else:
@@ -257,7 +258,7 @@ def keys_kernel(
                     delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)
                 ds = p * (dp - delta[None, :])
                 if SOFTCAP:
-                    ds = tl.where(p == 0.0, 0.0, ds * (1.0 - tanh * tanh))
+                    ds = ds * (1.0 - tanh * tanh)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
             at += BLOCK_M
             if GROUP > 1:

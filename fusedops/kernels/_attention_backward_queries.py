@@ -30,6 +30,7 @@ from fusedops.kernels._attention_device import (
     store_tile,
     stretch,
     within,
+    without_nan,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED
 
@@ -201,6 +202,8 @@ def queries_kernel(
                     )
                 else:
                     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if SOFTCAP:
+                    s = without_nan(s)
                 distance = (first + col)[None, :] - place[:, None]
                 s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
                 if PARTS:
@@ -250,8 +253,8 @@ def queries_kernel(
                     ds_tile = ds_base + wide + row[:, None] * num_keys + col[None, :]
                     tl.store(ds_tile, ds.to(ds_ptr.dtype.element_ty), mask=store)
                 if walk == 1 and WANTS_QUERY:
-                    if SOFTCAP:  # the tanh of a key that does not count may be NaN
-                        ds = tl.where(p == 0.0, 0.0, ds * (1.0 - tanh * tanh))
+                    if SOFTCAP:
+                        ds = ds * (1.0 - tanh * tanh)
                     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         if walk == 0:
             delta = exact

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusedops.kernels._device import LOG2E, kept, kept_at, reciprocal
+from fusedops.kernels._device import INTERPRETED, LOG2E, kept, kept_at, reciprocal
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -259,6 +259,19 @@ def scores(
     elif MASK == "bool":
         s = tl.where(mask != 0, s, float("-inf"))
     return s, tanh
+
+
+@triton.jit
+def without_nan(product):
+    """Return products with the least number for NaN, for the backward of softcap.
+
+    A query or key that does not count must not give NaN to the derivative of ``tanh``. A row that
+    counts with a score of NaN keeps it: its log-sum-exp is NaN. One instruction, no register.
+    """
+    if INTERPRETED:  # whose maximum of NaN is NaN
+        return tl.where(product == product, product, -3.0e38)
+    else:
+        return tl.maximum(product, -3.0e38)
 
 
 @triton.jit
