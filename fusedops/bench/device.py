@@ -1,16 +1,20 @@
 """This machine as a device of the planner: ``fusedops bench device``.
 
 Peak rates are those of ``limits.py``. The efficiencies of ``step_time`` are fitted on training
-steps of small models that are run here.
+steps of small models that are run here. On a CPU the other cores are busy with such steps
+meanwhile, as they are when ranks train there: clocks and memory are shared.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -31,6 +35,7 @@ FITTED = (
     *("host_seconds", "microbatch_seconds", "step_seconds"),
 )
 _WARM_UP = 2
+_PATIENCE = 60.0
 # Bytes by which the bandwidth of a link is judged.
 _LINK_BYTES = 16 << 20
 
@@ -104,6 +109,20 @@ def measure_device(
             have half of the memory's bandwidth.
         quick: smaller models.
     """
+    threads = torch.get_num_threads()
+    others = 0 if where.type == "cuda" else len(os.sched_getaffinity(0)) // threads - 1
+    with _busy_cores(others, threads):
+        return _measured(where, dtypes, seconds, report, links, quick)
+
+
+def _measured(
+    where: torch.device,
+    dtypes: Sequence[torch.dtype],
+    seconds: float,
+    report: Callable[[str], None],
+    links: CommunicationModel | None,
+    quick: bool,
+) -> MeasuredDevice:
     report("peak rates")
     limits = measure_limits(where, dtypes, clock_for(where))
     peak = {name: limit.rate for name, limit in limits.matmul.items()}
@@ -136,6 +155,36 @@ def measure_device(
     fitted = replace(own, efficiency=calibrate(steps, start, names=FITTED))
     errors = [step_time(shape, fitted).seconds / took - 1 for shape, _, took in steps]
     return MeasuredDevice(fitted, tuple(measured), tuple(errors))
+
+
+@contextmanager
+def _busy_cores(processes: int, threads: int) -> Iterator[None]:
+    """Keep other cores busy with training steps while the block runs."""
+    context = multiprocessing.get_context("spawn")
+    ready = [context.Event() for _ in range(processes)]
+    started = [
+        context.Process(target=_train_on, args=(threads, event), daemon=True) for event in ready
+    ]
+    try:
+        for process in started:
+            process.start()
+        for event in ready:
+            event.wait(_PATIENCE)
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def _train_on(threads: int, ready: Any) -> None:
+    """Make training steps until the process is ended."""
+    torch.set_num_threads(threads)
+    step = training_step(SmallModel("gpt2", 512, 2, 2048).config(128), ParallelConfig(), 4)
+    step()
+    ready.set()
+    while True:
+        step()
 
 
 def _memory(where: torch.device, threads: int) -> int:
