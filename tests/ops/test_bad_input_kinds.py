@@ -151,7 +151,8 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = 
     "use_backend": (_enter, ("torch",), {}),
 }
 TYPES = {"PatchReport", "RoutingPlan", "UnsupportedError"}
-WITH_ITS_OWN = {"generate", "verify"}  # tests/generate/test_decoding.py, testing/test_verify.py
+# tests/generate/test_decoding.py, testing/test_verify.py, planner/test_auto_parallel.py
+WITH_ITS_OWN = {"generate", "verify", "auto_parallel"}
 WITHOUT_ARGUMENTS = {
     *("counters", "decompositions"),
     *("register_attention", "register_experts", "reset_counters"),
