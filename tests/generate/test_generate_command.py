@@ -46,6 +46,7 @@ def folders(tmp_path_factory: Any) -> tuple[str, str]:
     return str(folder / "run"), str(folder / "export")
 
 
+@pytest.mark.ci
 def test_text_goes_on_from_what_was_trained(folders: tuple[str, str]) -> None:
     run, export = folders
     done = invoke(run, "--prompt", PROMPT, "--compare")

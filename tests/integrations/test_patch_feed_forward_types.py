@@ -210,6 +210,7 @@ TYPES = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", TYPES)
 def test_training_matches_stock(name: str, autocast: bool) -> None:

@@ -203,6 +203,7 @@ def sharded_report(world: Any, layout: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", ["fsdp2", "tensor parallel"])
 def test_a_rank_learns_its_own_bytes_and_all_choose_one_policy(
     on_two_ranks: Callable[..., list[Any]], layout: str

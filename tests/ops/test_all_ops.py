@@ -278,6 +278,7 @@ def in_first_tier(choose: Callable[[list[Sample]], list[str]]) -> Any:
     return pytest.mark.parametrize(("spec", "sample_name"), chosen)
 
 
+@pytest.mark.ci
 @in_first_tier(covering)
 def test_compiled_equals_eager(spec: Spec, sample_name: str) -> None:
     # A number that becomes an input of the graph costs a second trace: once for each number.
