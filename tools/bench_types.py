@@ -54,7 +54,7 @@ def inputs_of(model: Any, task: str) -> dict[str, torch.Tensor]:
 
 def parameters_of(name: str, auto: str) -> int:
     """Return how many parameters the small model of a type has."""
-    model = coverage_page.small_model(name, auto)
+    model: Any = coverage_page.small_model(name, auto, or_large=False)
     words = getattr(model.get_input_embeddings(), "weight", None)
     count = sum(parameter.numel() for parameter in model.parameters())
     return count - 2 * (words.numel() if words is not None else 0)
@@ -67,7 +67,7 @@ def row(name: str, task: str, auto: str, dtype: torch.dtype, seconds: float) -> 
         Exception: the type does not build, or its step does not run stock.
     """
     torch.manual_seed(0)
-    model = coverage_page.small_model(name, auto, "cpu").to(dtype).train()
+    model = coverage_page.small_model(name, auto, "cpu", or_large=False).to(dtype).train()
     inputs = inputs_of(model, task)
     patched = copy.deepcopy(model)
     fusedops.patch(patched, level="O3")

@@ -98,13 +98,14 @@ class TypeCoverage:
         return "no" if column in self.present else ""
 
 
-def small_model(name: str, auto: str, device: str = "meta") -> nn.Module:
+def small_model(name: str, auto: str, device: str = "meta", *, or_large: bool = True) -> nn.Module:
     """Return a model of a type, with two layers where that is possible.
 
     Args:
         name: of the type.
         auto: name of the class that builds it.
         device: where its parameters are; those of words are few on another than ``meta``.
+        or_large: whether a type whose configuration takes no other sizes is built with its own.
     """
     config = transformers.AutoConfig.for_model(name)
     builder = getattr(transformers, auto)
@@ -112,10 +113,14 @@ def small_model(name: str, auto: str, device: str = "meta") -> nn.Module:
     sizes = {key: 2 for key in LAYER_COUNTS if isinstance(default.get(key), int)}
     if device != "meta":
         sizes |= {key: 1024 for key in VOCABULARIES if isinstance(default.get(key), int)}
+        if (default.get("pad_token_id") or 0) >= 1024:
+            sizes["pad_token_id"] = 0
     with torch.device(device):
         try:
             return builder.from_config(transformers.AutoConfig.for_model(name, **sizes))
         except Exception:  # lists of a kind for each layer, layers that share others
+            if not or_large:
+                raise
             return builder.from_config(config)
 
 
