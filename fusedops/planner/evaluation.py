@@ -20,6 +20,7 @@ from fusedops.planner.device import Device, known_devices, load_device
 from fusedops.planner.layout import Layout
 from fusedops.planner.memory import estimate_unchecked
 from fusedops.planner.step_time import StepShape, step_time
+from fusedops.planner.timed_search import CONTEXT_BYTES
 
 PREDICTED = ("predicted_step_s", "predicted_mem_gib", "predicted_fits", "why")
 # Layouts of one group, from which on its ranking is judged.
@@ -28,8 +29,6 @@ LEAST_OF_GROUP = 3
 _RECOMPUTE = {"full": "full", "selective-op": "products", "selective": "selective", "none": "none"}
 _ZERO = {"zero3": 3, "fsdp": 3, "zero2": 2, "zero1": 1, "none": 0}
 _PRECISIONS = {"bf16-pure": "half", "amp": "autocast"}
-# GiB that the CUDA context and the libraries' workspaces take on a device.
-_CONTEXT_GIB = 1.5
 
 
 class RowError(ValueError):
@@ -144,7 +143,7 @@ def predict(row: Mapping[str, str], usual: Device | None = None) -> Prediction:
         return Prediction(why=str(error))
     seconds = step_time(shape, here).seconds
     try:
-        needed = _memory(row, shape) / 2**30 + _CONTEXT_GIB
+        needed = (_memory(row, shape) + CONTEXT_BYTES) / 2**30
     except ValueError as error:
         return Prediction(seconds, why=f"no memory: {error}")
     return Prediction(seconds, needed, needed * 2**30 <= here.memory.bytes)

@@ -122,7 +122,7 @@ def test_rows_are_in_the_order_of_their_seconds_and_take_all_devices() -> None:
 
 def _of_terabytes() -> TransformerConfig:
     base = preset("qwen3-235b-a22b")
-    return replace(base, num_layers=96, hidden_size=8192, num_experts=256)
+    return replace(base, num_layers=104, hidden_size=8192, num_experts=256)
 
 
 @pytest.mark.parametrize(
