@@ -193,7 +193,7 @@ bench-libraries: setup $(LIBRARIES)/.packages
 # A training step of each model type of transformers, stock and patched; which are slower.
 bench-types: setup
 	for dtype in bfloat16 float32; do \
-	  PYTHONPATH=$(CURDIR) $(BIN)/python tools/bench_types.py --dtype $$dtype --most 6e8 \
+	  PYTHONPATH=$(CURDIR) $(BIN)/python tools/bench_types.py --dtype $$dtype --most 1e9 \
 	    --results bench/results || exit 1; \
 	done
 

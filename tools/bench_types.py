@@ -1,8 +1,9 @@
 """Time a training step of each model type of transformers, stock and patched, interleaved.
 
 Types are those of docs/coverage.md, at their own widths with at most two layers, a vocabulary of
-1,024 words and 2 x 128 tokens. A type with more parameters than --most is left out. The file is
-written after each type, so that a run that is stopped keeps what it has.
+1,024 words, 16 experts at most and 2 x 128 tokens. A type with more parameters than --most is left out. The file is
+written after each type, so that a run that is stopped keeps what it has; with --only, rows of
+other types stay in the file.
 
     python tools/bench_types.py --dtype bfloat16 --results bench/results
     python tools/bench_types.py --only llama,gemma3_text --task causal
@@ -54,10 +55,8 @@ def inputs_of(model: Any, task: str) -> dict[str, torch.Tensor]:
 
 def parameters_of(name: str, auto: str) -> int:
     """Return how many parameters the small model of a type has."""
-    model: Any = coverage_page.small_model(name, auto, or_large=False)
-    words = getattr(model.get_input_embeddings(), "weight", None)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return count - 2 * (words.numel() if words is not None else 0)
+    model = coverage_page.small_model(name, auto, few=True, or_large=False)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def row(name: str, task: str, auto: str, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def row(name: str, task: str, auto: str, dtype: torch.dtype, seconds: float) -> 
         Exception: the type does not build, or its step does not run stock.
     """
     torch.manual_seed(0)
-    model = coverage_page.small_model(name, auto, "cpu", or_large=False).to(dtype).train()
+    model = coverage_page.small_model(name, auto, "cpu", few=True, or_large=False).to(dtype).train()
     inputs = inputs_of(model, task)
     patched = copy.deepcopy(model)
     fusedops.patch(patched, level="O3")
@@ -115,6 +114,14 @@ def main() -> None:
     word = arguments.task.replace(" ", "-")
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
+    file = None
+    if arguments.results:
+        file = arguments.results / slug / f"types-{word}-{arguments.dtype}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if arguments.only and file.exists():
+            before = json.loads(file.read_text())
+            rows = [entry for entry in before["rows"] if entry["type"] not in names]
+            left_out = {key: why for key, why in before["left_out"].items() if key not in names}
     for number, name in enumerate(names, 1):
         try:
             count = parameters_of(name, auto)
@@ -128,10 +135,9 @@ def main() -> None:
             continue
         finally:
             gc.collect()
-            if arguments.results:
-                file = arguments.results / slug / f"types-{word}-{arguments.dtype}.json"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                record = here | {"rows": rows, "left_out": left_out}
+            if file:
+                ordered = sorted(rows, key=lambda entry: entry["type"])
+                record = here | {"rows": ordered, "left_out": left_out}
                 file.write_text(json.dumps(record, indent=1) + "\n")
         ratio = rows[-1]["times_faster"]["median"]
         slow = "  SLOW" if ratio < SLOW else ""

@@ -54,6 +54,7 @@ LAYER_COUNTS = (
     *("decoder_layers", "num_encoder_layers", "num_decoder_layers", "depth"),
 )
 VOCABULARIES = ("vocab_size", "entity_vocab_size", "n_words")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Column -> the ops that it stands for. A linear layer alone is no feed-forward layer.
 COLUMNS = {
     "attention": ("attention",),
@@ -98,23 +99,33 @@ class TypeCoverage:
         return "no" if column in self.present else ""
 
 
-def small_model(name: str, auto: str, device: str = "meta", *, or_large: bool = True) -> nn.Module:
+def few_words_and_experts(default: dict[str, Any]) -> dict[str, int]:
+    """Return the settings of a configuration for 1,024 words and at most 16 experts."""
+    sizes = {key: 1024 for key in VOCABULARIES if isinstance(default.get(key), int)}
+    if (default.get("pad_token_id") or 0) >= 1024:
+        sizes["pad_token_id"] = 0
+    experts = {key: default.get(key) for key in EXPERT_COUNTS}
+    return sizes | {key: 16 for key, count in experts.items() if isinstance(count, int) and count > 16}
+
+
+def small_model(
+    name: str, auto: str, device: str = "meta", *, few: bool = False, or_large: bool = True
+) -> nn.Module:
     """Return a model of a type, with two layers where that is possible.
 
     Args:
         name: of the type.
         auto: name of the class that builds it.
-        device: where its parameters are; those of words are few on another than ``meta``.
+        device: where its parameters are.
+        few: whether it has a vocabulary of 1,024 words and at most 16 experts.
         or_large: whether a type whose configuration takes no other sizes is built with its own.
     """
     config = transformers.AutoConfig.for_model(name)
     builder = getattr(transformers, auto)
     default = config.to_dict()
     sizes = {key: 2 for key in LAYER_COUNTS if isinstance(default.get(key), int)}
-    if device != "meta":
-        sizes |= {key: 1024 for key in VOCABULARIES if isinstance(default.get(key), int)}
-        if (default.get("pad_token_id") or 0) >= 1024:
-            sizes["pad_token_id"] = 0
+    if few:
+        sizes |= few_words_and_experts(default)
     with torch.device(device):
         try:
             return builder.from_config(transformers.AutoConfig.for_model(name, **sizes))
@@ -160,7 +171,7 @@ def run_written(name: str, model: nn.Module, task: str) -> None:
     for device in ("meta", "cpu"):
         try:
             if device == "cpu":
-                model = small_model(name, TASKS[task][1], device)
+                model = small_model(name, TASKS[task][1], device, few=device != "meta")
                 fusedops.patch(model, level="O3")
             with torch.no_grad():
                 model.eval()(**example_inputs(model, task))
