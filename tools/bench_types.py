@@ -1,9 +1,9 @@
 """Time a training step of each model type of transformers, stock and patched, interleaved.
 
 Types are those of docs/coverage.md, at their own widths with at most two layers, a vocabulary of
-1,024 words, 16 experts at most and 2 x 128 tokens. A type with more parameters than --most is left out. The file is
-written after each type, so that a run that is stopped keeps what it has; with --only, rows of
-other types stay in the file.
+1,024 words, 16 experts at most and 2 x 128 tokens. A type with more parameters than --most is left
+out. The file is written after each type, so that a run that is stopped keeps what it has; with
+--only, rows of other types stay in the file.
 
     python tools/bench_types.py --dtype bfloat16 --results bench/results
     python tools/bench_types.py --only llama,gemma3_text --task causal

@@ -104,8 +104,7 @@ def few_words_and_experts(default: dict[str, Any]) -> dict[str, int]:
     sizes = {key: 1024 for key in VOCABULARIES if isinstance(default.get(key), int)}
     if (default.get("pad_token_id") or 0) >= 1024:
         sizes["pad_token_id"] = 0
-    experts = {key: default.get(key) for key in EXPERT_COUNTS}
-    return sizes | {key: 16 for key, count in experts.items() if isinstance(count, int) and count > 16}
+    return sizes | {key: 16 for key in EXPERT_COUNTS if (default.get(key) or 0) > 16}
 
 
 def small_model(
