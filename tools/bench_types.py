@@ -15,6 +15,8 @@ import argparse
 import copy
 import gc
 import json
+import os
+import resource
 import sys
 import warnings
 from pathlib import Path
@@ -107,6 +109,9 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     host.tune_host()
+    # A type that needs more memory than there is fails alone, and does not end the process.
+    most = int(0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     mapping, auto = coverage_page.TASKS[arguments.task]
     names = [name for name in arguments.only.split(",") if name] or sorted(mapping)
     here = machine.describe(torch.device("cpu"))
