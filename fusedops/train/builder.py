@@ -32,11 +32,13 @@ from fusedops.models.parallelization.parallelize import parallelize
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
+from fusedops.profiler import StepRecorder
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision
 from fusedops.train.config import Config, OptimizerConfig, check_parallel
 from fusedops.train.data import Sequences
 from fusedops.train.metrics import Metrics
+from fusedops.train.observe import recording
 from fusedops.train.precision import LossScale
 
 # Vocabularies are rounded up, so that tensor parallelism can divide them.
@@ -64,10 +66,17 @@ class Run:
     position: int = 0  # sequences that were trained on
     finite: bool = True  # whether loss and weights were finite at the last checkpoint
     notes: tuple[str, ...] = ()  # what the user should know before the first step
+    recorder: StepRecorder | None = None  # of where the time of the steps goes
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
         """Return the context of a forward."""
-        return precision.computing(self.config.precision, self.ranks.device)
+        with self.section("forward"), precision.computing(self.config.precision, self.ranks.device):
+            yield
+
+    def section(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return what times a section of the step; nothing where nobody records."""
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.section(name)
 
     def resume_from(self, restored: Restored) -> None:
         """Go on from what a checkpoint restored."""
@@ -119,6 +128,7 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
             if ranks.rank == 0:
                 run.metrics = Metrics(out, step=run.step, tensorboard=config.log.tensorboard)
                 resources.callback(run.metrics.close)
+        run.recorder = resources.enter_context(recording(config, parallel, ranks))
         yield run
 
 

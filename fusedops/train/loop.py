@@ -88,30 +88,36 @@ def _loop(
     while run.step < config.steps and not stopped:
         watchdog.set_phase(run.step + 1, "step")
         began = time.perf_counter()
-        with collectives.recorded() as log:
-            result = update(run, backward(run), stop=stop.asked)
-        stopped, loss = result.stop, result.loss
-        if result.restored is not None:
-            run.resume_from(result.restored)
+        with collectives.recorded() as log, _timed(run, log):
+            losses = backward(run)
+            with run.section("optimizer"):
+                result = update(run, losses, stop=stop.asked)
+            stopped, loss = result.stop, result.loss
+            if result.restored is not None:
+                run.resume_from(result.restored)
+                if run.metrics is not None:
+                    run.metrics.rewind(run.step)
+                continue
+            run.step, run.position = run.step + 1, run.position + config.batch
+            record = _record(run, result, log, time.perf_counter() - began)
+            done, measured = run.step == config.steps, loss
+            if _due(run.step, config.validation.every) or done:
+                watchdog.set_phase(run.step, "the validation after step")
+                with run.section("validation"):
+                    validation = evaluate(run)
+                measured = loss if validation is None else validation
+                record |= {"validation_loss": validation} if validation is not None else {}
             if run.metrics is not None:
-                run.metrics.rewind(run.step)
-            continue
-        run.step, run.position = run.step + 1, run.position + config.batch
-        record = _record(run, result, log, time.perf_counter() - began)
-        done, measured = run.step == config.steps, loss
-        if _due(run.step, config.validation.every) or done:
-            watchdog.set_phase(run.step, "the validation after step")
-            validation = evaluate(run)
-            measured = loss if validation is None else validation
-            record |= {"validation_loss": validation} if validation is not None else {}
-        if run.metrics is not None:
-            run.metrics.write(record)
-        if callback is not None:
-            callback.show(record)
-        if _due(run.step, config.checkpoint.every) or done or stopped:
-            watchdog.set_phase(run.step, "the checkpoint of step")
-            run.finite = math.isfinite(measured) and _has_finite_weights(run)
-            _save(run, last=done or stopped)
+                run.metrics.write(record)
+            if callback is not None:
+                callback.show(record)
+            if _due(run.step, config.checkpoint.every) or done or stopped:
+                watchdog.set_phase(run.step, "the checkpoint of step")
+                with run.section("checkpoint"):
+                    run.finite = math.isfinite(measured) and _has_finite_weights(run)
+                    _save(run, last=done or stopped)
+    if run.recorder is not None:
+        run.recorder.flush()
     finished = run.step >= config.steps
     if finished and not run.finite:
         good = run.checkpointer.last_confirmed()
@@ -123,6 +129,13 @@ def _loop(
         watchdog.set_phase(run.step, "the export after step")
         export(run.parallel, config, first=run.ranks.rank == 0)
     return TrainResult(run.step, finished, loss, validation, Path(config.out))
+
+
+def _timed(run: Run, log: Log) -> contextlib.AbstractContextManager[None]:
+    """Return what times the next step, with the validation and the checkpoint after it."""
+    if run.recorder is None:
+        return contextlib.nullcontext()
+    return run.recorder.step(run.step + 1, log)
 
 
 def _due(step: int, every: int) -> bool:
