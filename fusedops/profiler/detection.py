@@ -91,7 +91,7 @@ class Finding:
 
     def sentence(self) -> str:
         """Return what was found, in a line."""
-        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {_listed(self.ranks)}"
+        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {listed(self.ranks)}"
         since = f"since step {self.since}" if self.chronic else f"at step {self.since}"
         cost = f"{1e3 * self.seconds:.0f} ms a step"
         return {
@@ -415,11 +415,12 @@ def _lower_median(values: torch.Tensor, dim: int) -> torch.Tensor:
     return values.median(dim, keepdim=True).values
 
 
-def _listed(ranks: tuple[int, ...]) -> str:
+def listed(ranks: tuple[int, ...]) -> str:
     """Return ranks as text, short where there are many.
 
     Example:
-        >>> _listed((0, 1, 2, 3, 4, 5, 6, 7))
+        >>> from fusedops.profiler.detection import listed
+        >>> listed((0, 1, 2, 3, 4, 5, 6, 7))
         '0, 1, 2 ... 7'
     """
     if len(ranks) <= 5:

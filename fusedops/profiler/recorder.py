@@ -203,7 +203,7 @@ def own_seconds(
 
 def _innermost(spans: list[tuple[str, float, float]], moment: float) -> str | None:
     """Return the last section to begin of those that enclose a moment."""
-    names = [name for name, begin, end in spans if begin <= moment <= end]
+    names = [name for name, begin, end in spans if begin <= moment < end]
     return names[-1] if names else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import time
@@ -100,6 +101,8 @@ def _loop(
                 continue
             run.step, run.position = run.step + 1, run.position + config.batch
             record = _record(run, result, log, time.perf_counter() - began)
+            if run.step == 1:
+                gc.freeze()  # what lives until the end is not looked at again: that pauses a rank
             done, measured = run.step == config.steps, loss
             if _due(run.step, config.validation.every) or done:
                 watchdog.set_phase(run.step, "the validation after step")
