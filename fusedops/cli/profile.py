@@ -192,8 +192,8 @@ def _rank_table(ranks: Sequence[RankTimes], factors: dict[int, float]) -> Any:
         title="ms of a step",
     )
     for times in ranks:
-        values = (times.step, times.computing, times.communication, times.not_overlapped)
-        values += (times.bubble, times.preparing, times.free)
+        values = [times.step, times.computing, times.communication, times.not_overlapped]
+        values += [times.bubble, times.preparing, times.free]
         milliseconds = (f"{1e3 * value:.1f}" for value in values)
         factor = f"{factors[times.rank]:.2f}x"
         table.add_row(str(times.rank), str(times.stage), *milliseconds, factor)

@@ -100,8 +100,7 @@ def _watch(run: str, plan: dict[str, Any] | None, host: str, port: int, every: i
     except OSError as error:
         raise files.UserError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     with server:
-        address = f"http://{server.server_address[0]}:{server.server_address[1]}/"
-        print(f"{address} shows {run}; Ctrl-C ends it", flush=True)
+        print(f"http://{host}:{server.server_port}/ shows {run}; Ctrl-C ends it", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -229,8 +229,13 @@ class Layout:
     @cached_property
     def without_recomputation(self) -> Layout:
         """The same without recomputation, which layers after ``recompute_layers`` have not."""
-        plain = {"recompute": "none", "recompute_layers": None, "recompute_slice_activation": False}
-        return Layout(replace(self.parallel, **plain), self.training)
+        plain = replace(
+            self.parallel,
+            recompute="none",
+            recompute_layers=None,
+            recompute_slice_activation=False,
+        )
+        return Layout(plain, self.training)
 
     @property
     def stages(self) -> int:

@@ -144,7 +144,9 @@ def what_if(
         [place for place, times in enumerate(ranks) if times.stage == stage]
         for stage in range(shape.sizes["pp"])
     ]
-    candidates = [("rank", (rank,)) for rank in range(len(ranks))]
+    candidates: list[tuple[str, tuple[int, ...]]] = [
+        ("rank", (rank,)) for rank in range(len(ranks))
+    ]
     if len(stages) > 1:
         candidates += [("stage", tuple(stage)) for stage in stages]
     found = []
