@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fusedops._core import checks
 from fusedops.parallel.comm import host_groups
 from fusedops.parallel.comm.collectives import COMPUTE, Log
-from fusedops.profiler.timings import FIELDS, REGULAR, SECTIONS, RunShape, column
+from fusedops.profiler.timings import FIELDS, GROUPS, REGULAR, SECTIONS, RunShape, column
 
 # Of a step: called on the first rank with its number and the rows of all ranks.
 StepHandler = Callable[[int, torch.Tensor], None]
@@ -65,6 +65,8 @@ class StepRecorder:
         self._pause = self._collecting = 0.0
         self._counts: dict[str, float] = {}
         self._irregular = False  # whether a validation or a checkpoint is under way
+        self._waited: list[tuple[str, float, float]] = []  # group, end and length of waits
+        self.number, self._began = 0, 0.0
         self._process = psutil.Process()
 
     def __enter__(self) -> StepRecorder:
@@ -82,12 +84,31 @@ class StepRecorder:
             number: of the step.
             log: of its collectives: ``fusedops.parallel.comm.collectives.recorded``.
         """
-        self._spans, self._pause, self._counts, self._irregular = [], 0.0, {}, False
-        began = time.perf_counter()
+        self.begin(number)
         yield
-        self._rows.append((number, self._row(time.perf_counter() - began, log)))
-        if number % self.every == 0:
+        self.end(log)
+
+    def begin(self, number: int) -> None:
+        """Begin a step, as ``step`` does."""
+        self._spans, self._waited, self._pause, self._counts = [], [], 0.0, {}
+        self._irregular = False
+        self.number, self._began = number, time.perf_counter()
+
+    def end(self, log: Log | None = None) -> None:
+        """End the step that was begun; every few steps all ranks gather their rows here."""
+        self._rows.append((self.number, self._row(time.perf_counter() - self._began, log)))
+        if self.number % self.every == 0:
             self.flush()
+
+    def add(self, section: str, begin: float, end: float) -> None:
+        """Add a section that has ended already, by ``time.perf_counter``."""
+        checks.choice("StepRecorder.add", "section", section, SECTIONS)
+        self._spans.append((section, begin, end))
+
+    def waited(self, group: str, seconds: float) -> None:
+        """Add a wait that ends now, for others of a process group: a name of ``GROUPS``."""
+        checks.choice("StepRecorder.waited", "group", group, GROUPS)
+        self._waited.append((group, time.perf_counter(), seconds))
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -149,8 +170,11 @@ class StepRecorder:
         return row
 
     def _waits(self, log: Log | None, row: list[float]) -> list[tuple[float, float]]:
-        """Add the collectives of a log to a row; return when each wait ended, and its seconds."""
+        """Add all collectives to a row; return when each wait ended, and its seconds."""
         waits = []
+        for kind, end, seconds in self._waited:
+            row[column(f"blocked_{kind}")] += seconds
+            waits.append((end, seconds))
         for event in log.events if log is not None else ():
             if event.kind == COMPUTE:
                 continue

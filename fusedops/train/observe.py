@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from fusedops.launch.processes import Ranks
 from fusedops.models.parallelization.engine import TrainEngine
-from fusedops.profiler import Detector, RunShape, StepRecorder, TimingsWriter
+from fusedops.profiler import RunShape, RunWatch, StepRecorder
 from fusedops.train.config import Config
 from fusedops.train.data import TokenBatch
 
-FINDINGS = "findings.jsonl"
-_log = logging.getLogger(__name__)
 # Names of the mesh's dimensions by the kind of parallelism.
 _GROUPS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp": "data"}
 
@@ -44,42 +39,12 @@ def recording(config: Config, parallel: TrainEngine, ranks: Ranks) -> Iterator[S
     mesh = parallel.mesh
     names = {} if mesh is None else {kind: mesh.group(n).group_name for kind, n in _GROUPS.items()}
     with contextlib.ExitStack() as resources:
-        watch = _Watch(Path(config.out), shape) if ranks.rank == 0 else None
+        watch = RunWatch(config.out, shape) if ranks.rank == 0 else None
         if watch is not None:
             resources.callback(watch.close)
         handler = None if watch is None else watch.look
         with StepRecorder(shape, groups=names, every=every, handler=handler) as recorder:
             yield recorder
-
-
-class _Watch:
-    """Writes the rows of all ranks of a run, and what they show."""
-
-    def __init__(self, folder: Path, shape: RunShape) -> None:
-        self._findings = folder / FINDINGS
-        self._detector, self._writer = Detector(shape), None
-        with contextlib.suppress(OSError):
-            self._writer = TimingsWriter(folder, shape)
-
-    def look(self, step: int, rows: torch.Tensor) -> None:
-        """Write a step, and report what it shows for the first time."""
-        found = self._detector.update(step, rows)
-        for finding in found:
-            (_log.warning if finding.severe else _log.info)("step %d: %s", step, finding)
-        try:
-            if self._writer is not None:
-                self._writer.write(step, rows)
-            if found:
-                with self._findings.open("a") as file:
-                    file.writelines(json.dumps(f.record()) + "\n" for f in found)
-        except OSError as error:
-            _log.warning("cannot write timings: %s; training continues", error.strerror or error)
-            self._writer = None
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._writer is not None:
-            self._writer.close()
 
 
 def token_pairs(batch: TokenBatch) -> float:
