@@ -37,6 +37,7 @@ from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision
 from fusedops.train.config import Config, OptimizerConfig, check_parallel
 from fusedops.train.data import Sequences
+from fusedops.train.loggers import check_installed, make_loggers
 from fusedops.train.metrics import Metrics
 from fusedops.train.observe import recording
 from fusedops.train.precision import LossScale
@@ -126,7 +127,7 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
         _resume(run)
         with ranks.together():
             if ranks.rank == 0:
-                run.metrics = Metrics(out, step=run.step, tensorboard=config.log.tensorboard)
+                run.metrics = Metrics(out, step=run.step, loggers=make_loggers(config, run.step))
                 resources.callback(run.metrics.close)
         run.recorder = resources.enter_context(recording(config, parallel, ranks))
         yield run
@@ -139,8 +140,7 @@ def _build_corpus(
     cache = Path(config.data.cache) if config.data.cache else out / "cache"
     with ranks.together():
         if ranks.rank == 0:
-            if config.log.tensorboard:
-                metrics.summary_writer()
+            check_installed(config.log)
             _make_export(config)
             resources.enter_context(lock_run_folder(out))
             corpora.prepare(config.data, cache)

@@ -24,6 +24,7 @@ from fusedops.parallel.tensor.layers import local
 from fusedops.train import metrics
 from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
+from fusedops.train.curves import CURVES, draw_curves
 from fusedops.train.export import export
 from fusedops.train.result import ProgressCallback, TrainResult
 from fusedops.train.step import StepResult, backward, evaluate, update
@@ -131,6 +132,9 @@ def _loop(
     if finished and config.export:
         watchdog.set_phase(run.step, "the export after step")
         export(run.parallel, config, first=run.ranks.rank == 0)
+    if run.metrics is not None:
+        folder = Path(config.out)
+        draw_curves(folder / metrics.FILE, folder / CURVES)
     return TrainResult(run.step, finished, loss, validation, Path(config.out))
 
 
