@@ -302,7 +302,7 @@ class Detector:
         return found
 
     def _slow_links(self, step: int, window: torch.Tensor, usual: torch.Tensor) -> list[Finding]:
-        """Return groups whose transfers take longer than before, and than those of others."""
+        """Return groups whose transfers take longer than before, or than those of other groups."""
         found = []
         seconds = window[:, :, column("step")].median(1).values
         for name in GROUPS:
@@ -317,6 +317,8 @@ class Detector:
             before = torch.stack(
                 [usual[group, column(f"blocked_{name}")].min() for group in groups]
             )
+            if len(groups) > 2:  # a link that was slow from the start is slower than others
+                before = torch.minimum(before, transfer.median(0).values.median())
             more = (transfer - before) / seconds[:, None]
             limits = self._limits(self.thresholds.link, more).tolist()
             for number, group in enumerate(groups):

@@ -77,8 +77,11 @@ def test_a_section_that_does_not_exist_is_refused() -> None:
         StepRecorder(RunShape(ONE), every=0)
 
 
-def job(world: Any, late: int, section: str) -> list[Finding]:
-    """Return what the first of two ranks finds while one of them is late in a section."""
+FAULT_STEP = 16
+
+
+def job(world: Any, kind: str, late: int, section: str) -> list[Finding]:
+    """Return what the first of two ranks finds while one of them has a fault from a step on."""
     from torch import distributed as dist
 
     from fusedops.parallel.comm import collectives
@@ -88,31 +91,70 @@ def job(world: Any, late: int, section: str) -> list[Finding]:
     shape = RunShape(ONE | {"dp": 2})
     detector = Detector(shape)
     found: list[Finding] = []
-    names = {"dp": group.group_name}
-    sections = ("data", "forward", "backward", "optimizer")
+    kept: list[torch.Tensor] = []
+
+    def reduce(delay: float) -> None:
+        pending = collectives.all_reduce(torch.ones(1000), group)
+        finish = pending._finish
+        assert finish is not None
+
+        def delayed() -> torch.Tensor:
+            result = finish()
+            time.sleep(delay)
+            return result
+
+        pending._finish = delayed
+        pending.wait()
+
+    def work(name: str, step: int) -> None:
+        here = world.rank == late and step >= FAULT_STEP and name == section
+        time.sleep(0.02 if here and kind == "rank" else 0.01)
+        if here and kind == "pause" and step == FAULT_STEP:
+            time.sleep(0.3)
+        if here and kind == "memory":
+            kept.append(torch.ones(20_000_000))
+        if name == "backward":
+            reduce(0.015 if kind == "link" and step >= FAULT_STEP else 0.0)
+
     with StepRecorder(
-        shape, groups=names, every=5, handler=lambda *step: found.extend(detector.update(*step))
+        shape,
+        groups={"dp": group.group_name},
+        every=5,
+        handler=lambda *step: found.extend(detector.update(*step)),
     ) as recorder:
         for step in range(1, 31):
             with collectives.recorded() as log, recorder.step(step, log):
-                for name in sections:
+                for name in ("data", "forward", "backward", "optimizer"):
                     with recorder.section(name):
-                        is_late = world.rank == late and step > 15 and name == section
-                        time.sleep(0.02 if is_late else 0.01)
-                        if name == "backward":
-                            gradient = torch.ones(1000)
-                            collectives.all_reduce(gradient, group).wait()
+                        work(name, step)
     return found
 
 
 @pytest.mark.parametrize(
-    ("late", "section"), [(1, "forward"), (0, "backward"), (1, "optimizer"), (0, "data")]
+    ("kind", "late", "section"),
+    [
+        ("rank", 1, "forward"),
+        ("rank", 0, "backward"),
+        ("rank", 1, "optimizer"),
+        ("rank", 0, "data"),
+        ("link", 0, "dp"),
+        ("pause", 1, "forward"),
+        ("memory", 0, "forward"),
+    ],
 )
-def test_on_processes_the_late_one_is_named_not_the_one_that_waits(
-    on_two_ranks: Callable[..., list[Any]], late: int, section: str
+def test_on_processes_the_cause_is_named_not_the_one_that_waits(
+    on_two_ranks: Callable[..., list[Any]], kind: str, late: int, section: str
 ) -> None:
-    found, others = on_two_ranks(job, late, section)
-    named = [finding for finding in found if finding.kind == "rank"]
+    found, others = on_two_ranks(job, kind, late, section)
+    named = [finding for finding in found if finding.kind == kind]
     assert others == [] and named, found
-    assert named[0].ranks == (late,) and named[0].section == section
-    assert named[0].since >= 16 and named[0].step <= 26
+    assert named[0].ranks == ((0, 1) if kind == "link" else (late,))
+    assert named[0].section == ("other" if kind == "memory" else section)
+    assert named[0].since >= FAULT_STEP - 1 and named[0].step <= FAULT_STEP + 10
+
+
+def test_on_processes_nothing_is_found_in_a_healthy_job(
+    on_two_ranks: Callable[..., list[Any]],
+) -> None:
+    found, _ = on_two_ranks(job, "none", 0, "forward")
+    assert not [finding for finding in found if finding.kind in ("link", "memory", "stage")]
