@@ -385,13 +385,15 @@ class Detector:
         rises = (memory.diff(dim=0) > 0).sum(0) >= len(memory) - 2
         found = []
         for rank in ((growth > self.thresholds.memory) & rises).nonzero().flatten().tolist():
+            larger = memory[:, rank] > memory[0, rank] * (1 + 0.1 * float(growth[rank]))
+            since = self._steps[int(larger.nonzero()[0])]
             found.append(
                 Finding(
                     "memory",
                     (rank,),
                     "other",
                     1 + float(growth[rank]),
-                    self._steps[0],
+                    since,
                     step,
                     True,
                     True,
