@@ -66,19 +66,19 @@ def profile(
         for file in (json_file, csv_file, trace_file):
             if file not in ("", "-"):
                 files.check_writable(file)
-        found = _read(folder)
-        record = _record(found)
+        profiled = _read(folder)
+        record = _record(profiled)
         if json_file == "-":
             print(json.dumps(record, indent=1))
             return
         out = console()
-        _show(found, worst, out)
+        _show(profiled, worst, out)
         if compare:
-            _compare(found, _read(compare), out)
+            _compare(profiled, _read(compare), out)
         if json_file:
             files.write_json(Path(json_file), record)
         if csv_file:
-            files.write_text(csv_file, _csv(found.ranks))
+            files.write_text(csv_file, _csv(profiled.ranks))
         if trace_file:
             from fusedops.profiler import read_timings
             from fusedops.profiler.perfetto import trace
@@ -147,36 +147,36 @@ def _traces(folder: str) -> _Profile:
     return _Profile(folder, shape, 0, ranks, kernels=kernels, notes=notes)
 
 
-def _show(found: _Profile, worst: int, out: Console) -> None:
+def _show(profiled: _Profile, worst: int, out: Console) -> None:
     from fusedops.profiler.step_table import slowest, what_if
     from fusedops.terminal.console import print_table
 
-    sizes = ", ".join(f"{name} {n}" for name, n in found.shape.sizes.items() if n > 1)
-    steps = f", {found.steps} steps" if found.steps else ""
+    sizes = ", ".join(f"{name} {n}" for name, n in profiled.shape.sizes.items() if n > 1)
+    steps = f", {profiled.steps} steps" if profiled.steps else ""
     out.print(
-        f"[bold]{found.source}[/]: {len(found.ranks)} ranks ({sizes}){steps}", highlight=False
+        f"[bold]{profiled.source}[/]: {len(profiled.ranks)} ranks ({sizes}){steps}", highlight=False
     )
-    shown = found.ranks
-    factors = slowest(found.shape, found.ranks, len(found.ranks))
+    shown = profiled.ranks
+    factors = slowest(profiled.shape, profiled.ranks, len(profiled.ranks))
     if len(shown) > _MOST_ROWS:
         shown = [times for times, _ in factors[:worst]]
     print_table(out, _rank_table(shown, {times.rank: factor for times, factor in factors}))
-    if found.groups:
-        print_table(out, _group_table(found.groups, worst))
-    if found.kernels:
-        print_table(out, _kernel_table(found.kernels))
-    for item in what_if(found.shape, found.ranks, found.groups)[:worst]:
+    if profiled.groups:
+        print_table(out, _group_table(profiled.groups, worst))
+    if profiled.kernels:
+        print_table(out, _kernel_table(profiled.kernels))
+    for item in what_if(profiled.shape, profiled.ranks, profiled.groups)[:worst]:
         out.print(
             f"if {item.name} {_names(item.ranks)} were as fast as the median: "
             f"{1e3 * item.seconds:.1f} ms a step, {1e3 * item.saved:.1f} ms less",
             highlight=False,
         )
-    for finding in found.findings:
+    for finding in profiled.findings:
         style = "red" if finding.severe else "yellow"
         out.print(f"step {finding.step}: {finding}", style=style, highlight=False, markup=False)
-    if found.steps and not found.findings:
+    if profiled.steps and not profiled.findings:
         out.print("no rank, stage or link stands out", style="green", highlight=False)
-    for note in found.notes:
+    for note in profiled.notes:
         out.print(f"note: {note}", style="yellow", highlight=False, markup=False)
 
 
@@ -246,8 +246,8 @@ def _compare(first: _Profile, second: _Profile, out: Console) -> None:
     table = Table("mean of the ranks, ms", *figures, header_style="bold")
     for name in COLUMNS[2:]:
         here, there = (
-            1e3 * sum(getattr(times, name) for times in found.ranks) / len(found.ranks)
-            for found in (first, second)
+            1e3 * sum(getattr(times, name) for times in profiled.ranks) / len(profiled.ranks)
+            for profiled in (first, second)
         )
         factor = f"{here / there:.2f}x" if there else "-"
         table.add_row(
@@ -272,17 +272,19 @@ def _csv(ranks: Sequence[RankTimes]) -> str:
     return text.getvalue()
 
 
-def _record(found: _Profile) -> dict[str, Any]:
+def _record(profiled: _Profile) -> dict[str, Any]:
     from fusedops.profiler.step_table import what_if
 
     return {
-        "source": found.source,
-        "sizes": found.shape.sizes,
-        "steps": found.steps,
-        "ranks": [times.record() for times in found.ranks],
-        "groups": [asdict(group) | {"bandwidth": group.bandwidth} for group in found.groups],
-        "findings": [finding.record() for finding in found.findings],
-        "what_if": [asdict(item) for item in what_if(found.shape, found.ranks, found.groups)],
-        "kernels": {name: list(value) for name, value in found.kernels.items()},
-        "notes": found.notes,
+        "source": profiled.source,
+        "sizes": profiled.shape.sizes,
+        "steps": profiled.steps,
+        "ranks": [times.record() for times in profiled.ranks],
+        "groups": [asdict(group) | {"bandwidth": group.bandwidth} for group in profiled.groups],
+        "findings": [finding.record() for finding in profiled.findings],
+        "what_if": [
+            asdict(item) for item in what_if(profiled.shape, profiled.ranks, profiled.groups)
+        ],
+        "kernels": {name: list(value) for name, value in profiled.kernels.items()},
+        "notes": profiled.notes,
     }

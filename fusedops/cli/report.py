@@ -17,10 +17,10 @@ def report(
     run: Annotated[str, typer.Argument(help="Folder of a run of fusedops train.")],
     out: Annotated[str, typer.Option(help="File to write; default: report.html in the run.")] = "",
     plan: Annotated[
-        str, typer.Option(help="A JSON file of fusedops plan --device: predicted beside measured.")
+        str, typer.Option(help="A JSON file of fusedops plan --device: predicted and measured.")
     ] = "",
     watch: Annotated[
-        bool, typer.Option("--watch", help="Serve the page while the run goes on, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Serve the page while the run continues, until Ctrl-C.")
     ] = False,
     host: Annotated[
         str, typer.Option(help="With --watch: address to listen on; others may then read the run.")

@@ -70,8 +70,8 @@ class FusedOps(_Callback):
             unpatch(pl_module)
 
 
-class Timings(_Callback):
-    """Record where the time of each step goes on each rank, and warn of what makes the job slow.
+class StepTimings(_Callback):
+    """Record where the time of each step is spent on each rank, and warn of what slows the job.
 
     As ``fusedops.integrations.trainer.TimingsCallback``.
 
@@ -85,7 +85,7 @@ class Timings(_Callback):
 
     def __init__(self, folder: str = "", every: int = 5) -> None:
         super().__init__()
-        checks.integer("Timings", "every", every, least=1)
+        checks.integer("StepTimings", "every", every, least=1)
         self.folder, self.every = folder, every
         self._timer: ModuleTimer | None = None
 

@@ -112,7 +112,7 @@ class FusedOpsCallback(_Callback):
 
 
 class TimingsCallback(_Callback):
-    """Record where the time of each step goes on each rank, and warn of what makes the job slow.
+    """Record where the time of each step is spent on each rank, and warn of what slows the job.
 
     The records are those of ``fusedops train``: ``fusedops profile`` reads them. docs/observe.md
     says what is found. Waits are known for DistributedDataParallel; with FSDP they are part of

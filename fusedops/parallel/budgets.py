@@ -72,7 +72,7 @@ def tensor_layer(ranks: int, activation: int, *, halves: int = 1) -> Budget:
     return all_reduces(ranks, [activation // halves] * (4 * halves))
 
 
-def tensor_layer_again(ranks: int, activation: int, *, halves: int = 1) -> Budget:
+def tensor_layer_recomputation(ranks: int, activation: int, *, halves: int = 1) -> Budget:
     """Return the budget of a second forward of such a layer, for its backward.
 
     The last all-reduce is left out: nothing in the layer needs its result. With two halves only
@@ -107,12 +107,12 @@ def sequence_layer(
     return Budget({"all_gather": 2, "reduce_scatter": 1, **rings}, 9 * part)
 
 
-def sequence_layer_again(
+def sequence_layer_recomputation(
     ranks: int, activation: int, *, overlap: bool = False, halves: int = 1
 ) -> Budget:
     """Return the budget of a second forward of such a layer, for its backward.
 
-    The last reduce-scatter is left out as the all-reduce of ``tensor_layer_again`` is.
+    The last reduce-scatter is left out as the all-reduce of ``tensor_layer_recomputation`` is.
     """
     part = activation * (ranks - 1) // ranks
     if not overlap or halves > 1:

@@ -56,11 +56,15 @@ def step_traffic(model: TransformerConfig, layout: Layout, *, rank: int = 0) -> 
         parts["tensor"] = _tensor(model, layout, rank) * config.microbatches
     layers, again = _layers(model, layout, rank)
     if config.cp > 1:
-        context = _context(model, layout) * len(layers) + _context_again(model, layout) * len(again)
+        context = _context(model, layout) * len(layers) + _context_recomputation(
+            model, layout
+        ) * len(again)
         parts["context"] = context * config.microbatches
     if config.ep > 1:
         sparse, repeated = (sum(map(model.is_sparse, some)) for some in (layers, again))
-        experts = _experts(model, layout) * sparse + _experts_again(model, layout) * repeated
+        experts = (
+            _experts(model, layout) * sparse + _experts_recomputation(model, layout) * repeated
+        )
         parts["experts"] = experts * config.microbatches
     if config.pp > 1:
         parts["pipeline"] = _pipeline(model, layout, rank)
@@ -107,18 +111,20 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
         layer = budgets.sequence_layer(
             tp, activation, overlap=overlap, overlap_mlp=not plain_mlp, halves=halves
         )
-        again = budgets.sequence_layer_again(tp, activation, overlap=overlap, halves=halves)
+        repeat = budgets.sequence_layer_recomputation(
+            tp, activation, overlap=overlap, halves=halves
+        )
         part = activation * (tp - 1) // tp
         end = Budget({"all_gather": 1, "reduce_scatter": 1}, 2 * part)
     else:
         layer = budgets.tensor_layer(tp, activation, halves=halves)
-        again = budgets.tensor_layer_again(tp, activation, halves=halves)
+        repeat = budgets.tensor_layer_recomputation(tp, activation, halves=halves)
         end = budgets.all_reduces(tp, [activation])
     weight = layout.bytes_of.weights
     if model.kv_heads < tp:  # ranks share heads of keys, and add up their gradients
         shared = model.kv_heads * model.size_of_head * model.hidden_size * weight
         layer += budgets.all_reduces(tp, [shared] * 2)
-    budget = layer * layers + again * len(repeated) + end * ends
+    budget = layer * layers + repeat * len(repeated) + end * ends
     if config.sp:
         budget += budgets.all_reduces(tp, _replicated(model, layers, stages, layout.stages))
     if layout.stages - 1 in stages:
@@ -147,7 +153,7 @@ def _context(model: TransformerConfig, layout: Layout) -> Budget:
     return budgets.ring_layer(layout.parallel.cp, keys)
 
 
-def _context_again(model: TransformerConfig, layout: Layout) -> Budget:
+def _context_recomputation(model: TransformerConfig, layout: Layout) -> Budget:
     """Return what a second forward needs: half of the all-to-alls, a third of the ring."""
     budget = _context(model, layout)
     parts = 2 if layout.parallel.context == "all_to_all" else 3
@@ -178,7 +184,7 @@ def _experts(model: TransformerConfig, layout: Layout) -> Budget:
     )
 
 
-def _experts_again(model: TransformerConfig, layout: Layout) -> Budget:
+def _experts_recomputation(model: TransformerConfig, layout: Layout) -> Budget:
     """Return what a second forward needs: all but the two exchanges of gradients."""
     config = layout.parallel
     away, row, result = _routed(model, layout)

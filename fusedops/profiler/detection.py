@@ -141,8 +141,8 @@ class Detector:
         >>> rows[:, column("step")] = rows[:, column("forward")] = 1.0
         >>> rows[2, column("forward")] = 1.5
         >>> detector = Detector(RunShape(dict(pp=1, dp=4, cp=1, tp=1, ep=1)))
-        >>> found = [finding for step in range(1, 12) for finding in detector.update(step, rows)]
-        >>> [(finding.kind, finding.ranks, finding.section) for finding in found]
+        >>> findings = [finding for step in range(1, 12) for finding in detector.update(step, rows)]
+        >>> [(finding.kind, finding.ranks, finding.section) for finding in findings]
         [('rank', (2,), 'forward')]
     """
 
@@ -174,25 +174,25 @@ class Detector:
             return []
         self._steps.append(step)
         self._rows.append(rows)
-        found = self._pauses(step, rows)
+        findings = self._pauses(step, rows)
         if self._usual is None:
             self._first.append(rows)
             if len(self._first) == self.thresholds.window:
                 self._usual = torch.stack(self._first).median(dim=0).values
         if len(self._rows) < self.thresholds.chronic:
-            return self._new(found)
+            return self._new(findings)
         window = torch.stack(list(self._rows))
-        found += self._slow_ranks(step, window)
+        findings += self._slow_ranks(step, window)
         if self._usual is not None and self._seen > self.thresholds.warm_up + len(self._first):
-            found += self._slow_stages(step, window, self._usual)
-            found += self._slow_links(step, window, self._usual)
-            found += self._growing_memory(step, window)
-        return self._new(found)
+            findings += self._slow_stages(step, window, self._usual)
+            findings += self._slow_links(step, window, self._usual)
+            findings += self._growing_memory(step, window)
+        return self._new(findings)
 
-    def _new(self, found: list[Finding]) -> list[Finding]:
-        """Return those that were not told in the last window."""
+    def _new(self, findings: list[Finding]) -> list[Finding]:
+        """Return those that were not reported in the last window."""
         new = []
-        for finding in found:
+        for finding in findings:
             key = (finding.kind, finding.ranks, finding.section)
             before = self._reported.get(key)
             self._reported[key] = finding.step
@@ -201,7 +201,7 @@ class Detector:
         return new
 
     def _slow_ranks(self, step: int, window: torch.Tensor) -> list[Finding]:
-        found = []
+        findings = []
         own = window[:, :, _PEER_SECTIONS].sum(2)  # [W, R]
         for ranks in self._stages:
             if len(ranks) < 2:
@@ -214,12 +214,12 @@ class Detector:
             often = (excess > limits).sum(0) >= self.thresholds.chronic
             for place in (slow & often).nonzero().flatten().tolist():
                 rank = int(ranks[place])
-                found.append(
+                findings.append(
                     self._slow_rank(
                         step, window, ranks, rank, excess[:, place], float(limits[place])
                     )
                 )
-        return found
+        return findings
 
     def _slow_rank(
         self,
@@ -278,14 +278,14 @@ class Detector:
         growth = times / usually  # [W, stages]
         excess = growth / _lower_median(growth, 1) - 1
         limits = self._limits(self.thresholds.slow, excess).tolist()
-        found = []
+        findings = []
         for stage, ranks in enumerate(self._stages):
             values, limit = excess[:, stage], limits[stage]
             late = values > limit
             if not (float(values.median()) > limit and int(late.sum()) >= self.thresholds.chronic):
                 continue
             more = own[:, ranks].median(1).values.median(0).values - before[ranks].median(0).values
-            found.append(
+            findings.append(
                 Finding(
                     "stage" if len(ranks) > 1 else "rank",
                     tuple(ranks.tolist()),
@@ -299,11 +299,11 @@ class Detector:
                     _ADVICE["stage"] if len(ranks) > 1 else _ADVICE["rank"],
                 )
             )
-        return found
+        return findings
 
     def _slow_links(self, step: int, window: torch.Tensor, usual: torch.Tensor) -> list[Finding]:
         """Return groups whose transfers take longer than before, or than those of other groups."""
-        found = []
+        findings = []
         seconds = window[:, :, column("step")].median(1).values
         for name in GROUPS:
             if not bool(window[:, :, column(f"bytes_{name}")].any()):
@@ -328,7 +328,7 @@ class Detector:
                 if float(values.median()) > limit and often:
                     extra = float((transfer[:, number] - before[number]).median())
                     factor = float(transfer[:, number].median() / before[number].clamp(min=1e-6))
-                    found.append(
+                    findings.append(
                         Finding(
                             "link",
                             tuple(group),
@@ -342,7 +342,7 @@ class Detector:
                             _ADVICE["link"],
                         )
                     )
-        return found
+        return findings
 
     def _pauses(self, step: int, rows: torch.Tensor) -> list[Finding]:
         """Return ranks that stood still in the step before, and do not any more.
@@ -383,11 +383,11 @@ class Detector:
         memory = window[:, :, column("memory")]
         growth = memory[-1] / memory[0].clamp(min=1) - 1
         rises = (memory.diff(dim=0) > 0).sum(0) >= len(memory) - 2
-        found = []
+        findings = []
         for rank in ((growth > self.thresholds.memory) & rises).nonzero().flatten().tolist():
             larger = memory[:, rank] > memory[0, rank] * (1 + 0.1 * float(growth[rank]))
             since = self._steps[int(larger.nonzero()[0])]
-            found.append(
+            findings.append(
                 Finding(
                     "memory",
                     (rank,),
@@ -401,7 +401,7 @@ class Detector:
                     _ADVICE["memory"],
                 )
             )
-        return found
+        return findings
 
     def _limits(self, threshold: float, values: torch.Tensor) -> torch.Tensor:
         """Return for each column of ``[W, n]`` a threshold, or more if the noise reaches it.

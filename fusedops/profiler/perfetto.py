@@ -30,8 +30,8 @@ def trace(timings: Timings) -> dict[str, Any]:
     for number, step in enumerate(timings.steps):
         longest = max(columns["step"][number])
         for rank in range(shape.ranks):
-            whole = columns["step"][number][rank]
-            events.append(_slice(rank, f"step {step}", begin, whole))
+            duration = columns["step"][number][rank]
+            events.append(_slice(rank, f"step {step}", begin, duration))
             at = begin
             for name in (*_ORDER, *_AFTER):
                 seconds = columns[name][number][rank]

@@ -237,5 +237,5 @@ def _host_group() -> dist.ProcessGroup:
     assert world is not None
     if host_groups.hosts_of([world]) is None:
         host_groups.connect([world], torch.device("cuda"))
-    found = host_groups.hosts_of([world])
-    return world if found is None else found[0]
+    serving = host_groups.hosts_of([world])
+    return world if serving is None else serving[0]

@@ -148,7 +148,7 @@ def _number(value: Any) -> str:
 
 
 def _plan(lines: list[dict[str, Any]], plan: dict[str, Any]) -> list[list[str]]:
-    """Return the prediction of a plan's first layout beside the medians of the run."""
+    """Return the prediction of a plan's first layout with the medians of the run."""
     row = (plan.get("layouts") or [{}])[0]
     measured = {
         "seconds": ("seconds per step", _median(lines, "seconds")),

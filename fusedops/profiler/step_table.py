@@ -149,7 +149,7 @@ def what_if(
     ]
     if len(stages) > 1:
         candidates += [("stage", tuple(stage)) for stage in stages]
-    found = []
+    results = []
     for name, members in candidates:
         faster = own.clone()
         target = usual if name == "rank" else own.median().expand_as(own)
@@ -157,16 +157,16 @@ def what_if(
         faster[places] = torch.minimum(own[places], target[places])
         saved = float(own.max() - faster.max())
         numbers = tuple(ranks[place].rank for place in places)
-        found.append(WhatIf(name, numbers, step - saved, saved))
+        results.append(WhatIf(name, numbers, step - saved, saved))
     for kind in {group.kind for group in groups}:
         seconds = [group.seconds for group in groups if group.kind == kind]
         median = float(torch.tensor(seconds).median())
         for group in groups:
             if group.kind == kind and group.seconds > median:
                 saved = group.seconds - median
-                found.append(WhatIf(f"link ({kind})", group.ranks, step - saved, saved))
-    found = [item for item in found if item.saved > 0.001 * step]
-    return sorted(found, key=lambda item: -item.saved)
+                results.append(WhatIf(f"link ({kind})", group.ranks, step - saved, saved))
+    results = [item for item in results if item.saved > 0.001 * step]
+    return sorted(results, key=lambda item: -item.saved)
 
 
 def slowest(

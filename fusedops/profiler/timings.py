@@ -185,15 +185,15 @@ def read_timings(folder: str | Path) -> Timings:
         raise InputError(f"{path} was written by another version of fusedops")
     shape = RunShape(**{**header, "hosts": tuple(header.get("hosts", ()))})
     width = 1 + shape.ranks * len(FIELDS)
-    whole, rest = divmod(len(data), 4 * width)
+    complete, rest = divmod(len(data), 4 * width)
     notes = [f"the last record is incomplete: {rest} bytes were ignored"] if rest else []
     records = torch.frombuffer(
-        bytearray(data[: 4 * width * whole] or bytes(4)), dtype=torch.float32
+        bytearray(data[: 4 * width * complete] or bytes(4)), dtype=torch.float32
     )
-    records = records[: width * whole].view(whole, width)
+    records = records[: width * complete].view(complete, width)
     last = {int(step): number for number, step in enumerate(records[:, 0].tolist())}
     steps = sorted(last)
-    if len(steps) < whole:
-        notes.append(f"{whole - len(steps)} steps were repeated: their last record counts")
+    if len(steps) < complete:
+        notes.append(f"{complete - len(steps)} steps were repeated: their last record counts")
     values = records[[last[step] for step in steps], 1:].view(len(steps), shape.ranks, len(FIELDS))
     return Timings(shape, steps, values, notes)

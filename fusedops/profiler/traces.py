@@ -88,8 +88,8 @@ def _read(job: tuple[int, Path]) -> TraceFile:
 
 
 def _rank_in(name: str, number: int) -> int:
-    found = re.findall(r"rank[-_]?(\d+)", name) or re.findall(r"\d+", name.split(".")[0])
-    return int(found[-1]) if found else number
+    numbers = re.findall(r"rank[-_]?(\d+)", name) or re.findall(r"\d+", name.split(".")[0])
+    return int(numbers[-1]) if numbers else number
 
 
 def _trace(rank: int, name: str, events: Sequence[dict[str, Any]]) -> TraceFile:

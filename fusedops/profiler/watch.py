@@ -20,7 +20,7 @@ class RunWatch:
 
     Each finding is a warning of the logger ``fusedops`` (below ``Thresholds.severe`` it is logged
     at level INFO) and a line of ``findings.jsonl``. If the disk is full, one warning is logged, and
-    the run goes on without records.
+    training continues without records.
 
     Args:
         folder: of the run.
@@ -58,16 +58,16 @@ class RunWatch:
             step: its number.
             rows: float32.
         """
-        found = self._detector.update(step, rows)
-        for finding in found:
+        findings = self._detector.update(step, rows)
+        for finding in findings:
             (_log.warning if finding.severe else _log.info)("step %d: %s", step, finding)
         if self._writer is None:
             return
         try:
             self._writer.write(step, rows)
-            if found:
+            if findings:
                 with self._findings.open("a") as file:
-                    file.writelines(json.dumps(finding.record()) + "\n" for finding in found)
+                    file.writelines(json.dumps(finding.record()) + "\n" for finding in findings)
         except OSError as error:
             self._warn(error)
             self.close()

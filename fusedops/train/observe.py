@@ -1,4 +1,4 @@
-"""Records where the time of each step goes on each rank, and tells what makes the run slow."""
+"""Records where the time of each step is spent on each rank, and tells what makes the run slow."""
 
 from __future__ import annotations
 

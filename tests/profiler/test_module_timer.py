@@ -144,7 +144,7 @@ def test_transformers_trainer_is_timed(tmp_path: Path) -> None:
 
 def test_lightning_is_timed(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
-    from fusedops.integrations.lightning import Timings as TimingsOfLightning
+    from fusedops.integrations.lightning import StepTimings
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -164,7 +164,7 @@ def test_lightning_is_timed(tmp_path: Path) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         default_root_dir=str(tmp_path),
-        callbacks=[TimingsOfLightning(every=2)],
+        callbacks=[StepTimings(every=2)],
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2))
     timings = read_timings(tmp_path)
