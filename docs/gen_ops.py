@@ -46,7 +46,8 @@ def main() -> None:
     readme.write_text(text)
     (ROOT / "docs" / "measured.svg").write_text(results.chart(specs.values()))
     page = ROOT / "docs" / "bench_models.md"
-    page.write_text(_replace(page.read_text(), "models", results.models_table()))
+    text = _replace(page.read_text(), "models", results.models_table())
+    page.write_text(_replace(text, "types", results.types_table()))
     page = ROOT / "docs" / "compile.md"
     page.write_text(_replace(page.read_text(), "libraries", results.libraries_table()))
     for name, picture in results.model_charts().items():

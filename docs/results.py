@@ -190,6 +190,31 @@ def libraries_table() -> str:
     return "\n\n".join(blocks) or "No measurement is committed yet."
 
 
+def types_table() -> str:
+    """Return how much faster the training step of each model type is, by device, task and dtype."""
+    blocks = []
+    for folder in sorted(path for path in RESULTS.glob("*") if list(path.glob("types-*.json"))):
+        lines = [
+            "| task | dtype | types | slowest | quartiles | fastest |",
+            "|---|---|---:|---|---:|---|",
+        ]
+        name = folder.name
+        for path in sorted(folder.glob("types-*.json")):
+            record: dict[str, Any] = json.loads(path.read_text())
+            name = f"{record['name']} ({folder.name})"
+            task, _, dtype = path.stem.removeprefix("types-").rpartition("-")
+            rows = sorted((row["times_faster"]["median"], row["type"]) for row in record["rows"])
+            ratios = [ratio for ratio, _ in rows]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            (slowest, first), (fastest, last) = rows[0], rows[-1]
+            lines.append(
+                f"| {task.replace('-', ' ')} | {dtype} | {len(rows)} | {slowest:.2f} ({first}) "
+                f"| {low:.2f}, {middle:.2f}, {high:.2f} | {fastest:.2f} ({last}) |"
+            )
+        blocks.append("\n".join([f"{name}:", "", *lines]))
+    return "\n\n".join(blocks) or "No measurement is committed yet."
+
+
 def demo_table() -> str:
     """Return the speeds and loss differences of the committed runs of the demo."""
     blocks = []

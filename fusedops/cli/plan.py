@@ -83,6 +83,10 @@ def plan(
     chunked_loss: Annotated[
         bool, typer.Option("--chunked-loss", help="linear_cross_entropy: logits in chunks.")
     ] = False,
+    expert_imbalance: Annotated[
+        float,
+        typer.Option(min=1, help="Rows of the busiest expert-parallel rank, by their mean."),
+    ] = 1.0,
     rows: Annotated[
         int, typer.Option(min=1, help="Rows to show that fit, and closest misses.")
     ] = 12,
@@ -155,6 +159,7 @@ def plan(
         choices = _choices(tp, pp, ep, zero, recompute, offload, schedule)
         base: dict[str, Any] = {"seq_len": seq_len or None, "precision": precision}
         base |= {"kernels": kernels, "chunked_loss": chunked_loss}
+        base["expert_imbalance"] = expert_imbalance
         options.check_known(mode, _MODES, "mode")
         if device:
             choices["cp"], choices["micro_batch"] = _given(cp), _given(micro_batch)

@@ -76,6 +76,7 @@ def measure(
     microbatches: int = 1,
     ours: bool = False,
     offload: tuple[str, ...] = (),
+    recompute_layers: int | None = None,
 ) -> MeasuredStep:
     """Train a small model for a step and return what it took.
 
@@ -88,6 +89,7 @@ def measure(
         microbatches: of the step.
         ours: recompute by ``fusedops.memory``; else by transformers' gradient checkpointing.
         offload: as in ``Layout``: by ``fusedops.memory`` and ``OffloadedAdamW``.
+        recompute_layers: with ``ours``, how many layers recompute; by default all.
     """
     import torch
 
@@ -102,6 +104,7 @@ def measure(
         kernels=kernels,
         precision=PRECISIONS[dtype],
         recompute=recompute,
+        recompute_layers=recompute_layers,
         offload=offload,
     )
     estimated = estimate(from_config(model.config), layout)
@@ -113,7 +116,8 @@ def measure(
         import fusedops
 
         fusedops.patch(model)
-    _treat(model, LAYERS.get(family, "model.layers.*"), recompute if ours else "none", offload)
+    pattern = LAYERS.get(family, "model.layers.*")
+    _treat(model, pattern, recompute if ours else "none", recompute_layers, offload)
     optimizer: torch.optim.Optimizer
     if "optimizer" in offload:
         states = torch.bfloat16 if dtype == "bfloat16" else None
@@ -162,13 +166,20 @@ def measure(
     )
 
 
-def _treat(model: nn.Module, layers: str, recompute: str, offload: tuple[str, ...]) -> None:
+def _treat(
+    model: nn.Module,
+    layers: str,
+    recompute: str,
+    recompute_layers: int | None,
+    offload: tuple[str, ...],
+) -> None:
     """Give a model the policy that a layout asks for."""
     from fusedops import memory
 
     rules = []
     if recompute == "full":
-        rules.append(memory.recompute(layers))
+        names = [layers.replace("*", str(index)) for index in range(recompute_layers or 0)]
+        rules.append(memory.recompute(names or layers))
     elif recompute == "norm":
         rules.append(memory.recompute(ops=NORMS))
     if "activations" in offload:

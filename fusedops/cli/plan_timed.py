@@ -192,7 +192,7 @@ def _table(plan: TimedPlan, devices: int) -> Any:
             *(str(getattr(config, size)) for size in ("dp", "tp", "pp", "cp", "ep", "zero")),
             f"{row.layout.training.micro_batch} x {config.microbatches}",
             f"{config.pipeline_schedule}{stages}" if config.pp > 1 else "-",
-            row.layout.recompute.replace("none", "-"),
+            _recomputation(row.layout),
             "+".join(config.offload) or "-",
             f"{row.seconds:.3f}",
             f"{_tokens(row) / row.seconds / devices:,.0f}",
@@ -200,6 +200,12 @@ def _table(plan: TimedPlan, devices: int) -> Any:
             f"{row.estimate.peak / 2**30:.1f}",
         )
     return table
+
+
+def _recomputation(layout: Layout) -> str:
+    """Return what is recomputed, and of how many layers of a stage if not of all."""
+    count = layout.parallel.recompute_layers
+    return layout.recompute.replace("none", "-") + ("" if count is None else f" ({count})")
 
 
 def _tokens(row: TimedLayout) -> float:

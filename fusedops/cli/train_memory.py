@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from fusedops._core import checks
 from fusedops._core.host_memory import available_bytes
 
 if TYPE_CHECKING:
+    from fusedops.planner import Estimate
     from fusedops.train.builder import Run
 
 # An estimate can be wrong, but not by this factor: above it a run is refused.
@@ -42,8 +44,29 @@ _ADVICE = (
 )
 
 
+# What makes a part of the memory smaller, by the planner's names of the parts.
+_CURES = {
+    "weights": "parallel.zero = 3 or a larger parallel.tp shards them",
+    "gradients": "parallel.zero = 2 shards them",
+    "states": 'parallel.zero = 1, or parallel.offload = "optimizer"',
+    "activations": 'parallel.recompute = "selective" or "full", or a larger parallel.microbatches',
+    "communication": "a smaller parallel.bucket_bytes",
+    "logits": "a larger parallel.microbatches",
+}
+_REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
 def estimated_bytes(run: Run) -> int | None:
     """Return the planner's estimate for one process; ``None`` where it knows no such layout."""
+    needed = _estimated(run)
+    if needed is None:
+        return None
+    # Without a GPU what is offloaded is in the same memory.
+    return needed.peak + (needed.host if run.ranks.device.type == "cpu" else 0)
+
+
+def _estimated(run: Run) -> Estimate | None:
     from fusedops.planner import Layout, TrainingShape, estimate
 
     config, parallel = run.config, run.parallel.config
@@ -56,11 +79,9 @@ def estimated_bytes(run: Run) -> int | None:
         precision=("float32", "autocast", "half-gradients")[sum(halves)],
     )
     try:
-        needed = estimate(model, Layout(replace(parallel, offload=offload), shape))
+        return estimate(model, Layout(replace(parallel, offload=offload), shape))
     except (ValueError, TypeError, checks.UnsupportedError):
         return None
-    # Without a GPU what is offloaded is in the same memory.
-    return needed.peak + (needed.host if run.ranks.device.type == "cpu" else 0)
 
 
 def compared(peak: int | None, available: int | None) -> str:
@@ -83,7 +104,31 @@ def out_of_memory(error: BaseException, run: Run | None) -> str | None:
         return None
     if run is None:
         return f"out of memory before the first step: {_ADVICE}"
-    return f"out of memory: {compared(estimated_bytes(run), _available(run))}: {_ADVICE}"
+    free = _fragmented(error, run)
+    if free:
+        return (
+            f"out of memory: {free} are free, in pieces that are too small; start the job with "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    advice, needed = _ADVICE, _estimated(run)
+    if needed is not None:
+        part = max(needed.parts, key=needed.parts.__getitem__)
+        share = needed.parts[part] / needed.peak
+        advice = f"{share:.0%} of it are {part}: {_CURES[part]}; or {_ADVICE}"
+    return f"out of memory: {compared(estimated_bytes(run), _available(run))}; {advice}"
+
+
+def _fragmented(error: BaseException, run: Run) -> str:
+    """Return how many bytes are free in the allocator, if they are enough; else nothing."""
+    request = _REQUEST.search(str(error))
+    if request is None or run.ranks.device.type != "cuda":
+        return ""
+    from fusedops.planner import show_bytes
+
+    device = run.ranks.device
+    free = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    size = float(request[1]) * _UNITS[request[2]]
+    return show_bytes(free) if free > size else ""
 
 
 def _available(run: Run) -> int | None:

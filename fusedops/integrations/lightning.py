@@ -14,6 +14,7 @@ from fusedops._core import checks, imports
 from fusedops.integrations.hf.patch import patch, unpatch
 from fusedops.integrations.hf.report import PatchReport
 from fusedops.integrations.hf.rules.rule import LEVELS
+from fusedops.profiler import ModuleTimer
 
 _ROOT = "lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning"
 _lightning = imports.needed(_ROOT, "lightning", "fusedops.integrations.lightning")
@@ -67,3 +68,54 @@ class FusedOps(_Callback):
         """Unpatch, if that was asked for."""
         if self.unpatch:
             unpatch(pl_module)
+
+
+class StepTimings(_Callback):
+    """Record where the time of each step is spent on each rank, and warn of what slows the job.
+
+    As ``fusedops.integrations.trainer.TimingsCallback``.
+
+    Args:
+        folder: for the records; by default the trainer's ``default_root_dir``.
+        every: steps between two gatherings of the ranks' rows.
+
+    Raises:
+        ValueError: ``every`` is less than 1.
+    """
+
+    def __init__(self, folder: str = "", every: int = 5) -> None:
+        super().__init__()
+        checks.integer("StepTimings", "every", every, least=1)
+        self.folder, self.every = folder, every
+        self._timer: ModuleTimer | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to record."""
+        self._timer = ModuleTimer(self.folder or trainer.default_root_dir, every=self.every)
+        self._timer.start(trainer.model or pl_module, device=pl_module.device.type)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        """Note that the batch is there."""
+        if self._timer is not None:
+            self._timer.begin_step()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Note that the loss is there."""
+        if self._timer is not None:
+            self._timer.mark("forward")
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Note that all gradients are there."""
+        if self._timer is not None:
+            self._timer.begin_optimizer()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *outputs: Any) -> None:
+        """Note that the optimizer has stepped."""
+        if self._timer is not None:
+            self._timer.end_step(trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Gather the last rows."""
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None

@@ -19,6 +19,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf.patch import describe, patch
 from fusedops.integrations.hf.report import PatchReport
 from fusedops.integrations.hf.rules.rule import LEVELS
+from fusedops.profiler import ModuleTimer
 
 _transformers = imports.needed("transformers", "transformers", "fusedops.integrations.trainer")
 
@@ -108,3 +109,60 @@ class FusedOpsCallback(_Callback):
         self.report = patch(model, level=self.level, strict=self.strict)
         if state.is_local_process_zero:
             _LOG.info("%s", self.report)
+
+
+class TimingsCallback(_Callback):
+    """Record where the time of each step is spent on each rank, and warn of what slows the job.
+
+    The records are those of ``fusedops train``: ``fusedops profile`` reads them. docs/observe.md
+    says what is found. Waits are known for DistributedDataParallel; with FSDP they are part of
+    forward and backward.
+
+    Args:
+        folder: for the records; by default the trainer's ``output_dir``.
+        every: steps between two gatherings of the ranks' rows.
+
+    Raises:
+        ValueError: ``every`` is less than 1.
+    """
+
+    def __init__(self, folder: str = "", every: int = 5) -> None:
+        checks.integer("TimingsCallback", "every", every, least=1)
+        self.folder, self.every = folder, every
+        self._timer: ModuleTimer | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to record."""
+        self._timer = ModuleTimer(self.folder or args.output_dir, every=self.every)
+        self._timer.start(kwargs["model"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that the batch is there."""
+        if self._timer is not None:
+            self._timer.begin_step()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that all gradients are there."""
+        if self._timer is not None:
+            self._timer.begin_optimizer()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that the optimizer has stepped."""
+        if self._timer is not None:
+            self._timer.end_step(state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that an evaluation ended."""
+        if self._timer is not None:
+            self._timer.mark("validation")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that a checkpoint was written."""
+        if self._timer is not None:
+            self._timer.mark("checkpoint")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Gather the last rows."""
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None

@@ -363,6 +363,9 @@ class TransformerConfig:
 
     def kinds(self, layers: Iterable[int]) -> dict[int, int]:
         """Return one layer of each kind among these, and how many are of it."""
+        layers = list(layers)
+        if layers and self.sparse_layers in (0, self.depth) and not self.encoder_layers:
+            return {layers[0]: len(layers)}
         kinds: dict[tuple[bool, bool], list[int]] = {}
         for index in layers:
             kind = self.is_sparse(index), self.has_cross_attention(index)

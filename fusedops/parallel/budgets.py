@@ -72,22 +72,54 @@ def tensor_layer(ranks: int, activation: int, *, halves: int = 1) -> Budget:
     return all_reduces(ranks, [activation // halves] * (4 * halves))
 
 
+def tensor_layer_recomputation(ranks: int, activation: int, *, halves: int = 1) -> Budget:
+    """Return the budget of a second forward of such a layer, for its backward.
+
+    The last all-reduce is left out: nothing in the layer needs its result. With two halves only
+    that of the second one is.
+    """
+    return all_reduces(ranks, [activation // halves] * (2 * halves - 1))
+
+
 def sequence_layer(
-    ranks: int, activation: int, *, overlap: bool = False, halves: int = 1
+    ranks: int,
+    activation: int,
+    *,
+    overlap: bool = False,
+    overlap_mlp: bool = True,
+    halves: int = 1,
 ) -> Budget:
     """Return the budget of such a layer with sequence parallelism.
 
     Two all-gathers and two reduce-scatters in the forward, two of each in the backward. With
     ``overlap`` three of each kind are rings, whose steps overlap products, and the input of the
     feed-forward part is gathered once more for the gradient of its weight, instead of being saved.
-    Micro-batch overlap has no rings.
+    Without ``overlap_mlp`` the feed-forward part has no rings. Micro-batch overlap has none at all.
     """
     part = activation * (ranks - 1) // ranks
     if not overlap or halves > 1:
         calls = 4 * halves
         return Budget({"all_gather": calls, "reduce_scatter": calls}, 8 * part)
+    if not overlap_mlp:
+        rings = {"send_receive": 2 * (ranks - 1)}
+        return Budget({"all_gather": 3, "reduce_scatter": 3, **rings}, 8 * part)
     rings = {"send_receive": 6 * (ranks - 1)}
     return Budget({"all_gather": 2, "reduce_scatter": 1, **rings}, 9 * part)
+
+
+def sequence_layer_recomputation(
+    ranks: int, activation: int, *, overlap: bool = False, halves: int = 1
+) -> Budget:
+    """Return the budget of a second forward of such a layer, for its backward.
+
+    The last reduce-scatter is left out as the all-reduce of ``tensor_layer_recomputation`` is.
+    """
+    part = activation * (ranks - 1) // ranks
+    if not overlap or halves > 1:
+        gathers, scatters = 2 * halves, 2 * halves - 1
+        calls = {"all_gather": gathers, "reduce_scatter": scatters}
+        return Budget(calls, (gathers + scatters) * part // halves)
+    return Budget({"all_gather": 1, "send_receive": 3 * (ranks - 1)}, 4 * part)
 
 
 def vocabulary_ends(ranks: int, activation: int, statistics: int, *, sequence: bool) -> Budget:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
-from fusedops.models.parallelization.config import ParallelConfig, check_split
+from fusedops.models.parallelization.config import ParallelConfig, check_split, check_stages
+from fusedops.models.parallelization.stage_costs import by_operations
+from fusedops.parallel.pipeline.split import at, balanced
 from fusedops.parallel.sizes import check_divides, check_ranks
 from fusedops.planner.pipelines import ScheduleCost, schedule_cost, stages_of_rank
 
@@ -22,6 +25,7 @@ OFFLOADS = ("optimizer", "activations")
 # What ``recompute`` may recompute alone or joined by ``+``.
 PARTIAL_RECOMPUTE = ("scores", "norm", "activation")
 RECOMPUTE = ("none", "selective", "full", *PARTIAL_RECOMPUTE)
+_CACHED = 1024
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class TrainingShape:
             ``recompute="selective"`` of ``ParallelConfig`` implies it.
         optimizer_overlap: the offloaded optimizer steps during the backward and needs its states
             twice; otherwise it steps in place, with half of the host memory.
+        expert_imbalance: rows of the expert-parallel rank that gets most, by their mean over the
+            ranks; 1: the router spreads the tokens evenly.
 
     Raises:
         ValueError: a value has no meaning.
@@ -82,6 +88,7 @@ class TrainingShape:
     chunked_loss: bool = False
     recompute_scores: bool = False
     optimizer_overlap: bool = True
+    expert_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         op = type(self).__name__
@@ -92,6 +99,7 @@ class TrainingShape:
             checks.flag(op, name, getattr(self, name))
         checks.choice(op, "precision", self.precision, PRECISIONS)
         checks.choice(op, "kernels", self.kernels, KERNELS)
+        checks.finite(op, "expert_imbalance", self.expert_imbalance, least=1.0)
 
 
 @dataclass(frozen=True, init=False)
@@ -206,12 +214,28 @@ class Layout:
         return sizes.stream if stream else sizes.activations
 
     @property
+    def expert_imbalance(self) -> float:
+        """``TrainingShape.expert_imbalance`` where there are ranks to be unequal."""
+        return self.training.expert_imbalance if self.parallel.ep > 1 else 1.0
+
+    @property
     def recomputed(self) -> frozenset[str]:
         """What the backward recomputes, in words of ``PARTIAL_RECOMPUTE``."""
         words = self.recompute.split("+")
         return frozenset(PARTIAL_RECOMPUTE if "selective" in words else words) & set(
             PARTIAL_RECOMPUTE
         )
+
+    @cached_property
+    def without_recomputation(self) -> Layout:
+        """The same without recomputation, which layers after ``recompute_layers`` have not."""
+        plain = replace(
+            self.parallel,
+            recompute="none",
+            recompute_layers=None,
+            recompute_slice_activation=False,
+        )
+        return Layout(plain, self.training)
 
     @property
     def stages(self) -> int:
@@ -252,6 +276,18 @@ class Layout:
         """Return the tokens of a sequence."""
         return model.seq_len if self.training.seq_len is None else self.training.seq_len
 
+    def runs(self, model: TransformerConfig) -> tuple[range, ...]:
+        """Return the layers of each stage, in runs that balance the operations by default."""
+        config = self.parallel
+        if config.pp == 1:
+            return (range(model.depth),)
+        return layer_runs(model, self.stages, config.pipeline_balance, config.pipeline_cuts)
+
+    def layers_of(self, model: TransformerConfig, rank: int) -> list[int]:
+        """Return the layers of a rank of the pipeline."""
+        runs = self.runs(model)
+        return [layer for stage in self.stages_of(rank) for layer in runs[stage]]
+
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank of the pipeline."""
         config = self.parallel
@@ -260,10 +296,32 @@ class Layout:
         return stages_of_rank(config.pipeline_schedule, config.pp, config.virtual, rank)
 
 
+@lru_cache(_CACHED)
+def layer_runs(
+    model: TransformerConfig, stages: int, balance: str, cuts: tuple[int, ...] | None = None
+) -> tuple[range, ...]:
+    """Return the layers of each stage.
+
+    Args:
+        model: what is trained.
+        stages: of all ranks.
+        balance: as ``pipeline_balance``; ``"measured"`` counts operations here.
+        cuts: as ``pipeline_cuts``.
+    """
+    if cuts is not None:
+        return tuple(at(cuts, model.depth, stages, _OP))
+    if balance == "layers" or model.encoder_layers:
+        return tuple(balanced([1.0] * model.depth, stages))
+    costs = by_operations(model)
+    return tuple(balanced(costs.layers, stages, first=costs.first, last=costs.last))
+
+
 _OPTIONS = (
     *("dp", "tp", "pp", "cp", "ep", "zero", "sp", "micro_batch", "microbatches", "seq_len"),
     *("pipeline_schedule", "pipeline_virtual", "precision", "kernels", "dropout", "chunked_loss"),
-    *("recompute", "recompute_slice_activation", "mp_comm_recompute"),
+    "expert_imbalance",
+    *("pipeline_cuts", "recompute", "recompute_layers", "recompute_slice_activation"),
+    "mp_comm_recompute",
     *("parallel_optimizer_comm_recompute", "offload", "overlap", "bucket_bytes"),
 )
 
@@ -284,8 +342,7 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
         sizes = {name: getattr(config, name) for name in ("dp", "tp", "pp", "cp")}
         check_ranks(_OP, sizes, devices)
     check_split(_OP, model, tp=config.tp, ep=config.ep, data=config.sizes.data)
-    name = "pp" if config.virtual == 1 else "pp x pipeline_virtual"
-    check_divides(_OP, name, layout.stages, model.depth, "the layers")
+    check_stages(_OP, model, config)
     length = layout.length(model)
     if model.position_tables and length > model.seq_len:
         expected = f"at most {model.seq_len}, the positions that the model has"

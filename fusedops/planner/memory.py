@@ -20,15 +20,15 @@ Fragmentation, the libraries' workspaces and what is no tensor are not in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from fusedops.models.config import TransformerConfig, Weights
+from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.parallel.pipeline.schedules import SCHEDULES
-from fusedops.parallel.pipeline.split import balanced
 from fusedops.planner import saved_tensors
-from fusedops.planner.layout import Layout, check
+from fusedops.planner.layout import Layout, TrainingShape, check
 from fusedops.planner.saved_tensors import SavedActivation
 
 PARTS = ("weights", "gradients", "states", "activations", "communication", "logits")
@@ -99,11 +99,7 @@ def estimate(model: TransformerConfig, layout: Layout, *, devices: int | None = 
 
 def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
     """Return what ``estimate`` does of a layout that fits the model."""
-    # Inner ranks keep less than the first or as much, unless their layers are others.
-    alike = model.sparse_layers in (0, model.depth) and not model.encoder_layers
-    most = layout.in_flight.index(max(layout.in_flight))
-    indices = {0, most, layout.parallel.pp - 1} if alike else range(layout.parallel.pp)
-    stages = [_Stage(model, layout, index) for index in indices]
+    stages = [_Stage(model, layout, index) for index in _ranks_to_compare(model, layout)]
     peaks = [stage.peak() for stage in stages]
     fullest, (moment, parts) = max(
         zip(stages, peaks, strict=True), key=lambda stage: sum(stage[1][1].values())
@@ -118,6 +114,21 @@ def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
         states=math.ceil(fullest.states),
         host=max(math.ceil(stage.host) for stage in stages),
     )
+
+
+def _ranks_to_compare(model: TransformerConfig, layout: Layout) -> Iterable[int]:
+    """Return the pipeline ranks of which one is the fullest."""
+    ranks = range(layout.parallel.pp)
+    if model.sparse_layers not in (0, model.depth) or model.encoder_layers:
+        return ranks
+    # Of inner ranks with as many layers, the one with most micro-batches in flight.
+    inner: dict[int, int] = {}
+    for rank in ranks[1:-1]:
+        count = len(layout.layers_of(model, rank))
+        other = inner.setdefault(count, rank)
+        if layout.in_flight[rank] > layout.in_flight[other]:
+            inner[count] = rank
+    return {0, *inner.values(), ranks[-1]}
 
 
 def weights_of_rank(
@@ -144,20 +155,29 @@ def _bytes(tensors: Iterable[SavedActivation], layout: Layout, *, recomputed: bo
 
 
 @lru_cache(_CACHED)
-def _runs(layers: int, stages: int) -> list[range]:
-    """Return the layers of each stage: equal runs, but in the tables of other trainers."""
-    return balanced([1.0] * layers, stages)
-
-
-@lru_cache(_CACHED)
 def _layer_weights(model: TransformerConfig, index: int) -> tuple[Weights, Weights]:
     """Return the parameters of a layer, and those of its feed-forward part."""
     return model.layer(index), model.feed_forward(index)
 
 
-@lru_cache(_CACHED)
 def _layer_token_bytes(model: TransformerConfig, layout: Layout, index: int) -> tuple[float, float]:
     """Return a layer's saved bytes per token, and those of what the backward does not recompute."""
+    config = layout.parallel
+    sizes = config.tp, config.sp, config.ep
+    return _token_bytes(model, layout.training, *sizes, config.recompute, index)
+
+
+@lru_cache(_CACHED)
+def _token_bytes(
+    model: TransformerConfig,
+    training: TrainingShape,
+    tp: int,
+    sp: bool,
+    ep: int,
+    recompute: str,
+    index: int,
+) -> tuple[float, float]:
+    layout = Layout(ParallelConfig(tp=tp, sp=sp, dp=ep, ep=ep, recompute=recompute), training)
     tensors = saved_tensors.layer(model, layout, index)
     return _bytes(tensors, layout), _bytes(tensors, layout, recomputed=False)
 
@@ -200,7 +220,7 @@ def _widest(model: TransformerConfig, layout: Layout, index: int) -> float:
         # gradients of gate and up, or of both factors of gelu_new; one saved tensor is freed then.
         one_op = fused and not model.post_norm
         return f * (2 if one_op or model.gated or (model.activation == "gelu_new") else 1)
-    k, products = model.top_k, 2 if model.gated else 1
+    k, products = model.top_k * layout.expert_imbalance, 2 if model.gated else 1
     if fused:  # the same, and a gradient of the input for each slot
         return k * (f * (products + 1) + model.hidden_size)
     return k * f * products * layout.bytes_of_experts / layout.bytes_of.activations
@@ -242,8 +262,11 @@ class _Stage:
     def __init__(self, model: TransformerConfig, layout: Layout, index: int) -> None:
         self.model, self.layout, self.index = model, layout, index
         stages = layout.stages_of(index)
-        runs = _runs(model.depth, layout.stages)
+        runs, count = layout.runs(model), layout.parallel.recompute_layers
         self.layers = [layer for stage in stages for layer in runs[stage]]
+        # Layers that recompute nothing: those after the first ones of each stage.
+        plain = [layer for stage in stages for layer in runs[stage][count:]] if count else []
+        self.plain = frozenset(plain)
         self.first, self.last = 0 in stages, layout.stages - 1 in stages
         config, sizes = layout.parallel, layout.bytes_of
         self.ranks = config.sizes.data
@@ -269,7 +292,7 @@ class _Stage:
         self.kept = self._saved()
         if "activations" in config.offload:
             layers = self._saved_by_layers()
-            widest = max(layer_bytes(model, layout, layer) for layer in self.kinds)
+            widest = max(layer_bytes(model, of_kind, layer) for layer, _, of_kind in self._kinds())
             self.kept -= max(0.0, layers - 2 * widest)  # one is in use, one in transit
             self.host += layers  # all are offloaded when the backward begins
         if "optimizer" in config.offload:
@@ -320,13 +343,13 @@ class _Stage:
         moments = {
             "layer": self._parts(
                 in_last,
-                self.kept + _temporary_bytes(model, layout, last),
+                self.kept + _temporary_bytes(model, self._layout_of(last), last),
                 casts=self._casts(converted),
             ),
             "first": self._parts(
                 in_first,
-                max(after, layer_bytes(model, layout, first))
-                + _temporary_bytes(model, layout, first),
+                max(after, layer_bytes(model, self._layout_of(first), first))
+                + _temporary_bytes(model, self._layout_of(first), first),
                 casts=waiting_casts * sizes.casts,
             ),
             "end": self._parts(at_end, after + stream),
@@ -355,9 +378,10 @@ class _Stage:
 
     def _casts(self, numbers: float) -> float:
         """Return the bytes of autocast's copies of weights before the backward has used any."""
-        if self.layout.recompute == "full":
-            return numbers * self.layout.bytes_of.casts
-        return self.casts
+        if self.layout.recompute != "full":
+            return self.casts
+        plain = sum((_layer_weights(self.model, layer)[0] for layer in self.plain), Weights())
+        return (numbers + self._converted(plain)) * self.layout.bytes_of.casts
 
     def _outside(self) -> Weights:
         """Return the parameters that are not in layers; a tied head elsewhere has its own copy."""
@@ -398,9 +422,24 @@ class _Stage:
         return self._saved_by_layers() + kept * layout.in_flight[self.index]
 
     def _saved_by_layers(self) -> float:
-        model, layout = self.model, self.layout
-        saved = sum(layer_bytes(model, layout, layer) * n for layer, n in self.kinds.items())
-        return saved * layout.in_flight[self.index]
+        saved = sum(
+            layer_bytes(self.model, layout, layer) * n for layer, n, layout in self._kinds()
+        )
+        return saved * self.layout.in_flight[self.index]
+
+    def _layout_of(self, layer: int) -> Layout:
+        """Return the layout of a layer, which has no recomputation where that layer has none."""
+        return self.layout.without_recomputation if layer in self.plain else self.layout
+
+    def _kinds(self) -> Iterator[tuple[int, int, Layout]]:
+        """Yield a layer of each kind, how many are alike, and their layout."""
+        if not self.plain:
+            yield from ((layer, count, self.layout) for layer, count in self.kinds.items())
+            return
+        for plain in (False, True):
+            layers = [layer for layer in self.layers if (layer in self.plain) == plain]
+            for layer, count in self.model.kinds(layers).items():
+                yield layer, count, self._layout_of(layer)
 
     def _host_of_optimizer(self) -> float:
         """Return the bytes of ``OffloadedAdamW`` in the host's memory."""
@@ -446,7 +485,7 @@ class _Stage:
         if config.cp > 1:
             buffers += 4 * tokens * model.key_width * item / config.tp
         if config.ep > 1:
-            buffers += 2 * model.top_k * stream / config.tp
+            buffers += 2 * model.top_k * layout.expert_imbalance * stream / config.tp
         if self.ranks > 1:
             buffers += self._data_parallel_buffers()
         return buffers

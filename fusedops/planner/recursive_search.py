@@ -56,7 +56,7 @@ def recursive_layout(
         checks.integer(_OP, name, value, least=1)
     base = base or Layout()
     for pp in range(1, min(devices, model.depth) + 1):
-        if devices % pp or model.depth % pp:
+        if devices % pp:
             continue
         sizes = _divided(model, devices // pp, pp, global_batch, base)
         if sizes is None:

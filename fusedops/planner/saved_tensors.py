@@ -162,7 +162,8 @@ def _feed_forward(model: TransformerConfig, layout: Layout) -> Iterator[SavedAct
 
 def _experts(model: TransformerConfig, layout: Layout) -> Iterator[SavedActivation]:
     # With tensor parallelism each rank routes and computes its share of the tokens.
-    item, k, h = layout.bytes_of.activations, model.top_k, model.hidden_size
+    item, h = layout.bytes_of.activations, model.hidden_size
+    k = model.top_k * layout.expert_imbalance
     f = k * model.intermediate_size
     products = 2 if model.gated else 1
     if model.shared_size:

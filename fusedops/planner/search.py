@@ -145,7 +145,7 @@ def _meshes(
 ) -> Iterator[_MeshChoice]:
     """Yield each choice of parallel sizes; arguments as of ``layouts``."""
     tensor = tp or [n for n in (1, 2, 4, 8) if n <= MOST_TENSOR]
-    stages = pp or [n for n in range(1, min(devices, model.depth) + 1) if model.depth % n == 0]
+    stages = pp or range(1, min(devices, model.depth) + 1)
     cp = base.parallel.cp
     for t, p in itertools.product(tensor, stages):
         replicas = max(1, devices // (t * p * cp))
@@ -336,7 +336,9 @@ def describe(layout: Layout) -> str:
     if config.zero:
         parts.append(f"zero {config.zero}")
     if layout.recompute != "none":
-        parts.append(f"recompute {layout.recompute}")
+        count = config.recompute_layers
+        layers = "" if count is None else f" of {count} layers per stage"
+        parts.append(f"recompute {layout.recompute}{layers}")
     if config.offload:
         parts.append(f"offload {' and '.join(config.offload)}")
     return ", ".join(parts) or "one device, nothing shared"

@@ -79,9 +79,13 @@ class StepShape:
         zero: ZeRO stage; 3 gathers weights (FSDP).
         micro_batch: sequences of a micro-batch.
         microbatches: of a step, on a data-parallel rank.
+        rank_layers: of each pipeline rank, how many layers without and with experts it has; by
+            default all ranks have equally many.
         recompute: ``"none"``, ``"elementwise"`` (norms and activations), ``"selective"``
             (attention), ``"products"`` (attention and about a third of the products, as selective
             activation checkpointing by operator) or ``"full"``.
+        recomputed: share of the layers that recompute.
+        imbalance: rows of the expert-parallel rank with most rows, by their mean over the ranks.
         offload: of ``"optimizer"`` (its states and its step are the host's) and ``"activations"``.
         saved_bytes: that a layer keeps of a micro-batch, of which offloading moves all.
         dtype: of products, ``"bfloat16"`` or ``"float8"``.
@@ -118,7 +122,10 @@ class StepShape:
     zero: int = 0
     micro_batch: int = 1
     microbatches: int = 1
+    rank_layers: tuple[tuple[int, int], ...] = ()
     recompute: str = "none"
+    recomputed: float = 1.0
+    imbalance: float = 1.0
     offload: tuple[str, ...] = ()
     saved_bytes: float = 0.0
     dtype: str = "bfloat16"
@@ -136,6 +143,11 @@ class StepShape:
         ):
             checks.integer(_OP, name, getattr(self, name), least=1)
         checks.choice(_OP, "recompute", self.recompute, _RECOMPUTE)
+        checks.probability(_OP, "recomputed", self.recomputed)
+        checks.finite(_OP, "imbalance", self.imbalance, least=1.0)
+        if self.rank_layers and len(self.rank_layers) != self.pp:
+            expected = f"of pp = {self.pp} ranks, or empty"
+            checks.fail(_OP, "rank_layers", expected, f"those of {len(self.rank_layers)}")
         checks.choice(_OP, "schedule", self.schedule, SCHEDULES)
         for word in self.offload:
             checks.choice(_OP, "offload", word, _OFFLOAD)
@@ -148,8 +160,9 @@ class StepShape:
 
     @property
     def routed(self) -> float:
-        """Rows that a rank sends to experts in a micro-batch; with ``sp`` those of its tokens."""
-        return self.tokens / (self.tp if self.sp else 1) * self.top_k
+        """Rows that the experts of a rank get of a micro-batch, of the rank with most rows."""
+        rows = self.tokens / (self.tp if self.sp else 1) * self.top_k
+        return rows * (self.imbalance if self.ep > 1 else 1.0)
 
     @property
     def width(self) -> int:
@@ -165,8 +178,8 @@ class StepShape:
         """Return how many layers are alike, and a shape all of whose layers are so."""
         if not self.experts or self.sparse_layers in (None, self.layers):
             return [(self.layers, self)]
-        dense = replace(self, experts=0, top_k=1, shared=0, sparse_layers=None)
-        sparse = replace(self, sparse_layers=None)
+        dense = replace(self, experts=0, top_k=1, shared=0, sparse_layers=None, rank_layers=())
+        sparse = replace(self, sparse_layers=None, rank_layers=())
         count = self.sparse_layers or 0
         kinds = [(self.layers - count, dense), (count, sparse)]
         return [(number, shape) for number, shape in kinds if number]
@@ -352,15 +365,21 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
     """
     costs, usual = _Costs(shape, device), device.efficiency
     parts = dict.fromkeys(PARTS, 0.0)
+    kinds = shape.kinds()
+    layers = [_layer(_Costs(kind, device)) for _, kind in kinds]
+    of_layers = [sum(layer.values()) for layer, _ in layers]
+    head = costs.head()
+    counts, has_head = _slowest_rank(shape, kinds, of_layers, head)
     hidden = 0.0
-    for count, kind in shape.kinds():
-        layer, overlapped = _layer(_Costs(kind, device))
-        passes = shape.microbatches * count / shape.pp
+    for count, (layer, overlapped) in zip(counts, layers, strict=True):
+        passes = shape.microbatches * count
         hidden += overlapped * passes
         for name, seconds in layer.items():
             parts[name] += seconds * passes
-    of_stage = sum(parts.values()) / shape.microbatches
-    parts["head"] = costs.head() * shape.microbatches
+    of_stage = sum(
+        count * seconds / shape.pp for (count, _), seconds in zip(kinds, of_layers, strict=True)
+    )
+    parts["head"] = head * shape.microbatches if has_head else 0.0
     if shape.pp > 1:
         parts["bubble"] = _bubble(shape) * of_stage
         rounds = (
@@ -374,7 +393,37 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
     return StepEstimate(parts, hidden + overlapped)
 
 
+def _slowest_rank(
+    shape: StepShape, kinds: list[tuple[int, StepShape]], of_layers: list[float], head: float
+) -> tuple[list[float], bool]:
+    """Return how many layers of each kind the slowest pipeline rank has, and whether the head."""
+    if not shape.rank_layers:
+        return [count / shape.pp for count, _ in kinds], True
+    places = [1 if kind.experts else 0 for _, kind in kinds]
+    ranks = [[float(layers[place]) for place in places] for layers in shape.rank_layers]
+    # The last stage is on the last rank, but on the first one of a V.
+    last = 0 if SCHEDULES[shape.schedule].is_v else len(ranks) - 1
+    loads = [
+        sum(count * seconds for count, seconds in zip(counts, of_layers, strict=True))
+        + (head if rank == last else 0.0)
+        for rank, counts in enumerate(ranks)
+    ]
+    slowest = max(range(len(ranks)), key=loads.__getitem__)
+    return ranks[slowest], slowest == last
+
+
 def _layer(costs: _Costs) -> tuple[dict[str, float], float]:
+    """Return ``_layer_of_kind`` on average of the layers that recompute and of the others."""
+    share = costs.shape.recomputed
+    layer, hidden = _layer_of_kind(costs)
+    if share == 1 or costs.shape.recompute == "none":
+        return layer, hidden
+    plain, of_plain = _layer_of_kind(_Costs(replace(costs.shape, recompute="none"), costs.device))
+    mixed = {name: share * layer[name] + (1 - share) * plain[name] for name in layer}
+    return mixed, share * hidden + (1 - share) * of_plain
+
+
+def _layer_of_kind(costs: _Costs) -> tuple[dict[str, float], float]:
     """Return the seconds of a layer and micro-batch by part, and of what is hidden behind them."""
     shape, usual = costs.shape, costs.device.efficiency
     forward, gradients = costs.layer_products()
@@ -403,6 +452,7 @@ def _layer(costs: _Costs) -> tuple[dict[str, float], float]:
     host = usual.host_seconds * (1.0 if shape.recompute == "full" else 0.75)
     host *= 1 + usual.host_spread * max(0.0, math.log2(shape.tp) - 2)
     layer["host"] = max(0.0, host - sum(layer.values()))
+    layer["offload"] = 0.0
     if "activations" not in shape.offload:
         return layer, 0.0
     # Saved in the forward, fetched in the backward, each while the layer computes.

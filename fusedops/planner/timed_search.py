@@ -14,14 +14,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.parallel.pipeline.schedules import SCHEDULES as PIPELINES
 from fusedops.planner.device import Device
-from fusedops.planner.layout import Layout, TrainingShape
-from fusedops.planner.memory import estimate_unchecked, layer_bytes
+from fusedops.planner.layout import Layout, TrainingShape, layer_runs
+from fusedops.planner.memory import Estimate, estimate_unchecked, layer_bytes
+from fusedops.planner.pipelines import stages_of_rank
 from fusedops.planner.search import OFFLOAD, RECOMPUTE, SCHEDULES, PlannedLayout, fitted
 from fusedops.planner.step_time import StepEstimate, StepShape, step_time
 
@@ -109,6 +111,10 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
         model,
         layout.training,
         recompute=_recomputed(layout),
+        recomputed=_share_of_layers(model, layout),
+        rank_layers=_rank_layers(model, layout.runs(model), config.pipeline_schedule, config.pp)
+        if config.pp > 1
+        else (),
         saved_bytes=layer_bytes(model, layout, 0) if offloads else 0.0,
         micro_batch=layout.training.micro_batch,
         **options,
@@ -132,8 +138,31 @@ def _shape(model: TransformerConfig, training: TrainingShape, **options: Any) ->
         shared=model.shared_size,
         flash=training.kernels != "eager",
         dtype="float32" if training.precision == "float32" else "bfloat16",
+        imbalance=training.expert_imbalance,
         **options,
     )
+
+
+@lru_cache(1024)
+def _rank_layers(
+    model: TransformerConfig, runs: tuple[range, ...], schedule: str, pp: int
+) -> tuple[tuple[int, int], ...]:
+    """Return how many layers without and with experts each rank of a pipeline has."""
+    ranks = []
+    for rank in range(pp):
+        stages = stages_of_rank(schedule, pp, len(runs) // pp, rank)
+        layers = [layer for stage in stages for layer in runs[stage]]
+        sparse = sum(map(model.is_sparse, layers))
+        ranks.append((len(layers) - sparse, sparse))
+    return tuple(ranks)
+
+
+def _share_of_layers(model: TransformerConfig, layout: Layout) -> float:
+    """Return the share of all layers that recompute."""
+    count = layout.parallel.recompute_layers
+    if count is None:
+        return 1.0
+    return sum(min(count, len(run)) for run in layout.runs(model)) / model.depth
 
 
 def _recomputed(layout: Layout) -> str:
@@ -176,7 +205,7 @@ def fastest(
         base: what is not searched for: precision, kernels, length of the sequences.
         keep: how many rows to return.
         tp: sizes to try; by default powers of two inside a node.
-        pp: sizes to try; by default divisors of the number of layers.
+        pp: sizes to try; by default up to the number of layers.
         cp: sizes to try; by default up to 16, while a rank has 1,024 tokens.
         ep: sizes to try; by default divisors of the number of experts.
         micro_batch: sequences of a micro-batch to try.
@@ -204,7 +233,7 @@ def fastest(
     length = base.length(model)
     sizes = {
         "tp": tp or [n for n in _powers(device.links.devices_per_node) if n <= devices],
-        "pp": pp or [n for n in range(1, model.depth + 1) if model.depth % n == 0],
+        "pp": pp or range(1, model.depth + 1),
         "cp": cp or [n for n in _CONTEXT_RANKS if n == 1 or length // n >= _LEAST_TOKENS],
         "ep": ep or [n for n in range(1, max(model.num_experts, 1) + 1) if _splits(model, n)],
         "micro_batch": micro_batch,
@@ -266,6 +295,13 @@ def _splits(model: TransformerConfig, ranks: int) -> bool:
     return ranks == 1 if not model.sparse_layers else model.num_experts % ranks == 0
 
 
+def _with_layers(layout: Layout, count: int | None) -> Layout:
+    """Return a layout of whose stages so many layers recompute, if any do."""
+    if layout.parallel.recompute == "none" or count is None:
+        return layout
+    return layout.replace(recompute_layers=count)
+
+
 @dataclass(frozen=True)
 class _Variants:
     """What every choice of sizes is tried with."""
@@ -314,12 +350,13 @@ class _Search:
                     full = choice | {"schedule": name, "virtual": stages}
                     heapq.heappush(bounds, (self._bound(full), next(number), full))
                 continue
-            row = self._best(choice)
+            row = self._best(choice, rows[keep - 1].seconds if len(rows) >= keep else math.inf)
             examined += 1
             if row is not None:
                 rows.append(row)
                 rows.sort(key=lambda timed: timed.seconds)
-        others = [row.seconds for row in rows[keep : keep + 1]]
+        # What was examined and is in no row is slower than the last row was at that time.
+        others = [row.seconds for row in rows[keep - 1 : keep]]
         return TimedPlan(
             rows=tuple(rows[:keep]),
             device=self.device,
@@ -340,7 +377,7 @@ class _Search:
         for name in self.schedules:
             counts = (PIPELINES[name].virtual,)
             for count in self.virtual if name == "interleaved" else counts:
-                if self.model.depth % (pp * count) == 0:
+                if pp * count <= self.model.depth:
                     yield name, count
 
     def _bound(self, choice: dict[str, Any]) -> float:
@@ -353,15 +390,28 @@ class _Search:
         least = {min(stages), *(stage for stage in stages if stage in (1, 3))}
         if 2 in stages and 1 not in stages:
             least.add(2)
+        training, pp = self.base.training, choice["pp"]
+        if pp > 1 and "schedule" in choice:
+            balance = self.base.parallel.pipeline_balance
+            runs = layer_runs(self.model, pp * choice["virtual"], balance)
+            ranks = _rank_layers(self.model, runs, choice["schedule"], pp)
+            choice = choice | {"rank_layers": ranks}
         times = [
-            step_time(_shape(self.model, self.base.training, zero=stage, **choice), self.device)
+            step_time(_shape(self.model, training, zero=stage, **choice), self.device)
             for stage in least
         ]
-        waiting = ("bubble", "pipeline") if "schedule" not in choice else ()
-        return min(time.seconds - sum(time.parts[name] for name in waiting) for time in times)
+        if "schedule" in choice:
+            return min(time.seconds for time in times)
+        # No split of the layers is better than one in which the ranks share the head evenly, too.
+        return min(
+            time.seconds
+            - sum(time.parts[name] for name in ("bubble", "pipeline"))
+            - time.parts["head"] * (1 - 1 / pp)
+            for time in times
+        )
 
-    def _best(self, choice: dict[str, Any]) -> TimedLayout | None:
-        """Return the fastest layout of a choice that fits, or ``None``."""
+    def _best(self, choice: dict[str, Any], most: float) -> TimedLayout | None:
+        """Return the fastest layout of a choice that fits, if it takes less than ``most``."""
         options = {name: choice[name] for name in ("tp", "pp", "dp", "cp", "ep", "sp")}
         options |= {name: choice[name] for name in ("micro_batch", "microbatches")}
         options["pipeline_schedule"] = choice["schedule"]
@@ -374,14 +424,79 @@ class _Search:
         layouts = list(self._layouts(plain))
         if not layouts or not self._can_fit(layouts):
             return None
-        timed = [(step_shape(self.model, layout), layout) for layout in layouts]
-        times = [step_time(shape, self.device) for shape, _ in timed]
-        for number in sorted(range(len(times)), key=lambda index: times[index].seconds):
-            shape, layout = timed[number]
-            needed = estimate_unchecked(self.model, layout)
-            if needed.peak <= self.memory and needed.host <= self.device.links.host_bytes:
-                return TimedLayout(layout, needed, shape, times[number])
+        groups: dict[tuple[Any, ...], list[tuple[float, Layout]]] = {}
+        for layout in layouts:
+            config = layout.parallel
+            bound = self._timed(_with_layers(layout, 1))[1].seconds
+            groups.setdefault((config.zero, config.offload), []).append((bound, layout))
+        for group in groups.values():
+            group.sort(key=lambda item: item[0])
+        best: TimedLayout | None = None
+        for group in sorted(groups.values(), key=lambda group: group[0][0]):
+            if most <= group[0][0]:
+                break
+            # If full recomputation of all layers is too large, everything else is.
+            full = [layout for _, layout in group if layout.recompute == "full"]
+            if full and self._with_layers_that_fit(full[0], few=False) is None:
+                continue
+            for bound, layout in group:
+                if most <= bound:
+                    break
+                row = self._with_layers_that_fit(layout, few=True)
+                if row is not None and row.seconds < most:
+                    best, most = row, row.seconds
+        return best
+
+    def _timed(self, layout: Layout) -> tuple[StepShape, StepEstimate]:
+        shape = step_shape(self.model, layout)
+        return shape, step_time(shape, self.device)
+
+    def _with_layers_that_fit(self, layout: Layout, *, few: bool) -> TimedLayout | None:
+        """Return the row of a layout with as few layers recomputing as fit, or ``None``.
+
+        Without ``few`` that of as many layers as there are.
+        """
+        runs = layout.runs(self.model)
+        most = max(map(len, runs))
+        counts = [most]
+        if layout.parallel.recompute != "none" and most > 1:
+            # With all layers, the backward of the last one allocates more than with all but one.
+            counts = [self._fewest_layers(layout, most - 1) if few else most - 1, most]
+        for count in counts:
+            several = _with_layers(layout, count if count < most else None)
+            needed = estimate_unchecked(self.model, several)
+            if self._excess(needed) <= 0:
+                if layout.parallel.pp > 1:  # what is estimated, whatever balances the stages
+                    several = several.replace(pipeline_cuts=tuple(run.start for run in runs[1:]))
+                return TimedLayout(several, needed, *self._timed(several))
         return None
+
+    def _fewest_layers(self, layout: Layout, most: int) -> int:
+        """Return with how few layers of a stage recomputing a layout fits; else ``most``.
+
+        The bytes fall nearly in a line, so that few numbers are tried.
+        """
+        excess = {
+            count: self._excess(estimate_unchecked(self.model, _with_layers(layout, count)))
+            for count in (1, most)
+        }
+        if excess[1] <= 0 or excess[most] > 0:
+            return 1 if excess[1] <= 0 else most
+        few, many = 1, most  # the first does not fit, the second does
+        while many - few > 1:
+            share = excess[few] / (excess[few] - excess[many])
+            guess = few + math.ceil(share * (many - few))
+            for count in (min(max(guess, few + 1), many - 1), guess - 1):
+                if few < count < many:
+                    needed = estimate_unchecked(self.model, _with_layers(layout, count))
+                    excess[count] = self._excess(needed)
+                    few, many = (few, count) if excess[count] <= 0 else (count, many)
+        return many
+
+    def _excess(self, needed: Estimate) -> float:
+        """Return by which share an estimate is too large for device or host; at most 0: it fits."""
+        host = needed.host / self.device.links.host_bytes
+        return max(needed.peak / self.memory, host) - 1
 
     def _layouts(self, plain: Layout) -> Iterator[Layout]:
         """Yield the variants of a layout that can run."""
@@ -400,10 +515,12 @@ class _Search:
     def _can_fit(self, layouts: Sequence[Layout]) -> bool:
         """Return whether the variants that take least memory fit."""
         most = max((layout.parallel for layout in layouts), key=lambda c: (c.zero, len(c.offload)))
+        longest = max(map(len, layouts[0].runs(self.model)))
         frugal = [
-            PlannedLayout(layout, estimate_unchecked(self.model, layout))
+            PlannedLayout(several, estimate_unchecked(self.model, several))
             for layout in layouts
             if (layout.parallel.zero, layout.parallel.offload) == (most.zero, most.offload)
+            for several in dict.fromkeys([layout, _with_layers(layout, max(1, longest - 1))])
         ]
         least = min(frugal, key=lambda row: row.estimate.peak)
         if least.estimate.peak <= self.memory:

@@ -54,11 +54,18 @@ def step_traffic(model: TransformerConfig, layout: Layout, *, rank: int = 0) -> 
     parts: dict[str, Budget] = {}
     if config.tp > 1:
         parts["tensor"] = _tensor(model, layout, rank) * config.microbatches
+    layers, again = _layers(model, layout, rank)
     if config.cp > 1:
-        parts["context"] = _context(model, layout) * (_layers(model, layout) * config.microbatches)
+        context = _context(model, layout) * len(layers) + _context_recomputation(
+            model, layout
+        ) * len(again)
+        parts["context"] = context * config.microbatches
     if config.ep > 1:
-        layers = model.sparse_layers // config.pp
-        parts["experts"] = _experts(model, layout) * (layers * config.microbatches)
+        sparse, repeated = (sum(map(model.is_sparse, some)) for some in (layers, again))
+        experts = (
+            _experts(model, layout) * sparse + _experts_recomputation(model, layout) * repeated
+        )
+        parts["experts"] = experts * config.microbatches
     if config.pp > 1:
         parts["pipeline"] = _pipeline(model, layout, rank)
     if config.sizes.data > 1:
@@ -74,8 +81,13 @@ def total(parts: Mapping[str, Budget]) -> Budget:
     return result
 
 
-def _layers(model: TransformerConfig, layout: Layout) -> int:
-    return model.depth // layout.parallel.pp
+def _layers(model: TransformerConfig, layout: Layout, rank: int) -> tuple[list[int], list[int]]:
+    """Return the layers of a rank, and those whose forward the backward runs again."""
+    layers, count = layout.layers_of(model, rank), layout.parallel.recompute_layers
+    if layout.recompute != "full":
+        return layers, []
+    runs = [layout.runs(model)[stage] for stage in layout.stages_of(rank)]
+    return layers, [layer for run in runs for layer in (run if count is None else run[:count])]
 
 
 def _activation(model: TransformerConfig, layout: Layout) -> int:
@@ -90,20 +102,29 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     halves = 2 if config.overlap_microbatches else 1
     stages = layout.stages_of(rank)
     ends = (0 in stages) + (layout.stages - 1 in stages)
-    layers = _layers(model, layout)
+    of_rank, repeated = _layers(model, layout, rank)
+    layers = len(of_rank)
     if config.sp:
-        overlap = config.overlap and config.cp == 1
-        layer = budgets.sequence_layer(tp, activation, overlap=overlap, halves=halves)
+        overlap = config.overlap and config.cp == 1 and halves == 1
+        # An MLP that recomputes its activation has products that overlap nothing.
+        plain_mlp = "activation" in config.recomputed and not model.gated
+        layer = budgets.sequence_layer(
+            tp, activation, overlap=overlap, overlap_mlp=not plain_mlp, halves=halves
+        )
+        repeat = budgets.sequence_layer_recomputation(
+            tp, activation, overlap=overlap, halves=halves
+        )
         part = activation * (tp - 1) // tp
         end = Budget({"all_gather": 1, "reduce_scatter": 1}, 2 * part)
     else:
         layer = budgets.tensor_layer(tp, activation, halves=halves)
+        repeat = budgets.tensor_layer_recomputation(tp, activation, halves=halves)
         end = budgets.all_reduces(tp, [activation])
     weight = layout.bytes_of.weights
     if model.kv_heads < tp:  # ranks share heads of keys, and add up their gradients
         shared = model.kv_heads * model.size_of_head * model.hidden_size * weight
         layer += budgets.all_reduces(tp, [shared] * 2)
-    budget = layer * layers + end * ends
+    budget = layer * layers + repeat * len(repeated) + end * ends
     if config.sp:
         budget += budgets.all_reduces(tp, _replicated(model, layers, stages, layout.stages))
     if layout.stages - 1 in stages:
@@ -126,30 +147,59 @@ def _replicated(model: TransformerConfig, layers: int, stages: list[int], count:
 
 def _context(model: TransformerConfig, layout: Layout) -> Budget:
     """Return what a layer and micro-batch needs of context parallelism."""
+    queries, keys = _attended(model, layout)
+    if layout.parallel.context == "all_to_all":
+        return budgets.all_to_all_layer(layout.parallel.cp, queries, keys)
+    return budgets.ring_layer(layout.parallel.cp, keys)
+
+
+def _context_recomputation(model: TransformerConfig, layout: Layout) -> Budget:
+    """Return what a second forward needs: half of the all-to-alls, a third of the ring."""
+    budget = _context(model, layout)
+    parts = 2 if layout.parallel.context == "all_to_all" else 3
+    calls = {kind: count // parts for kind, count in budget.calls.items()}
+    return Budget(calls, budget.bytes // parts)
+
+
+def _attended(model: TransformerConfig, layout: Layout) -> tuple[int, int]:
+    """Return the bytes of queries, and of keys and values, of all tokens of a micro-batch."""
     config, item = layout.parallel, layout.bytes_of.activations
     tokens = layout.tokens(model) * config.cp
-    keys = 2 * tokens * model.key_width * item // config.tp
-    if config.context == "all_to_all":
-        queries = tokens * model.num_heads * model.size_of_head * item // config.tp
-        return budgets.all_to_all_layer(config.cp, queries, keys)
-    return budgets.ring_layer(config.cp, keys)
+    queries = tokens * model.num_heads * model.size_of_head * item // config.tp
+    return queries, 2 * tokens * model.key_width * item // config.tp
 
 
 def _experts(model: TransformerConfig, layout: Layout) -> Budget:
     """Return what a layer and micro-batch needs of expert parallelism, with even routing."""
-    config, item = layout.parallel, layout.bytes_of.activations
-    dtype = _DTYPES[item]
-    away = layout.tokens(model) * model.top_k * (config.ep - 1) // config.ep
-    row = PayloadLayout(model.hidden_size, dtype, torch.float32, pairs=1).stride
+    config = layout.parallel
+    away, row, result = _routed(model, layout)
     return budgets.expert_layer(
         config.ep,
         away,
         away,
         row=row,
-        result=model.hidden_size * item,
+        result=result,
         chunks=config.ep_chunks,
         halves=2 if config.overlap_microbatches else 1,
     )
+
+
+def _experts_recomputation(model: TransformerConfig, layout: Layout) -> Budget:
+    """Return what a second forward needs: all but the two exchanges of gradients."""
+    config = layout.parallel
+    away, row, result = _routed(model, layout)
+    exchanges = 2 * config.ep_chunks * (2 if config.overlap_microbatches else 1)
+    budget = _experts(model, layout)
+    calls = {kind: count - exchanges for kind, count in budget.calls.items()}
+    return Budget(calls, budget.bytes - away * (row + result))
+
+
+def _routed(model: TransformerConfig, layout: Layout) -> tuple[int, int, int]:
+    """Return the rows that leave a rank, and the bytes of such a row and of its result."""
+    config, item = layout.parallel, layout.bytes_of.activations
+    away = layout.tokens(model) * model.top_k * (config.ep - 1) // config.ep
+    row = PayloadLayout(model.hidden_size, _DTYPES[item], torch.float32, pairs=1).stride
+    return away, row, model.hidden_size * item
 
 
 def _pipeline(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
@@ -215,7 +265,7 @@ def _tensors(model: TransformerConfig, layout: Layout, rank: int) -> int:
     layers = two - one
     stages = layout.stages_of(rank)
     last = (2 if model.norm == "layer" else 1) + (0 if model.tied else 1)
-    count = layers * _layers(model, layout)
+    count = layers * len(layout.layers_of(model, rank))
     count += (one - layers - last) * (0 in stages) + last * (layout.stages - 1 in stages)
     # The head of a tied model has its own copy where the embedding is elsewhere.
     return count + (model.tied and layout.stages - 1 in stages and 0 not in stages)

@@ -32,11 +32,14 @@ from fusedops.models.parallelization.parallelize import parallelize
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
+from fusedops.profiler import StepRecorder
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision
 from fusedops.train.config import Config, OptimizerConfig, check_parallel
 from fusedops.train.data import Sequences
+from fusedops.train.loggers import check_installed, make_loggers
 from fusedops.train.metrics import Metrics
+from fusedops.train.observe import recording
 from fusedops.train.precision import LossScale
 
 # Vocabularies are rounded up, so that tensor parallelism can divide them.
@@ -64,10 +67,17 @@ class Run:
     position: int = 0  # sequences that were trained on
     finite: bool = True  # whether loss and weights were finite at the last checkpoint
     notes: tuple[str, ...] = ()  # what the user should know before the first step
+    recorder: StepRecorder | None = None  # of where the time of the steps goes
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
         """Return the context of a forward."""
-        return precision.computing(self.config.precision, self.ranks.device)
+        with self.section("forward"), precision.computing(self.config.precision, self.ranks.device):
+            yield
+
+    def section(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return what times a section of the step; nothing where nobody records."""
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.section(name)
 
     def resume_from(self, restored: Restored) -> None:
         """Go on from what a checkpoint restored."""
@@ -117,8 +127,9 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
         _resume(run)
         with ranks.together():
             if ranks.rank == 0:
-                run.metrics = Metrics(out, step=run.step, tensorboard=config.log.tensorboard)
+                run.metrics = Metrics(out, step=run.step, loggers=make_loggers(config, run.step))
                 resources.callback(run.metrics.close)
+        run.recorder = resources.enter_context(recording(config, parallel, ranks))
         yield run
 
 
@@ -129,8 +140,7 @@ def _build_corpus(
     cache = Path(config.data.cache) if config.data.cache else out / "cache"
     with ranks.together():
         if ranks.rank == 0:
-            if config.log.tensorboard:
-                metrics.summary_writer()
+            check_installed(config.log)
             _make_export(config)
             resources.enter_context(lock_run_folder(out))
             corpora.prepare(config.data, cache)

@@ -193,17 +193,27 @@ class LogConfig:
 
     Attributes:
         every: steps between two lines on a terminal's or a file's log.
+        csv: also write ``metrics.csv``.
         tensorboard: also write events for TensorBoard, which must be installed.
+        wandb: a project of Weights & Biases that also gets the metrics; empty: none.
+        mlflow: an experiment of MLflow that also gets them; empty: none.
         peak_tflops: what the device reaches at best, for the share of it that is used (MFU);
             0: measured at the start by a matrix product.
+        timings: steps between two gatherings of where the ranks' time went (docs/observe.md);
+            0: it is not recorded.
     """
 
     every: int = 10
+    csv: bool = False
     tensorboard: bool = False
+    wandb: str = ""
+    mlflow: str = ""
     peak_tflops: float = 0.0
+    timings: int = 5
 
     def __post_init__(self) -> None:
         checks.integer("log", "every", self.every, least=1)
+        checks.integer("log", "timings", self.timings, least=0)
         checks.finite("log", "peak_tflops", self.peak_tflops, least=0)
 
 

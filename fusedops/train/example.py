@@ -104,8 +104,12 @@ max_rollbacks = 2
 
 [log]
 every = 10                    # steps between lines; metrics.jsonl has all
+csv = false                   # also metrics.csv
 tensorboard = false
+wandb = ""                    # a project of Weights & Biases; "": none
+mlflow = ""                   # an experiment of MLflow; "": none
 peak_tflops = 0.0             # of a device, for the MFU; 0: measured at the start
+timings = 5                   # steps between gatherings of all ranks' times; 0: none
 
 [faults]                      # docs/faults.md
 timeout = 600.0               # seconds without progress until a process is said to hang; 0: never

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import time
@@ -23,6 +24,7 @@ from fusedops.parallel.tensor.layers import local
 from fusedops.train import metrics
 from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
+from fusedops.train.curves import CURVES, draw_curves
 from fusedops.train.export import export
 from fusedops.train.result import ProgressCallback, TrainResult
 from fusedops.train.step import StepResult, backward, evaluate, update
@@ -88,30 +90,38 @@ def _loop(
     while run.step < config.steps and not stopped:
         watchdog.set_phase(run.step + 1, "step")
         began = time.perf_counter()
-        with collectives.recorded() as log:
-            result = update(run, backward(run), stop=stop.asked)
-        stopped, loss = result.stop, result.loss
-        if result.restored is not None:
-            run.resume_from(result.restored)
+        with collectives.recorded() as log, _timed(run, log):
+            losses = backward(run)
+            with run.section("optimizer"):
+                result = update(run, losses, stop=stop.asked)
+            stopped, loss = result.stop, result.loss
+            if result.restored is not None:
+                run.resume_from(result.restored)
+                if run.metrics is not None:
+                    run.metrics.rewind(run.step)
+                continue
+            run.step, run.position = run.step + 1, run.position + config.batch
+            record = _record(run, result, log, time.perf_counter() - began)
+            if run.step == 1:
+                gc.freeze()  # what lives until the end is not looked at again: that pauses a rank
+            done, measured = run.step == config.steps, loss
+            if _due(run.step, config.validation.every) or done:
+                watchdog.set_phase(run.step, "the validation after step")
+                with run.section("validation"):
+                    validation = evaluate(run)
+                measured = loss if validation is None else validation
+                record |= {"validation_loss": validation} if validation is not None else {}
             if run.metrics is not None:
-                run.metrics.rewind(run.step)
-            continue
-        run.step, run.position = run.step + 1, run.position + config.batch
-        record = _record(run, result, log, time.perf_counter() - began)
-        done, measured = run.step == config.steps, loss
-        if _due(run.step, config.validation.every) or done:
-            watchdog.set_phase(run.step, "the validation after step")
-            validation = evaluate(run)
-            measured = loss if validation is None else validation
-            record |= {"validation_loss": validation} if validation is not None else {}
-        if run.metrics is not None:
-            run.metrics.write(record)
-        if callback is not None:
-            callback.show(record)
-        if _due(run.step, config.checkpoint.every) or done or stopped:
-            watchdog.set_phase(run.step, "the checkpoint of step")
-            run.finite = math.isfinite(measured) and _has_finite_weights(run)
-            _save(run, last=done or stopped)
+                run.metrics.write(record)
+            if callback is not None:
+                callback.show(record)
+            if _due(run.step, config.checkpoint.every) or done or stopped:
+                watchdog.set_phase(run.step, "the checkpoint of step")
+                with run.section("checkpoint"):
+                    run.finite = math.isfinite(measured) and _has_finite_weights(run)
+                    _save(run, last=done or stopped)
+    if run.recorder is not None:
+        run.recorder.flush()
     finished = run.step >= config.steps
     if finished and not run.finite:
         good = run.checkpointer.last_confirmed()
@@ -122,7 +132,17 @@ def _loop(
     if finished and config.export:
         watchdog.set_phase(run.step, "the export after step")
         export(run.parallel, config, first=run.ranks.rank == 0)
+    if run.metrics is not None:
+        folder = Path(config.out)
+        draw_curves(folder / metrics.FILE, folder / CURVES)
     return TrainResult(run.step, finished, loss, validation, Path(config.out))
+
+
+def _timed(run: Run, log: Log) -> contextlib.AbstractContextManager[None]:
+    """Return what times the next step, with the validation and the checkpoint after it."""
+    if run.recorder is None:
+        return contextlib.nullcontext()
+    return run.recorder.step(run.step + 1, log)
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,4 +1,4 @@
-"""What is written of each step: ``metrics.jsonl``, TensorBoard, and the figures in them."""
+"""What is written of each step: ``metrics.jsonl``, and the figures in it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from fusedops.launch.config_table import InputError
 from fusedops.models import TransformerConfig
 from fusedops.parallel.comm.collectives import COMPUTE, Log
+from fusedops.train.loggers import Logger
 
 FILE = "metrics.jsonl"
 _log = logging.getLogger(__name__)
@@ -24,22 +26,21 @@ _ENOUGH_SECONDS = 0.5
 
 
 class Metrics:
-    """Writes a line of JSON for each step, and events for TensorBoard where asked.
+    """Writes a line of JSON for each step, and gives it to other loggers.
 
     Args:
         folder: of the run.
         step: that the run resumes from: lines of later steps, which an ended run had written after
             its last checkpoint, are removed. Lines count from 1, the first step that was done; a
             file that counts from 0, as older versions did, is rewritten.
-        tensorboard: whether to write events.
+        loggers: that get each line, too.
 
     Raises:
-        InputError: TensorBoard is not installed, or the file cannot be written.
+        InputError: the file cannot be written.
     """
 
-    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = False) -> None:
-        self._path = folder / FILE
-        self._events: Any = None
+    def __init__(self, folder: Path, *, step: int = 0, loggers: Sequence[Logger] = ()) -> None:
+        self._path, self._loggers = folder / FILE, loggers
         self._warned = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -48,9 +49,6 @@ class Metrics:
             raise InputError(self._cannot(error)) from None
         self._count_from_one()
         self.rewind(step)
-        if tensorboard:
-            purged = step + 1
-            self._events = summary_writer()(str(folder / "tensorboard"), purge_step=purged)
 
     def _count_from_one(self) -> None:
         """Rewrite a file whose first line is step 0."""
@@ -109,13 +107,12 @@ class Metrics:
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
         except OSError as error:
-            if not self._warned:
-                _log.warning("%s; training continues", self._cannot(error))
-            self._warned = True
-        if self._events is not None:
-            for name, value in record.items():
-                if name != "step" and isinstance(value, (int, float)):
-                    self._events.add_scalar(name, value, record["step"])
+            self._warn(self._cannot(error))
+        for logger in self._loggers:
+            try:
+                logger.log(record)
+            except Exception as error:  # a service that does not answer is no reason to stop
+                self._warn(f"{type(logger).__name__}: {error}")
 
     def close(self) -> None:
         """Close the files."""
@@ -123,22 +120,16 @@ class Metrics:
             self._file.close()
         except OSError as error:
             _log.warning("%s: its last lines are lost", self._cannot(error))
-        if self._events is not None:
-            self._events.close()
+        for logger in self._loggers:
+            logger.close()
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            _log.warning("%s; training continues", text)
+        self._warned = True
 
     def _cannot(self, error: OSError) -> str:
         return f"cannot write {self._path}: {error.strerror or error}"
-
-
-def summary_writer() -> Any:
-    """Return TensorBoard's writer; raise an ``InputError`` unless it is installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise InputError(
-            "log.tensorboard needs TensorBoard, which is not installed: pip install tensorboard"
-        ) from None
-    return SummaryWriter
 
 
 def flops_per_token(model: TransformerConfig, seq_len: int) -> float:

@@ -14,6 +14,7 @@ from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.optim.norms import clip_coefficient
 from fusedops.train.builder import Run
 from fusedops.train.data import TokenBatch
+from fusedops.train.observe import token_pairs
 from fusedops.train.schedule import learning_rate
 
 
@@ -44,15 +45,14 @@ def backward(run: Run) -> tuple[float, float]:
         run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks
     )
     _seed_generators(run)
-    for loss in parallel.step(
-        [_shard(run, batch) for batch in rows],
-        targets,
-        scale=run.scale.value,
-        computing=run.computing,
-    ):
-        total += loss.total
-        routers += loss.auxiliary
-    return total.item(), routers.item()
+    with run.section("data"):
+        shards = [_shard(run, batch) for batch in rows]
+    with run.section("backward"):  # without the forwards, which are sections of their own
+        losses = parallel.step(shards, targets, scale=run.scale.value, computing=run.computing)
+        for loss in losses:
+            total += loss.total
+            routers += loss.auxiliary
+        return total.item(), routers.item()
 
 
 def update(run: Run, losses: tuple[float, float], *, stop: bool) -> StepResult:
@@ -121,6 +121,8 @@ def evaluate(run: Run) -> float | None:
 
 def _shard(run: Run, batch: TokenBatch) -> MicroBatch:
     """Return this rank's part of sequences, on its device."""
+    if run.recorder is not None:
+        run.recorder.count(tokens=batch.tokens.numel(), pairs=token_pairs(batch))
     given = [
         None if tensor is None else tensor.to(run.ranks.device, non_blocking=True)
         for tensor in batch

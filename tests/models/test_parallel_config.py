@@ -24,6 +24,11 @@ from fusedops.models.parallelization.config import check_stages
         ({"mode": "data", "tp": 2}, "tp must be 1 with mode 'data'"),
         ({"recompute": "ful"}, "did you mean 'full'?"),
         ({"recompute": "full+norm"}, "none or full alone"),
+        ({"recompute_layers": 2}, "None with recompute 'none'"),
+        (
+            {"recompute": "full", "recompute_layers": 0},
+            "recompute_layers must be at least 1",
+        ),
         ({"recompute_slice_activation": True}, "False unless recompute is 'full'"),
         (
             {"recompute_slice_activation": True, "recompute": "full", "sp": True},

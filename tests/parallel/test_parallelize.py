@@ -57,6 +57,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "tiny-gpt2",
         {"tp": 2, "recompute": "full", "recompute_slice_activation": True},
     ),
+    "tp2-recompute-first-layer": (
+        "tiny-llama",
+        {"tp": 2, "recompute": "full", "recompute_layers": 1},
+    ),
+    "dp2-selective-first-layer": (
+        "tiny-mixtral",
+        {"dp": 2, "recompute": "selective", "recompute_layers": 1},
+    ),
     "dp2-selective": ("tiny-gpt2", {"dp": 2, "recompute": "selective"}),
     "dp4-replicas": ("tiny-llama", {"dp": 4, "zero": 2, "shard_ranks": 2}),
     "dp2-left-whole": (

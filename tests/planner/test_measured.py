@@ -39,6 +39,20 @@ def test_so_they_are_with_recomputation_and_with_accumulation(family: str, kerne
         assert_estimate_matches(measure(family, size, kernels, "float32", "none", microbatches=2))
 
 
+@pytest.mark.parametrize(("kernels", "dtype"), [("fused", "float32"), ("stock", "autocast")])
+@pytest.mark.parametrize(("family", "layers"), [("gpt2", 1), ("llama", 1)])
+def test_so_they_are_where_some_layers_recompute(
+    family: str, layers: int, kernels: str, dtype: str
+) -> None:
+    peaks = [
+        measure(family, SIZES[0], kernels, dtype, "full", ours=True, recompute_layers=count)
+        for count in (layers, None)
+    ]
+    for found in peaks:
+        assert abs(found.error) < PEAK and abs(found.error_of_temporary) < PEAK, found
+    assert peaks[0].peak > peaks[1].peak and peaks[0].estimated.peak > peaks[1].estimated.peak
+
+
 @pytest.fixture
 def copies_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each copy end before the next call: on a busy machine it ends late, at a higher peak."""

@@ -66,7 +66,7 @@ def test_plans_propose_schedules_with_the_smallest_bubble_first() -> None:
 
 
 def test_a_rank_with_both_ends_has_the_words_once() -> None:
-    line = Layout.of(pp=2, precision="float32", microbatches=8)
+    line = Layout.of(pp=2, precision="float32", microbatches=8, pipeline_balance="layers")
     straight = estimate(GPT2, line)
     turned = estimate(GPT2, line.replace(pipeline_schedule="zbv"))
     layers = sum(GPT2.layer(index).total for index in range(6))

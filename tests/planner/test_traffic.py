@@ -17,6 +17,7 @@ from fusedops.testing import threads
 ROWS, TOKENS = 8, 32
 GPT2, LLAMA = preset("tiny-gpt2"), preset("tiny-llama")
 MIXTRAL = preset("tiny-mixtral")
+DEEP = replace(LLAMA, num_layers=5)
 
 
 def recorded(model: TransformerConfig, config: ParallelConfig) -> list[collectives.Log]:
@@ -67,6 +68,20 @@ EXACT: list[tuple[TransformerConfig, dict[str, Any]]] = [
     (LLAMA, {"pp": 2, "tp": 2, "microbatches": 2}),
     (LLAMA, {"pp": 2, "tp": 2, "sp": True, "microbatches": 2}),
     (LLAMA, {"pp": 2, "dp": 2, "microbatches": 2}),
+    (DEEP, {"pp": 2, "tp": 2, "microbatches": 2, "pipeline_cuts": (3,)}),
+    (DEEP, {"pp": 2, "dp": 2, "microbatches": 2, "pipeline_cuts": (1,)}),
+    (LLAMA, {"tp": 2, "recompute": "full", "microbatches": 2}),
+    (LLAMA, {"tp": 2, "recompute": "full", "mp_comm_recompute": False}),
+    (DEEP, {"tp": 2, "recompute": "full", "recompute_layers": 3}),
+    (LLAMA, {"tp": 2, "sp": True, "overlap": False, "recompute": "full"}),
+    (GPT2, {"tp": 2, "sp": True, "recompute": "full"}),
+    (LLAMA, {"tp": 2, "sp": True, "recompute": "norm+activation"}),
+    (GPT2, {"tp": 2, "sp": True, "recompute": "norm+activation"}),
+    (LLAMA, {"tp": 4, "sp": True, "recompute": "full"}),
+    (LLAMA, {"tp": 2, "overlap_microbatches": True, "recompute": "full"}),
+    (LLAMA, {"tp": 2, "sp": True, "overlap_microbatches": True, "recompute": "full"}),
+    (LLAMA, {"cp": 2, "context": "all_to_all", "recompute": "full"}),
+    (DEEP, {"dp": 2, "zero": 3, "recompute": "full", "recompute_layers": 2}),
 ]
 
 
@@ -84,17 +99,22 @@ def test_calls_and_bytes_are_those_that_are_recorded(
             assert log.counts() == {kind: n for kind, n in budget.calls.items() if n}, rank
 
 
-@pytest.mark.parametrize("model", [GPT2, LLAMA])
-def test_ring_attention_sends_no_more_than_planned(model: TransformerConfig) -> None:
-    config = ParallelConfig(cp=4, microbatches=2)
+@pytest.mark.parametrize(("model", "recompute"), [(GPT2, "none"), (LLAMA, "full")])
+def test_ring_attention_sends_no_more_than_planned(
+    model: TransformerConfig, recompute: str
+) -> None:
+    config = ParallelConfig(cp=4, microbatches=2, recompute=recompute)
     for rank, log in enumerate(recorded(model, config)):
         budget = planned(model, config, rank)
         assert log.counts() == dict(budget.calls)
         assert 0.5 * budget.bytes < log.bytes() <= budget.bytes
 
 
-def test_experts_send_about_what_even_routing_would() -> None:
-    config = ParallelConfig(dp=2, ep=2, microbatches=2)
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": "full"}, {"recompute": "full", "ep_chunks": 2}], ids=str
+)
+def test_experts_send_about_what_even_routing_would(options: dict[str, Any]) -> None:
+    config = ParallelConfig(dp=2, ep=2, microbatches=2, **options)
     for rank, log in enumerate(recorded(replace(MIXTRAL, balance_loss=0.0), config)):
         budget = planned(replace(MIXTRAL, balance_loss=0.0), config, rank)
         assert log.counts() == dict(budget.calls)

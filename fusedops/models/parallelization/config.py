@@ -15,7 +15,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops._core.deprecation import Renamed, renamed
 from fusedops.models.config import TransformerConfig
 from fusedops.parallel.pipeline.schedules import SCHEDULES, check_schedule
-from fusedops.parallel.pipeline.split import at, check_layers
+from fusedops.parallel.pipeline.split import at, balanced, check_layers
 from fusedops.parallel.sizes import (
     DENSE,
     Sizes,
@@ -86,6 +86,7 @@ class ParallelConfig:
         recompute: what the backward recomputes: ``"none"``, ``"full"`` (only the inputs of layers
             are saved), ``"norm"``, ``"activation"``, both joined by ``+``, which ``"selective"``
             means.
+        recompute_layers: how many layers of each stage recompute, its first ones; by default all.
         recompute_slice_activation: save ``1 / tp`` of what full recomputation saves.
         mp_comm_recompute: repeat tensor parallelism's communication when a layer is recomputed,
             instead of saving its result.
@@ -131,6 +132,7 @@ class ParallelConfig:
     context: str = "ring"
     overlap: bool = True
     recompute: str = "none"
+    recompute_layers: int | None = None
     recompute_slice_activation: bool = False
     mp_comm_recompute: bool = True
     parallel_optimizer_comm_recompute: bool = True
@@ -218,6 +220,11 @@ def _check_recompute(config: ParallelConfig) -> None:
     if len(words) > 1 and {"none", "full"} & set(words):
         expected = "none or full alone, or others joined by +"
         checks.fail(_OP, "recompute", expected, config.recompute)
+    if config.recompute_layers is not None:
+        checks.integer(_OP, "recompute_layers", config.recompute_layers, least=1)
+        if config.recompute == "none":
+            expected = "None with recompute 'none', which recomputes no layer"
+            checks.fail(_OP, "recompute_layers", expected, config.recompute_layers)
     if config.recompute_slice_activation:
         if config.recompute != "full":
             expected = "False unless recompute is 'full'"
@@ -331,9 +338,19 @@ def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> N
     if config.pp == 1:
         return
     stages = config.pp * config.virtual
-    check_layers(op, model.num_layers, stages, config.virtual)
+    check_layers(op, model.depth, stages, config.virtual)
     if config.pipeline_cuts is not None:
-        at(config.pipeline_cuts, model.num_layers, stages, op)
+        at(config.pipeline_cuts, model.depth, stages, op)
+
+
+def layer_runs(model: TransformerConfig, config: ParallelConfig) -> list[range] | None:
+    """Return the layers of each stage where a configuration alone decides them, else ``None``."""
+    stages = config.pp * config.virtual
+    if config.pipeline_cuts is not None:
+        return at(config.pipeline_cuts, model.num_layers, stages)
+    if config.pipeline_balance == "layers":
+        return balanced([1.0] * model.num_layers, stages)
+    return None
 
 
 def check_split(op: str, model: TransformerConfig, *, tp: int, ep: int, data: int) -> None:

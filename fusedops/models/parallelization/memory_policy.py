@@ -17,6 +17,8 @@ _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 def apply_memory_policy(model: Transformer, config: ParallelConfig, mesh: Mesh | None) -> None:
     """Let the layers of a model, or of a stage, save less for their backward."""
     rules = []
+    names = list(model.layers)[: config.recompute_layers]
+    layers = [f"layers.{name}" for name in names] if config.recompute_layers else ["layers.*"]
     head: Any = model.head  # of the last stage
     if head is not None and ("activations" in config.offload or "layer" in config.recomputed):
         # Logits would be the largest saved tensor.
@@ -27,7 +29,7 @@ def apply_memory_policy(model: Transformer, config: ParallelConfig, mesh: Mesh |
         slices = config.recompute_slice_activation and config.tp > 1
         rules.append(
             memory.recompute(
-                "layers.*",
+                layers,
                 mp_comm_recompute=config.mp_comm_recompute,
                 recompute_slice_activation=slices,
                 group=mesh.group("tp") if slices and mesh is not None else None,
@@ -36,13 +38,13 @@ def apply_memory_policy(model: Transformer, config: ParallelConfig, mesh: Mesh |
     if "norm" in config.recomputed:
         # FSDP2 gathers a layer's weights after the backward of what reads a last norm's output.
         inside = model.config.post_norm and config.zero == 3
-        modules = "layers.*.attention_norm" if inside else ()
+        some = layers if config.recompute_layers else ()
+        modules = [f"{layer}.attention_norm" for layer in layers] if inside else some
         rules.append(memory.recompute(modules, ops=_NORMS))
     if "activation" in config.recomputed:
-        rules.append(memory.recompute(ops="linear_glu"))
-        layer: Any
-        for layer in model.layers.values():
-            part = layer.feed_forward
+        rules.append(memory.recompute(layers if config.recompute_layers else (), ops="linear_glu"))
+        for name in names:
+            part: Any = model.layers[name].feed_forward
             if isinstance(part, (MLP, ParallelMLP)):
                 part.recompute = True
             elif isinstance(part, MoE):

@@ -19,13 +19,13 @@ from torch import nn
 
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.forward_context import ForwardContext
-from fusedops.models.parallelization.config import ParallelConfig
+from fusedops.models.parallelization.config import ParallelConfig, layer_runs
 from fusedops.models.parallelization.stage_costs import Costs, by_operations, measured
 from fusedops.models.transformer import Loss, Transformer, TransformerLayers
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.mesh import Mesh
 from fusedops.parallel.pipeline.schedules import table
-from fusedops.parallel.pipeline.split import at, balanced, shortest
+from fusedops.parallel.pipeline.split import shortest
 
 
 class Stage(Transformer):
@@ -68,13 +68,9 @@ class Stage(Transformer):
 
 def split_into_stages(model: Transformer, config: ParallelConfig, mesh: Mesh) -> dict[int, Stage]:
     """Cut the model, changed in place; return this rank's stages by their numbers."""
-    layers = model.config.num_layers
     order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
-    if config.pipeline_cuts is not None:
-        runs = at(config.pipeline_cuts, layers, order.stages)
-    elif config.pipeline_balance == "layers":
-        runs = balanced([1.0] * layers, order.stages)
-    else:
+    runs = layer_runs(model.config, config)
+    if runs is None:
         costs = _costs(model, config, mesh)
         runs = shortest(costs.layers, order, first=costs.first, last=costs.last)
     mine = order.stages_of(mesh.rank("pp"))

@@ -51,6 +51,8 @@ class Event:
     bytes: int
     ranks: int  # size of the group
     seconds: float  # the clock, for drawings
+    group: str = ""  # name of the process group, where it is known
+    blocked: float = 0.0  # of an end: seconds in which the rank waited for it
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Log:
 
     rank: int
     events: list[Event] = field(default_factory=list)
+    # Numbers that communications tell: ``expert_rows``, which arrived for the experts of this rank
+    notes: Counter[str] = field(default_factory=Counter)
 
     @property
     def calls(self) -> list[Event]:
@@ -138,6 +142,14 @@ class ComputeSpan:
         _mark(Event(COMPUTE, phase, self._number, self._label, 0, 1, time.perf_counter()))
 
 
+def note(name: str, value: int) -> None:
+    """Add to a number of the logs that are open."""
+    rank = _rank()
+    for log in _LOGS:
+        if log.rank == rank:
+            log.notes[name] += value
+
+
 def is_recorded() -> bool:
     """Whether a log is open in this process."""
     return bool(_LOGS)
@@ -156,8 +168,11 @@ class Pending:
         if finish is None:
             raise RuntimeError("wait was called twice for one communication")
         self._finish = None
+        if started is None:
+            return finish()
+        since = time.perf_counter()
         result = finish()
-        _end(started)
+        _end(started, since)
         return result
 
 
@@ -181,7 +196,7 @@ def all_reduce(
     if ranks == 1:
         return Pending(lambda: tensor)
     buffer = _dense(tensor)
-    started = _start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, ranks)
+    started = _start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, group)
     finish = shared_memory.all_reduce(buffer, group, op)
     if finish is None and tensor.numel() > 0:
         kind = getattr(dist.ReduceOp, op.upper())
@@ -222,7 +237,7 @@ def all_gather(
         return Pending(lambda: tensor if out is None else out.copy_(tensor))
     dim, rows = dim % tensor.dim(), tensor.shape[0]
     tensor = _dense(tensor)
-    started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
+    started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), group)
     parts = tensor.new_empty((ranks * rows, *tensor.shape[1:])) if out is None else out
     buffer = _dense(parts)
     gather = shared_memory.exchange("all_gather", tensor, buffer, group)
@@ -257,7 +272,7 @@ def reduce_scatter(
     dim = dim % tensor.dim()
     check_divides("reduce_scatter", tensor, dim, ranks)
     parts = _dense(tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0))
-    started = _start("reduce_scatter", label, _bytes(parts) * (ranks - 1) // ranks, ranks)
+    started = _start("reduce_scatter", label, _bytes(parts) * (ranks - 1) // ranks, group)
     summed = shared_memory.reduce_scatter(parts, group)
     if summed is not None:
         return Pending(summed, started)
@@ -283,7 +298,7 @@ def broadcast(
     if not 0 <= source < ranks:
         checks.fail("broadcast", "source", f"a rank of the group of {ranks}", source)
     sent, name = _bytes(tensor) if group.rank() == source else 0, f"broadcast from rank {source}"
-    started = _start("broadcast", label, sent, ranks)
+    started = _start("broadcast", label, sent, group)
     buffer = _dense(tensor)
     finish = shared_memory.exchange("broadcast", buffer, buffer, group, source, name)
     if finish is None and tensor.numel() > 0:
@@ -324,7 +339,7 @@ def all_to_all(
     result, rows = out, _dense(rows)
     buffer = _dense(result)
     row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
-    started = _start("all_to_all", label, (sum(send) - send[group.rank()]) * row_bytes, ranks)
+    started = _start("all_to_all", label, (sum(send) - send[group.rank()]) * row_bytes, group)
     announced = None
     if equal:
         exchanged = shared_memory.exchange("all_to_all", rows, buffer, group)
@@ -372,7 +387,7 @@ def send_receive(
         batch.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
     if not batch:
         return Pending(lambda: received)
-    started = _start("send_receive", label, _bytes(tensor) if to is not None else 0, group.size())
+    started = _start("send_receive", label, _bytes(tensor) if to is not None else 0, group)
     works = dist.batch_isend_irecv(batch)
 
     def finish() -> torch.Tensor:
@@ -396,7 +411,7 @@ def shift(tensor: torch.Tensor, group: dist.ProcessGroup, *, by: int, label: str
     finish = shared_memory.exchange("shift", tensor, received, group, source, name)
     if finish is None:
         return send_receive(tensor, group, to=to, source=source, out=received, label=label)
-    return Pending(finish, _start("send_receive", label, _bytes(tensor), ranks))
+    return Pending(finish, _start("send_receive", label, _bytes(tensor), group))
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -435,23 +450,28 @@ def check_divides(op: str, tensor: torch.Tensor, dim: int, ranks: int) -> None:
         checks.fail(op, f"size of dim {dim}", f"a multiple of the {ranks} ranks of the group", size)
 
 
-def _start(kind: str, label: str, sent: int, ranks: int) -> Event | None:
+def _start(kind: str, label: str, sent: int, group: dist.ProcessGroup) -> Event | None:
     if not _LOGS:
         return None
-    event = Event(kind, "start", next(_NUMBERS), label, sent, ranks, time.perf_counter())
+    now, name = time.perf_counter(), group.group_name
+    event = Event(kind, "start", next(_NUMBERS), label, sent, group.size(), now, name)
     _mark(event)
     return event
 
 
-def _end(started: Event | None) -> None:
-    if started is not None:
-        _mark(replace(started, phase="end", bytes=0, seconds=time.perf_counter()))
+def _end(started: Event, since: float) -> None:
+    """Record the end of a communication that this rank has waited for ``since`` a time."""
+    now = time.perf_counter()
+    _mark(replace(started, phase="end", bytes=0, seconds=now, blocked=now - since))
 
 
 def _record_op(kind: str, label: str, sent: int, ranks: int) -> None:
     """Record a collective of an op below this package, which has no wait of its own."""
     if ranks > 1:
-        _end(_start(kind, label, sent, ranks))
+        now = time.perf_counter()
+        started = Event(kind, "start", next(_NUMBERS), label, sent, ranks, now)
+        _mark(started)
+        _end(started, now)
 
 
 def _mark(event: Event) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fusedops.parallel.async_exchange import RowCounts
 from fusedops.parallel.collective_errors import ErrorCode, code_of, error_of
-from fusedops.parallel.comm.collectives import Pending, all_to_all
+from fusedops.parallel.comm.collectives import Pending, all_to_all, note
 
 MAX_CHUNKS = 8
 REDUCTIONS = ("home", "node")
@@ -115,6 +115,7 @@ class MetadataExchange:
             columns = [RowCounts(*column) for column in zip(sent, received, strict=True)]
             rows, slots = (columns[first : first + self._chunks] for first in (_ROWS, _SLOTS))
             self._counts = MetadataCounts(rows, slots, received[1])
+            note("expert_rows", sum(sum(counts.receive) for counts in rows))
         return self._counts
 
     def _raise(self, own_code: int, received: list[list[int]]) -> None:

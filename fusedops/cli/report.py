@@ -1,0 +1,107 @@
+"""``fusedops report``: one HTML file that shows a run, or a page that follows it while it runs."""
+
+from __future__ import annotations
+
+import http.server
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fusedops.terminal import files
+
+_FILE = "report.html"
+
+
+def report(
+    run: Annotated[str, typer.Argument(help="Folder of a run of fusedops train.")],
+    out: Annotated[str, typer.Option(help="File to write; default: report.html in the run.")] = "",
+    plan: Annotated[
+        str, typer.Option(help="A JSON file of fusedops plan --device: predicted and measured.")
+    ] = "",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the page while the run continues, until Ctrl-C.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="With --watch: address to listen on; others may then read the run.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --watch; 0: any free.")] = 8080,
+    every: Annotated[int, typer.Option(min=1, help="With --watch: seconds between reloads.")] = 10,
+) -> None:
+    """Write one HTML file with the curves, ranks, memory, communication and findings of a run.
+
+    docs/observe.md has pictures of it.
+    """
+    with files.one_line_errors():
+        record = files.read_json(Path(plan)) if plan else None
+        if record is not None and not isinstance(record, dict):
+            raise files.UserError(f"{plan} is no plan: fusedops plan --device --json writes one")
+        if watch:
+            _watch(run, record, host, port, every)
+            return
+        file = Path(out or Path(run) / _FILE)
+        files.check_writable(str(file))
+        text = _page(run, record)
+        files.write_text(str(file), text)
+        print(f"wrote {file} ({len(text) / 1e6:.1f} MB): open it in a browser")
+
+
+def _page(run: str, plan: dict[str, Any] | None) -> str:
+    from fusedops.launch.config_table import InputError
+    from fusedops.profiler.report import page
+
+    try:
+        return page(run, plan)
+    except InputError as error:
+        raise files.UserError(str(error)) from None
+
+
+def make_server(
+    run: str, plan: dict[str, Any] | None, host: str, port: int, every: int
+) -> http.server.ThreadingHTTPServer:
+    """Return a server of the page of a run, and of nothing else; each request reads the run again.
+
+    Args:
+        run: its folder.
+        plan: of ``fusedops plan``, or ``None``.
+        host: the address to listen on.
+        port: 0: any that is free.
+        every: seconds after which the browser loads the page again.
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path not in ("/", "/index.html"):
+                self.send_error(404, "only the page of the run is served, at /")
+                return
+            try:
+                status, text = 200, _page(run, plan)
+            except files.UserError as error:
+                status, text = 503, f"<!doctype html><title>waiting</title><p>{error}"
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Refresh", str(every))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    return http.server.ThreadingHTTPServer((host, port), Handler)
+
+
+def _watch(run: str, plan: dict[str, Any] | None, host: str, port: int, every: int) -> None:
+    if not Path(run).is_dir():
+        raise files.UserError(f"{run} is no folder of a run")
+    try:
+        server = make_server(run, plan, host, port, every)
+    except OSError as error:
+        raise files.UserError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    with server:
+        print(f"http://{host}:{server.server_port}/ shows {run}; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended", flush=True)

@@ -1,0 +1,160 @@
+"""A recorder separates what a rank does from what it waits for, also on real processes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops.profiler import Detector, Finding, RunShape, StepRecorder
+from fusedops.profiler.recorder import own_seconds
+from fusedops.profiler.timings import column
+
+ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1, "ep": 1}
+
+
+def test_a_section_has_neither_its_waits_nor_the_sections_inside_it() -> None:
+    spans = [("data", 0.0, 1.0), ("backward", 1.0, 9.0), ("forward", 2.0, 5.0)]
+    waits = [(4.0, 0.5), (8.0, 2.0), (20.0, 3.0)]
+    assert own_seconds(spans, waits) == {"data": 1.0, "backward": 3.0, "forward": 2.5}
+
+
+def recorded(steps: Callable[[StepRecorder], None]) -> list[tuple[int, torch.Tensor]]:
+    rows: list[tuple[int, torch.Tensor]] = []
+    shape = RunShape(ONE)
+    with StepRecorder(shape, every=1, handler=lambda step, row: rows.append((step, row))) as one:
+        steps(one)
+    return rows
+
+
+def test_the_sections_of_a_step_are_its_time() -> None:
+    def steps(recorder: StepRecorder) -> None:
+        with recorder.step(7):
+            with recorder.section("backward"):
+                time.sleep(0.02)
+                with recorder.section("forward"):
+                    time.sleep(0.03)
+            with recorder.section("validation"), recorder.section("forward"):
+                recorder.count(tokens=5.0)
+                time.sleep(0.01)
+            recorder.count(tokens=3.0)
+            time.sleep(0.005)
+
+    ((step, rows),) = recorded(steps)
+    found = {name: float(rows[0, column(name)]) for name in ("backward", "forward", "validation")}
+    assert step == 7 and float(rows[0, column("tokens")]) == 3.0
+    assert found["forward"] >= 0.03 and found["backward"] >= 0.02 and found["validation"] >= 0.01
+    other = float(rows[0, column("other")])
+    assert other >= 0.005
+    assert sum(found.values()) + other == pytest.approx(float(rows[0, column("step")]), rel=1e-3)
+    assert float(rows[0, column("memory")]) > 1e6
+
+
+def test_the_pauses_of_the_collector_are_counted() -> None:
+    def steps(recorder: StepRecorder) -> None:
+        with recorder.step(1):
+            gc.collect()
+        with recorder.step(2):
+            pass
+
+    first, second = recorded(steps)
+    assert float(first[1][0, column("gc")]) > 0 and float(second[1][0, column("gc")]) >= 0
+    assert all(not getattr(call, "__self__", None) for call in gc.callbacks if "Step" in str(call))
+
+
+def test_a_section_that_does_not_exist_is_refused() -> None:
+    with StepRecorder(RunShape(ONE)) as recorder, recorder.step(1):
+        with (
+            pytest.raises(ValueError, match="did you mean 'forward'"),
+            recorder.section("forwards"),
+        ):
+            pass
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        StepRecorder(RunShape(ONE), every=0)
+
+
+FAULT_STEP = 16
+
+
+def job(world: Any, kind: str, late: int, section: str) -> list[Finding]:
+    """Return what the first of two ranks finds while one of them has a fault from a step on."""
+    from torch import distributed as dist
+
+    from fusedops.parallel.comm import collectives
+
+    group = dist.group.WORLD
+    assert group is not None
+    shape = RunShape(ONE | {"dp": 2})
+    detector = Detector(shape)
+    found: list[Finding] = []
+    kept: list[torch.Tensor] = []
+
+    def reduce(delay: float) -> None:
+        pending = collectives.all_reduce(torch.ones(1000), group)
+        finish = pending._finish
+        assert finish is not None
+
+        def delayed() -> torch.Tensor:
+            result = finish()
+            time.sleep(delay)
+            return result
+
+        pending._finish = delayed
+        pending.wait()
+
+    def work(name: str, step: int) -> None:
+        here = world.rank == late and step >= FAULT_STEP and name == section
+        time.sleep(0.02 if here and kind == "rank" else 0.01)
+        if here and kind == "pause" and step == FAULT_STEP:
+            time.sleep(0.3)
+        if here and kind == "memory":
+            kept.append(torch.ones(20_000_000))
+        if name == "backward":
+            reduce(0.015 if kind == "link" and step >= FAULT_STEP else 0.0)
+
+    with StepRecorder(
+        shape,
+        groups={"dp": group.group_name},
+        every=5,
+        handler=lambda *step: found.extend(detector.update(*step)),
+    ) as recorder:
+        for step in range(1, 31):
+            with collectives.recorded() as log, recorder.step(step, log):
+                for name in ("data", "forward", "backward", "optimizer"):
+                    with recorder.section(name):
+                        work(name, step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "late", "section"),
+    [
+        ("rank", 1, "forward"),
+        ("rank", 0, "backward"),
+        ("rank", 1, "optimizer"),
+        ("rank", 0, "data"),
+        ("link", 0, "dp"),
+        ("pause", 1, "forward"),
+        ("memory", 0, "forward"),
+    ],
+)
+def test_on_processes_the_cause_is_named_not_the_one_that_waits(
+    on_two_ranks: Callable[..., list[Any]], kind: str, late: int, section: str
+) -> None:
+    found, others = on_two_ranks(job, kind, late, section)
+    named = [finding for finding in found if finding.kind == kind]
+    assert others == [] and named, found
+    assert named[0].ranks == ((0, 1) if kind == "link" else (late,))
+    assert named[0].section == ("other" if kind == "memory" else section)
+    assert named[0].since >= FAULT_STEP - 1 and named[0].step <= FAULT_STEP + 10
+
+
+def test_on_processes_nothing_is_found_in_a_healthy_job(
+    on_two_ranks: Callable[..., list[Any]],
+) -> None:
+    found, _ = on_two_ranks(job, "none", 0, "forward")
+    assert not [finding for finding in found if finding.kind in ("link", "memory", "stage")]

@@ -1,0 +1,200 @@
+"""The page of a run has the numbers of its records, and draws in a browser without an error."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops.cli.main import app
+from fusedops.cli.report import make_server
+from fusedops.launch.config_table import InputError
+from fusedops.profiler import RunShape, TimingsWriter, read_timings
+from fusedops.profiler.report import page, page_data
+from tests.profiler.simulated import Fault, steps
+
+plotly_offline = pytest.importorskip("plotly.offline")
+
+SHAPE = RunShape({"pp": 2, "dp": 4, "cp": 1, "tp": 2, "ep": 1})
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def record(folder: Path, count: int, shape: RunShape = SHAPE) -> Path:
+    """Write the records of a run whose rank 5 is slow from step 20 on."""
+    fault = Fault("rank", (5,), "backward", 20, 0.5)
+    writer = TimingsWriter(folder, shape)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step, rows in steps(shape, count, random.Random(1), fault):
+            writer.write(step, rows)
+            line = {"step": step, "loss": 5 * math.exp(-step / 300) + 1, "lr": 1e-3, "mfu": 0.41}
+            line |= {"seconds": 0.4 + 1e-3 * (step % 7), "tokens_per_second": 1e5, "grad_norm": 1.0}
+            file.write(json.dumps(line) + "\n")
+    writer.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("run"), 60)
+
+
+def unpacked(packed: dict[str, Any], name: str) -> torch.Tensor:
+    entry = packed["fields"][name]
+    words = torch.frombuffer(bytearray(base64.b64decode(entry["text"])), dtype=torch.uint16)
+    return words.double().view(len(packed["steps"]), packed["ranks"]) / 65535 * entry["most"]
+
+
+def test_the_numbers_of_the_page_are_those_of_the_records(run: Path) -> None:
+    data, timings = page_data(run), read_timings(run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert data["metrics"]["loss"]["values"] == [line["loss"] for line in lines]
+    overview = dict(data["overview"])
+    assert overview["steps"] == "60" and overview["loss"] == f"{lines[-1]['loss']:.6g}"
+    assert overview["seconds per step, median"] == "0.403" and overview["MFU, median"] == "41.00 %"
+    for name in ("backward", "blocked_dp", "memory"):
+        expected = timings.of(name).double()
+        error = (unpacked(data["timings"], name) - expected).abs().max()
+        assert error <= expected.max() / 65535, name
+    assert data["ranks"][0][0] == "5" and data["findings"][0]["ranks"] == [5]
+    assert {row[0] for row in data["groups"]} == {"tp", "dp", "pp", "world"}
+
+
+def test_a_plan_is_shown_beside_what_was_measured(run: Path) -> None:
+    plan = {"layouts": [{"seconds": 0.31, "tokens_per_second": 1.3e5, "utilization": 0.5}]}
+    rows = {row[0]: row[1:] for row in page_data(run, plan)["plan"]}
+    assert rows["seconds per step"] == ["0.31", "0.403", "-23.1 %"]
+    assert rows["tokens per second"][2] == "+30.0 %"
+
+
+def test_a_run_without_times_or_with_half_a_line_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no run of fusedops train"):
+        page(tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"ste')
+    with pytest.raises(InputError, match="has no step yet"):
+        page(tmp_path)
+    file.write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": 2.5}\n{"step": 3, "lo')
+    data = page_data(tmp_path)
+    assert data["metrics"] == {"loss": {"steps": [2], "values": [2.5]}}
+    assert data["timings"] is None and data["findings"] == []
+
+
+def test_nothing_of_a_run_can_end_the_script(tmp_path: Path) -> None:
+    folder = tmp_path / "<b>run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "action": "</script>"}\n')
+    text = page(folder)
+    assert "<title>Run &lt;b&gt;run<" in text and text.count("</script>") == 3
+    library = plotly_offline.get_plotlyjs().replace("</script", "<\\/script")
+    own = text.replace(library, "")  # which has links to its makers
+    assert not re.search(r"(src|href)=[\"']https?:", own)
+
+
+def test_the_server_shows_the_page_and_nothing_else(run: Path) -> None:
+    server = make_server(str(run), None, "127.0.0.1", 0, 7)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        with urllib.request.urlopen(f"{address}/") as answer:
+            assert answer.headers["Refresh"] == "7" and b"Plotly.newPlot" in answer.read()
+        for path in ("/metrics.jsonl", "/../metrics.jsonl", "/profile/steps.f32"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(address + path)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_the_command_writes_one_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "page.html"
+    app(["report", str(run), "--out", str(file)], standalone_mode=False)
+    assert "open it in a browser" in capsys.readouterr().out and file.stat().st_size < 8e6
+    with pytest.raises(SystemExit):
+        app(["report", str(tmp_path)], standalone_mode=False)
+    assert "no run of fusedops train" in " ".join(capsys.readouterr().err.split())
+
+
+class Tags(HTMLParser):
+    """Collects the attributes of elements, and the text of tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[str] = []
+        self._in_cell = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._in_cell = tag in ("td", "a")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_cell:
+            self.cells.append(data)
+
+
+def browse(file: Path, tab: str, width: int) -> tuple[Tags, str]:
+    """Return the page as a browser shows it, and what it wrote to its console."""
+    assert BROWSER is not None
+    done = subprocess.run(
+        [
+            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
+            *(f"--window-size={width},1200", "--virtual-time-budget=10000", "--dump-dom"),
+            f"file://{file}#{tab}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    tags = Tags()
+    tags.feed(done.stdout)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return tags, "\n".join(console)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get install chromium")
+@pytest.mark.parametrize("width", [360, 1920])
+def test_every_tab_draws_in_a_browser(tmp_path: Path, width: int) -> None:
+    large = RunShape({"pp": 2, "dp": 8, "cp": 1, "tp": 4, "ep": 1})
+    folder = record(tmp_path, 1000, large)
+    file = folder / "report.html"
+    app(["report", str(folder)], standalone_mode=False)
+    assert file.stat().st_size <= 8e6
+    plots = {"Overview": 4, "Timeline": 3, "Memory": 1, "Communication": 1, "Findings": 0}
+    for tab, count in plots.items():
+        tags, console = browse(file, tab, width)
+        assert console == "", (tab, console)
+        panels = {
+            attributes["id"]: attributes
+            for _, attributes in tags.elements
+            if attributes.get("role") == "tabpanel"
+        }
+        assert [name for name, panel in panels.items() if "hidden" not in panel] == [f"panel-{tab}"]
+        drawn = [a for _, a in tags.elements if "js-plotly-plot" in (a.get("class") or "")]
+        assert len(drawn) >= count, tab
+        body = next(attributes for tag, attributes in tags.elements if tag == "body")
+        assert int(body["data-milliseconds"] or 0) < 2000, (tab, body)
+        if tab == "Findings":
+            assert any("rank 5 is" in cell for cell in tags.cells)
+            links = [a.get("href") for tag, a in tags.elements if tag == "a"]
+            assert any((link or "").startswith("#Timeline/") for link in links)
+        if tab == "Overview":
+            line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+            assert f"{line['loss']:.6g}" in tags.cells
