@@ -53,7 +53,10 @@ _CURES = {
     "communication": "a smaller parallel.bucket_bytes",
     "logits": "a larger parallel.microbatches",
 }
-_REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
+_SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+_REQUEST = re.compile(f"[Tt]ried to allocate {_SIZE}")
+# What the allocator holds in pieces at the time of the error; later some of it has been freed.
+_FREE = re.compile(f"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -104,7 +107,7 @@ def out_of_memory(error: BaseException, run: Run | None) -> str | None:
         return None
     if run is None:
         return f"out of memory before the first step: {_ADVICE}"
-    free = _fragmented(error, run)
+    free = _fragmented(error)
     if free:
         return (
             f"out of memory: {free} are free, in pieces that are too small; start the job with "
@@ -118,17 +121,13 @@ def out_of_memory(error: BaseException, run: Run | None) -> str | None:
     return f"out of memory: {compared(estimated_bytes(run), _available(run))}; {advice}"
 
 
-def _fragmented(error: BaseException, run: Run) -> str:
-    """Return how many bytes are free in the allocator, if they are enough; else nothing."""
-    request = _REQUEST.search(str(error))
-    if request is None or run.ranks.device.type != "cuda":
+def _fragmented(error: BaseException) -> str:
+    """Return how many bytes CUDA's allocator has free, if they are enough; else nothing."""
+    request, free = _REQUEST.search(str(error)), _FREE.search(str(error))
+    if request is None or free is None:
         return ""
-    from fusedops.planner import show_bytes
-
-    device = run.ranks.device
-    free = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    size = float(request[1]) * _UNITS[request[2]]
-    return show_bytes(free) if free > size else ""
+    sizes = [float(match[1]) * _UNITS[match[2]] for match in (request, free)]
+    return f"{free[1]} {free[2]}" if sizes[1] > sizes[0] else ""
 
 
 def _available(run: Run) -> int | None:

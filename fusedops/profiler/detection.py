@@ -113,7 +113,7 @@ class Finding:
 
 _ADVICE = {
     "rank": "compare its machine with others: clocks, temperature, other processes, ECC errors",
-    "data": "balance the documents: data.pack by length, or sort sequences into micro-batches",
+    "data": "balance the documents: give all ranks sequences of similar lengths",
     "input": "its input is slow: look at its disk and network, or prefetch more batches",
     "optimizer": "its optimizer is slow: look at the host's memory bandwidth and its threads",
     "stage": "move layers away from the stage: parallel.pipeline_cuts, or a plan's",

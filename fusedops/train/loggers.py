@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,7 +104,7 @@ class WandbLogger:
         self._run = wandb.init(
             project=project,
             name=folder.name,
-            id=folder.name,
+            id=_identity(folder),
             resume="allow",
             dir=str(folder),
             config=settings,
@@ -119,6 +120,14 @@ class WandbLogger:
     def close(self) -> None:
         """Send what is left."""
         self._run.finish()
+
+
+def _identity(folder: Path) -> str:
+    """Return the identity of a run, which its folder keeps: names occur in several projects."""
+    file = folder / "wandb-id"
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:12])
+    return file.read_text().strip()
 
 
 class MLflowLogger:

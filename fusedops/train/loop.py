@@ -134,7 +134,10 @@ def _loop(
         export(run.parallel, config, first=run.ranks.rank == 0)
     if run.metrics is not None:
         folder = Path(config.out)
-        draw_curves(folder / metrics.FILE, folder / CURVES)
+        try:
+            draw_curves(folder / metrics.FILE, folder / CURVES)
+        except (OSError, ValueError) as error:  # a full disk, a damaged line
+            _log.warning("cannot draw %s: %s", folder / CURVES, error)
     return TrainResult(run.step, finished, loss, validation, Path(config.out))
 
 

@@ -121,7 +121,10 @@ class Metrics:
         except OSError as error:
             _log.warning("%s: its last lines are lost", self._cannot(error))
         for logger in self._loggers:
-            logger.close()
+            try:
+                logger.close()
+            except Exception as error:  # the run itself is complete
+                _log.warning("%s: %s", type(logger).__name__, error)
 
     def _warn(self, text: str) -> None:
         if not self._warned:

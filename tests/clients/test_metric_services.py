@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fusedops.train import load_config
-from fusedops.train.loggers import MLflowLogger, WandbLogger, make_loggers
+from fusedops.train.loggers import make_loggers
 from fusedops.train.metrics import Metrics
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,6 @@ def test_wandb_has_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     content = file.read_bytes()
     assert b"tokens_per_second" in content and b"loss" in content and b"optimizer.lr" in content
-    assert WandbLogger.__doc__
 
 
 def test_mlflow_has_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,4 +49,4 @@ def test_mlflow_has_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert run.info.run_name == "run" and run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "loss")
     assert sorted(metric.step for metric in history) == [1, 2, 2, 3, 3, 4]
-    assert run.data.params["optimizer.lr"] and MLflowLogger.__doc__
+    assert run.data.params["optimizer.lr"]
