@@ -9,7 +9,8 @@ from fusedops.cli.train_memory import _fragmented
 
 TEXT = (
     "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 79.10 GiB of "
-    "which 1.00 GiB is free. 60.00 GiB is allocated by PyTorch, and {} is reserved by PyTorch but unallocated."
+    "which 1.00 GiB is free. 60.00 GiB is allocated by PyTorch, and {} is reserved by "
+    "PyTorch but unallocated."
 )
 
 
