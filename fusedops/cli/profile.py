@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from fusedops.profiler import Finding, RunShape
     from fusedops.profiler.step_table import GroupTimes, RankTimes
+    from fusedops.profiler.traces import TraceFile
 
 # Ranks of a table, from which on only the slowest are shown.
 _MOST_ROWS = 16
@@ -37,6 +38,8 @@ class _Profile:
     findings: list[Finding] = field(default_factory=list)
     kernels: dict[str, tuple[float, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    traces: list[TraceFile] = field(default_factory=list)
+    offsets: dict[int, float] = field(default_factory=dict)  # of the traces' clocks
 
 
 def profile(
@@ -53,7 +56,11 @@ def profile(
     csv_file: Annotated[str, typer.Option("--csv", help="Write the times of the ranks.")] = "",
     trace_file: Annotated[
         str,
-        typer.Option("--trace", help="Write the steps of a run for Perfetto (ui.perfetto.dev)."),
+        typer.Option(
+            "--trace",
+            help="Write the steps of a run, or the slowest traces of a folder as one trace by one "
+            "clock, for Perfetto (ui.perfetto.dev).",
+        ),
     ] = "",
 ) -> None:
     """Print where the steps of each rank spend their time, and what a job could gain.
@@ -80,13 +87,24 @@ def profile(
         if csv_file:
             files.write_text(csv_file, _csv(profiled.ranks))
         if trace_file:
-            from fusedops.profiler import read_timings
-            from fusedops.profiler.perfetto import trace
-
-            files.write_text(trace_file, json.dumps(trace(read_timings(folder))))
+            files.write_text(trace_file, json.dumps(_perfetto(profiled, worst)))
         for file in (json_file, csv_file, trace_file):
             if file:
                 out.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+def _perfetto(profiled: _Profile, worst: int) -> dict[str, Any]:
+    """Return the trace of a run, or that of a folder's traces: the slowest if there are many."""
+    from fusedops.profiler import perfetto, read_timings
+    from fusedops.profiler.step_table import slowest
+
+    if not profiled.traces:
+        return perfetto.trace(read_timings(profiled.source))
+    traces = profiled.traces
+    if len(traces) > _MOST_ROWS:
+        shown = {times.rank for times, _ in slowest(profiled.shape, profiled.ranks, worst)}
+        traces = [trace for trace in traces if trace.rank in shown]
+    return perfetto.merged(traces, profiled.offsets)
 
 
 def _read(folder: str) -> _Profile:
@@ -129,6 +147,13 @@ def _traces(folder: str) -> _Profile:
     import os
 
     from fusedops.profiler import RunShape
+    from fusedops.profiler.trace_links import (
+        clock_notes,
+        clock_offsets,
+        late_seconds,
+        link_times,
+        matched,
+    )
     from fusedops.profiler.traces import read_traces
 
     traces = read_traces(folder, processes=os.cpu_count() or 1)
@@ -143,8 +168,28 @@ def _traces(folder: str) -> _Profile:
     missing = sorted(set(range(max(present) + 1)) - present)
     if missing:
         notes.append(f"no trace of ranks {', '.join(map(str, missing[:10]))}")
+    together = matched({trace.rank: trace.collectives for trace in traces})
+    offsets = clock_offsets(together)
+    notes += clock_notes(offsets)
+    late = late_seconds(together, offsets)
+    if late:
+        rank = max(late, key=late.__getitem__)
+        notes.append(
+            f"others wait for rank {rank} the longest in collectives: {1e3 * late[rank]:.1f} ms "
+            "a step"
+        )
     shape = RunShape({"pp": 1, "dp": len(ranks), "cp": 1, "tp": 1, "ep": 1})
-    return _Profile(folder, shape, 0, ranks, kernels=kernels, notes=notes)
+    return _Profile(
+        folder,
+        shape,
+        0,
+        ranks,
+        link_times(together),
+        kernels=kernels,
+        notes=notes,
+        traces=traces,
+        offsets=offsets,
+    )
 
 
 def _show(profiled: _Profile, worst: int, out: Console) -> None:

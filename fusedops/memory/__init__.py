@@ -14,6 +14,7 @@ experts that are fetched on demand), ``policy_state`` (applies the rules while a
 from fusedops.memory.apply import apply, remove
 from fusedops.memory.measurement.fit import fit
 from fusedops.memory.measurement.measure import report
+from fusedops.memory.measurement.step_memory import StepMemory
 from fusedops.memory.offloading.experts import store_experts
 from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, lower, offload, recompute, save
@@ -21,6 +22,7 @@ from fusedops.memory.policy import Policy, lower, offload, recompute, save
 __all__ = [
     "OffloadSettings",
     "Policy",
+    "StepMemory",
     "apply",
     "fit",
     "lower",

@@ -137,9 +137,13 @@ class ModuleTimer:
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         self._depth += 1
-        if self._depth == 1 and module.training:
-            # Of an earlier micro-batch: its backward. Before the first one: the copy of the batch.
-            self.mark("backward" if self._gradient > self._since else "data")
+        if self._depth != 1 or not module.training or self._recorder is None:
+            return
+        # The backward of an earlier micro-batch ended with its last gradient.
+        if self._gradient > self._since:
+            self._recorder.add("backward", self._since, self._gradient)
+            self._since = self._gradient
+        self.mark("data")
 
     def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1

@@ -33,6 +33,10 @@ _CURVES = (
     "communication",
 )
 _MOST = 65535  # of 16 bits, in which the numbers of steps and ranks are packed
+# Of what a step allocates, by ``fusedops.memory.StepMemory``.
+MEMORY_KINDS = ("activation", "gradient", "cast", "temporary")
+# Parts of the planner's estimate by the kind of process group.
+_COMMUNICATION = {"tensor": "tp", "context": "cp", "experts": "ep", "pipeline": "pp", "data": "dp"}
 _TEMPLATE = Path(__file__).with_name("report.html")
 
 
@@ -70,8 +74,9 @@ def page_data(folder: Path, plan: dict[str, Any] | None = None) -> dict[str, Any
     return {
         "overview": _overview(lines, timings),
         "metrics": _curves(lines),
-        "plan": _plan(lines, plan) if plan else None,
+        "plan": _plan(lines, plan, timings) if plan else None,
         "timings": _packed(timings) if timings else None,
+        "memory": _step_memory(folder),
         "ranks": _ranks(timings) if timings else [],
         "groups": _groups(timings) if timings else [],
         "matrix": _matrix(timings) if timings else None,
@@ -147,8 +152,14 @@ def _number(value: Any) -> str:
     return f"{value:.6g}" if _is_number(value) else "-"
 
 
-def _plan(lines: list[dict[str, Any]], plan: dict[str, Any]) -> list[list[str]]:
-    """Return the prediction of a plan's first layout with the medians of the run."""
+def _plan(
+    lines: list[dict[str, Any]], plan: dict[str, Any], timings: Timings | None
+) -> list[list[str]]:
+    """Return the prediction of a plan's first layout with the medians of the run.
+
+    Its communication is that which computing does not hide; measured is what the last rank to
+    arrive at the collectives of a group waits, so that no slow rank is part of it.
+    """
     row = (plan.get("layouts") or [{}])[0]
     measured = {
         "seconds": ("seconds per step", _median(lines, "seconds")),
@@ -156,13 +167,24 @@ def _plan(lines: list[dict[str, Any]], plan: dict[str, Any]) -> list[list[str]]:
         "utilization": ("MFU", _median(lines, "mfu")),
         "peak": ("peak bytes of a rank", _median(lines, "memory_bytes")),
     }
-    result = []
-    for name, (title, value) in measured.items():
-        predicted = row.get(name)
-        if _is_number(predicted) and value:
-            difference = f"{100 * (predicted / value - 1):+.1f} %"
-            result.append([title, _number(predicted), _number(value), difference])
-    return result
+    pairs = [(title, row.get(name), value) for name, (title, value) in measured.items()]
+    if timings is not None and isinstance(row.get("parts"), dict):
+        groups = group_times(timings)
+        for part, kind in _COMMUNICATION.items():
+            seconds = [group.seconds for group in groups if group.kind == kind]
+            if seconds:
+                title = f"seconds of communication per step: {kind}"
+                pairs.append((title, row["parts"].get(part), sum(seconds) / len(seconds)))
+    return [
+        [
+            title,
+            _number(predicted),
+            _number(value),
+            f"{100 * (predicted / value - 1):+.1f} %",
+        ]
+        for title, predicted, value in pairs
+        if _is_number(predicted) and value
+    ]
 
 
 def _packed(timings: Timings) -> dict[str, Any]:
@@ -181,6 +203,41 @@ def _packed(timings: Timings) -> dict[str, Any]:
         "own": list(REGULAR),
         "irregular": [name for name in SECTIONS if name not in REGULAR],
         "blocked": [f"blocked_{group}" for group in GROUPS],
+    }
+
+
+def _step_memory(folder: Path) -> dict[str, Any] | None:
+    """Return what ranks allocated in the recorded step, by layer and kind, in MiB."""
+    records = []
+    for path in (folder / FOLDER).glob("memory-*.json"):
+        try:
+            records.append(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError):  # half a file of a killed process
+            continue
+    if not records:
+        return None
+    records.sort(key=lambda record: record["rank"])
+    return {
+        "kinds": list(MEMORY_KINDS),
+        "ranks": [
+            {
+                "rank": record["rank"],
+                "step": record["step"],
+                "layers": [name or "(outside)" for name in record["layers"]],
+                "values": [
+                    [kinds.get(kind, 0) / 2**20 for kind in MEMORY_KINDS]
+                    for kinds in record["layers"].values()
+                ],
+                "timeline": [
+                    [nbytes / 2**20, layer or "(outside)", phase]
+                    for nbytes, layer, phase in record["timeline"]
+                ],
+                "static": {
+                    name: record[name] / 2**20 for name in ("weights", "gradients", "states")
+                },
+            }
+            for record in records
+        ],
     }
 
 

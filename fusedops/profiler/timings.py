@@ -6,6 +6,7 @@ rank writes the rows of all ranks into ``profile/`` of the run's folder:
 
     profile/header.json    ranks, sizes of the mesh, names of the fields
     profile/steps.f32      for each step its number, then the rows of all ranks: little-endian
+    profile/memory-0.json  what rank 0 allocated in one step, if ``log.memory_step`` asks for it
 
 The file is only appended to. A step that was repeated after a rollback is there twice, and its last
 record counts; a record that a killed process left unfinished is ignored.
@@ -54,6 +55,11 @@ def column(name: str) -> int:
         0
     """
     return _INDEX[name]
+
+
+def memory_file(folder: str | Path, rank: int) -> Path:
+    """Return the file of what a rank allocates in a step; ``folder`` is that of the run."""
+    return Path(folder) / FOLDER / f"memory-{rank}.json"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 from fusedops.launch.config_table import InputError
 from fusedops.profiler.step_table import RankTimes
+from fusedops.profiler.trace_links import Collective, collective_of, with_steps
 
 Interval = tuple[float, float]
 _STEP = re.compile(r"ProfilerStep#(\d+)")
@@ -38,12 +39,17 @@ class TraceFile:
         rank: of the process.
         times: the mean of its steps; ``None``: it could not be read.
         kernels: seconds and number of calls of each kernel or operator, of all steps.
+        collectives: in the order of their begins, of the first steps; empty: the trace says no
+            process groups.
+        path: of the file.
         note: what is wrong with it; empty: nothing.
     """
 
     rank: int
     times: RankTimes | None = None
     kernels: dict[str, tuple[float, int]] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list)
+    path: Path = Path()
     note: str = ""
 
 
@@ -74,17 +80,28 @@ def read_traces(folder: str | Path, *, processes: int = 1) -> list[TraceFile]:
 
 def _read(job: tuple[int, Path]) -> TraceFile:
     number, path = job
+    rank = _rank_in(path.name, number)
     try:
-        data = path.read_bytes()
-        record = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        record = load(path)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        return TraceFile(_rank_in(path.name, number), note=f"{path.name} is damaged: {error}")
+        return TraceFile(rank, path=path, note=f"{path.name} is damaged: {error}")
     events = record.get("traceEvents") if isinstance(record, dict) else record
     if not isinstance(events, list):
-        return TraceFile(_rank_in(path.name, number), note=f"{path.name} is no trace")
-    information = record.get("distributedInfo", {}) if isinstance(record, dict) else {}
-    rank = information.get("rank", _rank_in(path.name, number))
-    return _trace(rank, path.name, events)
+        return TraceFile(rank, path=path, note=f"{path.name} is no trace")
+    information = record.get("distributedInfo") if isinstance(record, dict) else None
+    if isinstance(information, dict) and isinstance(information.get("rank"), int):
+        rank = information["rank"]
+    try:
+        return _trace(rank, path, events)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        note = f"{path.name} is a trace of another format: {type(error).__name__}: {error}"
+        return TraceFile(rank, path=path, note=note)
+
+
+def load(path: Path) -> Any:
+    """Return what a trace's JSON file holds, compressed or not."""
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
 
 
 def _rank_in(name: str, number: int) -> int:
@@ -92,17 +109,20 @@ def _rank_in(name: str, number: int) -> int:
     return int(numbers[-1]) if numbers else number
 
 
-def _trace(rank: int, name: str, events: Sequence[dict[str, Any]]) -> TraceFile:
+def _trace(rank: int, path: Path, events: Sequence[dict[str, Any]]) -> TraceFile:
     complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    steps = [_interval(event) for event in complete if _STEP.fullmatch(str(event.get("name", "")))]
+    numbered = steps_of(complete)
     work = [event for event in complete if event.get("cat") in _KERNELS]
     if not work:
         work = _outermost([event for event in complete if event.get("cat") == "cpu_op"])
+        # Gloo's threads do the transfers; the operator that starts one ends before it.
+        work += [event for event in complete if str(event.get("name", "")).startswith("gloo:")]
     if not work:
-        return TraceFile(rank, note=f"{name} has neither kernels nor operators")
-    if not steps:
+        return TraceFile(rank, path=path, note=f"{path.name} has neither kernels nor operators")
+    if not numbered:
         spans = [_interval(event) for event in work]
-        steps = [(min(begin for begin, _ in spans), max(end for _, end in spans))]
+        numbered = [(0, min(begin for begin, _ in spans), max(end for _, end in spans))]
+    steps = [(begin, end) for _, begin, end in numbered]
     totals: Counter[str] = Counter()
     kernels: dict[str, tuple[float, int]] = {}
     kinds: dict[str, list[Interval]] = {"compute": [], "communication": [], "pair": [], "data": []}
@@ -124,7 +144,20 @@ def _trace(rank: int, name: str, events: Sequence[dict[str, Any]]) -> TraceFile:
     for step in steps:
         _add_step(totals, step, unions)
     mean = {kind: seconds / len(steps) for kind, seconds in totals.items()}
-    return TraceFile(rank, RankTimes(rank=rank, stage=0, **mean), kernels)
+    found = (collective_of(event, *_interval(event)) for event in work)
+    collectives = with_steps([item for item in found if item is not None], numbered)
+    return TraceFile(rank, RankTimes(rank=rank, stage=0, **mean), kernels, collectives, path)
+
+
+def steps_of(events: Iterable[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """Return number, begin and end of the steps that the profiler's schedule has marked."""
+    steps = []
+    for event in events:
+        match = _STEP.fullmatch(str(event.get("name", "")))
+        # A GPU's timeline has the same annotations once more.
+        if match and not str(event.get("cat", "")).startswith("gpu"):
+            steps.append((int(match[1]), *_interval(event)))
+    return steps
 
 
 def _add_step(totals: Counter[str], step: Interval, unions: dict[str, list[Interval]]) -> None:

@@ -18,6 +18,7 @@ from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
 from fusedops.launch.processes import Ranks
 from fusedops.launch.run_folder import lock_run_folder
+from fusedops.memory import StepMemory
 from fusedops.models import (
     ParallelConfig,
     Transformer,
@@ -39,7 +40,7 @@ from fusedops.train.config import Config, OptimizerConfig, check_parallel
 from fusedops.train.data import Sequences
 from fusedops.train.loggers import check_installed, make_loggers
 from fusedops.train.metrics import Metrics
-from fusedops.train.observe import recording
+from fusedops.train.observe import MemoryRecording, recording, snapshot_when_exhausted
 from fusedops.train.precision import LossScale
 
 # Vocabularies are rounded up, so that tensor parallelism can divide them.
@@ -68,12 +69,17 @@ class Run:
     finite: bool = True  # whether loss and weights were finite at the last checkpoint
     notes: tuple[str, ...] = ()  # what the user should know before the first step
     recorder: StepRecorder | None = None  # of where the time of the steps goes
+    memory: MemoryRecording | None = None  # of what one step allocates
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Return the context of a forward."""
         with self.section("forward"), precision.computing(self.config.precision, self.ranks.device):
             yield
+
+    def recorded_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Return what records the memory of the next step, if it is the one to be recorded."""
+        return contextlib.nullcontext() if self.memory is None else self.memory.step(self.step + 1)
 
     def section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return what times a section of the step; nothing where nobody records."""
@@ -130,6 +136,11 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
                 run.metrics = Metrics(out, step=run.step, loggers=make_loggers(config, run.step))
                 resources.callback(run.metrics.close)
         run.recorder = resources.enter_context(recording(config, parallel, ranks))
+        if config.log.memory_step:
+            memory = StepMemory(parallel.model, optimizer)
+            run.memory = MemoryRecording(out, config.log.memory_step, ranks.rank, memory)
+        if config.log.memory_snapshot:
+            resources.enter_context(snapshot_when_exhausted(out, ranks))
         yield run
 
 

@@ -201,6 +201,10 @@ class LogConfig:
             0: measured at the start by a matrix product.
         timings: steps between two gatherings of where the ranks' time went (docs/observe.md);
             0: it is not recorded.
+        memory_step: a step of which each rank records what it allocates, by layer and kind, for
+            ``fusedops report``; at least 2. 0: none.
+        memory_snapshot: record the history of CUDA's allocator, and write it to the run's folder
+            when memory is exhausted.
     """
 
     every: int = 10
@@ -210,10 +214,13 @@ class LogConfig:
     mlflow: str = ""
     peak_tflops: float = 0.0
     timings: int = 5
+    memory_step: int = 0
+    memory_snapshot: bool = False
 
     def __post_init__(self) -> None:
         checks.integer("log", "every", self.every, least=1)
         checks.integer("log", "timings", self.timings, least=0)
+        checks.integer("log", "memory_step", self.memory_step, least=2 if self.memory_step else 0)
         checks.finite("log", "peak_tflops", self.peak_tflops, least=0)
 
 

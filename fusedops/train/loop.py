@@ -91,7 +91,8 @@ def _loop(
         watchdog.set_phase(run.step + 1, "step")
         began = time.perf_counter()
         with collectives.recorded() as log, _timed(run, log):
-            losses = backward(run)
+            with run.recorded_memory():
+                losses = backward(run)
             with run.section("optimizer"):
                 result = update(run, losses, stop=stop.asked)
             stopped, loss = result.stop, result.loss

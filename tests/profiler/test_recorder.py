@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -78,17 +82,30 @@ def test_a_section_that_does_not_exist_is_refused() -> None:
 
 
 FAULT_STEP = 16
+STAGES = ONE | {"pp": 2, "dp": 4}
+EXPERTS = ONE | {"dp": 8, "ep": 8}
+# Stops and continues the process that started it: it computes half as fast.
+THROTTLE = """
+import os, signal, time
+target = os.getppid()
+while os.getppid() == target:
+    for action in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(target, action)
+        time.sleep(0.004)
+"""
 
 
-def job(world: Any, kind: str, late: int, section: str) -> list[Finding]:
-    """Return what the first of two ranks finds while one of them has a fault from a step on."""
+def job(
+    world: Any, kind: str, late: tuple[int, ...], section: str, sizes: dict[str, int]
+) -> list[Finding]:
+    """Return what the first rank finds while some ranks have a fault from a step on."""
     from torch import distributed as dist
 
     from fusedops.parallel.comm import collectives
 
     group = dist.group.WORLD
     assert group is not None
-    shape = RunShape(ONE | {"dp": 2})
+    shape = RunShape(sizes)
     detector = Detector(shape)
     found: list[Finding] = []
     kept: list[torch.Tensor] = []
@@ -107,15 +124,24 @@ def job(world: Any, kind: str, late: int, section: str) -> list[Finding]:
         pending.wait()
 
     def work(name: str, step: int) -> None:
-        here = world.rank == late and step >= FAULT_STEP and name == section
-        time.sleep(0.02 if here and kind == "rank" else 0.01)
+        here = world.rank in late and step >= FAULT_STEP and name == section
+        if kind == "throttled":
+            until = time.thread_time() + 0.01
+            while time.thread_time() < until:
+                pass
+        else:
+            slow = here and kind in ("rank", "stage", "data", "experts")
+            time.sleep(0.02 if slow else 0.01)
         if here and kind == "pause" and step == FAULT_STEP:
             time.sleep(0.3)
         if here and kind == "memory":
             kept.append(torch.ones(20_000_000))
         if name == "backward":
+            recorder.count(pairs=3e6 if here and kind == "data" else 1e6)
+            recorder.count(expert_rows=3e3 if here and kind == "experts" else 1e3)
             reduce(0.015 if kind == "link" and step >= FAULT_STEP else 0.0)
 
+    throttle: subprocess.Popen[bytes] | None = None
     with StepRecorder(
         shape,
         groups={"dp": group.group_name},
@@ -123,11 +149,24 @@ def job(world: Any, kind: str, late: int, section: str) -> list[Finding]:
         handler=lambda *step: found.extend(detector.update(*step)),
     ) as recorder:
         for step in range(1, 31):
+            if kind == "throttled" and world.rank in late and step == FAULT_STEP:
+                throttle = subprocess.Popen([sys.executable, "-S", "-c", THROTTLE])
             with collectives.recorded() as log, recorder.step(step, log):
                 for name in ("data", "forward", "backward", "optimizer"):
                     with recorder.section(name):
                         work(name, step)
+    if throttle is not None:
+        throttle.kill()
+        throttle.wait()
+        os.kill(os.getpid(), signal.SIGCONT)
     return found
+
+
+def assert_named(found: list[Finding], kind: str, ranks: tuple[int, ...], section: str) -> None:
+    named = [finding for finding in found if finding.kind == kind]
+    assert named, found
+    assert named[0].ranks == ranks and section in ("", named[0].section)
+    assert named[0].since >= FAULT_STEP - 1 and named[0].step <= FAULT_STEP + 10
 
 
 @pytest.mark.parametrize(
@@ -145,16 +184,40 @@ def job(world: Any, kind: str, late: int, section: str) -> list[Finding]:
 def test_on_processes_the_cause_is_named_not_the_one_that_waits(
     on_two_ranks: Callable[..., list[Any]], kind: str, late: int, section: str
 ) -> None:
-    found, others = on_two_ranks(job, kind, late, section)
-    named = [finding for finding in found if finding.kind == kind]
-    assert others == [] and named, found
-    assert named[0].ranks == ((0, 1) if kind == "link" else (late,))
-    assert named[0].section == ("other" if kind == "memory" else section)
-    assert named[0].since >= FAULT_STEP - 1 and named[0].step <= FAULT_STEP + 10
+    found, others = on_two_ranks(job, kind, (late,), section, ONE | {"dp": 2})
+    assert others == []
+    ranks = (0, 1) if kind == "link" else (late,)
+    assert_named(found, kind, ranks, "other" if kind == "memory" else section)
+
+
+@pytest.mark.parametrize(
+    ("kind", "late", "section", "sizes"),
+    [
+        ("stage", (4, 5, 6, 7), "forward", STAGES),
+        ("rank", (6,), "backward", STAGES),
+        ("data", (3,), "backward", EXPERTS),
+        ("experts", (5,), "backward", EXPERTS),
+    ],
+)
+def test_on_eight_processes_a_stage_and_uneven_work_are_named(
+    on_ranks: Callable[..., list[Any]],
+    kind: str,
+    late: tuple[int, ...],
+    section: str,
+    sizes: dict[str, int],
+) -> None:
+    found, *_ = on_ranks(job, kind, late, section, sizes)
+    assert_named(found, kind, late, section)
+
+
+@pytest.mark.ci
+def test_a_throttled_process_is_named(on_two_ranks: Callable[..., list[Any]]) -> None:
+    found, _ = on_two_ranks(job, "throttled", (1,), "", ONE | {"dp": 2})
+    assert_named(found, "rank", (1,), "")
 
 
 def test_on_processes_nothing_is_found_in_a_healthy_job(
     on_two_ranks: Callable[..., list[Any]],
 ) -> None:
-    found, _ = on_two_ranks(job, "none", 0, "forward")
+    found, _ = on_two_ranks(job, "none", (), "forward", ONE | {"dp": 2})
     assert not [finding for finding in found if finding.kind in ("link", "memory", "stage")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from fusedops.optim import AdamW
 
 Loss = Callable[[Any], torch.Tensor]
 _MIB = 2**20
+_TURN = (FORWARD, BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,10 @@ class MemoryReport:
 
     @property
     def activations(self) -> int:
-        """The bytes saved by the forward that are live when the backward begins."""
-        live = [nbytes for nbytes, _, phase in self.timeline if phase == FORWARD]
-        return live[-1] if live else 0
+        """The bytes that are live when a backward begins: with several micro-batches the most."""
+        pairs = zip(self.timeline, self.timeline[1:], strict=False)
+        turns = [before[0] for before, after in pairs if (before[2], after[2]) == _TURN]
+        return max(turns, default=0)
 
     @property
     def layers(self) -> dict[str, dict[str, int]]:
@@ -94,6 +96,20 @@ class MemoryReport:
     def svg(self, title: str = "") -> str:
         """Return the step as a picture: bytes over time, with the layers."""
         return plot.timeline(title or f"{self.model}: memory of one step", {"": self.timeline})
+
+    def record(self, points: int = 400) -> dict[str, Any]:
+        """Return the report for a JSON file; of the timeline at most so many of its largest points.
+
+        Args:
+            points: of the timeline.
+        """
+        width = max(1, -(-len(self.timeline) // points))
+        parts = (self.timeline[i : i + width] for i in range(0, len(self.timeline), width))
+        names = ("model", "weights", "gradients", "states", "dynamic", "named", "phase", "layer")
+        return {name: getattr(self, name) for name in names} | {
+            "layers": self.layers,
+            "timeline": [max(part) for part in parts],
+        }
 
     def __str__(self) -> str:
         unknown = self.dynamic - self.named
@@ -177,31 +193,37 @@ def report(
     """
     checks_of("report", model, loss, optimizer)
     step = ModelStep("report", model, batch, loss)
-    trace = AllocationTrace(frozenset(_memory(parameter) for parameter in model.parameters()))
+    trace = trace_of(model)
     with preserve_parameters(model) as parameters:
-        with _placed(model, AllocationTrace()) as places:
+        with placed(model, AllocationTrace()) as places:
             step.run()
         idle = {name for name, place in places.items() if not place.ran}
         clear(parameters)
         dynamic = step.peak_bytes()
         clear(parameters)
-        with _placed(model, trace, idle):
+        with placed(model, trace, idle):
             with AllocationTracker(trace):
-                value = step.forward()
-                trace.phase, trace.layer = BACKWARD, ""
-                step.backward(value)
-            grads = [p.grad for p in parameters if p.grad is not None]
-            gradients = {_memory(grad) for grad in grads if grad.layout is torch.strided}
-            bytes_of_gradients = sum(_local(grad).nbytes for grad in grads)
-            events = len(trace.events)
-    trace.events = trace.events[:events]
-    trace.name_kinds(gradients)
-    return _summary(model, trace, dynamic, bytes_of_gradients, state_bytes(optimizer))
+                step.run()
+            gradients = close_trace(trace, parameters)
+    return summary(model, trace, dynamic, gradients, state_bytes(optimizer))
 
 
-def _summary(
+def trace_of(model: nn.Module) -> AllocationTrace:
+    """Return an empty trace that knows the memory of a model's parameters."""
+    return AllocationTrace(frozenset(_memory(parameter) for parameter in model.parameters()))
+
+
+def close_trace(trace: AllocationTrace, parameters: Iterable[nn.Parameter]) -> int:
+    """End a trace after the backward; return the bytes of the parameters' gradients."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    trace.close({_memory(grad) for grad in grads if grad.layout is torch.strided})
+    return sum(_local(grad).nbytes for grad in grads)
+
+
+def summary(
     model: nn.Module, trace: AllocationTrace, dynamic: int, gradients: int, states: int
 ) -> MemoryReport:
+    """Return the report of a trace; ``dynamic``: bytes at the peak, those inside kernels too."""
     live = trace.live_bytes()
     top = max(range(len(live)), key=live.__getitem__) if live else 0
     event = trace.events[top] if live else None
@@ -379,7 +401,7 @@ def _size(nbytes: int) -> str:
 
 
 @contextlib.contextmanager
-def _placed(
+def placed(
     model: nn.Module, trace: AllocationTrace, idle: Collection[str] = ()
 ) -> Iterator[dict[str, PlannedBlock]]:
     """Let the layers say where the step is, but those whose work a fused parent does.

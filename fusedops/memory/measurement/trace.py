@@ -3,7 +3,7 @@
 A dispatch mode sees every tensor that an operator makes and when its memory is let go; what a
 kernel allocates and frees inside itself it does not see (``_core/peak.py`` counts that, and knows
 no names). Layers say when they begin: forward when they are called, backward when the gradient of
-their output arrives.
+their output arrives. A step may have several micro-batches, in any order.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class AllocationTrace:
     weights: frozenset[int] = frozenset()
     blocks: list[TracedBlock] = field(default_factory=list)
     events: list[AllocationEvent] = field(default_factory=list)
-    layer: str = ""
-    phase: str = FORWARD
+    layer: str = ""  # that runs, or whose backward began last
+    depth: int = 0  # of the layers whose forward runs
+    closed: bool = False
 
     def take(
         self, tensor: torch.Tensor, op: str, output: str | None, source: torch.Tensor | None = None
@@ -63,16 +64,21 @@ class AllocationTrace:
         """Note new memory that ``op`` made, of a cast from ``source``, and when it is let go."""
         storage = tensor.untyped_storage()
         index = len(self.blocks)
-        block = TracedBlock(storage.nbytes(), op, output, self.layer, storage._cdata)
+        block = TracedBlock(storage.nbytes(), op, output, self.place(), storage._cdata)
         if source is not None and source.untyped_storage()._cdata in self.weights:
             block.kind = CAST
         self.blocks.append(block)
-        self.events.append(AllocationEvent(index, True, self.layer, self.phase))
+        self.events.append(AllocationEvent(index, True, self.place(), _phase()))
         finalizer = weakref.finalize(storage, self._let_go, index)
         finalizer.atexit = False  # type: ignore[misc]
 
     def _let_go(self, index: int) -> None:
-        self.events.append(AllocationEvent(index, False, self.layer, self.phase))
+        if not self.closed:
+            self.events.append(AllocationEvent(index, False, self.place(), _phase()))
+
+    def place(self) -> str:
+        """Return the layer that runs now; empty outside of all."""
+        return self.layer if self.depth or _phase() == BACKWARD else ""
 
     def live_bytes(self) -> list[int]:
         """Return the live bytes after each event."""
@@ -93,18 +99,39 @@ class AllocationTrace:
                 living.pop(event.block, None)
         return list(living.values())
 
-    def name_kinds(self, gradients: set[int]) -> None:
-        """Set each block's kind after the step; ``gradients``: memory of the weights' gradients."""
-        turn = next(
-            (i for i, event in enumerate(self.events) if event.phase == BACKWARD), len(self.events)
-        )
-        at_turn = {id(block) for block in self.alive(turn - 1)} if turn else set()
-        at_end = {id(block) for block in self.alive(len(self.events))}
-        for block in self.blocks:
-            if id(block) in at_end and block.key in gradients:
-                block.kind = "gradient"
-            elif id(block) in at_turn and block.kind != CAST:
-                block.kind = "activation"
+    def close(self, gradients: set[int]) -> None:
+        """End the trace and set each block's kind.
+
+        An activation was made by a forward and is alive when a backward begins. Nothing is noted
+        after this.
+
+        Args:
+            gradients: memory of the weights' gradients.
+        """
+        self.closed = True
+        living: set[int] = set()
+        made_forward: set[int] = set()
+        last = FORWARD
+        for event in self.events:
+            if event.phase == BACKWARD and last == FORWARD:
+                for index in living & made_forward:
+                    if self.blocks[index].kind != CAST:
+                        self.blocks[index].kind = "activation"
+            last = event.phase
+            if not event.allocated:
+                living.discard(event.block)
+                continue
+            living.add(event.block)
+            if event.phase == FORWARD:
+                made_forward.add(event.block)
+        for index in living:
+            if self.blocks[index].key in gradients:
+                self.blocks[index].kind = "gradient"
+
+
+def _phase() -> str:
+    """Return ``BACKWARD`` inside of autograd's backward, where a recomputed forward is too."""
+    return FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -142,13 +169,13 @@ class PlannedBlock:
     def __call__(self, call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer."""
         self.ran = True
-        trace, outside = self._trace, self._trace.layer
-        trace.layer = self._name
+        trace, outside = self._trace, self._trace.place()
+        trace.layer, trace.depth = self._name, trace.depth + 1
         try:
             result = call(*args, **kwargs)
         finally:
-            trace.layer = outside
-        if trace.phase == FORWARD:
+            trace.layer, trace.depth = outside, trace.depth - 1
+        if _phase() == FORWARD:
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._begin_backward)

@@ -1,20 +1,157 @@
-"""Rules for the feed-forward layers of ``nn.TransformerEncoderLayer`` and its decoder layer."""
+"""Rules for ``nn.TransformerEncoderLayer`` and its decoder layer.
+
+The feed-forward layer is one op, and so is each residual sum with the norm that follows it in the
+layer. In evaluation torch's own forward runs, with its fast path for inference.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf import patched
-from fusedops.integrations.hf.rules.chain import chain_rule
-from fusedops.integrations.hf.rules.rule import PatchRule
+from fusedops.integrations.hf.rules import chain
+from fusedops.integrations.hf.rules.chain import run
+from fusedops.integrations.hf.rules.residual_norm import add_norm, norm_obstacle, unknown
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
+from fusedops.integrations.hf.rules.torch_modules import probe_product
 
 
-def _rule(original: type[nn.Module], dropout: str) -> PatchRule:
+class _Layer(nn.Module):
+    """What both layers share."""
+
+    steps: tuple[str, ...]
+
+    def _ff_block(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return run(self, self.steps, x)
+
+    def _add_norm(
+        self: Any, branch: torch.Tensor, residual: torch.Tensor, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a norm of ``residual + branch``, and the sum."""
+        norm = getattr(self, name)
+        if norm_obstacle(name, norm) is None:
+            return add_norm(branch, residual, norm)
+        total = residual + branch
+        return norm(total), total
+
+
+class _EncoderLayer(_Layer):
+    def forward(
+        self: Any,
+        src: torch.Tensor,
+        src_mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Return the residual stream after the layer."""
+        if not self.training:
+            output: torch.Tensor = super().forward(src, src_mask, src_key_padding_mask, is_causal)
+            return output
+        padding = F._canonical_mask(
+            src_key_padding_mask,
+            "src_key_padding_mask",
+            F._none_or_dtype(src_mask),
+            "src_mask",
+            src.dtype,
+        )
+        mask = F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, check_other=False)
+        if self.norm_first:
+            attended = self._sa_block(self.norm1(src), mask, padding, is_causal=is_causal)
+            normed, total = self._add_norm(attended, src, "norm2")
+            return total + self._ff_block(normed)
+        attended = self._sa_block(src, mask, padding, is_causal=is_causal)
+        normed, _ = self._add_norm(attended, src, "norm1")
+        return self._add_norm(self._ff_block(normed), normed, "norm2")[0]
+
+
+class _DecoderLayer(_Layer):
+    def forward(
+        self: Any,
+        tgt: torch.Tensor,
+        memory: torch.Tensor,
+        tgt_mask: torch.Tensor | None = None,
+        memory_mask: torch.Tensor | None = None,
+        tgt_key_padding_mask: torch.Tensor | None = None,
+        memory_key_padding_mask: torch.Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Return the residual stream after the layer."""
+        masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
+        memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
+        if self.norm_first:
+            attended = self._sa_block(self.norm1(tgt), *masks)
+            normed, total = self._add_norm(attended, tgt, "norm2")
+            attended = self._mha_block(normed, memory, *memory_masks)
+            normed, total = self._add_norm(attended, total, "norm3")
+            return total + self._ff_block(normed)
+        normed, _ = self._add_norm(self._sa_block(tgt, *masks), tgt, "norm1")
+        attended = self._mha_block(normed, memory, *memory_masks)
+        normed, _ = self._add_norm(attended, normed, "norm2")
+        return self._add_norm(self._ff_block(normed), normed, "norm3")[0]
+
+
+# What the encoder layer's forward asks about inference.
+_INFERENCE = (
+    *("_privateuse1_backend_name", "_qkv_same_embed_dim", "_transformer_encoder_layer_fwd"),
+    *("activation_relu_or_gelu", "all", "any", "backend_registration", "backends", "batch_first"),
+    *("embed_dim", "get_fastpath_enabled", "has_torch_function", "in_proj_bias", "in_proj_weight"),
+    *("is_autocast_enabled", "is_grad_enabled", "linear1", "linear2", "merge_masks", "mha"),
+    *("norm1", "norm2", "norm3", "num_heads", "out_proj", "overrides", "self_attn", "utils"),
+    *("bias", "eps", "modules", "weight"),
+)
+
+
+def _rule(
+    original: type[nn.Module],
+    forward: type[nn.Module],
+    dropout: str,
+    norms: tuple[str, ...],
+) -> PatchRule:
     steps = ("linear1", "activation", "dropout", "linear2", dropout)
-    return chain_rule(original, patched.module_of(original), steps, method="_ff_block")
+    unknown_code = unknown(forward, original, _INFERENCE)
+
+    def fused_norms(layer: Any) -> tuple[str, ...]:
+        """Return the norms of a sum that one op computes now."""
+        if unknown_code is not None:
+            return ()
+        names = norms[1:] if layer.norm_first else norms
+        return tuple(name for name in names if norm_obstacle(name, getattr(layer, name)) is None)
+
+    def obstacle(layer: Any) -> str | None:
+        reason = chain.chain_obstacle(layer, steps)
+        return unknown_code or global_hooks() or (None if fused_norms(layer) else reason)
+
+    def ops_in(layer: Any) -> tuple[str, ...]:
+        return (
+            *chain.fused_ops(layer, steps),
+            *(("add_layer_norm",) if fused_norms(layer) else ()),
+        )
+
+    def probe(layer: Any) -> None:
+        ops = chain.fused_ops(layer, steps)
+        probe_product(layer, ops[0] if ops else "mlp")
+
+    return PatchRule(
+        original,
+        subclass(original, forward, patched.module_of(original), steps=steps),
+        ("mlp", "add_layer_norm"),
+        "O2",
+        probe=probe,
+        obstacle=obstacle,
+        note=lambda layer: chain.chain_obstacle(layer, steps) or chain.chain_note(layer, steps),
+        inside=lambda layer: (*chain.fused_children(layer, steps), *fused_norms(layer)),
+        ops_in=ops_in,
+        guarded=True,
+        methods=("forward", "_ff_block"),
+    )
 
 
 RULES = (
-    _rule(nn.TransformerEncoderLayer, "dropout2"),
-    _rule(nn.TransformerDecoderLayer, "dropout3"),
+    _rule(nn.TransformerEncoderLayer, _EncoderLayer, "dropout2", ("norm1", "norm2")),
+    _rule(nn.TransformerDecoderLayer, _DecoderLayer, "dropout3", ("norm1", "norm2", "norm3")),
 )

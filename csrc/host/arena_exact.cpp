@@ -1,0 +1,250 @@
+// The complete search. A placement in which no buffer can move down is found by placing buffers in
+// the order of their offsets, each on top of what is placed below it: it is enough to look at those
+// ("canonical" placements). Four things keep the search small:
+//
+// - An item whose place lies entirely above another one that could be placed now need not be next:
+//   the other one could move below it ("dominance").
+// - In each section of time what is left must fit between the lowest place that any of it can have
+//   and the capacity.
+// - An item that is passed over must later be lifted by one that is not placed yet.
+// - Where no item that is left crosses a moment, the items before and after it are independent.
+#include <algorithm>
+#include <numeric>
+
+#include "arena.h"
+
+namespace fusedops::arena {
+namespace {
+
+constexpr int64_t kLooksAtClock = 256;
+
+class Search {
+ public:
+  Search(const std::vector<Item>& items, const Neighbours& neighbours,
+         const std::vector<int>& order, int64_t capacity, int64_t most_nodes,
+         Clock::time_point deadline)
+      : items_(items),
+        neighbours_(neighbours),
+        capacity_(capacity),
+        most_nodes_(most_nodes),
+        deadline_(deadline),
+        rank_(items.size()),
+        offset_(items.size(), 0),
+        placed_(items.size(), 0),
+        open_(items.size()),
+        first_(items.size()),
+        last_(items.size()) {
+    for (size_t place = 0; place < order.size(); ++place) rank_[order[place]] = int(place);
+    make_sections();
+    for (size_t item = 0; item < items.size(); ++item) {
+      open_[item] = int(neighbours.end(int(item)) - neighbours.begin(int(item)));
+    }
+  }
+
+  Answer run(std::vector<int64_t>& offsets) {
+    std::vector<int> all(items_.size());
+    std::iota(all.begin(), all.end(), 0);
+    std::sort(all.begin(), all.end(), [this](int a, int b) { return first_[a] < first_[b]; });
+    const bool found = solve(all, 0, -1);
+    if (found) {
+      offsets = offset_;
+      return Answer::kFits;
+    }
+    return stopped_ ? Answer::kUnknown : Answer::kDoesNotFit;
+  }
+
+  int64_t nodes() const { return nodes_; }
+
+ private:
+  struct Lift {
+    int item;
+    int64_t before;
+  };
+  struct Put {
+    int item;
+    size_t lifts;  // how many there were before it
+  };
+
+  // Sections are the times between two begins or ends.
+  void make_sections() {
+    std::vector<int64_t> times;
+    for (const Item& item : items_) {
+      times.push_back(item.begin);
+      times.push_back(item.end);
+    }
+    std::sort(times.begin(), times.end());
+    times.erase(std::unique(times.begin(), times.end()), times.end());
+    const auto index = [&times](int64_t time) {
+      return int(std::lower_bound(times.begin(), times.end(), time) - times.begin());
+    };
+    rest_.assign(times.size(), 0);
+    floor_.assign(times.size(), 0);
+    for (size_t i = 0; i < items_.size(); ++i) {
+      first_[i] = index(items_[i].begin);
+      last_[i] = index(items_[i].end);
+      for (int s = first_[i]; s < last_[i]; ++s) rest_[s] += items_[i].size;
+    }
+  }
+
+  bool stop() {
+    if (++nodes_ > most_nodes_) stopped_ = true;
+    if (nodes_ % kLooksAtClock == 0 && Clock::now() >= deadline_) stopped_ = true;
+    return stopped_;
+  }
+
+  // Whether an item cannot be placed where it is now, because items come in the order of offsets.
+  bool passed(int item, int64_t lowest, int rank) const {
+    return offset_[item] < lowest || (offset_[item] == lowest && rank_[item] < rank);
+  }
+
+  // Places items, which are sorted by their begins, at `lowest` or above.
+  bool solve(const std::vector<int>& items, int64_t lowest, int rank) {
+    std::vector<std::vector<int>> parts;
+    int end = -1;
+    for (int item : items) {
+      if (first_[item] >= end) parts.emplace_back();
+      parts.back().push_back(item);
+      end = std::max(end, last_[item]);
+    }
+    // A small part that does not fit is found quickly.
+    std::sort(parts.begin(), parts.end(),
+              [](const auto& a, const auto& b) { return a.size() < b.size(); });
+    const size_t before = puts_.size();
+    for (const std::vector<int>& part : parts) {
+      if (!branch(part, lowest, rank)) {
+        take_back(before);
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Whether every section has room for what is left in it.
+  bool has_room(const std::vector<int>& items, int64_t lowest) {
+    int begin = first_[items.front()], end = begin;
+    for (int item : items) end = std::max(end, last_[item]);
+    std::fill(floor_.begin() + begin, floor_.begin() + end, capacity_ + 1);
+    for (int item : items) {
+      const int64_t at = std::max(offset_[item], lowest);
+      int64_t* floors = floor_.data();
+      for (int s = first_[item], to = last_[item]; s < to; ++s) {
+        floors[s] = std::min(floors[s], at);
+      }
+    }
+    for (int s = begin; s < end; ++s) {
+      if (rest_[s] > 0 && floor_[s] + rest_[s] > capacity_) return false;
+    }
+    return true;
+  }
+
+  bool branch(const std::vector<int>& items, int64_t lowest, int rank) {
+    if (stop() || !has_room(items, lowest)) return false;
+    int64_t lowest_top = capacity_ + 1;
+    std::vector<int> candidates;
+    for (int item : items) {
+      if (passed(item, lowest, rank)) {
+        if (open_[item] == 0) return false;
+        continue;
+      }
+      candidates.push_back(item);
+      lowest_top = std::min(lowest_top, offset_[item] + items_[item].size);
+    }
+    std::sort(candidates.begin(), candidates.end(), [this](int a, int b) {
+      return offset_[a] != offset_[b] ? offset_[a] < offset_[b] : rank_[a] < rank_[b];
+    });
+    std::vector<int> rest;
+    rest.reserve(items.size());
+    for (size_t place = 0; place < candidates.size(); ++place) {
+      const int item = candidates[place];
+      if (offset_[item] >= lowest_top) break;
+      if (has_twin_before(candidates, place)) continue;
+      const size_t before = puts_.size();
+      if (put(item)) {
+        rest.clear();
+        for (int other : items) {
+          if (other != item) rest.push_back(other);
+        }
+        if (solve(rest, offset_[item], rank_[item])) return true;
+      }
+      take_back(before);
+      if (stopped_) return false;
+    }
+    return false;
+  }
+
+  // Whether an item of the same lifetime and size comes earlier: they can be exchanged.
+  bool has_twin_before(const std::vector<int>& candidates, size_t place) const {
+    const int item = candidates[place];
+    while (place-- > 0 && offset_[candidates[place]] == offset_[item]) {
+      const int other = candidates[place];
+      if (first_[other] == first_[item] && last_[other] == last_[item] &&
+          items_[other].size == items_[item].size) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // Puts an item on what is below it, and lifts those that overlap it. False if one has no room.
+  bool put(int item) {
+    puts_.push_back({item, lifts_.size()});
+    placed_[item] = 1;
+    const int64_t top = offset_[item] + items_[item].size;
+    bool has_room = top <= capacity_;
+    for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
+      if (placed_[*at]) continue;
+      --open_[*at];
+      if (offset_[*at] < top) {
+        lifts_.push_back({*at, offset_[*at]});
+        offset_[*at] = top;
+        has_room = has_room && top + items_[*at].size <= capacity_;
+      }
+    }
+    for (int s = first_[item]; s < last_[item]; ++s) rest_[s] -= items_[item].size;
+    return has_room;
+  }
+
+  // Takes back what was put, down to so many.
+  void take_back(size_t puts) {
+    for (; puts_.size() > puts; puts_.pop_back()) {
+      const auto [item, lifts] = puts_.back();
+      for (int s = first_[item]; s < last_[item]; ++s) rest_[s] += items_[item].size;
+      for (; lifts_.size() > lifts; lifts_.pop_back()) {
+        offset_[lifts_.back().item] = lifts_.back().before;
+      }
+      for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
+        if (!placed_[*at]) ++open_[*at];
+      }
+      placed_[item] = 0;
+    }
+  }
+
+  const std::vector<Item>& items_;
+  const Neighbours& neighbours_;
+  const int64_t capacity_, most_nodes_;
+  const Clock::time_point deadline_;
+  std::vector<int> rank_;
+  std::vector<int64_t> offset_;  // of a placed item; of another the lowest that it can have
+  std::vector<char> placed_;
+  std::vector<int> open_;          // neighbours that are not placed
+  std::vector<int> first_, last_;  // sections of an item
+  std::vector<int64_t> rest_;      // bytes of a section that are not placed
+  std::vector<int64_t> floor_;
+  std::vector<Put> puts_;
+  std::vector<Lift> lifts_;
+  int64_t nodes_ = 0;
+  bool stopped_ = false;
+};
+
+}  // namespace
+
+Answer fits(const std::vector<Item>& items, const Neighbours& neighbours,
+            const std::vector<int>& order, int64_t capacity, int64_t most_nodes,
+            Clock::time_point deadline, std::vector<int64_t>& offsets, int64_t& nodes) {
+  Search search(items, neighbours, order, capacity, most_nodes, deadline);
+  const Answer answer = search.run(offsets);
+  nodes += search.nodes();
+  return answer;
+}
+
+}  // namespace fusedops::arena
