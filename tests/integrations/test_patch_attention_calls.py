@@ -46,6 +46,14 @@ MODULES: dict[str, tuple[Any, dict[str, int]]] = {
         lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL, key_padding_mask=PADDING),
         {"attention": 1},
     ),
+    "multi-head, causal mask": (
+        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL.isinf()),
+        {"attention": 1},
+    ),
+    "multi-head, causal": (
+        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL, is_causal=True),
+        {"attention": 1},
+    ),
     "weights wanted": (SelfAttention, {"attention": 0}),
     "encoder layer": (
         lambda: nn.TransformerEncoderLayer(WIDTH, 4, 48, activation="gelu", **OPTIONS),

@@ -86,12 +86,72 @@ def multi_head_attention(*args: Any, **options: Any) -> torch.Tensor:
     return output
 
 
-def _multi_head_rule() -> PatchRule:
-    rule = functional_attention_rule(
-        nn.MultiheadAttention, patched.module_of(nn.MultiheadAttention)
+class _MultiHead(_Caller):
+    """``nn.MultiheadAttention``: in training, self-attention reads its packed projection directly.
+
+    Torch copies queries, keys and values, and the result, into other orders of dimensions.
+    """
+
+    def forward(
+        self: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the attended values, and the weights where they are needed."""
+        length = query.size(-2)
+        direct = (
+            self.training
+            and not need_weights
+            and query is key is value
+            and key_padding_mask is None
+            and (attn_mask.shape == (length, length) if attn_mask is not None else not is_causal)
+            and _is_plain(self, query)
+        )
+        if not direct:
+            others = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            result: tuple[torch.Tensor, torch.Tensor | None]
+            result = self.general_forward(query, key, value, *others)
+            return result
+        packed = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+        heads = packed.view(*query.shape[:2], 3, self.num_heads, self.head_dim)
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mask = None if is_causal else attn_mask
+        mask = F._canonical_mask(mask, "attn_mask", None, "", queries.dtype, check_other=False)
+        attended = attention(queries, keys, values, mask, self.dropout, is_causal)
+        attended = attended.transpose(1, 2).reshape(query.shape)
+        return F.linear(attended, self.out_proj.weight, self.out_proj.bias), None
+
+
+def _is_plain(module: Any, query: torch.Tensor) -> bool:
+    """Return whether a module projects batches of rows to heads, and attends to nothing else."""
+    return (
+        module.batch_first
+        and query.dim() == 3
+        and runs_here(query)
+        and module._qkv_same_embed_dim
+        and module.bias_k is None
+        and not module.add_zero_attn
     )
-    assert rule is not None
-    return rule
+
+
+def _multi_head_rule() -> PatchRule:
+    original, module_name = nn.MultiheadAttention, patched.module_of(nn.MultiheadAttention)
+    methods = original_code.methods_with(
+        original, module_name, {ATTENTION, _MULTI_HEAD}, fused_in_torch
+    )
+    return PatchRule(
+        original,
+        subclass(original, _MultiHead, module_name, general_forward=methods["forward"]),
+        ("attention",),
+        "O3",
+        note=_note,
+    )
 
 
 RULES = (_multi_head_rule(),)
