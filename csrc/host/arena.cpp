@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t kMostPairs = 60'000'000;  // of neighbours, 8 bytes each
 constexpr size_t kMostExact = 4000;         // items of a complete search
 constexpr int64_t kFirstNodes = 2000;       // of its first turn
+constexpr size_t kTurns = 16;               // with so many nodes, until there are more
 constexpr double kFirstSeconds = 0.02;      // of the first improvement of orders
 
 Clock::time_point after(double seconds) {
@@ -60,23 +61,26 @@ class Part {
   void improve(int64_t target, Clock::time_point deadline) {
     if (height_ <= target || bound_ > target) return;
     const std::vector<std::vector<int>> orders = heuristic_orders(items_);
+    DrawnOrders drawn(items_);
     int64_t most_nodes = kFirstNodes;
     double seconds = kFirstSeconds;
     for (size_t turn = 0; height_ > target && Clock::now() < deadline; ++turn) {
+      const size_t place = turn % kTurns;
       if (exact_) {
+        // Rules in the first round, then anything: some orders find it at once, others never do.
         std::vector<int64_t> offsets;
-        const std::vector<int>& order = orders[turn % orders.size()];
-        const Answer answer =
-            fits(items_, neighbours_, order, target, most_nodes, deadline, offsets, nodes_);
+        const bool by_rule = turn < orders.size();
+        const Answer answer = fits(items_, neighbours_, by_rule ? orders[turn] : drawn.draw(),
+                                   target, most_nodes, deadline, offsets, nodes_);
         if (answer == Answer::kFits) take(std::move(offsets));
         if (answer == Answer::kDoesNotFit) bound_ = std::max(bound_, target + 1);
         if (answer != Answer::kUnknown) return;
       }
-      if (turn % orders.size() + 1 == orders.size() || !exact_) {
+      if (place + 1 == kTurns || !exact_) {
         search_orders(items_, neighbours_, target, std::min(deadline, after(seconds)), best_,
                       height_);
-        most_nodes *= 3;
-        seconds *= 3;
+        most_nodes = most_nodes * 3 / 2;
+        seconds *= 1.5;
       }
     }
   }

@@ -10,6 +10,7 @@
 // - Where no item that is left crosses a moment, the items before and after it are independent.
 #include <algorithm>
 #include <numeric>
+#include <unordered_set>
 
 #include "arena.h"
 
@@ -119,13 +120,35 @@ class Search {
     return true;
   }
 
+  // Below which an item cannot be placed any more: one that was passed over lies on another one.
+  int64_t least_offset(int item, int64_t lowest, int rank) const {
+    if (!passed(item, lowest, rank)) return offset_[item];
+    int64_t smallest = capacity_;
+    for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
+      if (!placed_[*at]) smallest = std::min(smallest, items_[*at].size);
+    }
+    return lowest + smallest;
+  }
+
+  // A number for what is left and where it can be: the same part fails for the same reasons.
+  uint64_t state_of(const std::vector<int>& items, int64_t lowest, int rank) const {
+    uint64_t state = 0;
+    for (int item : items) {
+      const uint64_t at = passed(item, lowest, rank) ? ~uint64_t{0} : uint64_t(offset_[item]);
+      uint64_t mixed = at * 0x9E3779B97F4A7C15u ^ (uint64_t(item) + 1) * 0xC2B2AE3D27D4EB4Fu;
+      mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EBu;
+      state += mixed ^ (mixed >> 29);
+    }
+    return state;
+  }
+
   // Whether every section has room for what is left in it.
-  bool has_room(const std::vector<int>& items, int64_t lowest) {
+  bool has_room(const std::vector<int>& items, int64_t lowest, int rank) {
     int begin = first_[items.front()], end = begin;
     for (int item : items) end = std::max(end, last_[item]);
     std::fill(floor_.begin() + begin, floor_.begin() + end, capacity_ + 1);
     for (int item : items) {
-      const int64_t at = std::max(offset_[item], lowest);
+      const int64_t at = least_offset(item, lowest, rank);
       int64_t* floors = floor_.data();
       for (int s = first_[item], to = last_[item]; s < to; ++s) {
         floors[s] = std::min(floors[s], at);
@@ -138,7 +161,16 @@ class Search {
   }
 
   bool branch(const std::vector<int>& items, int64_t lowest, int rank) {
-    if (stop() || !has_room(items, lowest)) return false;
+    if (stop()) return false;
+    const uint64_t state = state_of(items, lowest, rank);
+    if (failed_.count(state) > 0) return false;
+    if (has_room(items, lowest, rank) && place_one(items, lowest, rank)) return true;
+    if (!stopped_) failed_.insert(state);
+    return false;
+  }
+
+  // Tries each item that may be the next one.
+  bool place_one(const std::vector<int>& items, int64_t lowest, int rank) {
     int64_t lowest_top = capacity_ + 1;
     std::vector<int> candidates;
     for (int item : items) {
@@ -146,30 +178,41 @@ class Search {
         if (open_[item] == 0) return false;
         continue;
       }
+      if (lifts_nothing(item)) return put(item) && solve(without(items, item), lowest, rank);
       candidates.push_back(item);
       lowest_top = std::min(lowest_top, offset_[item] + items_[item].size);
     }
     std::sort(candidates.begin(), candidates.end(), [this](int a, int b) {
       return offset_[a] != offset_[b] ? offset_[a] < offset_[b] : rank_[a] < rank_[b];
     });
-    std::vector<int> rest;
-    rest.reserve(items.size());
     for (size_t place = 0; place < candidates.size(); ++place) {
       const int item = candidates[place];
       if (offset_[item] >= lowest_top) break;
       if (has_twin_before(candidates, place)) continue;
       const size_t before = puts_.size();
-      if (put(item)) {
-        rest.clear();
-        for (int other : items) {
-          if (other != item) rest.push_back(other);
-        }
-        if (solve(rest, offset_[item], rank_[item])) return true;
-      }
+      if (put(item) && solve(without(items, item), offset_[item], rank_[item])) return true;
       take_back(before);
       if (stopped_) return false;
     }
     return false;
+  }
+
+  // Whether what overlaps an item lies above it anyway: then it can stay where it is.
+  bool lifts_nothing(int item) const {
+    const int64_t top = offset_[item] + items_[item].size;
+    for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
+      if (!placed_[*at] && offset_[*at] < top) return false;
+    }
+    return true;
+  }
+
+  static std::vector<int> without(const std::vector<int>& items, int item) {
+    std::vector<int> rest;
+    rest.reserve(items.size());
+    for (int other : items) {
+      if (other != item) rest.push_back(other);
+    }
+    return rest;
   }
 
   // Whether an item of the same lifetime and size comes earlier: they can be exchanged.
@@ -230,6 +273,7 @@ class Search {
   std::vector<int> first_, last_;  // sections of an item
   std::vector<int64_t> rest_;      // bytes of a section that are not placed
   std::vector<int64_t> floor_;
+  std::unordered_set<uint64_t> failed_;
   std::vector<Put> puts_;
   std::vector<Lift> lifts_;
   int64_t nodes_ = 0;

@@ -2,6 +2,7 @@
 // live at the same time. Good orders are found by rules, and improved by moving forward what stands
 // highest.
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <random>
 #include <tuple>
@@ -261,6 +262,30 @@ std::vector<std::vector<int>> heuristic_orders(const std::vector<Item>& items) {
       by([&](int i) { return Key{-end(i), size(i), length(i)}; }),
       by([&](int i) { return Key{size(i), -begin(i), 0.0}; }),
   };
+}
+
+DrawnOrders::DrawnOrders(const std::vector<Item>& items) {
+  const std::vector<int64_t> crowd = crowds(items);
+  for (size_t i = 0; i < items.size(); ++i) {
+    logs_[0].push_back(std::log(double(items[i].size)));
+    logs_[1].push_back(std::log(double(items[i].length())));
+    logs_[2].push_back(std::log(double(crowd[i])));
+  }
+}
+
+std::vector<int> DrawnOrders::draw() {
+  std::uniform_real_distribution<double> weight(0.0, 1.0);
+  const double weights[3] = {weight(random_), weight(random_), 4 * weight(random_)};
+  std::normal_distribution<double> noise(0.0, 0.5 * weight(random_));
+  std::vector<double> keys(logs_[0].size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    keys[i] = noise(random_);
+    for (int k = 0; k < 3; ++k) keys[i] += weights[k] * logs_[k][i];
+  }
+  std::vector<int> order(keys.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&keys](int a, int b) { return keys[a] > keys[b]; });
+  return order;
 }
 
 void try_orders(const std::vector<Item>& items, const Neighbours& neighbours, int64_t target,

@@ -18,7 +18,14 @@ LINES = [
 
 
 def write(folder: Path, **log: str) -> None:
-    table = {"out": str(folder), "model": {"preset": "tiny-gpt2"}, "data": {"train": ["x.txt"]}}
+    folder.mkdir()
+    table = {
+        "out": str(folder),
+        "steps": 4,
+        "batch": 4,
+        "model": {"preset": "tiny-gpt2"},
+        "data": {"train": ["x.txt"], "seq_len": 8},
+    }
     config = load_config({**table, "log": log})
     metrics = Metrics(folder, loggers=make_loggers(config, 0))
     for line in LINES:
@@ -40,7 +47,6 @@ def test_wandb_has_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_mlflow_has_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     folder = tmp_path / "run"
-    folder.mkdir()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     write(folder, mlflow="fusedops-test")
     client = mlflow.MlflowClient()

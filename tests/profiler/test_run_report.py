@@ -24,6 +24,7 @@ from fusedops.cli.report import make_server
 from fusedops.launch.config_table import InputError
 from fusedops.profiler import RunShape, TimingsWriter, read_timings
 from fusedops.profiler.report import page, page_data
+from fusedops.profiler.timings import memory_file
 from tests.profiler.simulated import Fault, steps
 
 plotly_offline = pytest.importorskip("plotly.offline")
@@ -43,6 +44,12 @@ def record(folder: Path, count: int, shape: RunShape = SHAPE) -> Path:
             line |= {"seconds": 0.4 + 1e-3 * (step % 7), "tokens_per_second": 1e5, "grad_norm": 1.0}
             file.write(json.dumps(line) + "\n")
     writer.close()
+    for rank in (0, 5):
+        layers = {f"layers.{n}": {"activation": (n + 1) << 20, "gradient": 1 << 19} for n in (0, 1)}
+        timeline = [[n << 20, f"layers.{n % 2}", "forward"] for n in range(8)]
+        memory = {"step": 3, "rank": rank, "layers": layers, "timeline": timeline}
+        memory |= {"weights": 4 << 20, "gradients": 4 << 20, "states": 8 << 20}
+        memory_file(folder, rank).write_text(json.dumps(memory))
     return folder
 
 
@@ -73,10 +80,16 @@ def test_the_numbers_of_the_page_are_those_of_the_records(run: Path) -> None:
 
 
 def test_a_plan_is_shown_beside_what_was_measured(run: Path) -> None:
-    plan = {"layouts": [{"seconds": 0.31, "tokens_per_second": 1.3e5, "utilization": 0.5}]}
+    layout = {"seconds": 0.31, "tokens_per_second": 1.3e5, "utilization": 0.5}
+    plan = {"layouts": [layout | {"parts": {"tensor": 0.03, "data": 0.02, "products": 0.2}}]}
     rows = {row[0]: row[1:] for row in page_data(run, plan)["plan"]}
     assert rows["seconds per step"] == ["0.31", "0.403", "-23.1 %"]
     assert rows["tokens per second"][2] == "+30.0 %"
+    # Transfers of tp take 20 ms in the records, whoever is late.
+    predicted, measured, difference = rows["seconds of communication per step: tp"]
+    assert predicted == "0.03" and float(measured) == pytest.approx(0.02, rel=0.05)
+    assert float(difference.split()[0]) == pytest.approx(50, abs=8)
+    assert "seconds of communication per step: dp" in rows
 
 
 def test_a_run_without_times_or_with_half_a_line_is_shown(tmp_path: Path) -> None:
@@ -177,7 +190,7 @@ def test_every_tab_draws_in_a_browser(tmp_path: Path, width: int) -> None:
     file = folder / "report.html"
     app(["report", str(folder)], standalone_mode=False)
     assert file.stat().st_size <= 8e6
-    plots = {"Overview": 4, "Timeline": 3, "Memory": 1, "Communication": 1, "Findings": 0}
+    plots = {"Overview": 4, "Timeline": 3, "Memory": 3, "Communication": 1, "Findings": 0}
     for tab, count in plots.items():
         tags, console = browse(file, tab, width)
         assert console == "", (tab, console)
@@ -195,6 +208,8 @@ def test_every_tab_draws_in_a_browser(tmp_path: Path, width: int) -> None:
             assert any("rank 5 is" in cell for cell in tags.cells)
             links = [a.get("href") for tag, a in tags.elements if tag == "a"]
             assert any((link or "").startswith("#Timeline/") for link in links)
+        if tab == "Memory":
+            assert "8.00" in tags.cells  # MiB of the optimizer's states
         if tab == "Overview":
             line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
             assert f"{line['loss']:.6g}" in tags.cells

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from fusedops.cli.main import app
 from fusedops.launch.config_table import InputError
+from fusedops.profiler.trace_links import clock_offsets, link_times, matched
 from fusedops.profiler.traces import clipped, length, minus, read_traces, union
 
 
@@ -101,13 +103,23 @@ def test_a_trace_of_the_profiler_on_the_cpu_is_read(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_a_thousand_ranks_are_read_in_a_minute(tmp_path: Path) -> None:
     events = [event(f"kernel {n % 50}", 10.0 * n, 9.0, tid=n % 3) for n in range(3000)]
+    group = {"Collective name": "_allgather_base", "In msg nelems": 100, "dtype": "BFloat16"}
+    group |= {"Process Group Name": "0", "Process Group Description": "default_pg"}
+    group |= {"Process Group Ranks": "[0, 1, ..., 1023]", "Group size": 1024}
+    for n in range(300):
+        gather = event("ncclDevKernel_AllGather", 6.0 * n, 5.0, tid=20)
+        events.append(gather | {"args": group})
     for rank in range(1024):
         record = made(rank)
         record["traceEvents"] += events
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(record))
     begin = time.perf_counter()
     traces = read_traces(tmp_path, processes=2)
+    together = matched({trace.rank: trace.collectives for trace in traces})
+    (link,) = link_times(together)
+    assert len(clock_offsets(together)) == len(link.ranks) == 1024
     assert len(traces) == 1024 and time.perf_counter() - begin < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
 
 
 def test_the_command_shows_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
