@@ -390,10 +390,18 @@ def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> floa
     return max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
 
 
+def fill_zero_weights(model: nn.Module) -> None:
+    """Draw the weights that begin at zero, as those of many heads: all outputs would be zero."""
+    for weight in model.parameters():
+        if weight.dim() > 1 and not weight.any():
+            nn.init.normal_(weight, std=0.02)
+
+
 def row_of(case: Case) -> dict[str, Any]:
     """Return the row of a model: what is fused in which way, and how far its values are off."""
     torch.manual_seed(0)
     model, inputs = case.make()
+    fill_zero_weights(model)
     model.eval()  # what is drawn in training may be drawn in another order
     patched = copy.deepcopy(model)
     entry = coverage(case.name, patched, "", run=lambda: patched(**inputs))
