@@ -6,8 +6,9 @@
 //   the other one could move below it ("dominance").
 // - In each section of time what is left must fit between the lowest place that any of it can have
 //   and the capacity.
-// - An item that is passed over must later be lifted by one that is not placed yet.
 // - Where no item that is left crosses a moment, the items before and after it are independent.
+// - A failure names the placed items that are its reason, and the search goes back to the last of
+//   these: others may stay where they are ("conflict-directed backjumping").
 #include <algorithm>
 #include <numeric>
 #include <unordered_set>
@@ -18,6 +19,23 @@ namespace fusedops::arena {
 namespace {
 
 constexpr int64_t kLooksAtClock = 256;
+
+// A set of placed items, by the number of items that were placed before them.
+class Reasons {
+ public:
+  explicit Reasons(size_t count) : words_((count + 63) / 64, 0) {}
+
+  void add(int depth) { words_[depth / 64] |= uint64_t{1} << (depth % 64); }
+  void remove(int depth) { words_[depth / 64] &= ~(uint64_t{1} << (depth % 64)); }
+  bool has(int depth) const { return words_[depth / 64] >> (depth % 64) & 1; }
+  void clear() { std::fill(words_.begin(), words_.end(), 0); }
+  void add(const Reasons& other) {
+    for (size_t i = 0; i < words_.size(); ++i) words_[i] |= other.words_[i];
+  }
+
+ private:
+  std::vector<uint64_t> words_;
+};
 
 class Search {
  public:
@@ -31,7 +49,7 @@ class Search {
         deadline_(deadline),
         rank_(items.size()),
         offset_(items.size(), 0),
-        placed_(items.size(), 0),
+        depth_(items.size(), kNotPlaced),
         open_(items.size()),
         first_(items.size()),
         last_(items.size()) {
@@ -46,8 +64,8 @@ class Search {
     std::vector<int> all(items_.size());
     std::iota(all.begin(), all.end(), 0);
     std::sort(all.begin(), all.end(), [this](int a, int b) { return first_[a] < first_[b]; });
-    const bool found = solve(all, 0, -1);
-    if (found) {
+    Reasons why(items_.size());
+    if (solve(all, why)) {
       offsets = offset_;
       return Answer::kFits;
     }
@@ -57,6 +75,8 @@ class Search {
   int64_t nodes() const { return nodes_; }
 
  private:
+  static constexpr int kNotPlaced = -1;
+
   struct Lift {
     int item;
     int64_t before;
@@ -93,13 +113,19 @@ class Search {
     return stopped_;
   }
 
+  // The item that was placed last before what is left of this part; nothing lies lower than it.
+  int64_t lowest() const { return path_.empty() ? 0 : offset_[path_.back()]; }
+
   // Whether an item cannot be placed where it is now, because items come in the order of offsets.
-  bool passed(int item, int64_t lowest, int rank) const {
-    return offset_[item] < lowest || (offset_[item] == lowest && rank_[item] < rank);
+  bool passed(int item) const { return !path_.empty() && comes_before(item, path_.back()); }
+
+  bool comes_before(int item, int placed) const {
+    return offset_[item] != offset_[placed] ? offset_[item] < offset_[placed]
+                                            : rank_[item] < rank_[placed];
   }
 
-  // Places items, which are sorted by their begins, at `lowest` or above.
-  bool solve(const std::vector<int>& items, int64_t lowest, int rank) {
+  // Places items, which are sorted by their begins. If they do not fit, `why` gets the reasons.
+  bool solve(const std::vector<int>& items, Reasons& why) {
     std::vector<std::vector<int>> parts;
     int end = -1;
     for (int item : items) {
@@ -112,7 +138,7 @@ class Search {
               [](const auto& a, const auto& b) { return a.size() < b.size(); });
     const size_t before = puts_.size();
     for (const std::vector<int>& part : parts) {
-      if (!branch(part, lowest, rank)) {
+      if (!branch(part, why)) {
         take_back(before);
         return false;
       }
@@ -120,21 +146,29 @@ class Search {
     return true;
   }
 
-  // Below which an item cannot be placed any more: one that was passed over lies on another one.
-  int64_t least_offset(int item, int64_t lowest, int rank) const {
-    if (!passed(item, lowest, rank)) return offset_[item];
-    int64_t smallest = capacity_;
-    for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
-      if (!placed_[*at]) smallest = std::min(smallest, items_[*at].size);
+  bool branch(const std::vector<int>& items, Reasons& why) {
+    if (stop()) return false;
+    const uint64_t state = state_of(items);
+    if (failed_.count(state) > 0) {  // what lies no lower than it did then fails again
+      for (int item : items) {
+        if (passed(item)) {
+          explain_passed(item, why);
+        } else {
+          explain_offset(item, offset_[item], why);
+        }
+      }
+      return false;
     }
-    return lowest + smallest;
+    if (has_room(items, why) && place_one(items, why)) return true;
+    if (!stopped_) failed_.insert(state);
+    return false;
   }
 
-  // A number for what is left and where it can be: the same part fails for the same reasons.
-  uint64_t state_of(const std::vector<int>& items, int64_t lowest, int rank) const {
+  // A number for what is left and where it can be.
+  uint64_t state_of(const std::vector<int>& items) const {
     uint64_t state = 0;
     for (int item : items) {
-      const uint64_t at = passed(item, lowest, rank) ? ~uint64_t{0} : uint64_t(offset_[item]);
+      const uint64_t at = passed(item) ? ~uint64_t{0} : uint64_t(offset_[item]);
       uint64_t mixed = at * 0x9E3779B97F4A7C15u ^ (uint64_t(item) + 1) * 0xC2B2AE3D27D4EB4Fu;
       mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EBu;
       state += mixed ^ (mixed >> 29);
@@ -142,68 +176,152 @@ class Search {
     return state;
   }
 
-  // Whether every section has room for what is left in it.
-  bool has_room(const std::vector<int>& items, int64_t lowest, int rank) {
-    int begin = first_[items.front()], end = begin;
-    for (int item : items) end = std::max(end, last_[item]);
-    std::fill(floor_.begin() + begin, floor_.begin() + end, capacity_ + 1);
-    for (int item : items) {
-      const int64_t at = least_offset(item, lowest, rank);
-      int64_t* floors = floor_.data();
-      for (int s = first_[item], to = last_[item]; s < to; ++s) {
-        floors[s] = std::min(floors[s], at);
-      }
-    }
-    for (int s = begin; s < end; ++s) {
-      if (rest_[s] > 0 && floor_[s] + rest_[s] > capacity_) return false;
-    }
-    return true;
-  }
-
-  bool branch(const std::vector<int>& items, int64_t lowest, int rank) {
-    if (stop()) return false;
-    const uint64_t state = state_of(items, lowest, rank);
-    if (failed_.count(state) > 0) return false;
-    if (has_room(items, lowest, rank) && place_one(items, lowest, rank)) return true;
-    if (!stopped_) failed_.insert(state);
-    return false;
-  }
-
   // Tries each item that may be the next one.
-  bool place_one(const std::vector<int>& items, int64_t lowest, int rank) {
+  bool place_one(const std::vector<int>& items, Reasons& why) {
     int64_t lowest_top = capacity_ + 1;
     std::vector<int> candidates;
     for (int item : items) {
-      if (passed(item, lowest, rank)) {
-        if (open_[item] == 0) return false;
+      if (passed(item)) {
+        if (open_[item] == 0) {  // nothing is left that it could lie on
+          explain_passed(item, why);
+          for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
+            why.add(depth_[*at]);
+          }
+          return false;
+        }
         continue;
       }
-      if (lifts_nothing(item)) return put(item) && solve(without(items, item), lowest, rank);
+      if (lifts_nothing(item)) return keep(item, items, why);
       candidates.push_back(item);
       lowest_top = std::min(lowest_top, offset_[item] + items_[item].size);
     }
     std::sort(candidates.begin(), candidates.end(), [this](int a, int b) {
       return offset_[a] != offset_[b] ? offset_[a] < offset_[b] : rank_[a] < rank_[b];
     });
+    Reasons all(items_.size()), one(items_.size());
     for (size_t place = 0; place < candidates.size(); ++place) {
       const int item = candidates[place];
       if (offset_[item] >= lowest_top) break;
       if (has_twin_before(candidates, place)) continue;
-      const size_t before = puts_.size();
-      if (put(item) && solve(without(items, item), offset_[item], rank_[item])) return true;
-      take_back(before);
+      const int depth = int(puts_.size());
+      one.clear();
+      if (put(item)) {
+        path_.push_back(item);
+        const bool found = solve(without(items, item), one);
+        path_.pop_back();
+        if (found) return true;
+      } else {
+        one.add(depth);
+      }
+      take_back(size_t(depth));
       if (stopped_) return false;
+      if (!one.has(depth)) {  // it fails in the same way wherever this item is
+        why.add(one);
+        return false;
+      }
+      one.remove(depth);
+      all.add(one);
+      explain_offset(item, offset_[item], all);
     }
+    for (int item : items) {
+      if (passed(item)) explain_passed(item, all);
+    }
+    why.add(all);
     return false;
   }
 
-  // Whether what overlaps an item lies above it anyway: then it can stay where it is.
+  // Whether what overlaps an item lies above it anyway.
   bool lifts_nothing(int item) const {
     const int64_t top = offset_[item] + items_[item].size;
     for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
-      if (!placed_[*at] && offset_[*at] < top) return false;
+      if (depth_[*at] == kNotPlaced && offset_[*at] < top) return false;
     }
     return true;
+  }
+
+  // Places an item that lifts nothing: no other place of it can be better.
+  bool keep(int item, const std::vector<int>& items, Reasons& why) {
+    const int depth = int(puts_.size());
+    Reasons one(items_.size());
+    put(item);
+    if (solve(without(items, item), one)) return true;
+    take_back(size_t(depth));
+    if (one.has(depth)) {
+      one.remove(depth);
+      explain_offset(item, offset_[item], one);
+      const int64_t top = offset_[item] + items_[item].size;
+      for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
+        if (depth_[*at] == kNotPlaced) explain_offset(*at, top, one);
+      }
+    }
+    why.add(one);
+    return false;
+  }
+
+  // Whether every section has room for what is left in it.
+  bool has_room(const std::vector<int>& items, Reasons& why) {
+    int begin = first_[items.front()], end = begin;
+    for (int item : items) end = std::max(end, last_[item]);
+    std::fill(floor_.begin() + begin, floor_.begin() + end, capacity_ + 1);
+    const int64_t least = lowest();
+    for (int item : items) {
+      const int64_t at = std::max(offset_[item], least);
+      int64_t* floors = floor_.data();
+      for (int s = first_[item], to = last_[item]; s < to; ++s) {
+        floors[s] = std::min(floors[s], at);
+      }
+    }
+    for (int s = begin; s < end; ++s) {
+      if (rest_[s] > 0 && floor_[s] + rest_[s] > capacity_) {
+        explain_section(s, items, why);
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Why a section is too full: what is placed in it, and what keeps the rest of it up.
+  void explain_section(int section, const std::vector<int>& items, Reasons& why) const {
+    // Any floor above this one is too high.
+    const int64_t needed = capacity_ - rest_[section] + 1;
+    for (const Put& put : puts_) {
+      if (first_[put.item] <= section && section < last_[put.item]) why.add(depth_[put.item]);
+    }
+    for (int item : items) {
+      if (first_[item] <= section && section < last_[item]) explain_offset(item, needed, why);
+    }
+  }
+
+  // Why an item cannot lie below `needed`: the first placed item that keeps it up, by lying under
+  // it or by the order of offsets.
+  void explain_offset(int item, int64_t needed, Reasons& why) const {
+    if (needed <= 0) return;
+    int found = int(puts_.size());
+    for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
+      if (depth_[*at] != kNotPlaced && depth_[*at] < found &&
+          offset_[*at] + items_[*at].size >= needed) {
+        found = depth_[*at];
+      }
+    }
+    if (found == int(puts_.size())) {
+      for (int placed : path_) {
+        if (offset_[placed] >= needed) {
+          found = depth_[placed];
+          break;
+        }
+      }
+    }
+    if (found < int(puts_.size())) why.add(found);
+  }
+
+  // Why an item was passed over: the first item that was placed instead, further up.
+  void explain_passed(int item, Reasons& why) const {
+    for (int placed : path_) {
+      if (comes_before(item, placed)) {
+        why.add(depth_[placed]);
+        return;
+      }
+    }
   }
 
   static std::vector<int> without(const std::vector<int>& items, int item) {
@@ -230,12 +348,12 @@ class Search {
 
   // Puts an item on what is below it, and lifts those that overlap it. False if one has no room.
   bool put(int item) {
+    depth_[item] = int(puts_.size());
     puts_.push_back({item, lifts_.size()});
-    placed_[item] = 1;
     const int64_t top = offset_[item] + items_[item].size;
     bool has_room = top <= capacity_;
     for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
-      if (placed_[*at]) continue;
+      if (depth_[*at] != kNotPlaced) continue;
       --open_[*at];
       if (offset_[*at] < top) {
         lifts_.push_back({*at, offset_[*at]});
@@ -256,9 +374,9 @@ class Search {
         offset_[lifts_.back().item] = lifts_.back().before;
       }
       for (const int* at = neighbours_.begin(item); at != neighbours_.end(item); ++at) {
-        if (!placed_[*at]) ++open_[*at];
+        if (depth_[*at] == kNotPlaced) ++open_[*at];
       }
-      placed_[item] = 0;
+      depth_[item] = kNotPlaced;
     }
   }
 
@@ -267,12 +385,13 @@ class Search {
   const int64_t capacity_, most_nodes_;
   const Clock::time_point deadline_;
   std::vector<int> rank_;
-  std::vector<int64_t> offset_;  // of a placed item; of another the lowest that it can have
-  std::vector<char> placed_;
+  std::vector<int64_t> offset_;    // of a placed item; of another the lowest that it can have
+  std::vector<int> depth_;         // how many were placed before an item
   std::vector<int> open_;          // neighbours that are not placed
   std::vector<int> first_, last_;  // sections of an item
   std::vector<int64_t> rest_;      // bytes of a section that are not placed
   std::vector<int64_t> floor_;
+  std::vector<int> path_;  // placed items of this part, in the order of their offsets
   std::unordered_set<uint64_t> failed_;
   std::vector<Put> puts_;
   std::vector<Lift> lifts_;

@@ -110,6 +110,8 @@ wandb = ""                    # a project of Weights & Biases; "": none
 mlflow = ""                   # an experiment of MLflow; "": none
 peak_tflops = 0.0             # of a device, for the MFU; 0: measured at the start
 timings = 5                   # steps between gatherings of all ranks' times; 0: none
+memory_step = 0               # a step of which memory is recorded by layer and kind; 0: none
+memory_snapshot = false       # CUDA's memory snapshot when memory is exhausted
 
 [faults]                      # docs/faults.md
 timeout = 600.0               # seconds without progress until a process is said to hang; 0: never

@@ -166,7 +166,8 @@ def assert_named(found: list[Finding], kind: str, ranks: tuple[int, ...], sectio
     named = [finding for finding in found if finding.kind == kind]
     assert named, found
     assert named[0].ranks == ranks and section in ("", named[0].section)
-    assert named[0].since >= FAULT_STEP - 1 and named[0].step <= FAULT_STEP + 10
+    # On a busy machine a step just before it may have been slow as well.
+    assert named[0].since >= FAULT_STEP - 4 and named[0].step <= FAULT_STEP + 10
 
 
 @pytest.mark.parametrize(
