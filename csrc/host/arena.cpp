@@ -1,6 +1,6 @@
 // Splits the problem into parts that share no moment, and gives each part the quickest search that
 // reaches the target: orders by rules, then the complete search and the improvement of orders in
-// turns of growing length.
+// rounds of growing length.
 #include "arena.h"
 
 #include <algorithm>
@@ -11,9 +11,10 @@ namespace {
 
 constexpr int64_t kMostPairs = 60'000'000;  // of neighbours, 8 bytes each
 constexpr size_t kMostExact = 4000;         // items of a complete search
-constexpr int64_t kFirstNodes = 2000;       // of its first turn
-constexpr size_t kTurns = 16;               // with so many nodes, until there are more
-constexpr double kFirstSeconds = 0.02;      // of the first improvement of orders
+constexpr int64_t kFirstNodes = 2500;       // of a complete search in the first round
+constexpr int64_t kGrowth = 9;              // of that from round to round
+constexpr size_t kLaterOrders = 4;          // orders that are tried again in later rounds
+constexpr double kFirstSeconds = 0.01;      // of the improvement of orders in the first round
 
 Clock::time_point after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(
@@ -57,31 +58,27 @@ class Part {
     try_orders(items_, neighbours_, target, deadline, best_, height_);
   }
 
-  // Searches for a placement of at most `target`.
+  // Searches for a placement of at most `target`: in rounds, because with the right order a search
+  // ends after a few thousand nodes, and with another one never.
   void improve(int64_t target, Clock::time_point deadline) {
     if (height_ <= target || bound_ > target) return;
     const std::vector<std::vector<int>> orders = heuristic_orders(items_);
-    DrawnOrders drawn(items_);
     int64_t most_nodes = kFirstNodes;
     double seconds = kFirstSeconds;
-    for (size_t turn = 0; height_ > target && Clock::now() < deadline; ++turn) {
-      const size_t place = turn % kTurns;
-      if (exact_) {
-        // Rules in the first round, then anything: some orders find it at once, others never do.
+    for (size_t round = 0; height_ > target && Clock::now() < deadline; ++round) {
+      const size_t count = !exact_ ? 0 : round == 0 ? orders.size() : kLaterOrders;
+      for (size_t i = 0; i < count && Clock::now() < deadline; ++i) {
         std::vector<int64_t> offsets;
-        const bool by_rule = turn < orders.size();
-        const Answer answer = fits(items_, neighbours_, by_rule ? orders[turn] : drawn.draw(),
-                                   target, most_nodes, deadline, offsets, nodes_);
+        const Answer answer =
+            fits(items_, neighbours_, orders[i], target, most_nodes, deadline, offsets, nodes_);
         if (answer == Answer::kFits) take(std::move(offsets));
         if (answer == Answer::kDoesNotFit) bound_ = std::max(bound_, target + 1);
         if (answer != Answer::kUnknown) return;
       }
-      if (place + 1 == kTurns || !exact_) {
-        search_orders(items_, neighbours_, target, std::min(deadline, after(seconds)), best_,
-                      height_);
-        most_nodes = most_nodes * 3 / 2;
-        seconds *= 1.5;
-      }
+      search_orders(items_, neighbours_, target, std::min(deadline, after(seconds)), best_,
+                    height_);
+      most_nodes *= kGrowth;
+      seconds *= 3;
     }
   }
 

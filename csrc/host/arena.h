@@ -9,7 +9,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <random>
 #include <vector>
 
 namespace fusedops::arena {
@@ -62,19 +61,8 @@ class Neighbours {
   std::vector<int> list_;
 };
 
-// Orders of the items by heuristics, the usually best first.
+// Orders of the items by rules: those with which the complete search usually ends first come first.
 std::vector<std::vector<int>> heuristic_orders(const std::vector<Item>& items);
-
-// Orders by keys that are drawn: products of powers of size, length and crowding, with noise.
-class DrawnOrders {
- public:
-  explicit DrawnOrders(const std::vector<Item>& items);
-  std::vector<int> draw();
-
- private:
-  std::vector<double> logs_[3];  // of size, length and crowding
-  std::mt19937 random_{0};
-};
 
 // Improves placements until one is at most `target` high, or until the deadline. `best` and
 // `height` are the lowest placement so far, and change where a lower one is found.
@@ -84,11 +72,6 @@ void search_orders(const std::vector<Item>& items, const Neighbours& neighbours,
 // Orders alone, each once: the first look at a problem of any size.
 void try_orders(const std::vector<Item>& items, const Neighbours& neighbours, int64_t target,
                 Clock::time_point deadline, std::vector<int64_t>& best, int64_t& height);
-
-// Searches by ejection for a placement below `capacity`; false if the steps or the time ran out.
-bool eject(const std::vector<Item>& items, const Neighbours& neighbours, int64_t capacity,
-           int64_t most_steps, unsigned seed, Clock::time_point deadline,
-           std::vector<int64_t>& offsets);
 
 enum class Answer { kFits, kDoesNotFit, kUnknown };
 

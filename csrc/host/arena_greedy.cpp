@@ -2,7 +2,6 @@
 // live at the same time. Good orders are found by rules, and improved by moving forward what stands
 // highest.
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <random>
 #include <tuple>
@@ -11,6 +10,8 @@
 
 namespace fusedops::arena {
 namespace {
+
+constexpr size_t kLooksAtClock = 64;
 
 using Interval = std::pair<int64_t, int64_t>;
 
@@ -70,6 +71,69 @@ class PlacedTree {
   std::vector<int64_t> latest_;
 };
 
+// The height at each moment: places an item on top of all that was placed during its life, in the
+// logarithm of the number of items. Gaps below stay empty: with nested lifetimes there are none.
+class Skyline {
+ public:
+  explicit Skyline(const std::vector<Item>& items) : items_(items) {
+    for (const Item& item : items) {
+      times_.push_back(item.begin);
+      times_.push_back(item.end);
+    }
+    std::sort(times_.begin(), times_.end());
+    times_.erase(std::unique(times_.begin(), times_.end()), times_.end());
+    while (leaves_ < times_.size()) leaves_ *= 2;
+    for (const Item& item : items) {
+      first_.push_back(index(item.begin));
+      last_.push_back(index(item.end));
+    }
+  }
+
+  int64_t run(const std::vector<int>& order, std::vector<int64_t>& offsets) {
+    highest_.assign(2 * leaves_, 0);
+    flat_.assign(2 * leaves_, 0);
+    offsets.assign(items_.size(), 0);
+    for (int item : order) {
+      const int64_t at = read(1, 0, leaves_, first_[item], last_[item]);
+      offsets[item] = at;
+      raise(1, 0, leaves_, first_[item], last_[item], at + items_[item].size);
+    }
+    return highest_[1];
+  }
+
+ private:
+  size_t index(int64_t time) const {
+    return size_t(std::lower_bound(times_.begin(), times_.end(), time) - times_.begin());
+  }
+
+  // A node's `flat_` is a height that all moments below it have at least.
+  int64_t read(size_t node, size_t from, size_t to, size_t first, size_t last) const {
+    if (last <= from || to <= first) return 0;
+    if (first <= from && to <= last) return highest_[node];
+    const size_t middle = (from + to) / 2;
+    return std::max({flat_[node], read(2 * node, from, middle, first, last),
+                     read(2 * node + 1, middle, to, first, last)});
+  }
+
+  void raise(size_t node, size_t from, size_t to, size_t first, size_t last, int64_t height) {
+    if (last <= from || to <= first) return;
+    highest_[node] = std::max(highest_[node], height);
+    if (first <= from && to <= last) {
+      flat_[node] = std::max(flat_[node], height);
+      return;
+    }
+    const size_t middle = (from + to) / 2;
+    raise(2 * node, from, middle, first, last, height);
+    raise(2 * node + 1, middle, to, first, last, height);
+  }
+
+  const std::vector<Item>& items_;
+  std::vector<int64_t> times_;
+  std::vector<size_t> first_, last_;
+  size_t leaves_ = 1;
+  std::vector<int64_t> highest_, flat_;
+};
+
 class Placer {
  public:
   Placer(const std::vector<Item>& items, const Neighbours& neighbours)
@@ -79,8 +143,9 @@ class Placer {
 
   // Places the items in this order, from the place `from` on; those before it stay. Pinned ones are
   // placed first. Gives up above `most` and returns a height above it. With `tight` an item goes to
-  // the smallest gap that holds it instead of the lowest.
-  int64_t run(const std::vector<int>& order, int64_t most, bool tight, size_t from = 0) {
+  // the smallest gap that holds it instead of the lowest. After the deadline it gives up as well.
+  int64_t run(const std::vector<int>& order, int64_t most, bool tight, Clock::time_point deadline,
+              size_t from = 0) {
     if (!tree_.empty()) {
       from = 0;  // a tree does not forget
       tree_[0].clear();
@@ -103,6 +168,7 @@ class Placer {
       put(item, offset);
       height = std::max(height, offset + items_[item].size);
       if (height > most) return height;
+      if (place % kLooksAtClock == 0 && Clock::now() >= deadline) return INT64_MAX;
     }
     return height;
   }
@@ -251,11 +317,11 @@ std::vector<std::vector<int>> heuristic_orders(const std::vector<Item>& items) {
   const auto begin = [&items](int i) { return double(items[i].begin); };
   const auto end = [&items](int i) { return double(items[i].end); };
   return {
+      by([&](int i) { return Key{area(i), crowded(i), length(i)}; }),
+      by([&](int i) { return Key{crowded(i), length(i), area(i)}; }),
       by([&](int i) { return Key{length(i), area(i), crowded(i)}; }),
       by([&](int i) { return Key{crowded(i), area(i), length(i)}; }),
       by([&](int i) { return Key{size(i), length(i), crowded(i)}; }),
-      by([&](int i) { return Key{area(i), crowded(i), length(i)}; }),
-      by([&](int i) { return Key{crowded(i), length(i), area(i)}; }),
       by([&](int i) { return Key{-begin(i), end(i), size(i)}; }),
       by([&](int i) { return Key{-begin(i), size(i), length(i)}; }),
       by([&](int i) { return Key{end(i), -begin(i), size(i)}; }),
@@ -264,42 +330,32 @@ std::vector<std::vector<int>> heuristic_orders(const std::vector<Item>& items) {
   };
 }
 
-DrawnOrders::DrawnOrders(const std::vector<Item>& items) {
-  const std::vector<int64_t> crowd = crowds(items);
-  for (size_t i = 0; i < items.size(); ++i) {
-    logs_[0].push_back(std::log(double(items[i].size)));
-    logs_[1].push_back(std::log(double(items[i].length())));
-    logs_[2].push_back(std::log(double(crowd[i])));
-  }
-}
-
-std::vector<int> DrawnOrders::draw() {
-  std::uniform_real_distribution<double> weight(0.0, 1.0);
-  const double weights[3] = {weight(random_), weight(random_), 4 * weight(random_)};
-  std::normal_distribution<double> noise(0.0, 0.5 * weight(random_));
-  std::vector<double> keys(logs_[0].size());
-  for (size_t i = 0; i < keys.size(); ++i) {
-    keys[i] = noise(random_);
-    for (int k = 0; k < 3; ++k) keys[i] += weights[k] * logs_[k][i];
-  }
-  std::vector<int> order(keys.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&keys](int a, int b) { return keys[a] > keys[b]; });
-  return order;
-}
-
 void try_orders(const std::vector<Item>& items, const Neighbours& neighbours, int64_t target,
                 Clock::time_point deadline, std::vector<int64_t>& best, int64_t& height) {
-  Placer placer(items, neighbours);
   const std::vector<std::vector<int>> orders = heuristic_orders(items);
+  const auto keep = [&best, &height](int64_t found, const std::vector<int64_t>& offsets) {
+    if (best.empty() || found < height) {
+      best = offsets;
+      height = found;
+    }
+  };
+  const bool pinned = std::any_of(items.begin(), items.end(),
+                                  [](const Item& item) { return item.pinned != kFree; });
+  if (!pinned) {
+    Skyline skyline(items);
+    std::vector<int64_t> offsets;
+    for (const std::vector<int>& order : orders) {
+      keep(skyline.run(order, offsets), offsets);
+      if (height <= target) return;
+    }
+  }
+  Placer placer(items, neighbours);
   for (bool tight : {false, true}) {
     for (const std::vector<int>& order : orders) {
       const int64_t most = best.empty() ? INT64_MAX : height - 1;
-      const int64_t found = placer.run(order, most, tight);
-      if (found <= most) {
-        best = placer.offsets();
-        height = found;
-      }
+      const int64_t found =
+          placer.run(order, most, tight, best.empty() ? Clock::time_point::max() : deadline);
+      if (found <= most) keep(found, placer.offsets());
       if (height <= target || Clock::now() >= deadline) return;
     }
   }
@@ -319,7 +375,8 @@ void search_orders(const std::vector<Item>& items, const Neighbours& neighbours,
         std::swap(order[random() % order.size()], order[random() % order.size()]);
       }
     }
-    int64_t current = placer.run(order, INT64_MAX, false);
+    int64_t current = placer.run(order, INT64_MAX, false, deadline);
+    if (current == INT64_MAX) return;
     for (int round = 0; round < kPatience && Clock::now() < deadline; ++round) {
       if (current < height) {
         best = placer.offsets();
@@ -346,7 +403,7 @@ void search_orders(const std::vector<Item>& items, const Neighbours& neighbours,
       // A slightly higher placement is taken at times, so that the search can leave a valley.
       const int64_t most = random() % 16 == 0 ? current + current / 64 : current;
       const std::vector<int64_t> offsets = placer.offsets();
-      const int64_t found = placer.run(order, most, false, to);
+      const int64_t found = placer.run(order, most, false, deadline, to);
       if (found <= most) {
         current = found;
       } else {

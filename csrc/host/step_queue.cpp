@@ -1,5 +1,5 @@
-// The Python module (pybind11) of what optimizers need of the host; no torch. It binds the step
-// queue (step_queue.h), and tells whether an optimizer still has the same objects.
+// Binds what optimizers need of the host: the step queue (step_queue.h), and a number that tells
+// whether an optimizer still has the same objects. No torch.
 #include "step_queue.h"
 
 #include <pybind11/pybind11.h>
@@ -79,19 +79,16 @@ uint64_t identities(const py::list& objects, const py::dict& dictionaries) {
 }
 
 }  // namespace
-}  // namespace fusedops
 
-PYBIND11_MODULE(step_queue, m) {
-  namespace py = pybind11;
-  using fusedops::StepQueue;
-  m.doc() = "Threads that step the buckets of an offloaded optimizer, and identities of objects.";
-  m.def("identities", &fusedops::identities, py::arg("objects"), py::arg("dictionaries"));
+void bind_step_queue(py::module_& m) {
+  m.def("identities", &identities, py::arg("objects"), py::arg("dictionaries"));
   m.attr("MOST_THREADS") = py::int_(int{StepQueue::kMostThreads});
   py::class_<StepQueue>(m, "StepQueue")
       .def(py::init<int>(), py::arg("threads"))
-      .def("submit", &fusedops::submit, py::arg("tensors"), py::kw_only(), py::arg("beta1"),
-           py::arg("beta2"), py::arg("eps"), py::arg("grad_factor"), py::arg("stochastic"),
-           py::arg("steps"))
+      .def("submit", &submit, py::arg("tensors"), py::kw_only(), py::arg("beta1"), py::arg("beta2"),
+           py::arg("eps"), py::arg("grad_factor"), py::arg("stochastic"), py::arg("steps"))
       .def("wait", &StepQueue::wait, py::arg("number"), py::call_guard<py::gil_scoped_release>())
       .def("close", &StepQueue::close, py::call_guard<py::gil_scoped_release>());
 }
+
+}  // namespace fusedops

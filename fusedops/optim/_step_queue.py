@@ -1,19 +1,16 @@
-"""Loads the optimizers' Python module (``csrc/host``), and describes jobs to its step queue."""
+"""Describes jobs to the step queue of ``csrc/host``."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from dataclasses import dataclass
-from importlib.machinery import ExtensionFileLoader
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from fusedops._core import env, extension
+from fusedops._core import host_module
 from fusedops.ops.adamw import Draw
 from fusedops.optim._state import MOMENTS
 
@@ -76,18 +73,18 @@ def describe(
 
 def missing() -> str | None:
     """Return ``None`` when the queue is there, else the reason why it is not."""
-    loaded = _module()
+    loaded = host_module.load()
     return loaded if isinstance(loaded, str) else None
 
 
 def most_threads() -> int:
     """Return the largest number of threads of a queue; ``missing`` must not name a reason."""
-    return int(_module().MOST_THREADS)
+    return int(host_module.load().MOST_THREADS)
 
 
 def new_queue(threads: int) -> Any:
     """Start a queue; ``missing`` must not name a reason."""
-    return _module().StepQueue(threads)
+    return host_module.load().StepQueue(threads)
 
 
 def identities(objects: list[Any], dictionaries: dict[Any, Any]) -> int:
@@ -95,31 +92,12 @@ def identities(objects: list[Any], dictionaries: dict[Any, Any]) -> int:
 
     An object that took the place of one that no longer exists may have the same number.
     """
-    loaded = _module()
+    loaded = host_module.load()
     if isinstance(loaded, str):
         values = list(dictionaries.values())
         inner = chain.from_iterable(value.values() for value in values if isinstance(value, dict))
         return hash(tuple(map(id, chain(objects, values, inner))))
     return int(loaded.identities(objects, dictionaries))
-
-
-@functools.cache
-def _module() -> Any:
-    reason = extension.cpu_library()
-    if reason is not None:
-        return reason
-    path = env.library_folder() / "libfusedops_host.so"
-    if not path.exists():
-        return f"{path} does not exist: {extension.HOW_TO_BUILD}; it needs the headers of Python"
-    loader = ExtensionFileLoader("step_queue", str(path))
-    spec = importlib.util.spec_from_file_location("step_queue", path, loader=loader)
-    assert spec is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-    except ImportError as error:
-        return f"{path} does not load ({error}): {extension.HOW_TO_BUILD}"
-    return module
 
 
 def _word(tensor: torch.Tensor) -> str:

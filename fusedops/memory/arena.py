@@ -1,0 +1,211 @@
+"""Offsets for buffers of known lifetimes in one block of memory: ``place``.
+
+A step that allocates the same buffers each time can have them at fixed addresses in a block that is
+hardly larger than what is alive at its fullest moment. The smallest block is an NP-hard problem
+(dynamic storage allocation); ``csrc/host/arena.h`` says how it is searched.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, host_module
+
+_MOST = 2**63 - 1
+_FREE = -1  # as csrc/host/arena.h
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where buffers lie in a block.
+
+    Attributes:
+        offsets: of each buffer, in bytes.
+        height: the bytes of the block: the largest offset plus size.
+        bound: bytes below which no placement is: the most that is alive at the same time, or more
+            if a complete search has proven more.
+        capacity: that was asked for, or ``None``.
+    """
+
+    offsets: tuple[int, ...]
+    height: int
+    bound: int
+    capacity: int | None = None
+
+    @property
+    def gap(self) -> float:
+        """How much larger than the bound the block is: 0.02 is 2 %."""
+        return self.height / self.bound - 1 if self.bound else 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether no placement is smaller."""
+        return self.height == self.bound
+
+    @property
+    def fits(self) -> bool:
+        """Whether the block fits into the capacity; true without one."""
+        return self.capacity is None or self.height <= self.capacity
+
+
+def place(
+    lower: Sequence[int] | torch.Tensor,
+    upper: Sequence[int] | torch.Tensor,
+    size: Sequence[int] | torch.Tensor,
+    *,
+    capacity: int | None = None,
+    alignment: int = 1,
+    pinned: Mapping[int, int] | None = None,
+    seconds: float = 1.0,
+) -> Placement:
+    """Place buffers, of which those that live at the same time must not overlap.
+
+    Rules for the order of the buffers are tried first, then a complete search, and the improvement
+    of orders by local search. It ends when the block is as small as possible or fits into the
+    capacity, and at the latest after so many seconds. The same input gives the same placement,
+    unless the time runs out.
+
+    Args:
+        lower: ``[n]``, when each buffer begins to live; integers of any unit.
+        upper: ``[n]``, when it has ended: buffer i lives in ``[lower[i], upper[i])``.
+        size: ``[n]``, bytes.
+        capacity: bytes of the block that would be small enough; default: as small as possible.
+        alignment: every offset is a multiple of it.
+        pinned: offsets that some buffers must have, by their index.
+        seconds: how long to search at most.
+
+    Returns:
+        The offsets, and how far from the smallest possible block they are. If no placement within
+        the capacity was found, the smallest one that was found: ``fits`` is false.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: lengths differ, a lifetime is empty, a size is negative, sizes together exceed
+            2**63 - 1, the capacity is below the bound, or pinned buffers overlap.
+
+    Example:
+        >>> from fusedops.memory import arena
+        >>> found = arena.place([0, 3, 0, 9], [3, 9, 9, 21], [4, 4, 4, 4])
+        >>> found.height, found.bound
+        (8, 8)
+    """
+    lowers, uppers, sizes = (
+        _integers(name, values)
+        for name, values in (("lower", lower), ("upper", upper), ("size", size))
+    )
+    checks.integer("arena.place", "alignment", alignment, least=1)
+    if capacity is not None:
+        checks.integer("arena.place", "capacity", capacity, least=0)
+    checks.finite("arena.place", "seconds", seconds, least=0.0)
+    _check(lowers, uppers, sizes)
+    aligned = [-(-nbytes // alignment) * alignment for nbytes in sizes]
+    if sum(aligned) > _MOST:
+        checks.fail("arena.place", "size", "at most 2**63 - 1 in all", sum(aligned))
+    offsets = _pinned(pinned or {}, lowers, uppers, aligned, alignment)
+    bound = _bound(lowers, uppers, aligned)
+    if capacity is not None and capacity < bound:
+        expected = f"at least {bound}, the bytes that are alive at the same time"
+        checks.fail("arena.place", "capacity", expected, capacity)
+    module = host_module.load()
+    if isinstance(module, str):
+        placed = _place_in_python(lowers, uppers, aligned, offsets)
+        height = max((at + nbytes for at, nbytes in zip(placed, aligned, strict=True)), default=0)
+        return Placement(tuple(placed), height, bound, capacity)
+    limit = _FREE if capacity is None else capacity
+    found = module.place(
+        lowers, uppers, aligned, pinned=offsets, capacity=limit, seconds=float(seconds)
+    )
+    return Placement(tuple(found["offsets"]), found["height"], found["bound"], capacity)
+
+
+def _integers(name: str, values: Sequence[int] | torch.Tensor) -> list[int]:
+    numbers: list[Any] = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+    for index, number in enumerate(numbers):
+        checks.integer("arena.place", f"{name}[{index}]", number)
+        if abs(number) > _MOST:
+            checks.fail("arena.place", f"{name}[{index}]", "within 64 bits", number)
+    return [int(number) for number in numbers]
+
+
+def _check(lowers: list[int], uppers: list[int], sizes: list[int]) -> None:
+    if not len(lowers) == len(uppers) == len(sizes):
+        expected = f"of the length of size, {len(sizes)}"
+        name, values = ("lower", lowers) if len(lowers) != len(sizes) else ("upper", uppers)
+        checks.fail("arena.place", name, expected, len(values))
+    for index, (begin, end, nbytes) in enumerate(zip(lowers, uppers, sizes, strict=True)):
+        if begin >= end:
+            expected = f"larger than lower[{index}], {begin}"
+            checks.fail("arena.place", f"upper[{index}]", expected, end)
+        if nbytes < 0:
+            checks.fail("arena.place", f"size[{index}]", "at least 0", nbytes)
+
+
+def _pinned(
+    pinned: Mapping[int, int],
+    lowers: list[int],
+    uppers: list[int],
+    sizes: list[int],
+    alignment: int,
+) -> list[int]:
+    """Return the offset of each buffer that is pinned, and ``_FREE`` for the others."""
+    offsets = [_FREE] * len(sizes)
+    for index, offset in pinned.items():
+        name = f"pinned[{index}]"
+        checks.integer("arena.place", name, offset, least=0)
+        if not 0 <= index < len(sizes):
+            checks.fail("arena.place", "pinned", f"indices below {len(sizes)}", index)
+        if offset % alignment or offset + sizes[index] > _MOST:
+            checks.fail("arena.place", name, f"a multiple of alignment, {alignment}", offset)
+        offsets[index] = offset
+    fixed = [index for index in pinned if sizes[index]]
+    for place, one in enumerate(fixed):
+        for other in fixed[:place]:
+            together = lowers[one] < uppers[other] and lowers[other] < uppers[one]
+            if (
+                together
+                and offsets[one] < offsets[other] + sizes[other]
+                and (offsets[other] < offsets[one] + sizes[one])
+            ):
+                expected = f"apart from pinned[{other}], {offsets[other]}, which lives then as well"
+                checks.fail("arena.place", f"pinned[{one}]", expected, offsets[one])
+    return offsets
+
+
+def _bound(lowers: list[int], uppers: list[int], sizes: list[int]) -> int:
+    """Return the most bytes that are alive at the same time."""
+    changes = [(time, nbytes) for time, nbytes in zip(lowers, sizes, strict=True)]
+    changes += [(time, -nbytes) for time, nbytes in zip(uppers, sizes, strict=True)]
+    alive = most = 0
+    for _, change in sorted(changes):  # at the same moment frees come first
+        alive += change
+        most = max(most, alive)
+    return most
+
+
+def _place_in_python(
+    lowers: list[int], uppers: list[int], sizes: list[int], offsets: list[int]
+) -> list[int]:
+    """Place the largest buffers first, each in the lowest gap: without the compiled library."""
+    placed = list(offsets)
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], lowers[index]))
+    taken: list[tuple[int, int]] = sorted(  # offsets and indices of those that are placed
+        (offset, index) for index, offset in enumerate(offsets) if offset != _FREE
+    )
+    for index in order:
+        if placed[index] != _FREE:
+            continue
+        top = 0
+        for offset, other in taken:
+            if lowers[other] >= uppers[index] or lowers[index] >= uppers[other]:
+                continue
+            if offset - top >= sizes[index]:
+                break
+            top = max(top, offset + sizes[other])
+        placed[index] = top
+        bisect.insort(taken, (top, index))
+    return placed
