@@ -19,7 +19,6 @@ from fusedops.planner.device import Device
 from fusedops.planner.pipelines import schedule_cost
 
 _OP = "step_time"
-_HALF = 2  # bytes of an activation, and of a weight in a collective
 _KERNEL_SECONDS = 4e-6  # of a product, whatever its size
 # Bytes that AdamW reads and writes per parameter: weights, gradients, two moments and a master
 # copy.
@@ -88,7 +87,8 @@ class StepShape:
         imbalance: rows of the expert-parallel rank with most rows, by their mean over the ranks.
         offload: of ``"optimizer"`` (its states and its step are the host's) and ``"activations"``.
         saved_bytes: that a layer keeps of a micro-batch, of which offloading moves all.
-        dtype: of products, ``"bfloat16"`` or ``"float8"``.
+        dtype: of products, ``"float32"``, ``"bfloat16"`` or ``"float8"``; activations and what
+            travels have it as well, but 2 bytes with float8.
         frozen: whether the weights are not trained, but small adapters (LoRA): their products have
             no gradients of weights.
         flash: whether attention keeps its scores out of memory and computes no masked ones.
@@ -157,6 +157,11 @@ class StepShape:
     def tokens(self) -> float:
         """Tokens of a micro-batch on a rank, before ``sp``."""
         return self.micro_batch * self.seq_len / self.cp
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of activations, and of what travels."""
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def routed(self) -> float:
@@ -235,7 +240,7 @@ class _Costs:
         share *= inner / (inner + usual.inner)
         share *= rows / (rows + usual.outer) * columns / (columns + usual.outer)
         compute = 2 * rows * columns * inner / (self.device.peak_of(dtype) * share)
-        moved = _HALF * (rows * columns + rows * inner + columns * inner)
+        moved = self.shape.element * (rows * columns + rows * inner + columns * inner)
         return max(compute, moved / self.device.memory.bandwidth) + _KERNEL_SECONDS
 
     def products(
@@ -286,7 +291,7 @@ class _Costs:
         if shape.flash:
             return operations / (peak * self.device.efficiency.attention)
         scores = shape.micro_batch * shape.heads / shape.tp * sequence * (sequence / shape.cp)
-        seconds = _SCORE_PASSES * _HALF * scores / self.bandwidth()
+        seconds = _SCORE_PASSES * self.shape.element * scores / self.bandwidth()
         if (shape.head_dim or shape.hidden // shape.heads) % 8:
             seconds += 2 * operations / (peak * _UNALIGNED)
         return seconds
@@ -300,13 +305,13 @@ class _Costs:
             routed = shape.routed * (passes * shape.inner + _ROUTED_PASSES * shape.hidden)
         else:
             width, routed = shape.inner / shape.tp, 0.0
-        moved = _HALF * (shape.tokens * (hidden + passes * width) + routed)
+        moved = shape.element * (shape.tokens * (hidden + passes * width) + routed)
         return moved / self.bandwidth()
 
     def tensor(self) -> float:
         """Return the seconds of the two sums over tensor-parallel ranks of a forward."""
         shape = self.shape
-        moved = shape.tokens * shape.hidden * _HALF
+        moved = shape.tokens * shape.hidden * shape.element
         if shape.tp == 1:
             return 0.0
         seconds = 2 * (shape.tp - 1) / shape.tp * moved / self.link(shape.tp)
@@ -316,7 +321,7 @@ class _Costs:
         """Return the seconds in which keys and values travel in a forward."""
         shape = self.shape
         width = (shape.projected - shape.width) / shape.tp
-        moved = shape.tokens * width * _HALF * (shape.cp - 1)
+        moved = shape.tokens * width * shape.element * (shape.cp - 1)
         return moved / self.link(shape.tp * shape.cp)
 
     def experts(self) -> float:
@@ -325,7 +330,7 @@ class _Costs:
         if not shape.experts:
             return 0.0
         links, usual = self.device.links, self.device.efficiency
-        row = shape.hidden * _HALF
+        row = shape.hidden * shape.element
         # Ranks of the group on this node; the others are reached at the same time by the network,
         # where a row travels once to each node that has experts for it.
         near = min(shape.ep, max(1, links.devices_per_node // shape.tp))
@@ -339,13 +344,15 @@ class _Costs:
         """Return the seconds of the projection on the vocabulary and the loss, both directions."""
         shape = self.shape
         columns = shape.vocab / shape.tp
-        both = sum(self.products(shape.tokens, columns, shape.hidden, "bfloat16"))
-        return both + shape.tokens * columns * _HALF * _LOGIT_PASSES / self.bandwidth()
+        # Trainers with float8 compute it in bfloat16.
+        dtype = "bfloat16" if shape.dtype == "float8" else shape.dtype
+        both = sum(self.products(shape.tokens, columns, shape.hidden, dtype))
+        return both + shape.tokens * columns * shape.element * _LOGIT_PASSES / self.bandwidth()
 
     def sent(self) -> float:
         """Return the seconds in which a stage's output travels to the next."""
         shape, links = self.shape, self.device.links
-        moved = shape.tokens * shape.hidden * _HALF / (shape.tp if shape.sp else 1)
+        moved = shape.tokens * shape.hidden * shape.element / (shape.tp if shape.sp else 1)
         return moved / (links.network * self.device.efficiency.point_to_point)
 
 
@@ -486,7 +493,7 @@ def _data(shape: StepShape, costs: _Costs, of_stage: float) -> tuple[float, floa
     usual = costs.device.efficiency
     if shape.frozen and shape.zero < 3:
         return 0.0, 0.0
-    moved = shape.parameters * _HALF * (ranks - 1) / ranks
+    moved = shape.parameters * shape.element * (ranks - 1) / ranks
     band = costs.link(shape.tp * ranks)
     if shape.zero == 3:
         total = shape.microbatches * 3 * moved / band

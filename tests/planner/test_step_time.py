@@ -92,6 +92,21 @@ def test_each_mode_has_its_communication_alone() -> None:
     assert experts["experts"] > 0 and experts["tensor"] == 0
 
 
+def test_float32_moves_twice_the_bytes_and_computes_by_its_own_peak() -> None:
+    device = load_device("h100")
+    slow = replace(device, peak={**device.peak, "float32": device.peak["bfloat16"] / 8})
+    for part, sizes in (("tensor", {"tp": 8}), ("data", {"dp": 16}), ("context", {"cp": 2})):
+        half = step_time(shape(**sizes), device).parts
+        full = step_time(shape(**sizes, dtype="float32"), slow).parts
+        latency = 0.0
+        if part == "tensor":  # of two sums, forward and backward, in each layer
+            latency = 4 * 32 * 8**0.5 * device.efficiency.collective_seconds
+        assert full[part] - latency == pytest.approx(2 * (half[part] - latency)), part
+        assert full["elementwise"] == pytest.approx(2 * half["elementwise"])
+        # The passes over the logits take twice as long, and products eight times.
+        assert 6 < full["head"] / half["head"] < 8.1
+
+
 def test_a_bubble_is_p_minus_1_stages_of_one_micro_batch() -> None:
     device = load_device("a100-80")
     plain = step_time(shape(pp=4, microbatches=8), device).parts
