@@ -126,3 +126,37 @@ def lines(
             f'<text x="{_PLOT_LEFT + 32}" y="{y}" fill="#222">{escape(name)}</text>',
         ]
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def rectangles(title: str, boxes: Sequence[tuple[int, int, int, int]]) -> str:
+    """Return a picture of buffers in a block: time to the right, offsets upwards.
+
+    Args:
+        title: what stands above it.
+        boxes: begin and end in time, and first and last offset, of each buffer.
+    """
+    left, top, width, height = 20, 40, 720, 400
+    begin = min((box[0] for box in boxes), default=0)
+    end = max((box[1] for box in boxes), default=1)
+    most = max((box[3] for box in boxes), default=1) or 1
+    title = escape(title, {'"': "&quot;"})
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top + height + 20}"'
+        f' role="img" aria-label="{title}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{top + height + 20}" fill="white"/>',
+        f'<text x="{left}" y="24" font-size="14" fill="#222">{title}</text>',
+        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="#eef1f4"/>',
+    ]
+    for number, (first, last, low, high) in enumerate(boxes):
+        x = left + width * (first - begin) / (end - begin)
+        y = top + height * (1 - high / most)
+        colour = _COLOURS[number % len(_COLOURS)]
+        parts.append(
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{width * (last - first) / (end - begin):.2f}"'
+            f' height="{height * (high - low) / most:.2f}" fill="{colour}"'
+            ' stroke="white" stroke-width="0.3"/>'
+        )
+    parts.append(
+        f'<text x="{left}" y="{top + height + 15}" fill="#222">time: {begin} to {end}</text></svg>'
+    )
+    return "\n".join(parts)

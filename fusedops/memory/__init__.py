@@ -8,9 +8,11 @@ a saved tensor), ``buffers`` (module buffers that a second forward must not chan
 (of modules, of selected results, of single operators, in slices), ``offload`` (host memory, and
 experts that are fetched on demand), ``policy_state`` (applies the rules while a model runs),
 ``wrap``, ``apply`` and ``compiled`` (put a policy on a model and take it off), ``layers`` and
-``measurement`` (what a step allocates, and the search for a policy that fits a budget).
+``measurement`` (what a step allocates, and the search for a policy that fits a budget), and
+``arena`` (offsets for buffers of known lifetimes in one block).
 """
 
+from fusedops.memory import arena as arena
 from fusedops.memory.apply import apply, remove
 from fusedops.memory.measurement.fit import fit
 from fusedops.memory.measurement.measure import report

@@ -117,18 +117,16 @@ def place(
         height = max((at + nbytes for at, nbytes in zip(placed, aligned, strict=True)), default=0)
         return Placement(tuple(placed), height, bound, capacity)
     limit = _FREE if capacity is None else capacity
-    found = module.place(
+    result = module.place(
         lowers, uppers, aligned, pinned=offsets, capacity=limit, seconds=float(seconds)
     )
-    return Placement(tuple(found["offsets"]), found["height"], found["bound"], capacity)
+    return Placement(tuple(result["offsets"]), result["height"], result["bound"], capacity)
 
 
 def _integers(name: str, values: Sequence[int] | torch.Tensor) -> list[int]:
     numbers: list[Any] = values.tolist() if isinstance(values, torch.Tensor) else list(values)
     for index, number in enumerate(numbers):
         checks.integer("arena.place", f"{name}[{index}]", number)
-        if abs(number) > _MOST:
-            checks.fail("arena.place", f"{name}[{index}]", "within 64 bits", number)
     return [int(number) for number in numbers]
 
 
@@ -193,19 +191,19 @@ def _place_in_python(
     """Place the largest buffers first, each in the lowest gap: without the compiled library."""
     placed = list(offsets)
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], lowers[index]))
-    taken: list[tuple[int, int]] = sorted(  # offsets and indices of those that are placed
+    occupied: list[tuple[int, int]] = sorted(  # offsets and indices of those that are placed
         (offset, index) for index, offset in enumerate(offsets) if offset != _FREE
     )
     for index in order:
         if placed[index] != _FREE:
             continue
         top = 0
-        for offset, other in taken:
+        for offset, other in occupied:
             if lowers[other] >= uppers[index] or lowers[index] >= uppers[other]:
                 continue
             if offset - top >= sizes[index]:
                 break
             top = max(top, offset + sizes[other])
         placed[index] = top
-        bisect.insort(taken, (top, index))
+        bisect.insort(occupied, (top, index))
     return placed

@@ -144,8 +144,8 @@ def _trace(rank: int, path: Path, events: Sequence[dict[str, Any]]) -> TraceFile
     for step in steps:
         _add_step(totals, step, unions)
     mean = {kind: seconds / len(steps) for kind, seconds in totals.items()}
-    found = (collective_of(event, *_interval(event)) for event in work)
-    collectives = with_steps([item for item in found if item is not None], numbered)
+    known = (collective_of(event, *_interval(event)) for event in work)
+    collectives = with_steps([item for item in known if item is not None], numbered)
     return TraceFile(rank, RankTimes(rank=rank, stage=0, **mean), kernels, collectives, path)
 
 

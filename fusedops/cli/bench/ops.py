@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusedops.cli.bench import communication, device, generation, memory, models, options, scaling
+from fusedops.cli.bench import (
+    arena,
+    communication,
+    device,
+    generation,
+    memory,
+    models,
+    options,
+    scaling,
+)
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
@@ -40,6 +49,7 @@ app = typer.Typer(
 )
 app.command(cls=models.Command)(models.models)
 app.command()(memory.memory)
+app.command()(arena.arena)
 app.command()(communication.communication)
 app.command()(device.device)
 app.command()(scaling.scaling)
