@@ -112,6 +112,8 @@ def _rank_in(name: str, number: int) -> int:
 def _trace(rank: int, path: Path, events: Sequence[dict[str, Any]]) -> TraceFile:
     complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
     numbered = steps_of(complete)
+    # Kernels run later than the host starts them: the annotations of the GPU enclose them.
+    on_device = steps_of(complete, device="gpu")
     work = [event for event in complete if event.get("cat") in _KERNELS]
     if not work:
         work = _outermost([event for event in complete if event.get("cat") == "cpu_op"])
@@ -145,17 +147,23 @@ def _trace(rank: int, path: Path, events: Sequence[dict[str, Any]]) -> TraceFile
         _add_step(totals, step, unions)
     mean = {kind: seconds / len(steps) for kind, seconds in totals.items()}
     known = (collective_of(event, *_interval(event)) for event in work)
-    collectives = with_steps([item for item in known if item is not None], numbered)
+    collectives = with_steps([item for item in known if item is not None], on_device or numbered)
     return TraceFile(rank, RankTimes(rank=rank, stage=0, **mean), kernels, collectives, path)
 
 
-def steps_of(events: Iterable[dict[str, Any]]) -> list[tuple[int, float, float]]:
-    """Return number, begin and end of the steps that the profiler's schedule has marked."""
+def steps_of(
+    events: Iterable[dict[str, Any]], *, device: str = "cpu"
+) -> list[tuple[int, float, float]]:
+    """Return number, begin and end of the steps that the profiler's schedule has marked.
+
+    Args:
+        events: of a trace.
+        device: ``"cpu"``, or ``"gpu"`` for the same annotations on the timeline of the kernels.
+    """
     steps = []
     for event in events:
         match = _STEP.fullmatch(str(event.get("name", "")))
-        # A GPU's timeline has the same annotations once more.
-        if match and not str(event.get("cat", "")).startswith("gpu"):
+        if match and str(event.get("cat", "")).startswith("gpu") == (device == "gpu"):
             steps.append((int(match[1]), *_interval(event)))
     return steps
 

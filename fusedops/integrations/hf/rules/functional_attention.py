@@ -131,7 +131,8 @@ class _MultiHead(_Caller):
 def _is_plain(module: Any, query: torch.Tensor) -> bool:
     """Return whether a module projects batches of rows to heads, and attends to nothing else."""
     return (
-        module.batch_first
+        type(query) is torch.Tensor
+        and module.batch_first
         and query.dim() == 3
         and runs_here(query)
         and module._qkv_same_embed_dim
