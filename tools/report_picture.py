@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/observe.md: the report of a simulated job with a slow rank.
+"""Draw the pictures of docs/observe.md: a simulated job with a slow rank, and the memory of a run.
 
 python tools/report_picture.py          # needs Debian's chromium
 """
@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from fusedops.profiler import RunShape, TimingsWriter  # noqa: E402
 from fusedops.profiler.report import METRICS, page  # noqa: E402
+from fusedops.train import train  # noqa: E402
 from tests.profiler.simulated import Fault, steps  # noqa: E402
 
 SHAPE = RunShape({"pp": 2, "dp": 8, "cp": 1, "tp": 4, "ep": 1})
@@ -37,8 +38,34 @@ def record(folder: Path) -> None:
     writer.close()
 
 
+def train_with_memory(folder: Path) -> None:
+    """Train a small model and record what one step allocates."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n} plus {n} is {2 * n}.\n" for n in range(400)))
+    table = {
+        "out": str(folder / "small"),
+        "steps": 12,
+        "batch": 8,
+        "device": "cpu",
+        "model": {"preset": "tiny-llama", "num_layers": 6, "hidden_size": 256},
+        "data": {"train": [str(text)], "seq_len": 128},
+        "log": {"peak_tflops": 1.0, "memory_step": 4},
+    }
+    train(table)
+
+
+def draw(browser: str, run: Path, tab: str, height: int, picture: Path) -> None:
+    """Write a picture of a tab of a run's report."""
+    file = run / "report.html"
+    file.write_text(page(run), encoding="utf-8")
+    command = (browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
+    size = (f"--window-size=1200,{height}", "--virtual-time-budget=10000")
+    target = (f"--screenshot={picture}", f"file://{file}#{tab}")
+    subprocess.run([*command, *size, *target], check=True, capture_output=True)
+
+
 def main() -> None:
-    """Write docs/observe-timeline.png."""
+    """Write docs/observe-timeline.png and docs/observe-memory.png."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         sys.exit("there is no browser: apt-get install chromium")
@@ -46,18 +73,9 @@ def main() -> None:
         folder = Path(name) / "example"
         folder.mkdir()
         record(folder)
-        file = folder / "report.html"
-        file.write_text(page(folder), encoding="utf-8")
-        subprocess.run(
-            [
-                *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *("--window-size=1200,1080", "--virtual-time-budget=10000"),
-                f"--screenshot={ROOT / 'docs' / 'observe-timeline.png'}",
-                f"file://{file}#Timeline",
-            ],
-            check=True,
-            capture_output=True,
-        )
+        draw(browser, folder, "Timeline", 1080, ROOT / "docs" / "observe-timeline.png")
+        train_with_memory(Path(name))
+        draw(browser, Path(name) / "small", "Memory", 1860, ROOT / "docs" / "observe-memory.png")
 
 
 if __name__ == "__main__":
