@@ -254,7 +254,7 @@ std::vector<int64_t> crowds(const std::vector<Item>& items) {
   return result;
 }
 
-// Which items to move forward: those that stand above the target, or the highest if none does.
+// The items whose tops are at the height of the placement.
 std::vector<int> tallest(const std::vector<Item>& items, const std::vector<int64_t>& offsets,
                          int64_t height) {
   std::vector<int> result;

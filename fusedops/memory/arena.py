@@ -157,8 +157,10 @@ def _pinned(
         checks.integer("arena.place", name, offset, least=0)
         if not 0 <= index < len(sizes):
             checks.fail("arena.place", "pinned", f"indices below {len(sizes)}", index)
-        if offset % alignment or offset + sizes[index] > _MOST:
+        if offset % alignment:
             checks.fail("arena.place", name, f"a multiple of alignment, {alignment}", offset)
+        if offset + sizes[index] > _MOST:
+            checks.fail("arena.place", name, "at most 2**63 - 1 with the size", offset)
         offsets[index] = offset
     fixed = [index for index in pinned if sizes[index]]
     for place, one in enumerate(fixed):
