@@ -1,7 +1,8 @@
 """Fit the constants of the planner's clock on tables of measured steps, and say what is left.
 
     python tools/fit_clock.py steps.csv one_node.csv=a100-40 --gpu A100,A800,V100 --write efficiency
-    python tools/fit_clock.py steps.csv --gpu H100,H200 --names float8,node --write h100
+    python tools/fit_clock.py steps.csv --gpu H100 --names float8,ring --write h100 --layers h100
+    python tools/fit_clock.py steps.csv one_node.csv=a100-40 --gpu A100,H100 --validate
 
 A file may be followed by the device of rows that have none. All files weigh alike.
 """
@@ -9,13 +10,23 @@ A file may be followed by the device of rows that have none. All files weigh ali
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+import random
+import statistics
+from dataclasses import asdict, replace
 
+from fusedops.cli.plan_evaluate import layers_toml
 from fusedops.planner import evaluation
-from fusedops.planner.calibration import Step, calibrate
-from fusedops.planner.device import FOLDER, load_device
+from fusedops.planner.calibration import Step, calibrate, measured_layers
+from fusedops.planner.device import FOLDER, Device, DeviceEfficiency, load_device
+from fusedops.planner.step_time import step_time
 
 SOURCE = "# By tools/fit_clock.py on published steps; docs/planning.md says which were fitted.\n"
+# What a measured layer tells as well: these are fitted without such layers, the others with them.
+OF_LAYERS = (
+    *("products", "float8", "attention", "inner", "outer", "elementwise", "node"),
+    *("collective_seconds", "expert_seconds", "host_seconds", "host_spread"),
+)
+ROUNDS = 2
 
 
 def main() -> None:
@@ -28,9 +39,14 @@ def main() -> None:
     parser.add_argument("--names", default="", help="constants that are fitted, by ,")
     parser.add_argument("--keep", default="", help="constants that are not, by ,")
     parser.add_argument("--write", default="", help="files of devices/ that get them, by ,")
+    parser.add_argument(
+        "--validate", action="store_true", help="measured layers of one half, errors of the other"
+    )
+    parser.add_argument("--layers", default="", help="files that get the measured layers, by ,")
     arguments = parser.parse_args()
     steps: list[Step] = []
     weights: list[float] = []
+    sources: list[str] = []
     prefixes = tuple(arguments.gpu.split(","))
     for text in arguments.files:
         name, _, device = text.partition("=")
@@ -43,11 +59,21 @@ def main() -> None:
         ]
         mine = evaluation.measured_steps(rows, usual)
         steps += mine
+        sources += [
+            row.get("source") or name for row in rows if evaluation.measured_steps([row], usual)
+        ]
         weights += [(300 / max(1, len(mine))) ** 0.5] * len(mine)
+    if arguments.validate:
+        validate(steps, sources)
+        return
     start = load_device(arguments.start).efficiency
     names = arguments.names.split(",") if arguments.names else list(asdict(start))
     names = [name for name in names if name not in arguments.keep.split(",")]
-    fitted = asdict(calibrate(steps, start, names=names, weights=weights))
+    usual = calibrate(unmeasured(steps), start, names=names, weights=weights)
+    rest = [name for name in names if name not in OF_LAYERS]
+    for _ in range(ROUNDS if rest else 0):
+        usual = calibrate(with_layers(steps, usual), usual, names=rest, weights=weights)
+    fitted = asdict(usual)
     lines = [f"{name} = {fitted[name]:.4g}\n" for name in names]
     print("".join(lines), end="")
     for stem in filter(None, arguments.write.split(",")):
@@ -55,8 +81,72 @@ def main() -> None:
         if stem == "efficiency":
             path.write_text(SOURCE + "".join(f"{name} = {fitted[name]:.4g}\n" for name in fitted))
             continue
-        before = path.read_text().partition("\n[efficiency]")[0]
-        path.write_text(f"{before}\n[efficiency]\n{SOURCE}{''.join(lines)}")
+        before, _, own = path.read_text().partition("\n[efficiency]\n")
+        others = [
+            line + "\n"
+            for line in own.splitlines()
+            if " = " in line and line.split(" = ")[0] not in names
+        ]
+        path.write_text(f"{before}\n[efficiency]\n{SOURCE}{''.join(others + lines)}")
+    for stem in filter(None, arguments.layers.split(",")):
+        write_layers(stem, steps, usual)
+
+
+def validate(steps: list[Step], sources: list[str]) -> None:
+    """Print errors of the rows of a source whose layers the other half of its rows measured."""
+    chosen = random.Random(0)
+    for source in sorted(set(sources)):
+        mine = [step for step, other in zip(steps, sources, strict=True) if other == source]
+        chosen.shuffle(mine)
+        half = len(mine) // 2
+        layers = tuple(measured_layers(mine[:half], mine[0][1].efficiency))
+        plain, known = (
+            statistics.fmean(
+                abs(step_time(shape, replace(device, layers=which)).seconds / seconds - 1)
+                for shape, device, seconds in mine[half:]
+            )
+            for which in ((), layers)
+        )
+        print(f"{source}: {len(mine) - half} rows, {plain:.1%} without, {known:.1%} with layers")
+
+
+def unmeasured(steps: list[Step]) -> list[Step]:
+    """Return the steps on devices of which no layer was measured."""
+    return [(shape, replace(device, layers=()), seconds) for shape, device, seconds in steps]
+
+
+def with_layers(steps: list[Step], usual: DeviceEfficiency) -> list[Step]:
+    """Return the steps on devices with the layers that steps on their family measure."""
+    families = {family(device) for _, device, _ in steps}
+    layers = {name: tuple(measured_layers(of_family(steps, name), usual)) for name in families}
+    return [
+        (shape, replace(device, layers=layers[family(device)]), seconds)
+        for shape, device, seconds in steps
+    ]
+
+
+def of_family(steps: list[Step], name: str) -> list[Step]:
+    """Return the steps on a family of devices, which differ in memory only."""
+    return [step for step in steps if family(step[1]) == name]
+
+
+def family(device: Device) -> str:
+    """Return maker and model of a device, for example ``"NVIDIA A100"``."""
+    return " ".join(device.name.split()[:2])
+
+
+def write_layers(stem: str, steps: list[Step], usual: DeviceEfficiency) -> None:
+    """Write the layers that steps on a device's family measured into the device's file."""
+    device = load_device(stem)
+    mine = [
+        (shape, replace(other, memory=device.memory, peak=device.peak), seconds)
+        for shape, other, seconds in of_family(steps, family(device))
+    ]
+    path = FOLDER / f"{stem}.toml"
+    before, _, after = path.read_text().partition("\n[memory]")
+    head = before.partition("layers = [")[0]
+    text = "\n".join(layers_toml(measured_layers(mine, usual)))
+    path.write_text(f"{head}{text}\n\n[memory]{after}")
 
 
 if __name__ == "__main__":

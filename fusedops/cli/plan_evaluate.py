@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from fusedops.terminal import files
 
 if TYPE_CHECKING:
     from fusedops.planner import Device
+    from fusedops.planner.device import MeasuredLayer
     from fusedops.planner.evaluation import Evaluation, GroupRanking
 
 # Groups of so many layouts and more are listed one by one.
@@ -45,22 +46,26 @@ def evaluate(path: str, out: str, device: str) -> None:
 def calibrate(path: str, out: str, device: str) -> None:
     """Fit a device's efficiencies on the steps of a CSV file, and write the device's TOML file."""
     from fusedops.planner import evaluation
-    from fusedops.planner.calibration import calibrate
+    from fusedops.planner.calibration import calibrate, measured_layers
 
     if not device or not out:
         raise files.UserError("--calibrate needs --device, where it begins, and --out FILE.toml")
     files.check_writable(out)
-    here = load(device)
+    here = replace(load(device), layers=())
     steps = [
         (shape, here, seconds) for shape, _, seconds in evaluation.measured_steps(_rows(path), here)
     ]
-    names = ("products", "attention", "elementwise", "node", "network", "layer_seconds")
+    names = (
+        *("products", "attention", "elementwise", "layer_seconds"),
+        *("node", "network", "ring"),
+    )
     if len(steps) < len(names):
         raise files.UserError(
             f"{path} has {len(steps)} measured steps that can be predicted, and {len(names)} "
             "constants are fitted: measure more layouts or sizes"
         )
     fitted = calibrate(steps, here.efficiency, names=names)
+    here = replace(here, layers=tuple(measured_layers(steps, fitted)))
     files.write_text(
         out, device_toml(here, asdict(fitted), f"fitted on {len(steps)} steps of {path}")
     )
@@ -69,7 +74,7 @@ def calibrate(path: str, out: str, device: str) -> None:
 
 def device_toml(device: Device, efficiency: dict[str, float], source: str) -> str:
     """Return the text of a device's file; ``source`` says where the efficiencies are from."""
-    lines = [f'name = "{device.name}"']
+    lines = [f'name = "{device.name}"', *layers_toml(device.layers)]
     tables = {
         "memory": asdict(device.memory),
         "peak": device.peak,
@@ -85,7 +90,22 @@ def device_toml(device: Device, efficiency: dict[str, float], source: str) -> st
     return "\n".join(lines) + "\n"
 
 
-def _shown(value: float) -> str:
+def layers_toml(layers: Sequence[MeasuredLayer]) -> list[str]:
+    """Return the lines of measured layers, which stand before the tables of a device's file."""
+    if not layers:
+        return []
+    rows = [
+        ", ".join(f"{key} = {_shown(value)}" for key, value in asdict(layer).items())
+        for layer in layers
+    ]
+    return ["layers = [", *(f"  {{ {row} }}," for row in rows), "]"]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return _quoted(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

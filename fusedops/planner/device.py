@@ -7,7 +7,9 @@ published training steps (``tools/fit_clock.py``), the same for every device who
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from fusedops._core import checks
@@ -16,7 +18,13 @@ from fusedops.launch.config_table import InputError, fill, load
 FOLDER = Path(__file__).parent / "devices"
 DTYPES = ("float32", "bfloat16", "float16", "float8")
 # Efficiencies that are shares of a peak, at most 1.
-SHARES = ("products", "attention", "elementwise", "overlap", "node", "point_to_point")
+SHARES = (
+    *("products", "attention", "elementwise", "overlap"),
+    *("node", "ring", "network", "point_to_point"),
+)
+# Octaves of a size by which a measured layer's weight falls to 0.6, and the number of steps that a
+# factor of 1 weighs.
+_NEAR, _PRIOR = 0.1, 0.5
 _OP = "device"
 
 
@@ -83,8 +91,8 @@ class DeviceEfficiency:
         outer: number of rows or of columns of a product at which it reaches half.
         elementwise: share of the memory's bandwidth, of all operations that are no product.
         node: share of the bandwidth inside a node that collectives reach.
-        network: share of the bandwidth between nodes. Above 1 where collectives of several ranks
-            of a node share their links.
+        network: share of the bandwidth between nodes that all-to-alls reach.
+        ring: the same of the rings of data parallelism.
         point_to_point: share of the bandwidth between nodes that neighbours of a pipeline reach.
         overlap: share of the all-reduce of gradients that the backward hides.
         gather: share of FSDP's gathers that does not.
@@ -110,6 +118,7 @@ class DeviceEfficiency:
     elementwise: float
     node: float
     network: float
+    ring: float
     point_to_point: float
     overlap: float
     gather: float
@@ -130,6 +139,56 @@ class DeviceEfficiency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredLayer:
+    """How long a layer of one shape takes on a device, by what ``step_time`` gives without it.
+
+    Which kernel a library picks for a product, and how its tiles divide over the processors, makes
+    up to a fifth of the time and follows no simple formula: it is measured, shape by shape.
+
+    Attributes:
+        tokens: of a micro-batch on a rank, before sequence parallelism.
+        hidden: width of the residual stream.
+        inner: width of the feed-forward layer, or of an expert.
+        heads: of the queries.
+        tp: tensor-parallel ranks.
+        experts: of the layer; 0: none.
+        dtype: of products.
+        flash: whether attention keeps its scores out of memory.
+        factor: measured computation of a layer, by the computed one.
+        steps: of how many measured steps it is the mean.
+
+    Raises:
+        ValueError: a size or the factor is not positive.
+    """
+
+    tokens: float
+    hidden: int
+    inner: int
+    heads: int
+    tp: int
+    experts: int = 0
+    dtype: str = "bfloat16"
+    flash: bool
+    factor: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "hidden", "inner", "heads", "tp", "factor", "steps"):
+            checks.positive(_OP, f"layers.{name}", getattr(self, name))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What another layer must have as well for this one to tell anything of it."""
+        return self.experts, self.dtype, self.flash
+
+    @property
+    def place(self) -> tuple[float, ...]:
+        """Logarithms (base 2) of the sizes."""
+        sizes = (self.tokens, self.hidden, self.inner, self.heads, self.tp)
+        return tuple(math.log2(size) for size in sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """A device of a cluster.
 
@@ -140,6 +199,7 @@ class Device:
         links: its links.
         efficiency: what training reaches of all that.
         sources: where the numbers are from, by table or key.
+        layers: layers that were measured, in any order.
 
     Raises:
         ValueError: a number is not positive, or the peak of ``bfloat16`` is missing.
@@ -156,6 +216,7 @@ class Device:
     links: DeviceLinks
     efficiency: DeviceEfficiency
     sources: dict[str, str] = field(default_factory=dict)
+    layers: tuple[MeasuredLayer, ...] = ()
 
     def __post_init__(self) -> None:
         for dtype, value in self.peak.items():
@@ -167,6 +228,33 @@ class Device:
     def peak_of(self, dtype: str) -> float:
         """Return the FLOP/s of a dtype; of bfloat16 where the device has no faster float8."""
         return self.peak.get(dtype, self.peak["bfloat16"])
+
+    def layer_factor(self, kind: tuple[object, ...], place: tuple[float, ...]) -> float:
+        """Return the factor of a layer's computation by the measured layers near to it.
+
+        The mean of their logarithms, weighted by a normal distribution of the distance and by the
+        number of steps; ``_PRIOR`` steps count for a factor of 1, so that it is 1 far from all.
+
+        Args:
+            kind: ``MeasuredLayer.kind``.
+            place: ``MeasuredLayer.place``.
+        """
+        if not self.layers:
+            return 1.0
+        known = self._known_factors
+        if (kind, place) not in known:
+            total, weights = 0.0, _PRIOR
+            for layer in self.layers:
+                if layer.kind == kind:
+                    distance = sum((a - b) ** 2 for a, b in zip(layer.place, place, strict=True))
+                    weight = layer.steps * math.exp(-distance / (2 * _NEAR**2))
+                    total, weights = total + weight * math.log(layer.factor), weights + weight
+            known[kind, place] = math.exp(total / weights)
+        return known[kind, place]
+
+    @cached_property
+    def _known_factors(self) -> dict[tuple[tuple[object, ...], tuple[float, ...]], float]:
+        return {}
 
 
 def known_devices() -> tuple[str, ...]:

@@ -170,7 +170,6 @@ def shape_of(row: Mapping[str, str]) -> StepShape:
     gated = "glu" in row.get("arch", "") or "mla" in row.get("arch", "")
     column = "moe_ffn" if experts else "ffn"
     inner = _count(row, column, needed=gated or bool(experts)) or 4 * hidden
-    recompute = _word(row, "recompute", _RECOMPUTE, "none" if _flash(row) else "full")
     return StepShape(
         layers=_count(row, "layers"),
         hidden=hidden,
@@ -188,12 +187,26 @@ def shape_of(row: Mapping[str, str]) -> StepShape:
         zero=_word(row, "shard", _ZERO, 0),
         micro_batch=micro_batch,
         microbatches=batch // (sizes["dp"] * micro_batch),
-        recompute=recompute,
+        recompute=_recompute(row),
+        rank_layers=_rank_layers(_count(row, "layers"), sizes["pp"], experts > 0),
         frozen="lora" in f"{row.get('model', '')} {row.get('note', '')}".lower(),
         flash=_flash(row),
         dtype=_dtype(row.get("precision", "")),
         **sizes,
     )
+
+
+def _rank_layers(layers: int, pp: int, sparse: bool) -> tuple[tuple[int, int], ...]:
+    """Return the layers of each pipeline rank where they cannot be divided equally.
+
+    The ranks with embedding and head have the fewest.
+    """
+    if pp == 1 or layers % pp == 0:
+        return ()
+    fewest, more = divmod(layers, pp)
+    first = (pp - more) // 2
+    counts = [fewest + (first <= rank < first + more) for rank in range(pp)]
+    return tuple((0, count) if sparse else (count, 0) for count in counts)
 
 
 def device_of(row: Mapping[str, str], usual: Device | None = None) -> Device:
@@ -211,8 +224,9 @@ def device_of(row: Mapping[str, str], usual: Device | None = None) -> Device:
     matches = [key for key in known_devices() if name.split("-")[0] == key.split("-")[0]]
     if not matches:
         raise RowError(f"gpu = {row['gpu']} is unknown: known are {', '.join(known_devices())}")
-    gib = f"{name.split('-')[0]}-{memory:.0f}" if memory else ""
-    here = load_device(gib if gib in matches else matches[-1])
+    family = name.split("-")[0]
+    choices = (f"{family}-{memory:.0f}", family, matches[-1])
+    here = load_device(next(choice for choice in choices if choice in matches))
     if memory:
         here = replace(here, memory=replace(here.memory, bytes=int(memory * 2**30)))
     links = here.links
@@ -310,9 +324,35 @@ def _memory(row: Mapping[str, str], shape: StepShape) -> int:
         precision=_precision(row, shape),
     )
     needed = estimate_unchecked(model, layout)
+    peak = needed.peak
+    if shape.recompute == "products" and not shape.experts:
+        spared = 1 - _kept_by_operator(shape) / _kept_by_selective(shape)
+        peak -= round(spared * needed.parts["activations"])
     # Frozen weights have neither gradients nor states, and those of adapters are few.
     frozen = ("gradients", "states") if shape.frozen else ()
-    return needed.peak - sum(needed.parts[name] for name in frozen)
+    return peak - sum(needed.parts[name] for name in frozen)
+
+
+def _kept_by_operator(shape: StepShape) -> float:
+    """Return the elements per token that checkpointing by operator keeps of a layer.
+
+    These are its input, attention's output, and the outputs of every second product: query, value,
+    the gate (or the only projection up), and with a gate the projection down.
+    """
+    keys = (shape.projected - shape.width) / 2
+    return shape.hidden * (2 if shape.gated else 1) + 2 * shape.width + keys + shape.inner
+
+
+def _kept_by_selective(shape: StepShape) -> float:
+    """Return those that ``selective`` keeps: what no norm and no activation computes."""
+    gates = 2 if shape.gated else 1
+    return 2 * shape.hidden + shape.width + shape.projected + gates * shape.inner
+
+
+def _recompute(row: Mapping[str, str]) -> str:
+    """Return what is recomputed; torch's own FSDP2 comes with checkpointing by operator."""
+    word: str = _word(row, "recompute", _RECOMPUTE, "none" if _flash(row) else "full")
+    return "products" if word == "selective" and "fsdp2" in row.get("shard", "") else word
 
 
 def _precision(row: Mapping[str, str], shape: StepShape) -> str:

@@ -43,6 +43,7 @@ _OFFLOAD = ("optimizer", "activations")
 _HOST_OPTIMIZER_BYTES, _TRAVELLING_BYTES = 30, 4
 # Of these a bubble is (p - 1) / v stages of a micro-batch; that of others is read off their table.
 _PLAIN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs")
+_GRADIENT_BYTES = 4  # of an element that data-parallel ranks reduce
 PARTS = (
     *("products", "attention", "elementwise", "recomputation", "head", "layers", "host"),
     *("tensor", "context", "experts", "pipeline", "bubble", "data", "offload", "optimizer", "step"),
@@ -179,6 +180,17 @@ class StepShape:
         """Width of queries, keys and values together."""
         return self.width * (1 + 2 * self.kv_heads / self.heads)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """``MeasuredLayer.kind`` of the layers."""
+        return self.experts, self.dtype, self.flash
+
+    @property
+    def place(self) -> tuple[float, ...]:
+        """``MeasuredLayer.place`` of the layers."""
+        sizes = (self.tokens, self.hidden, self.inner, self.heads, self.tp)
+        return tuple(math.log2(size) for size in sizes)
+
     def kinds(self) -> list[tuple[int, StepShape]]:
         """Return how many layers are alike, and a shape all of whose layers are so."""
         if not self.experts or self.sparse_layers in (None, self.layers):
@@ -258,6 +270,19 @@ class _Costs:
         if ranks > links.devices_per_node:
             return links.network * usual.network
         return links.node * usual.node
+
+    def ring(self, ranks: int) -> float:
+        """Return the bytes/s of a ring over data-parallel ranks, whose neighbours are ``tp`` apart.
+
+        A ring leaves a node once for each rank that it has there, each by a network link of its
+        own.
+        """
+        links, usual = self.device.links, self.device.efficiency
+        inside = links.node * usual.node
+        if self.shape.tp * ranks <= links.devices_per_node:
+            return inside
+        per_node = min(ranks, max(1, links.devices_per_node // self.shape.tp))
+        return min(inside, per_node * links.network * usual.ring)
 
     def layer_products(self) -> tuple[float, float]:
         shape = self.shape
@@ -459,6 +484,8 @@ def _layer_of_kind(costs: _Costs) -> tuple[dict[str, float], float]:
     host = usual.host_seconds * (1.0 if shape.recompute == "full" else 0.75)
     host *= 1 + usual.host_spread * max(0.0, math.log2(shape.tp) - 2)
     layer["host"] = max(0.0, host - sum(layer.values()))
+    factor = costs.device.layer_factor(shape.kind, shape.place)
+    layer |= {name: factor * seconds for name, seconds in layer.items() if name not in once}
     layer["offload"] = 0.0
     if "activations" not in shape.offload:
         return layer, 0.0
@@ -493,14 +520,16 @@ def _data(shape: StepShape, costs: _Costs, of_stage: float) -> tuple[float, floa
     usual = costs.device.efficiency
     if shape.frozen and shape.zero < 3:
         return 0.0, 0.0
-    moved = shape.parameters * shape.element * (ranks - 1) / ranks
-    band = costs.link(shape.tp * ranks)
+    away = shape.parameters * (ranks - 1) / ranks
+    weights, gradients = shape.element * away, _GRADIENT_BYTES * away
+    band = costs.ring(ranks)
     if shape.zero == 3:
-        total = shape.microbatches * 3 * moved / band
+        total = shape.microbatches * (2 * weights + gradients) / band
         shown = max(0.0, total - shape.microbatches * of_stage) + usual.gather * total
     else:
         # ZeRO-2 stores gradients sharded: each micro-batch reduces its own.
-        total = (1 + (shape.microbatches if shape.zero == 2 else 1)) * moved / band
+        times = shape.microbatches if shape.zero == 2 else 1
+        total = (times * gradients + (weights if shape.zero else gradients)) / band
         shown = total * (1 - usual.overlap)
     return shown, max(0.0, total - shown)
 

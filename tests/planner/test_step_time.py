@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fusedops.cli.main import app
 from fusedops.launch.config_table import InputError
 from fusedops.planner import StepShape, evaluation, known_devices, load_device, step_time
-from fusedops.planner.calibration import calibrate
+from fusedops.planner.calibration import calibrate, measured_layers
 from fusedops.planner.device import FOLDER
 from fusedops.planner.step_time import PARTS, model_flops, utilization
 
@@ -95,7 +95,7 @@ def test_each_mode_has_its_communication_alone() -> None:
 def test_float32_moves_twice_the_bytes_and_computes_by_its_own_peak() -> None:
     device = load_device("h100")
     slow = replace(device, peak={**device.peak, "float32": device.peak["bfloat16"] / 8})
-    for part, sizes in (("tensor", {"tp": 8}), ("data", {"dp": 16}), ("context", {"cp": 2})):
+    for part, sizes in (("tensor", {"tp": 8}), ("context", {"cp": 2})):
         half = step_time(shape(**sizes), device).parts
         full = step_time(shape(**sizes, dtype="float32"), slow).parts
         latency = 0.0
@@ -105,6 +105,69 @@ def test_float32_moves_twice_the_bytes_and_computes_by_its_own_peak() -> None:
         assert full["elementwise"] == pytest.approx(2 * half["elementwise"])
         # The passes over the logits take twice as long, and products eight times.
         assert 6 < full["head"] / half["head"] < 8.1
+    # Gradients are summed in float32 with either, and only gathered weights have the dtype.
+    data = [
+        step_time(shape(dp=16, zero=zero, dtype=dtype), device).parts["data"]
+        for zero in (0, 1)
+        for dtype in ("bfloat16", "float32")
+    ]
+    assert data[0] == data[1] == data[3] == pytest.approx(data[2] * 8 / 6)
+
+
+def test_a_ring_leaves_a_node_by_the_links_of_all_its_ranks_there() -> None:
+    device = load_device("h100")
+    fast = replace(device, links=replace(device.links, node=1e15))
+    of_one, of_two, of_eight = (
+        step_time(shape(tp=tp, dp=64 // tp), fast).parts["data"] * tp for tp in (8, 4, 1)
+    )
+    # The same parameters in all; (n - 1) / n of them travel.
+    assert of_one / (7 / 8) == pytest.approx(2 * of_two / (15 / 16), rel=0.1)
+    assert of_one / (7 / 8) == pytest.approx(8 * of_eight / (63 / 64), rel=0.1)
+    slow = replace(device, links=replace(device.links, node=1e9))
+    inside, outside = (step_time(shape(dp=dp), slow).parts["data"] for dp in (8, 64))
+    assert outside / inside == pytest.approx(63 / 64 * 8 / 7)  # the links in the node are slower
+
+
+def test_a_measured_layer_is_exact_at_its_sizes_and_says_nothing_of_others() -> None:
+    device = replace(load_device("a100-80"), layers=())
+    usual = device.efficiency
+    slow = shape(micro_batch=2, flash=False, recompute="full", microbatches=4)
+    steps = [
+        (replace(slow, layers=layers), device, 1.2 * step_time(slow, device).seconds * layers / 32)
+        for layers in (16, 32)
+    ]
+    layers = measured_layers(steps, usual)
+    assert [(layer.tokens, layer.hidden, layer.steps) for layer in layers] == [(8192, 4096, 2)]
+    known = replace(device, layers=tuple(layers))
+    # Two steps against half a step that says 1.
+    factor = layers[0].factor ** (2 / 2.5)
+    assert known.layer_factor(slow.kind, slow.place) == pytest.approx(factor)
+    assert 1.1 < step_time(slow, known).seconds / step_time(slow, device).seconds < 1.2
+    for other in (replace(slow, micro_batch=4), replace(slow, flash=True), replace(slow, tp=2)):
+        assert step_time(other, known).seconds == pytest.approx(
+            step_time(other, device).seconds, rel=1e-6
+        )
+    near = replace(slow, hidden=4352, heads=34, inner=15232)
+    assert 1.0 < known.layer_factor(near.kind, near.place) < factor
+
+
+def test_layers_of_a_table_are_divided_as_equally_as_can_be() -> None:
+    unequal = evaluation.shape_of({**ROW, "pp": "5", "tp": "2", "dp": "1", "gpus": "10"})
+    assert unequal.rank_layers == ((5, 0), (5, 0), (5, 0), (5, 0), (4, 0))
+    experts = {"experts": "8", "topk": "2", "moe_ffn": "1024", "pp": "7", "dp": "1", "gpus": "14"}
+    counts = evaluation.shape_of({**ROW, **experts}).rank_layers
+    assert counts == ((0, 3), (0, 3), (0, 4), (0, 4), (0, 4), (0, 3), (0, 3))
+    assert evaluation.shape_of(ROW).rank_layers == ()
+
+
+def test_checkpointing_by_operator_keeps_fewer_bytes() -> None:
+    row = {**ROW, "gpu": "H100", "recompute": "selective", "tp": "1", "dp": "8", "mbs": "1"}
+    megatron, torch_native = ({**row, "shard": shard} for shard in ("fsdp", "fsdp2"))
+    assert evaluation.shape_of(megatron).recompute == "selective"
+    assert evaluation.shape_of(torch_native).recompute == "products"
+    memory = [evaluation.predict(row).mem_gib or 0 for row in (megatron, torch_native)]
+    # In each of 24 layers the output of a norm and the values: 2 x 2048 elements of 1,024 tokens.
+    assert (memory[0] - memory[1]) * 2**30 == pytest.approx(24 * 2 * 2048 * 1024 * 2, rel=0.15)
 
 
 def test_a_bubble_is_p_minus_1_stages_of_one_micro_batch() -> None:
@@ -196,6 +259,10 @@ def test_a_row_is_the_shape_that_it_describes() -> None:
     slow = {**ROW, "inter_gbit_per_gpu": "50", "gpus_per_node": "4"}
     assert evaluation.device_of(slow).links.network == 50e9 / 8
     assert evaluation.device_of({**ROW, "gpu_mem_gb": "40"}).name.endswith("40 GB")
+    named = {"H100": "80 GB", "H100-96GB-HBM2e-500W": "96 GB HBM2e, 500 W"}
+    for gpu, end in named.items():
+        row = {**ROW, "gpu": gpu, "gpu_mem_gb": "96" if "96" in gpu else "80"}
+        assert evaluation.device_of(row).name.endswith(end)
 
 
 def test_what_does_not_fit_is_said_not_to_fit() -> None:
@@ -247,6 +314,7 @@ def test_the_command_writes_a_device_that_can_be_used(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     mine = load_device(out)
     assert asdict(mine.links) == asdict(device.links) and "8 steps" in mine.sources["efficiency"]
+    assert {layer.steps for layer in mine.layers} == {1} and len(mine.layers) == 8
     errors = evaluation.evaluate(rows, mine).errors
     assert errors["here"][0] < 2 < evaluation.evaluate(rows, device).errors["here"][0]
 

@@ -59,7 +59,7 @@ class MeshCosts:
             ranks = size * math.prod(self.sizes[dim + 1 :])
             links, share = device.links, device.efficiency
             inside = ranks <= links.devices_per_node
-            rate = links.node * share.node if inside else links.network * share.network
+            rate = links.node * share.node if inside else links.network * share.ring
             self._rates.append(rate)
 
     def collective(self, kind: str, nbytes: float, dim: int) -> StepCost:
