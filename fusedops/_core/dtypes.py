@@ -98,6 +98,17 @@ def parity_budget(
     return 4.0 * alone + factor * torch.finfo(dtype).eps * max(scale, torch.finfo(dtype).tiny)
 
 
+def exchange_budget(truth: torch.Tensor) -> float:
+    """Return the absolute error in float64 of what is computed in parts: 1e-12 of its scale.
+
+    Args:
+        truth: what one process computes.
+    """
+    if truth.numel() == 0:
+        return 0.0
+    return 1e-12 * max(1.0, float(truth.abs().max()))
+
+
 def rms_budget(
     eager: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, *, depth: int = 1
 ) -> float:

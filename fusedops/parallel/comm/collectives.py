@@ -19,7 +19,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -393,6 +393,52 @@ def send_receive(
     def finish() -> torch.Tensor:
         for work in works:
             _waited(work, tensor)
+        return received
+
+    return Pending(finish, started)
+
+
+def exchange(
+    sends: Mapping[int, torch.Tensor],
+    receives: Mapping[int, int],
+    group: dist.ProcessGroup,
+    *,
+    like: torch.Tensor,
+    label: str = "",
+) -> Pending:
+    """Send tensors to some ranks of the group and receive from some.
+
+    Every rank knows what it sends and receives, and a rank that does neither need not call.
+
+    Args:
+        sends: by rank, contiguous tensors, none of them empty.
+        receives: by rank, the number of elements that it sends to this one, none of them 0.
+        group: the process group.
+        like: a tensor of the dtype and on the device of what is received.
+        label: for the log.
+
+    Returns:
+        A ``Pending`` of the received elements in one dim, in the order of ``receives``.
+    """
+    received = like.new_empty(sum(receives.values()))
+    if not sends and not receives:
+        return Pending(lambda: received)
+    batch = [
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=rank)
+        for rank, tensor in sends.items()
+    ]
+    parts = received.split(list(receives.values()))
+    batch += [
+        dist.P2POp(dist.irecv, part, group=group, group_peer=rank)
+        for rank, part in zip(receives, parts, strict=True)
+    ]
+    started = _start("send_receive", label, sum(map(_bytes, sends.values())), group)
+    works = dist.batch_isend_irecv(batch)
+    pairs = [(work, [received, *sends.values()]) for work in works]  # alive until then
+
+    def finish() -> torch.Tensor:
+        for work, _ in pairs:
+            _waited(work, received)
         return received
 
     return Pending(finish, started)

@@ -1,0 +1,193 @@
+"""Functions that act on every element: the operands are aligned and the parts computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusedops.parallel.spatial.align import common, fit
+from fusedops.parallel.spatial.partition import Factors, Partition, cuts
+from fusedops.parallel.spatial.tensor import (
+    RULES,
+    SpatialTensor,
+    function_name,
+    refuse,
+    replace_local,
+    rule,
+    unwrap,
+    wrap,
+)
+
+_aten: Any = torch.ops.aten
+# Elementwise, and no pointwise operator of their own.
+_POINTWISE = {
+    *("hardswish", "softsign", "tanhshrink", "logsigmoid", "type_as", "fill_", "zero_", "copy_"),
+    *("floor_divide", "rtruediv", "rpow", "floordiv", "rfloordiv", "to", "float", "double"),
+    *("half", "bfloat16", "int", "long", "bool", "contiguous", "cpu", "cuda", "type", "hardshrink"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "relu6", "isclose", "softmin"),
+    *("clone", "detach", "rsub", "hardtanh", "normal_", "clip"),
+}
+
+
+def is_pointwise(name: str) -> bool:
+    """Whether a torch function acts on every element."""
+    base = name.removesuffix("_")
+    if name in _POINTWISE or base in _POINTWISE:
+        return True
+    packet = getattr(_aten, base, None)
+    if packet is None or base.startswith("_"):
+        return False
+    try:
+        return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    except AttributeError:
+        return False
+
+
+def pointwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Align the operands and run a function on the parts."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    in_place = name.endswith("_") or kwargs.get("inplace") or kwargs.get("out") is not None
+    if kwargs.get("out") is not None:
+        refuse(f"{name} with out=")
+    target = args[0] if in_place else None
+    if in_place and not isinstance(target, SpatialTensor):
+        refuse(f"{name} into a tensor that is not cut")
+    partition = target._partition if in_place else common(tensors)
+    local_args = [fit(name, x, partition) for x in args]
+    local_kwargs = {key: fit(name, x, partition) for key, x in kwargs.items()}
+    result = func(*local_args, **local_kwargs)
+    if in_place and target is not None:
+        return replace_local(target, result)
+    return wrap(result, partition)
+
+
+def _any(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run a function that has no rule of its own; ``NotImplemented`` if it is not elementwise."""
+    if is_pointwise(name):
+        return pointwise(func, name, args, kwargs)
+    return NotImplemented
+
+
+RULES[""] = _any
+
+
+@rule("prelu")
+def _prelu(func: Any, input: Any, weight: Any) -> Any:
+    if weight.numel() > 1:
+        weight = weight.view(-1, *[1] * (input.dim() - 2))
+    return torch.where(input > 0, input, input * weight)
+
+
+@rule("clone", "contiguous", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type")
+def _converted(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(input, SpatialTensor):
+        return func(input, *map(unwrap, args), **kwargs)
+    local = unwrap(input)
+    result = func(local, *map(unwrap, args), **kwargs)
+    return input if result is local else wrap(result, input._partition)
+
+
+@rule("detach")
+def _detach(func: Any, input: Any) -> Any:
+    return SpatialTensor(input._local.detach(), input._partition)
+
+
+@rule("dropout", "alpha_dropout", "dropout_", "alpha_dropout_")
+def _dropout(
+    func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    if not training or p == 0.0:
+        return input
+    local = unwrap(input)
+    with _own_numbers(input._partition, local.device):
+        result = func(local, p, training, inplace)
+    return replace_local(input, result) if inplace else wrap(result, input._partition)
+
+
+@rule("dropout1d", "dropout2d", "dropout3d", "feature_dropout")
+def _dropout_channels(
+    func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    if not training or p == 0.0:
+        return input
+    shape = [*input.shape[:2], *[1] * (input.dim() - 2)]
+    keep = torch.empty(shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
+    return input * (keep / (1 - p))
+
+
+class _own_numbers:
+    """Random numbers that differ by rank, and leave the generators of all ranks alike."""
+
+    def __init__(self, partition: Partition, device: torch.device) -> None:
+        self._partition, self._device = partition, device
+
+    def __enter__(self) -> None:
+        place = 0
+        for axis in self._partition.axes:
+            place = place * axis.size + axis.rank
+        seed = int(torch.randint(2**31, ()).item())
+        devices = [] if self._device.type == "cpu" else [self._device]
+        self._fork = torch.random.fork_rng(devices=devices)
+        self._fork.__enter__()
+        torch.manual_seed(seed * 4099 + place)
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)
+
+
+@rule("rand_like", "randn_like")
+def _random_like(func: Any, input: Any, **kwargs: Any) -> Any:
+    local = input._local
+    with _own_numbers(input._partition, local.device):
+        return wrap(func(local, **kwargs), input._partition)
+
+
+@rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+def _new(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(input._local, *args, **kwargs)
+
+
+@rule("register_hook", "register_post_accumulate_grad_hook")
+def _hook(func: Any, input: Any, hook: Any) -> Any:
+    if not input._linked:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(input, hook)
+    partition = input._partition
+
+    def on_part(grad: Tensor) -> Any:
+        return unwrap(hook(SpatialTensor(grad, partition)))
+
+    return func(input._local, on_part)
+
+
+@rule("backward")
+def _backward(func: Any, input: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if gradient is None:
+        refuse("backward of a tensor that is not a scalar")
+    local = fit("backward", gradient, input._partition)
+    return func(unwrap(input), local, *args, **kwargs)
+
+
+@rule("requires_grad_")
+def _requires_grad(func: Any, input: Any, requires_grad: bool = True) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(input, requires_grad)
+
+
+@rule("grid_sample", "fold", "sort", "topk", "cumsum", "fft")
+def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return refuse(function_name(func))
+
+
+def last_dims_uncut(name: str, x: Any, count: int) -> Factors:
+    """Refuse where one of the last dims is cut; returns the factors of the last one."""
+    dims = x._partition.dims
+    if any(cuts(factors) for factors in dims[len(dims) - count :]):
+        refuse(f"{name} over a dim that is cut")
+    return dims[-1]
+
+
+_ = F

@@ -1,0 +1,449 @@
+"""Rows that a rank needs from others along cut dims: sent point to point, and their gradients back.
+
+The dims are exchanged one after the other. What the second exchange sends has the rows that came
+with the first, so that corners arrive over two neighbours and no byte is sent twice. A rank sends
+exactly what others need and do not have: the sum over the ranks is the size of their halos. Padding
+of a constant is never sent; it is filled in where a box is copied out.
+
+``Halo`` starts and waits for the dims one by one, so that a convolution computes what needs no halo
+meanwhile. ``HaloGradient`` sends the gradients of halos back to the owners, which add them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import Pending
+from fusedops.parallel.spatial.partition import Cut, Interval, Needs, overlap, single
+
+Box = dict[int, Interval]  # by dim, global positions; other dims are complete
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the ranks need along one cut dim, in global positions that may exceed the tensor."""
+
+    dim: int
+    cut: Cut
+    spans: tuple[Interval, ...]
+
+    @property
+    def span(self) -> Interval:
+        """What this rank needs."""
+        return self.spans[self.cut.axis.rank]
+
+    @property
+    def inside(self) -> Interval:
+        """The part of ``span`` that is in the tensor."""
+        return self.clipped(self.span)
+
+    @property
+    def needs(self) -> Needs:
+        """What all ranks need, without positions outside of the tensor."""
+        return single([self.clipped(span) for span in self.spans])
+
+    def clipped(self, span: Interval) -> Interval:
+        """Return the part of a span in the tensor; an empty one lies at its own start."""
+        start, stop = max(span[0], 0), min(span[1], self.cut.size)
+        return (start, stop) if start < stop else (self.cut.own[0], self.cut.own[0])
+
+
+def pieces(cut: Cut, needs: Needs) -> tuple[dict[int, list[Interval]], dict[int, list[Interval]]]:
+    """Return what this rank sends to others, and what it receives, by their ranks."""
+    me, sends, receives = cut.axis.rank, {}, {}
+    for rank in range(cut.axis.size):
+        if rank == me:
+            continue
+        sent = [overlap(cut.own, need) for need in needs[rank]]
+        received = [overlap(cut.span(rank), need) for need in needs[me]]
+        if any(sent):
+            sends[rank] = [part for part in sent if part]
+        if any(received):
+            receives[rank] = [part for part in received if part]
+    return sends, receives
+
+
+class Halo:
+    """A tensor, and the rows of others around it, dim by dim.
+
+    Args:
+        x: this rank's part.
+        windows: what is needed, one for each cut dim that needs something.
+        fill: the value of positions outside of the tensor.
+        label: of the messages in the log.
+    """
+
+    def __init__(
+        self, x: Tensor, windows: Sequence[Window], *, fill: float = 0.0, label: str = "halo"
+    ) -> None:
+        self.x, self.windows, self.fill, self.label = x, list(windows), fill, label
+        self.received: list[list[Tensor]] = [[] for _ in windows]
+        self._intervals = [_sources(window) for window in self.windows]
+        self._pending: list[Pending | None] = [None] * len(self.windows)
+        self._arrived = 0
+
+    def start(self, level: int) -> None:
+        """Send the rows that others need along a dim; all dims before have arrived."""
+        window = self.windows[level]
+        sends, receives = pieces(window.cut, window.needs)
+        sent = {
+            rank: torch.cat(
+                [self._copy(level, self._rows(level, part)).reshape(-1) for part in parts]
+            )
+            for rank, parts in sends.items()
+        }
+        sent = {rank: part for rank, part in sent.items() if part.numel()}
+        counts = {
+            rank: sum(math.prod(self._piece_shape(level, part)) for part in parts)
+            for rank, parts in receives.items()
+        }
+        counts = {rank: count for rank, count in counts.items() if count}
+        group = window.cut.axis.group
+        label = f"{self.label} {window.cut.axis.name}"
+        self._pending[level] = collectives.exchange(sent, counts, group, like=self.x, label=label)
+
+    def wait(self, level: int) -> None:
+        """Wait for the rows of a dim."""
+        pending = self._pending[level]
+        assert pending is not None
+        shapes = [self._piece_shape(level, part) for part, own in self._intervals[level] if not own]
+        parts = pending.wait().split([math.prod(shape) for shape in shapes])
+        self.received[level] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def advance(self, level: int) -> None:
+        """Wait until so many dims have arrived; each one starts the next."""
+        while self._arrived < level:
+            self.wait(self._arrived)
+            self._arrived += 1
+            if self._arrived < len(self.windows):
+                self.start(self._arrived)
+
+    def exchange(self) -> None:
+        """Exchange all dims."""
+        if self.windows:
+            self.start(0)
+            self.advance(len(self.windows))
+
+    def box(self, box: Box) -> Tensor:
+        """Return a box of the extended tensor, maybe a view of this rank's part."""
+        return self._copy(len(self.windows), box)
+
+    def everything(self) -> Tensor:
+        """Return all that this rank needs."""
+        return self.box({window.dim: window.span for window in self.windows})
+
+    def _rows(self, level: int, part: Interval) -> Box:
+        """Return the box of rows along one dim, with the halos of the dims before."""
+        box = {window.dim: window.inside for window in self.windows[:level]}
+        box[self.windows[level].dim] = part
+        for window in self.windows[level + 1 :]:
+            box[window.dim] = window.cut.own
+        return box
+
+    def _piece_shape(self, level: int, part: Interval) -> list[int]:
+        shape = list(self.x.shape)
+        for dim, (start, stop) in self._rows(level, part).items():
+            shape[dim] = stop - start
+        return shape
+
+    def _copy(self, level: int, box: Box) -> Tensor:
+        """Return a box, contiguous where it is a copy."""
+        own = all(
+            window.cut.own[0] <= box[window.dim][0] and box[window.dim][1] <= window.cut.own[1]
+            for window in self.windows
+        )
+        if own:
+            return _narrow(self.x, box, {w.dim: w.cut.own[0] for w in self.windows}).contiguous(
+                memory_format=memory_format(self.x)
+            )
+        shape = list(self.x.shape)
+        for dim, (start, stop) in box.items():
+            shape[dim] = stop - start
+        out = torch.empty(
+            shape, dtype=self.x.dtype, device=self.x.device, memory_format=memory_format(self.x)
+        )
+        inside = dict(box)
+        target = out
+        for window in self.windows:
+            start, stop = box[window.dim]
+            low, high = max(start, 0), min(stop, window.cut.size)
+            if low >= high:
+                return out.fill_(self.fill)
+            if low > start:
+                target.narrow(window.dim, 0, low - start).fill_(self.fill)
+            if high < stop:
+                target.narrow(window.dim, high - start, stop - high).fill_(self.fill)
+            target = target.narrow(window.dim, low - start, high - low)
+            inside[window.dim] = (low, high)
+        self._copy_into(target, level, inside)
+        return out
+
+    def _copy_into(self, out: Tensor, level: int, box: Box) -> None:
+        """Copy a box that lies in the tensor; levels from ``level`` on have only own rows."""
+        if level == 0:
+            starts = {window.dim: window.cut.own[0] for window in self.windows}
+            out.copy_(_narrow(self.x, box, starts))
+            return
+        window, intervals = self.windows[level - 1], self._intervals[level - 1]
+        start, received = box[window.dim][0], 0
+        for interval, own in intervals:
+            place, received = received, received + (not own)
+            part = overlap(interval, box[window.dim])
+            if part is None:
+                continue
+            target = out.narrow(window.dim, part[0] - start, part[1] - part[0])
+            rows = {**box, window.dim: part}
+            if own:
+                self._copy_into(target, level - 1, rows)
+                continue
+            origin = self._rows(level - 1, interval)
+            starts = {dim: span[0] for dim, span in origin.items()}
+            target.copy_(_narrow(self.received[level - 1][place], rows, starts))
+
+
+class HaloGradient:
+    """The way back of a ``Halo``: gradients of what ``everything`` returned, to the owners.
+
+    Args:
+        grad: the gradient of ``everything()``.
+        windows: those of the halo.
+        label: of the messages in the log.
+    """
+
+    def __init__(
+        self, grad: Tensor, windows: Sequence[Window], *, label: str = "halo grad"
+    ) -> None:
+        self.windows, self.label = list(windows), label
+        box = {window.dim: window.inside for window in windows}
+        starts = {
+            window.dim: window.span[0] if _nonempty(window.inside) else window.inside[0]
+            for window in windows
+        }
+        self._grad = _narrow(grad, box, starts)
+        self._level = len(self.windows)
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        """Send the gradients of the last dim that is left."""
+        if self._level == 0:
+            return
+        window = self.windows[self._level - 1]
+        needs = window.needs
+        mine, received = pieces(window.cut, needs)
+        dim, origin = window.dim, window.inside[0]
+        sends = {
+            rank: torch.cat(
+                [self._grad.narrow(dim, a - origin, b - a).reshape(-1) for a, b in parts]
+            )
+            for rank, parts in received.items()
+        }
+        sends = {rank: part for rank, part in sends.items() if part.numel()}
+        row = self._grad[..., :0].numel() if self._grad.dim() == 0 else _row(self._grad.shape, dim)
+        counts = {rank: row * sum(b - a for a, b in parts) for rank, parts in mine.items() if row}
+        self._pending = collectives.exchange(
+            sends,
+            counts,
+            window.cut.axis.group,
+            like=self._grad,
+            label=f"{self.label} {window.cut.axis.name}",
+        )
+        self._received = mine
+
+    def wait(self) -> None:
+        """Wait for the gradients of that dim, and add them to those of this rank's own rows."""
+        if self._level == 0:
+            return
+        assert self._pending is not None
+        flat = self._pending.wait()
+        window = self.windows[self._level - 1]
+        dim, origin, own = window.dim, window.inside[0], window.cut.own
+        part = overlap(window.inside, own)
+        rows = part or (own[0], own[0])
+        grad = self._grad.narrow(dim, rows[0] - origin if part else 0, rows[1] - rows[0])
+        if self._received or rows != own:
+            full = [*self._grad.shape]
+            full[dim] = own[1] - own[0]
+            added = grad.new_zeros(full)
+            added.narrow(dim, rows[0] - own[0], rows[1] - rows[0]).copy_(grad)
+            offset = 0
+            for intervals in self._received.values() if flat.numel() else ():
+                for a, b in intervals:
+                    shape = [*full]
+                    shape[dim] = b - a
+                    count = math.prod(shape)
+                    piece = flat[offset : offset + count].view(shape)
+                    added.narrow(dim, a - own[0], b - a).add_(piece)
+                    offset += count
+            grad = added
+        self._grad, self._level, self._pending = grad, self._level - 1, None
+
+    def finish(self) -> Tensor:
+        """Exchange what is left, and return the gradient of this rank's part."""
+        if self._pending is not None:
+            self.wait()
+        while self._level:
+            self.start()
+            self.wait()
+        return self._grad
+
+
+def extend(
+    x: Tensor, windows: Sequence[Window], *, fill: float = 0.0, label: str = "halo"
+) -> Tensor:
+    """Return this rank's part with what it needs around it; differentiable."""
+    if not windows:
+        return x
+    return _Extend.apply(x, tuple(windows), fill, label)
+
+
+class _Extend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, windows: Any, fill: float, label: str) -> Tensor:
+        ctx.windows, ctx.label = windows, label
+        halo = Halo(x, windows, fill=fill, label=label)
+        halo.exchange()
+        out = halo.everything()
+        return out.view_as(out) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        back = HaloGradient(grad, ctx.windows, label=f"{ctx.label} grad")
+        return back.finish(), None, None, None
+
+
+def rows(x: Tensor, dim: int, cut: Cut, needs: Needs, *, label: str = "rows") -> Tensor:
+    """Return the rows that this rank needs, in ascending order; differentiable."""
+    return _Rows.apply(x, dim, cut, needs, label)
+
+
+def _fetched(x: Tensor, dim: int, cut: Cut, needs: Needs, label: str) -> Tensor:
+    """Return the rows of this rank's needs."""
+    sends, receives = pieces(cut, needs)
+    start = cut.own[0]
+    row = _row(x.shape, dim)
+    sent = {
+        rank: torch.cat([x.narrow(dim, a - start, b - a).reshape(-1) for a, b in parts])
+        for rank, parts in sends.items()
+        if row
+    }
+    counts = {r: row * sum(b - a for a, b in parts) for r, parts in receives.items() if row}
+    pending = collectives.exchange(sent, counts, cut.axis.group, like=x, label=label)
+    own = [part for need in needs[cut.axis.rank] if (part := overlap(need, cut.own))]
+    parts = [(part, x.narrow(dim, part[0] - start, part[1] - part[0])) for part in own]
+    flat, offset = pending.wait(), 0
+    for intervals in receives.values():
+        for a, b in intervals:
+            shape = [*x.shape]
+            shape[dim] = b - a
+            count = math.prod(shape)
+            parts.append(((a, b), flat[offset : offset + count].view(shape)))
+            offset += count
+    if not parts:
+        return x.narrow(dim, 0, 0).clone()
+    return torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])], dim)
+
+
+def _returned(grad: Tensor, dim: int, cut: Cut, needs: Needs, label: str) -> Tensor:
+    """Return the gradient of the rows that this rank has: the sum of all ranks' uses."""
+    offsets, place = {}, 0
+    for a, b in needs[cut.axis.rank]:
+        offsets[a, b] = place
+        place += b - a
+
+    def of(part: Interval) -> Tensor:
+        for (a, b), offset in offsets.items():
+            if a <= part[0] and part[1] <= b:
+                return grad.narrow(dim, offset + part[0] - a, part[1] - part[0])
+        raise AssertionError(part)
+
+    mine, received = pieces(cut, needs)
+    row = _row(grad.shape, dim)
+    sends = {
+        rank: torch.cat([of(part).reshape(-1) for part in parts])
+        for rank, parts in received.items()
+        if row
+    }
+    counts = {rank: row * sum(b - a for a, b in parts) for rank, parts in mine.items() if row}
+    pending = collectives.exchange(sends, counts, cut.axis.group, like=grad, label=f"{label} grad")
+    start, shape = cut.own[0], [*grad.shape]
+    shape[dim] = cut.extent
+    total = grad.new_zeros(shape)
+    for need in needs[cut.axis.rank]:
+        part = overlap(need, cut.own)
+        if part:
+            total.narrow(dim, part[0] - start, part[1] - part[0]).add_(of(part))
+    flat, offset = pending.wait(), 0
+    for intervals in mine.values() if row else ():
+        for a, b in intervals:
+            shape[dim] = b - a
+            count = math.prod(shape)
+            piece = flat[offset : offset + count].view(shape)
+            total.narrow(dim, a - start, b - a).add_(piece)
+            offset += count
+    return total
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, cut: Cut, needs: Needs, label: str) -> Tensor:
+        ctx.arguments = dim, cut, needs, label
+        return _fetched(x, dim, cut, needs, label)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Rows_grad.apply(grad, *ctx.arguments), None, None, None, None
+
+
+class _Rows_grad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, dim: int, cut: Cut, needs: Needs, label: str) -> Tensor:
+        ctx.arguments = dim, cut, needs, label
+        return _returned(grad, dim, cut, needs, label)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Rows.apply(grad, *ctx.arguments), None, None, None, None
+
+
+def _sources(window: Window) -> list[tuple[Interval, bool]]:
+    """Return the intervals of what this rank needs by their owner, own ones marked.
+
+    Received ones stand in the order of the ranks that send them, which is that of the rows.
+    """
+    result = []
+    for rank in range(window.cut.axis.size):
+        part = overlap(window.cut.span(rank), window.inside)
+        if part is not None:
+            result.append((part, rank == window.cut.axis.rank))
+    return result
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Return how a tensor lies in memory: channels last, or contiguous."""
+    for ndim, kind in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == ndim and x.is_contiguous(memory_format=kind) and not x.is_contiguous():
+            return kind
+    return torch.contiguous_format
+
+
+def _narrow(x: Tensor, box: Box, starts: dict[int, int]) -> Tensor:
+    for dim, (start, stop) in box.items():
+        if start != starts[dim] or stop - start != x.shape[dim]:
+            x = x.narrow(dim, start - starts[dim], stop - start)
+    return x
+
+
+def _nonempty(interval: Interval) -> bool:
+    return interval[0] < interval[1]
+
+
+def _row(shape: Sequence[int], dim: int) -> int:
+    """Return the number of elements of one row of a dim."""
+    return math.prod(size for place, size in enumerate(shape) if place != dim)

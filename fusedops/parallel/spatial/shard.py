@@ -1,0 +1,277 @@
+"""The public functions: parts of tensors, halos, one convolution, and modules that take parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedops._core import checks
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.spatial.align import gathered, slice_dim
+from fusedops.parallel.spatial.padding import padded_rows
+from fusedops.parallel.spatial.partition import (
+    Axis,
+    Cut,
+    Factor,
+    Partition,
+    checked_dims,
+    evenly,
+    placed,
+    plain,
+)
+from fusedops.parallel.spatial.tensor import SpatialTensor, replicated, unwrap, wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MODES = ("none", "zeros", "reflect", "replicate", "circular")
+
+
+def scatter(tensor: Tensor, mesh: DeviceMesh, dims: Mapping[int, str]) -> SpatialTensor:
+    """Return this process's part of a tensor that all processes have.
+
+    Args:
+        tensor: the same on all ranks of the axes, of any dtype.
+        mesh: with named axes; others than those of ``dims`` may be in it.
+        dims: which dim is cut over which axis, ``{2: "y", 3: "x"}``.
+
+    Returns:
+        A ``SpatialTensor`` of the same global shape. Parts differ by one row at most.
+
+    Raises:
+        ValueError: a dim is outside of the tensor, or an axis not in the mesh.
+        TypeError: an argument has another type, or the tensor is cut already.
+
+    Note:
+        No communication. The gradient of ``tensor`` is complete on every rank.
+    """
+    checks.tensor("scatter", "tensor", tensor, floating=False)
+    if isinstance(tensor, SpatialTensor):
+        raise TypeError("scatter: tensor is cut already; spatial.gather it first")
+    axes = checked_dims("scatter", mesh, dims)
+    partition = evenly("scatter", tensor.shape, axes)
+    local = replicated(tensor, partition.axes)
+    for dim, factors in enumerate(partition.dims):
+        local = slice_dim(local, dim, factors)
+    return wrap(local.clone(memory_format=torch.preserve_format), partition)
+
+
+def gather(
+    tensor: Tensor, mesh: DeviceMesh | None = None, dims: Mapping[int, str] | None = None
+) -> Tensor:
+    """Return the complete tensor on every process.
+
+    Args:
+        tensor: a ``SpatialTensor``, or a plain part of this process.
+        mesh: needed for a plain part.
+        dims: the same; of a ``SpatialTensor``, the cut dims to gather (by default all).
+
+    Returns:
+        The tensor; its gradient must be the same on all ranks, as that of any replicated tensor.
+
+    Raises:
+        ValueError: parts do not fit together, or ``dims`` do not fit the tensor.
+        TypeError: a plain part comes without mesh and dims.
+    """
+    checks.tensor("gather", "tensor", tensor, floating=False)
+    if not isinstance(tensor, SpatialTensor):
+        if mesh is None or dims is None:
+            raise TypeError("gather: a plain part needs mesh and dims, which say how it is cut")
+        tensor = from_parts(tensor, checked_dims("gather", mesh, dims), op="gather")
+        return gathered(tensor)
+    if mesh is not None and dims is not None:
+        cut = placed("gather", checked_dims("gather", mesh, dims), tensor.dim())
+        if all(dim in cut for dim in tensor._partition.cut_dims()):
+            return gathered(tensor)
+        return gathered(tensor, [dim for dim in cut if tensor._partition.is_cut(dim)])
+    return gathered(tensor)
+
+
+def from_parts(part: Tensor, axes: Mapping[int, Axis], *, op: str = "from_parts") -> Any:
+    """Return a SpatialTensor of plain parts, whose extents the ranks tell each other."""
+    dims = [plain(size) for size in part.shape]
+    by_dim = placed(op, axes, part.dim())
+    for dim, axis in by_dim.items():
+        shape = torch.tensor(part.shape, device=part.device)
+        shapes = collectives.all_gather(shape, axis.group, label="extents").wait()
+        shapes = shapes.view(axis.size, -1).tolist()
+        for rank, other in enumerate(shapes):
+            for place, size in enumerate(other):
+                if place not in by_dim and size != part.shape[place]:
+                    checks.fail(
+                        op,
+                        f"dim {place}, which is not cut,",
+                        f"alike on all ranks of {axis.name!r}",
+                        f"{part.shape[place]} here and {size} on rank {rank}",
+                    )
+        bounds = [0]
+        for other in shapes:
+            bounds.append(bounds[-1] + other[dim])
+        dims[dim] = (Factor(bounds[-1], Cut(axis, tuple(bounds), tuple(bounds))),)
+    return wrap(part, Partition(tuple(dims)))
+
+
+def halo_exchange(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    dims: Mapping[int, str],
+    halo: Mapping[int, tuple[int, int]],
+    *,
+    mode: str = "none",
+) -> Tensor:
+    """Return this process's part with rows of its neighbours around it.
+
+    Args:
+        tensor: a ``SpatialTensor``, or a plain part.
+        mesh: with named axes.
+        dims: which dim is cut over which axis.
+        halo: by dim, the rows before and behind the part; maybe more than a neighbour has.
+        mode: what is at the borders of the complete tensor: ``"none"`` (nothing is added),
+            ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+
+    Returns:
+        A plain tensor. Its gradients go back to the ranks whose rows these are, and are added.
+
+    Raises:
+        ValueError: a halo is negative or wider than the mode allows, or a dim is not cut.
+    """
+    op = "halo_exchange"
+    checks.choice(op, "mode", mode, MODES)
+    axes = checked_dims(op, mesh, dims)
+    if not isinstance(tensor, SpatialTensor):
+        checks.tensor(op, "tensor", tensor)
+        tensor = from_parts(tensor, axes, op=op)
+    by_dim = placed(op, axes, tensor.dim())
+    partition, local = tensor._partition, unwrap(tensor)
+    for dim, (low, high) in halo.items():
+        if dim % tensor.dim() not in by_dim:
+            checks.fail(op, "a dim of halo", f"one of dims {sorted(by_dim)}", dim)
+        checks.integer(op, f"the halo of dim {dim}", low, least=0)
+        checks.integer(op, f"the halo of dim {dim}", high, least=0)
+        cut = partition.cut(op, dim % tensor.dim())
+        assert cut is not None
+        spans = [(start - low, stop + high) for start, stop in cut.spans()]
+        if mode == "none":
+            spans = [(max(0, start), min(cut.size, stop)) for start, stop in spans]
+        kind = "constant" if mode in ("none", "zeros") else mode
+        local = padded_rows(op, local, dim % tensor.dim(), cut, spans, kind)
+    return local
+
+
+def conv(
+    tensor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    mesh: DeviceMesh,
+    dims: Mapping[int, str],
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+) -> Any:
+    """Convolve a cut tensor ``[B, C, ...]`` of one to three spatial dims.
+
+    Args:
+        tensor: a ``SpatialTensor``, or a plain part.
+        weight: ``[C_out, C / groups, ...]``, the same on all ranks.
+        bias: ``[C_out]``.
+        mesh: with named axes.
+        dims: which dim is cut over which axis.
+        stride: a number, or one for each spatial dim.
+        padding: the same, pairs of numbers (before and behind), ``"same"`` or ``"valid"``.
+        dilation: a number, or one for each spatial dim.
+        groups: of the channels.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+
+    Returns:
+        A ``SpatialTensor`` for one, a plain part for a plain part. Gradients of the weight and of
+        the bias are those of all ranks.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    op = "conv"
+    checks.choice(op, "padding_mode", padding_mode, MODES[1:])
+    axes = checked_dims(op, mesh, dims)
+    x = tensor
+    if not isinstance(x, SpatialTensor):
+        checks.tensor(op, "tensor", tensor)
+        x = from_parts(tensor, axes, op=op)
+    ndim = weight.dim() - 2
+    function = getattr(torch.nn.functional, f"conv{ndim}d", None) if 1 <= ndim <= 3 else None
+    if function is None:
+        checks.fail(op, "weight", "of 3 to 5 dims", f"{weight.dim()}")
+    pairs = not isinstance(padding, (int, str)) and any(not isinstance(p, int) for p in padding)
+    if (padding_mode != "zeros" or pairs) and not isinstance(padding, str):
+        numbers = [padding] * ndim if isinstance(padding, int) else list(padding)
+        amounts: list[int] = []
+        for number in reversed(numbers):
+            amounts += [number, number] if isinstance(number, int) else list(number)
+        mode = "constant" if padding_mode == "zeros" else padding_mode
+        x, padding = nn.functional.pad(x, amounts, mode=mode), 0
+    out = function(x, weight, bias, stride, padding, dilation, groups)
+    return out if isinstance(tensor, SpatialTensor) else out.local
+
+
+class SpatialModule(nn.Module):
+    """Mixed into the class of a sharded module: plain inputs are parts, compilers stay outside."""
+
+    _spatial_axes: dict[int, Axis]
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert plain parts, and call the module's own forward."""
+        args = tuple(self._converted(x) for x in args)
+        kwargs = {name: self._converted(x) for name, x in kwargs.items()}
+        return super().forward(*args, **kwargs)
+
+    def _converted(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or isinstance(x, SpatialTensor):
+            return x
+        axes = self._spatial_axes
+        if any(not -x.dim() <= dim < x.dim() for dim in axes):
+            return x
+        return from_parts(x, axes, op="shard")
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, *, dims: Mapping[int, str]) -> Any:
+    """Let an unchanged module compute on parts of its inputs.
+
+    Args:
+        module: any module whose functions have rules (docs/spatial.md).
+        mesh: with named axes.
+        dims: which dim of an input is cut over which axis, ``{2: "y", 3: "x"}``.
+
+    Returns:
+        The same module. It takes ``SpatialTensor``s, or plain parts of this process, in every
+        argument that has these dims, and returns ``SpatialTensor``s. Parameters and buffers are
+        those of the first rank, plain and complete; every rank gets their complete gradients.
+
+    Raises:
+        ValueError: ``dims`` do not fit the mesh.
+        TypeError: ``module`` is no module.
+        UnsupportedError: a layer cannot be cut.
+    """
+    checks.module("shard", module)
+    axes = checked_dims("shard", mesh, dims)
+    for name, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            raise checks.UnsupportedError(
+                f"shard: {name} is a SyncBatchNorm, which communicates by itself; use BatchNorm, "
+                "whose statistics are those of the complete tensor here"
+            )
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
+                for axis in axes.values():
+                    collectives.broadcast(tensor.data, axis.group, label="shard").wait()
+    object.__setattr__(module, "_spatial_axes", axes)
+    kind = type(module)
+    if not issubclass(kind, SpatialModule):
+        module.__class__ = type(f"Spatial{kind.__name__}", (SpatialModule, kind), {})
+    return module
