@@ -65,7 +65,8 @@ def gather(
     """Return the complete tensor on every process.
 
     Args:
-        tensor: a ``SpatialTensor``, or a plain part of this process.
+        tensor: a ``SpatialTensor``, or a plain part of this process. A plain tensor that has none
+            of the dims, or comes without them, is complete already and returned.
         mesh: needed for a plain part.
         dims: the same; of a ``SpatialTensor``, the cut dims to gather (by default all).
 
@@ -74,14 +75,16 @@ def gather(
 
     Raises:
         ValueError: parts do not fit together, or ``dims`` do not fit the tensor.
-        TypeError: a plain part comes without mesh and dims.
+        TypeError: an argument has another type.
     """
     checks.tensor("gather", "tensor", tensor, floating=False)
     if not isinstance(tensor, SpatialTensor):
         if mesh is None or dims is None:
-            raise TypeError("gather: a plain part needs mesh and dims, which say how it is cut")
-        tensor = from_parts(tensor, checked_dims("gather", mesh, dims), op="gather")
-        return gathered(tensor)
+            return tensor
+        axes = checked_dims("gather", mesh, dims)
+        if not any(-tensor.dim() <= dim < tensor.dim() for dim in axes):
+            return tensor
+        return gathered(from_parts(tensor, axes, op="gather"))
     if mesh is not None and dims is not None:
         cut = placed("gather", checked_dims("gather", mesh, dims), tensor.dim())
         if all(dim in cut for dim in tensor._partition.cut_dims()):

@@ -1,0 +1,261 @@
+"""Normalization with the statistics of the complete tensor.
+
+Every rank computes mean and sum of squares of its part, gathers those of all and merges them, which
+loses nothing to cancellation. Saved are the part and the statistics, as on one process; the
+backward adds two sums over the ranks.
+
+``x`` is seen as ``[B, C, S]``. Batch norm has one group of statistics per channel (over ``B`` and
+``S``), group and instance norm one per sample and group of channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedops._core import checks, dtypes
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.spatial.align import fit
+from fusedops.parallel.spatial.partition import Axis, Partition
+from fusedops.parallel.spatial.reduce import axes_of
+from fusedops.parallel.spatial.tensor import all_reduced, refuse, replicated, rule, unwrap, wrap
+
+
+def moments(x: Tensor, dims: list[int], axes: Sequence[Axis]) -> tuple[Tensor, Tensor, int]:
+    """Return mean and biased variance over dims and ranks (dims kept), and the global count."""
+    wide = dtypes.statistics_dtype(x.dtype)
+    count = math.prod(x.shape[dim] for dim in dims)
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    if count:
+        var, mean = torch.var_mean(x.to(wide), dims, correction=0, keepdim=True)
+    else:
+        var = mean = x.new_zeros(shape, dtype=wide)
+    total = torch.full((1,), float(count), dtype=wide, device=x.device)
+    squares = var * count
+    for axis in axes:
+        sent = torch.cat([total, mean.reshape(-1), squares.reshape(-1)])
+        parts = collectives.all_gather(sent, axis.group, label="moments").wait()
+        parts = parts.view(axis.size, -1)
+        counts, rest = parts[:, :1], parts[:, 1:]
+        means, squared = rest.chunk(2, 1)
+        total = counts.sum(0)
+        merged = (means * counts).sum(0) / total
+        squares = (squared + (means - merged) ** 2 * counts).sum(0).view(shape)
+        mean = merged.view(shape)
+    return mean, squares / total, int(total.item())
+
+
+class _GroupedNorm(torch.autograd.Function):
+    """``(x - mean) * rstd * weight + bias`` of ``x [B, G, c, S]``, statistics over ``dims``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        rstd: Tensor,
+        dims: list[int],
+        count: int,
+        axes: tuple[Axis, ...],
+    ) -> Tensor:
+        scale = rstd if weight is None else rstd * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.numbers, ctx.has_bias = (dims, count, axes), bias is not None
+        return (
+            torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype))
+            if _exact(x)
+            else ((x.to(scale.dtype) * scale + shift).to(x.dtype))
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dims, count, axes = ctx.numbers
+        wide = mean.dtype
+        spatial = [dim for dim in range(3, x.dim())]
+        sums = grad.sum(spatial, dtype=wide, keepdim=True)
+        product = (grad * x).sum(spatial, dtype=wide, keepdim=True)
+        if 0 in dims:
+            sums, product = sums.sum(0, keepdim=True), product.sum(0, keepdim=True)
+        both = all_reduced(torch.stack([sums, product]), axes, label="norm grad")
+        sums, product = both[0], (both[1] - mean * both[0]) * rstd  # of grad, of grad * xhat
+        grad_weight = grad_bias = None
+        if weight is not None:
+            grad_weight = product.sum_to_size(weight.shape).to(weight.dtype)
+        if ctx.has_bias:
+            grad_bias = sums.sum_to_size((1, *x.shape[1:3], *[1] * len(spatial)))
+        scale = rstd if weight is None else rstd * weight
+        factor = 1.0 if weight is None else weight
+        mean_grad = (sums * factor).sum_to_size(mean.shape) / count
+        mean_product = (product * factor).sum_to_size(mean.shape) / count
+        slope = -rstd * rstd * mean_product
+        shift = -rstd * mean_grad - slope * mean
+        if _exact(x):
+            grad_x = torch.addcmul(shift, x, slope).addcmul_(grad, scale)
+        else:
+            grad_x = (grad.to(wide) * scale + x.to(wide) * slope + shift).to(x.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _exact(x: Tensor) -> bool:
+    return x.dtype == dtypes.statistics_dtype(x.dtype)
+
+
+def _normalized(
+    local: Tensor,
+    groups: int,
+    over_batch: bool,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    axes: tuple[Axis, ...],
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Normalize ``[B, C, ...]``; returns it, and the mean and the variance of its groups."""
+    x = local.unflatten(1, (groups, local.shape[1] // groups))
+    dims = [0, *range(2, x.dim())] if over_batch else list(range(2, x.dim()))
+    ones = [1] * (x.dim() - 3)
+    with torch.no_grad():
+        mean, var, count = moments(x, dims, axes)
+    wide = mean.dtype
+
+    def placed(parameter: Any) -> Any:
+        if parameter is None:
+            return None
+        return parameter.to(wide).view(1, groups, -1, *ones)
+
+    rstd = (var + eps).rsqrt()
+    out = _GroupedNorm.apply(x, placed(weight), placed(bias), mean, rstd, dims, count, axes)
+    return out.flatten(1, 2), mean, var, count
+
+
+@rule("batch_norm")
+def _batch_norm(
+    func: Any,
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    partition, local = input._partition, unwrap(input)
+    if partition.is_cut(1):
+        refuse("batch_norm with channels that are cut")
+    if not training:
+        weight, bias = (replicated(p, partition.axes) for p in (weight, bias))
+        out = func(local, running_mean, running_var, weight, bias, False, momentum, eps)
+        return wrap(out, partition)
+    axes = partition.axes
+    numbers = math.prod(partition.shape) // max(1, partition.shape[1])
+    if numbers <= 1:
+        checks.fail("batch_norm", "input", "of several values per channel", partition.shape)
+    out, mean, var, count = _normalized(local, local.shape[1], True, weight, bias, eps, axes)
+    if running_mean is not None and momentum is not None:
+        with torch.no_grad():
+            unbiased = var.flatten() * (count / (count - 1))
+            running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return wrap(out, partition)
+
+
+@rule("instance_norm")
+def _instance_norm(
+    func: Any,
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    partition, local = input._partition, unwrap(input)
+    if not use_input_stats:
+        weight, bias = (replicated(p, partition.axes) for p in (weight, bias))
+        out = func(local, running_mean, running_var, weight, bias, False, momentum, eps)
+        return wrap(out, partition)
+    axes = _checked_axes("instance_norm", partition)
+    out, mean, var, count = _normalized(local, local.shape[1], False, weight, bias, eps, axes)
+    if running_mean is not None:
+        with torch.no_grad():
+            unbiased = var.flatten(1).mean(0) * (count / max(1, count - 1))
+            running_mean.lerp_(mean.flatten(1).mean(0).to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return wrap(out, partition)
+
+
+@rule("group_norm")
+def _group_norm(
+    func: Any,
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    partition = input._partition
+    if partition.shape[1] % num_groups:
+        checks.fail("group_norm", "channels", f"a multiple of {num_groups}", partition.shape[1])
+    axes = _checked_axes("group_norm", partition)
+    out, *_rest = _normalized(unwrap(input), num_groups, False, weight, bias, eps, axes)
+    return wrap(out, partition)
+
+
+def _checked_axes(op: str, partition: Partition) -> tuple[Axis, ...]:
+    if partition.is_cut(0) or partition.is_cut(1):
+        refuse(f"{op} with a batch or channels that are cut")
+    return axes_of(partition, range(2, len(partition.dims)))
+
+
+@rule("layer_norm", "rms_norm")
+def _layer_norm(
+    func: Any,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float | None = 1e-5,
+    *_: Any,
+) -> Any:
+    partition, local = input._partition, unwrap(input)
+    count = len(normalized_shape)
+    dims = list(range(input.dim() - count, input.dim()))
+    if func.__name__ == "rms_norm":
+        eps, bias = bias, None
+    if not axes_of(partition, dims):
+        weight, bias = (replicated(p, partition.axes) for p in (weight, bias))
+        if func.__name__ == "rms_norm":
+            return wrap(func(local, normalized_shape, weight, eps), partition)
+        return wrap(func(local, normalized_shape, weight, bias, eps), partition)
+    if func.__name__ == "rms_norm":
+        eps = torch.finfo(local.dtype).eps if eps is None else eps
+        out = input * (input.square().mean(dims, True) + eps).rsqrt()
+    else:
+        centered = input - input.mean(dims, True)
+        out = centered * (centered.square().mean(dims, True) + eps).rsqrt()
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+@rule("local_response_norm")
+def _local_response_norm(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    if input._partition.is_cut(1):
+        refuse("local_response_norm over channels that are cut")
+    return wrap(func(unwrap(input), *args, **kwargs), input._partition)
+
+
+_ = fit
