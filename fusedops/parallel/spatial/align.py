@@ -31,6 +31,7 @@ from fusedops.parallel.spatial.tensor import (
     replicated,
     unsupported,
     unwrap,
+    wrap,
 )
 
 
@@ -97,8 +98,6 @@ def gathered(x: Any, dims: Sequence[int] | None = None) -> Any:
     for dim in partition.cut_dims() if dims is None else dims:
         local = gather_dim(local, dim, partition.dims[dim])
         partition = partition.replaced(dim, Factor(partition.shape[dim]))
-    from fusedops.parallel.spatial.tensor import wrap
-
     return wrap(local, partition)
 
 
@@ -194,7 +193,7 @@ def common(tensors: Sequence[Any]) -> Partition:
         ]
         cut = [factors for factors in candidates if cuts(factors)]
         factors = cut[0] if cut else plain(shape[place])
-        if any(each_cut.axis in used for each_cut in cuts(factors)):
+        if any(one.axis in used for one in cuts(factors)):
             unsupported("one mesh axis cuts different dims of the operands; gather one of them")
         used.update(one.axis for one in cuts(factors))
         dims.append(factors)

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fusedops.parallel.spatial.align import common, fit
-from fusedops.parallel.spatial.partition import Factors, Partition, cuts
+from fusedops.parallel.spatial.partition import Partition
 from fusedops.parallel.spatial.tensor import (
     RULES,
     SpatialTensor,
@@ -52,7 +51,7 @@ def pointwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     in_place = name.endswith("_") or kwargs.get("inplace") or kwargs.get("out") is not None
     if kwargs.get("out") is not None:
         refuse(f"{name} with out=")
-    target = args[0] if in_place else None
+    target: Any = args[0] if in_place else None
     if in_place and not isinstance(target, SpatialTensor):
         refuse(f"{name} into a tensor that is not cut")
     partition = target._partition if in_place else common(tensors)
@@ -102,7 +101,7 @@ def _dropout(
     if not training or p == 0.0:
         return input
     local = unwrap(input)
-    with _own_numbers(input._partition, local.device):
+    with _OwnNumbers(input._partition, local.device):
         result = func(local, p, training, inplace)
     return replace_local(input, result) if inplace else wrap(result, input._partition)
 
@@ -118,7 +117,7 @@ def _dropout_channels(
     return input * (keep / (1 - p))
 
 
-class _own_numbers:
+class _OwnNumbers:
     """Random numbers that differ by rank, and leave the generators of all ranks alike."""
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
@@ -141,7 +140,7 @@ class _own_numbers:
 @rule("rand_like", "randn_like")
 def _random_like(func: Any, input: Any, **kwargs: Any) -> Any:
     local = input._local
-    with _own_numbers(input._partition, local.device):
+    with _OwnNumbers(input._partition, local.device):
         return wrap(func(local, **kwargs), input._partition)
 
 
@@ -180,14 +179,3 @@ def _requires_grad(func: Any, input: Any, requires_grad: bool = True) -> Any:
 @rule("grid_sample", "fold", "sort", "topk", "cumsum", "fft")
 def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
     return refuse(function_name(func))
-
-
-def last_dims_uncut(name: str, x: Any, count: int) -> Factors:
-    """Refuse where one of the last dims is cut; returns the factors of the last one."""
-    dims = x._partition.dims
-    if any(cuts(factors) for factors in dims[len(dims) - count :]):
-        refuse(f"{name} over a dim that is cut")
-    return dims[-1]
-
-
-_ = F

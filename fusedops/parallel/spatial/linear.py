@@ -48,23 +48,22 @@ def _matmul(func: Any, input: Any, other: Any) -> Any:
     batches = common([_batch(first), _batch(second)])
     rows, inner = first.dims[-2:]
     inner_other, columns = second.dims[-2:]
-    used = {axis for axis in batches.axes}
-    local_other = other
+    used = set(batches.axes)
     if cuts(inner) and not cuts(inner_other):
         inner_other = inner
     partial = bool(cuts(inner))
     if partial and {c.axis for c in cuts(inner)} & ({c.axis for c in cuts(rows)} | used):
         return refuse("a product whose operands are cut by one axis in several dims")
-    taken_axes = used | {cut.axis for cut in (*cuts(rows), *cuts(inner))}
+    used_axes = used | {cut.axis for cut in (*cuts(rows), *cuts(inner))}
     if not partial and cuts(inner_other):
         inner_other = plain(second.shape[-2])
-    if any(cut.axis in taken_axes for cut in cuts(columns)):
+    if any(cut.axis in used_axes for cut in cuts(columns)):
         columns = plain(second.shape[-1])
     left = Partition((*batches.dims, rows, inner))
     right = Partition((*batches.dims, inner if partial else inner_other, columns))
     result = Partition((*batches.dims, rows, columns))
     mine = _fit(input, left, result)
-    theirs = _fit(local_other, right, result)
+    theirs = _fit(other, right, result)
     out = torch.matmul(mine, theirs)
     if partial:
         out = summed(out, [cut.axis for cut in cuts(inner)])
@@ -80,7 +79,7 @@ def _batch(partition: Partition) -> Any:
 def _fit(x: Any, target: Partition, result: Partition) -> Any:
     """Return an operand's part; gradients are added over axes that cut the result and not it."""
     has, offset = partition_of(x), len(target.dims) - x.dim()
-    local, place = unwrap(x), len(target.dims)
+    local = unwrap(x)
     kept = set(target.axes)
     shrunk = Partition(
         tuple(
@@ -93,7 +92,6 @@ def _fit(x: Any, target: Partition, result: Partition) -> Any:
             needed = any(cut.axis in result.axes for cut in cuts(has.dims[dim]))
             local = gather_dim(local, dim, has.dims[dim], partial=needed)
             has = has.replaced(dim, Factor(has.shape[dim]))
-    del place
     local = wrap(local, has) if has.axes else local
     gathered_axes = {cut.axis for factors in partition_of(x).dims for cut in cuts(factors)}
     out = fit("matmul", local, shrunk)
@@ -202,6 +200,7 @@ def _multi_head_attention(
     options = (bias_k, bias_v, key_padding_mask, attn_mask)
     if any(option is not None for option in options) or add_zero_attn or query.dim() != 3:
         return refuse("multi_head_attention_forward with masks, added keys or without a batch")
+    weights: Any
     if use_separate_proj_weight:
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
     else:
@@ -212,13 +211,13 @@ def _multi_head_attention(
         projected = F.linear(x, weight, bias).unflatten(2, (num_heads, -1))
         parts.append(projected.permute(1, 2, 0, 3))
     dropout = dropout_p if training else 0.0
-    weights = None
+    shown = None
     if need_weights:
         scores = parts[0] @ parts[1].transpose(-2, -1) * parts[0].shape[-1] ** -0.5
         scores = scores.softmax(-1)
         out = F.dropout(scores, dropout) @ parts[2]
-        weights = scores.mean(1) if average_attn_weights else scores
+        shown = scores.mean(1) if average_attn_weights else scores
     else:
-        out = F.scaled_dot_product_attention(*parts, dropout_p=dropout)
+        out = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], dropout_p=dropout)
     out = out.permute(2, 0, 1, 3).flatten(2)
-    return F.linear(out, out_proj_weight, out_proj_bias), weights
+    return F.linear(out, out_proj_weight, out_proj_bias), shown

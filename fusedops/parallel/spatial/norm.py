@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fusedops._core import checks, dtypes
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.spatial.align import fit
 from fusedops.parallel.spatial.partition import Axis, Partition
 from fusedops.parallel.spatial.reduce import axes_of
 from fusedops.parallel.spatial.tensor import all_reduced, refuse, replicated, rule, unwrap, wrap
@@ -80,7 +79,7 @@ class _GroupedNorm(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         dims, count, axes = ctx.numbers
         wide = mean.dtype
-        spatial = [dim for dim in range(3, x.dim())]
+        spatial = list(range(3, x.dim()))
         sums = grad.sum(spatial, dtype=wide, keepdim=True)
         product = (grad * x).sum(spatial, dtype=wide, keepdim=True)
         if 0 in dims:
@@ -256,6 +255,3 @@ def _local_response_norm(func: Any, input: Any, *args: Any, **kwargs: Any) -> An
     if input._partition.is_cut(1):
         refuse("local_response_norm over channels that are cut")
     return wrap(func(unwrap(input), *args, **kwargs), input._partition)
-
-
-_ = fit

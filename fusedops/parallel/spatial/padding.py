@@ -14,7 +14,7 @@ from fusedops.parallel.spatial.partition import (
     Cut,
     Factor,
     Interval,
-    Run,
+    RowRun,
     merged,
     runs,
 )
@@ -54,7 +54,7 @@ def padded_rows(
     return torch.cat(pieces, dim) if pieces else source
 
 
-def _piece(source: Tensor, dim: int, run: Run, own: Sequence[Interval], value: float) -> Tensor:
+def _piece(source: Tensor, dim: int, run: RowRun, own: Sequence[Interval], value: float) -> Tensor:
     shape = list(source.shape)
     shape[dim] = run.count
     if run.start < 0:

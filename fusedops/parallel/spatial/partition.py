@@ -280,7 +280,7 @@ def merged(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Consecutive rows of a padded dim: where they come from.
 
     Attributes:
@@ -302,7 +302,7 @@ class Run:
         return min(self.start, last), max(self.start, last) + 1
 
 
-def runs(span: Interval, size: int, mode: str) -> list[Run]:
+def runs(span: Interval, size: int, mode: str) -> list[RowRun]:
     """Return the source rows of padded positions ``[start, stop)`` of a dim of ``size`` rows.
 
     Position ``p`` in ``[0, size)`` is row ``p``; what others are is the mode's.
@@ -314,14 +314,14 @@ def runs(span: Interval, size: int, mode: str) -> list[Run]:
         ahead = stop if position >= size else (size if inside else 0)
         count = min(stop, ahead) - position
         if inside:
-            run = Run(position, count, 1)
+            run = RowRun(position, count, 1)
         elif mode == "constant":
-            run = Run(-1, count, 0)
+            run = RowRun(-1, count, 0)
         elif mode == "replicate":
-            run = Run(0 if position < 0 else size - 1, count, 0)
+            run = RowRun(0 if position < 0 else size - 1, count, 0)
         elif mode == "circular":
             row = position % size
-            run = Run(row, min(count, size - row), 1)
+            run = RowRun(row, min(count, size - row), 1)
         else:
             run = _reflected(position, count, size)
         result.append(run)
@@ -329,9 +329,9 @@ def runs(span: Interval, size: int, mode: str) -> list[Run]:
     return result
 
 
-def _reflected(position: int, count: int, size: int) -> Run:
+def _reflected(position: int, count: int, size: int) -> RowRun:
     period = 2 * (size - 1)
     row = position % period
     if row < size - 1:
-        return Run(row, min(count, size - 1 - row), 1)
-    return Run(period - row, min(count, period - row), -1)
+        return RowRun(row, min(count, size - 1 - row), 1)
+    return RowRun(period - row, min(count, period - row), -1)

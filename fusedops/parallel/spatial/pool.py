@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedops._core import checks
-from fusedops.parallel.spatial.align import gathered
 from fusedops.parallel.spatial.conv import ConvDim, per_dim
 from fusedops.parallel.spatial.halo import Halo, HaloGradient, Window, extend
 from fusedops.parallel.spatial.partition import Factor, Interval, Partition
@@ -29,8 +28,6 @@ from fusedops.parallel.spatial.tensor import (
     unwrap,
     wrap,
 )
-
-_aten: Any = torch.ops.aten
 
 
 def _outputs(size: int, dim: ConvDim, ceil: bool) -> int:
@@ -384,6 +381,3 @@ def _max_unpool(
     out = values.new_zeros([*values.shape[:lead], flat + 1])
     out = out.scatter(-1, target.flatten(lead), values.flatten(lead))
     return wrap(out[..., :flat].unflatten(-1, local_shape), result)
-
-
-_ = (gathered, _aten)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fusedops.parallel.spatial.align import common, fit, partition_of
 from fusedops.parallel.spatial.partition import Axis, Partition, cuts, plain
@@ -217,7 +216,9 @@ def _norm(
 
 
 @rule("normalize")
-def _normalize(func: Any, input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Any:
+def _normalize(
+    func: Any, input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Any:
     return input / torch.norm(input, p, dim, True).clamp_min(eps)
 
 
@@ -293,6 +294,3 @@ def _with_classes(input: Any, target: Any) -> Any:
     dims = list(partition_of(target).dims)
     partition = Partition((dims[0], plain(1), *dims[1:]))
     return SpatialTensor(torch.empty(partition.local_shape, device="meta"), partition)
-
-
-_ = F

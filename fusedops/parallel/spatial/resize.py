@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -138,6 +137,3 @@ def _interpolate(
         )
         x = weighted("interpolate", x, 2 + index, taps, weights)
     return x
-
-
-_Sizes = Sequence[int]

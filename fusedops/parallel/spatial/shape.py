@@ -19,7 +19,6 @@ from fusedops.parallel.spatial.align import (
     fit,
     gather_dim,
     gathered,
-    move_bounds,
     partition_of,
     split_factor,
 )
@@ -273,9 +272,8 @@ def _stack(func: Any, tensors: Any, dim: int = 0) -> Any:
 
 @rule("split", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split", "split_with_sizes")
 def _split(func: Any, input: Any, sizes: Any, dim: int = 0) -> Any:
-    name, dim = function_name(func), dim % input.dim()
+    dim = dim % input.dim()
     counts = [part.shape[0] for part in func(torch.empty(input.shape[dim], device="meta"), sizes)]
-    del name
     result, start = [], 0
     for count in counts:
         result.append(_interval(input, dim, start, start + count, 1))
@@ -315,14 +313,14 @@ def _len(func: Any, input: Any) -> int:
 
 @rule("flip")
 def _flip(func: Any, input: Any, *dims: Any) -> Any:
-    dims = [dim % input.dim() for dim in _sizes(dims)]
     local, partition = unwrap(input), input._partition
-    for dim in dims:
+    chosen = [dim % input.dim() for dim in _sizes(dims)]
+    for dim in chosen:
         cut = partition.cut("flip", dim)
         if cut is not None:
             spans = [(cut.size - stop, cut.size - start) for start, stop in cut.spans()]
             local = rows(local, dim, cut, single(spans), label="flip")
-    return wrap(local.flip(dims), partition)
+    return wrap(local.flip(chosen), partition)
 
 
 def _interval(x: Any, dim: int, start: int, stop: int, step: int) -> Any:
@@ -363,9 +361,7 @@ def _one(x: Any, dim: int, index: int) -> Any:
         cut = partition.cut("select", dim)
     dims = tuple(factors for d, factors in enumerate(partition.dims) if d != dim)
     if cut is not None:
-        owner = next(r for r, (a, b) in enumerate(cut.spans()) if a <= index < b)
         narrow = _interval(x, dim, index, index + 1, 1)
-        del owner
         local = unwrap(narrow)
         local = gather_dim(local, dim, narrow._partition.dims[dim])
         return wrap(local.squeeze(dim), Partition(dims))
@@ -384,7 +380,8 @@ def _getitem(func: Any, input: Any, index: Any) -> Any:
         items.append(Ellipsis)
     at = items.index(Ellipsis)
     items[at : at + 1] = [slice(None)] * (input.dim() - consumed)
-    x, dim = input, 0
+    x: Any = input
+    dim = 0
     for item in items:
         if item is None:
             x = x.unsqueeze(dim)
@@ -409,11 +406,11 @@ def _getitem(func: Any, input: Any, index: Any) -> Any:
 def _advanced(x: Any, items: list[Any]) -> Any:
     """Index uncut dims by tensors; all other dims must be complete slices."""
     if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
-        refuse("an ellipsis beside a tensor index")
+        refuse("an ellipsis with a tensor index")
     places = [i for i, item in enumerate(items) if not isinstance(item, slice)]
     complete = all(item == slice(None) for item in items if isinstance(item, slice))
-    if not complete or any(isinstance(x._partition, type(None)) for _ in ()):
-        refuse("a slice beside a tensor index")
+    if not complete:
+        refuse("a slice with a tensor index")
     if (
         len(places) != 1
         or x._partition.is_cut(places[0])
@@ -448,6 +445,3 @@ def _pixel_shuffle(func: Any, input: Any, factor: int) -> Any:
 @rule("channel_shuffle")
 def _channel_shuffle(func: Any, input: Any, groups: int) -> Any:
     return input.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
-
-
-_ = move_bounds

@@ -99,10 +99,10 @@ def from_parts(part: Tensor, axes: Mapping[int, Axis], *, op: str = "from_parts"
     by_dim = placed(op, axes, part.dim())
     for dim, axis in by_dim.items():
         shape = torch.tensor(part.shape, device=part.device)
-        shapes = collectives.all_gather(shape, axis.group, label="extents").wait()
-        shapes = shapes.view(axis.size, -1).tolist()
-        for rank, other in enumerate(shapes):
-            for place, size in enumerate(other):
+        received = collectives.all_gather(shape, axis.group, label="extents").wait()
+        shapes = received.view(axis.size, -1).tolist()
+        for rank, sizes in enumerate(shapes):
+            for place, size in enumerate(sizes):
                 if place not in by_dim and size != part.shape[place]:
                     checks.fail(
                         op,
@@ -111,8 +111,8 @@ def from_parts(part: Tensor, axes: Mapping[int, Axis], *, op: str = "from_parts"
                         f"{part.shape[place]} here and {size} on rank {rank}",
                     )
         bounds = [0]
-        for other in shapes:
-            bounds.append(bounds[-1] + other[dim])
+        for sizes in shapes:
+            bounds.append(bounds[-1] + sizes[dim])
         dims[dim] = (Factor(bounds[-1], Cut(axis, tuple(bounds), tuple(bounds))),)
     return wrap(part, Partition(tuple(dims)))
 
@@ -144,11 +144,12 @@ def halo_exchange(
     op = "halo_exchange"
     checks.choice(op, "mode", mode, MODES)
     axes = checked_dims(op, mesh, dims)
-    if not isinstance(tensor, SpatialTensor):
+    x: Any = tensor
+    if not isinstance(x, SpatialTensor):
         checks.tensor(op, "tensor", tensor)
-        tensor = from_parts(tensor, axes, op=op)
+        x = from_parts(tensor, axes, op=op)
     by_dim = placed(op, axes, tensor.dim())
-    partition, local = tensor._partition, unwrap(tensor)
+    partition, local = x._partition, unwrap(x)
     for dim, (low, high) in halo.items():
         if dim % tensor.dim() not in by_dim:
             checks.fail(op, "a dim of halo", f"one of dims {sorted(by_dim)}", dim)
@@ -201,7 +202,7 @@ def conv(
     op = "conv"
     checks.choice(op, "padding_mode", padding_mode, MODES[1:])
     axes = checked_dims(op, mesh, dims)
-    x = tensor
+    x: Any = tensor
     if not isinstance(x, SpatialTensor):
         checks.tensor(op, "tensor", tensor)
         x = from_parts(tensor, axes, op=op)

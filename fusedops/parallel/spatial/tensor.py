@@ -31,56 +31,13 @@ Rule = Callable[..., Any]
 # By the name of a torch function, without the underscores of special methods.
 RULES: dict[str, Rule] = {}
 
-_SPECIAL = dict(
-    name.split(":") if ":" in name else (name, name)
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "pow",
-        "neg",
-        "abs",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "matmul",
-        "getitem",
-        "setitem",
-        "len",
-        "floordiv",
-        "rsub",
-        "rtruediv",
-        "rpow",
-        "rmatmul",
-        "contains",
-        "iter",
-        "repr",
-        "deepcopy",
-        "format",
-        "hash",
-        "rfloordiv",
-        "radd:add",
-        "rmul:mul",
-        "truediv:div",
-        "mod:remainder",
-        "invert:bitwise_not",
-        "and:bitwise_and",
-        "or:bitwise_or",
-        "xor:bitwise_xor",
-        "iadd:add_",
-        "isub:sub_",
-        "imul:mul_",
-        "itruediv:div_",
-        "pos:clone",
-        "bool:item",
-        "float:item",
-        "int:item",
-        "index:item",
-    ]
-)
+_SPECIAL_WORDS = """
+    add sub mul pow neg abs eq ne lt le gt ge matmul getitem setitem len floordiv rsub rtruediv rpow
+    rmatmul contains iter repr deepcopy format hash rfloordiv radd:add rmul:mul truediv:div
+    mod:remainder invert:bitwise_not and:bitwise_and or:bitwise_or xor:bitwise_xor iadd:add_
+    isub:sub_ imul:mul_ itruediv:div_ pos:clone bool:item float:item int:item index:item
+"""
+_SPECIAL = {word.partition(":")[0]: word.rpartition(":")[2] for word in _SPECIAL_WORDS.split()}
 _METADATA = {
     *("dtype", "device", "shape", "ndim", "is_leaf", "grad_fn", "grad", "names", "is_cuda"),
     *("is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla"),
@@ -136,7 +93,7 @@ class SpatialTensor(torch.Tensor):
         """This rank's part, with its autograd graph."""
         return unwrap(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = ", ".join(
             f"dim {dim} by {'x'.join(f.cut.axis.name for f in factors if f.cut)}"
             for dim, factors in enumerate(self._partition.dims)
@@ -166,7 +123,9 @@ class SpatialTensor(torch.Tensor):
         refuse(name)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run what autograd itself calls: sums and aliases of gradients."""
         return _engine_call(func, args, kwargs or {})
 
