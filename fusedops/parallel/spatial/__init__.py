@@ -8,6 +8,15 @@ from fusedops.parallel.spatial.tensor import SpatialTensor
 __all__ = ["SpatialTensor", "conv", "gather", "halo_exchange", "scatter", "shard"]
 
 # They register the rules of torch functions.
-for _name in ("conv", "elementwise", "linear", "norm", "padding", "pool", "reduce", "resize"):
+for _name in (
+    "convolution",
+    "elementwise",
+    "linear",
+    "norm",
+    "padding",
+    "pool",
+    "reduce",
+    "resize",
+):
     import_module(f"{__name__}.{_name}")
 import_module(f"{__name__}.shape")

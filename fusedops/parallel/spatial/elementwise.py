@@ -164,10 +164,29 @@ def _hook(func: Any, input: Any, hook: Any) -> Any:
 
 @rule("backward")
 def _backward(func: Any, input: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(input, SpatialTensor):  # torch.autograd.backward of several tensors
+        with torch._C.DisableTorchFunctionSubclass():
+            more = args if gradient is None else (gradient, *args)
+            return func(input, *more, **kwargs)
     if gradient is None:
         refuse("backward of a tensor that is not a scalar")
     local = fit("backward", gradient, input._partition)
     return func(unwrap(input), local, *args, **kwargs)
+
+
+@rule("grad")
+def _grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
+    """Differentiate parts by parts; gradients of SpatialTensors are such."""
+    single = isinstance(inputs, Tensor)
+    inputs = [inputs] if single else list(inputs)
+    linked = [isinstance(x, SpatialTensor) and x._linked for x in inputs]
+    of = [x._local if link else x for x, link in zip(inputs, linked, strict=True)]
+    with torch._C.DisableTorchFunctionSubclass():
+        grads = func(outputs, of, grad_outputs, **kwargs)
+    return tuple(
+        SpatialTensor(grad, x._partition) if link and grad is not None else grad
+        for grad, x, link in zip(grads, inputs, linked, strict=True)
+    )
 
 
 @rule("requires_grad_")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedops._core import checks
-from fusedops.parallel.spatial.conv import ConvDim, per_dim
+from fusedops.parallel.spatial.convolution import ConvDim, per_dim
 from fusedops.parallel.spatial.halo import Halo, HaloGradient, Window, extend
 from fusedops.parallel.spatial.partition import Factor, Interval, Partition
 from fusedops.parallel.spatial.resize import weighted

@@ -1,11 +1,11 @@
 """Convolution of a cut tensor: each rank computes the outputs of its part of the result.
 
 The result's cut follows from its extent (``Cut.resized``), and the inputs that a rank needs from
-the positions of its outputs: ``[o0 * stride - padding, (o1 - 1) * stride - padding + dilation *
+the positions of its outputs, ``[o0 * stride - padding, (o1 - 1) * stride - padding + dilation *
 (kernel - 1)]``, for any stride, dilation and padding. A transposed convolution needs the inputs
-that reach its outputs. Outputs that need no halo are computed while the halo of the first dim travels,
-those at the edges of a dim while the next one's does. Saved are the part itself and the received
-rows; in the backward gradients of the halo travel while the weight's is computed.
+that reach its outputs. Outputs that need no halo are computed while the halo of the first dim
+travels, those at the edges of a dim while the next one's does. Saved are the part itself and the
+received rows; in the backward gradients of the halo travel while the weight's is computed.
 """
 
 from __future__ import annotations

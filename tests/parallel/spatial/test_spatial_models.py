@@ -1,0 +1,58 @@
+"""Models of torchvision and timm on 2 x 2 ranks equal one process, gradients included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from spatial_cases import compare, mesh_of
+from torch import nn
+
+from fusedops.testing import threads
+
+pytestmark = pytest.mark.slow
+# Stochastic depth draws random numbers, which a rank that has a part draws in another order.
+MODELS = {
+    "torchvision resnet50": True,
+    "torchvision convnext_tiny": False,
+    "torchvision swin_t": False,
+    "torchvision swin_v2_t": False,
+    "torchvision efficientnet_b0": False,
+    "timm convnext_atto": True,
+    "timm swin_tiny_patch4_window7_224": False,
+}
+
+
+def _model(name: str) -> nn.Module:
+    library, _, kind = name.partition(" ")
+    torch.manual_seed(0)
+    if library == "timm":
+        import timm
+
+        options: dict[str, Any] = {"img_size": 96, "window_size": 4} if "swin" in kind else {}
+        return timm.create_model(kind, num_classes=10, **options)
+    import torchvision
+
+    return getattr(torchvision.models, kind)(num_classes=10)
+
+
+def _as_one_process(rank: int, name: str) -> None:
+    model = _model(name).double().train(MODELS[name])
+    x = torch.randn(2, 3, 96, 96, generator=torch.Generator().manual_seed(5)).double()
+    compare(model, x, mesh_of((1, 2, 2)), {2: "y", 3: "x"}, name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_equal_one_process(name: str) -> None:
+    library = name.partition(" ")[0]
+    if library == "torchvision":
+        from coverage_libraries import import_torchvision
+
+        try:
+            import_torchvision()
+        except ImportError:
+            pytest.skip("torchvision is not installed: make coverage-libraries")
+    else:
+        pytest.importorskip(library, reason="timm is not installed: make coverage-libraries")
+    threads.run(_as_one_process, 4, name)
