@@ -275,6 +275,7 @@ docs: setup
 	$(BIN)/python docs/gen_ops.py
 	$(BIN)/python docs/gen_trainers.py
 	$(BIN)/python docs/gen_context.py
+	$(BIN)/python docs/gen_spatial.py
 	$(BIN)/python docs/gen_parallel.py
 	$(BIN)/python docs/gen_microbatch_overlap.py
 	$(BIN)/python docs/gen_pipeline.py

@@ -63,7 +63,7 @@ class UNet(nn.Module):
 
 
 def fields(step: int, shape: tuple[int, int], batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return waves and the same waves one step further east, ``[batch, 2, latitude, longitude]``."""
+    """Return waves ``[batch, 2, latitude, longitude]``, and the same one step further east."""
     generator = torch.Generator().manual_seed(step)
     latitude = torch.linspace(-1.5, 1.5, shape[0], dtype=torch.float64).view(1, 1, -1, 1)
     longitude = torch.arange(shape[1], dtype=torch.float64) * (2 * torch.pi / shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -227,6 +228,41 @@ def _bad_input(rank: int) -> None:
 
 def test_bad_input_is_one_sentence() -> None:
     threads.run(_bad_input, 2)
+
+
+def _saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
+    """Return the bytes of distinct storages that a forward saves, without parameters."""
+    known = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = getattr(tensor, "_local", tensor).untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = module(x)
+    del output
+    return sum(saved.values())
+
+
+def _part_bytes(rank: int, size: int) -> int:
+    mesh = mesh_of((1, 2, 2))
+    module = spatial.shard(network(), mesh, dims=DIMS)
+    return _saved_bytes(module, spatial.scatter(torch.randn(1, 2, size, size), mesh, DIMS))
+
+
+@pytest.mark.slow
+def test_parts_save_their_share_of_the_activations() -> None:
+    single = _saved_bytes(network(), torch.randn(1, 2, 2048, 2048))
+    assert max(threads.run(_part_bytes, 4, 2048)) <= 1.15 / 4 * single
+
+
+def test_picture_is_the_plan_s() -> None:
+    """Else: python docs/gen_spatial.py."""
+    names = runpy.run_path(str(ROOT / "docs/gen_spatial.py"))
+    assert names["PICTURE"].read_text() == names["picture"]()
 
 
 @pytest.mark.slow
