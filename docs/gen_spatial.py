@@ -67,8 +67,8 @@ def picture() -> str:
         f"convolution of {HEIGHT} x {WIDTH} pixels</text>",
         *panel(LEFT, "1. along y: rows of rank 2"),
         *panel(LEFT + gap, "2. along x: columns of rank 1, with its halo rows"),
-        f'<text x="{LEFT}" y="{height - 14}">The corner of rank 3 comes with the columns of rank 1, '
-        "which received it in the first exchange.</text>",
+        f'<text x="{LEFT}" y="{height - 14}">The corner of rank 3 comes with the columns of '
+        "rank 1, which received it in the first exchange.</text>",
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

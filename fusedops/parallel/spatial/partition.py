@@ -38,6 +38,9 @@ class Axis:
     rank: int
     size: int
 
+    def __deepcopy__(self, memo: Any) -> Axis:
+        return self  # copies of a module communicate in the same group
+
 
 @dataclass(frozen=True)
 class Cut:

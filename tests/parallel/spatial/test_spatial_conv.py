@@ -21,7 +21,7 @@ def test_convolutions_equal_one_process(ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("ranks", MESHES)
 def test_many_convolutions_equal_one_process(ranks: int, seed: int) -> None:
     sweep(ranks, 150, seed=1000 + 10 * ranks + seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import subprocess
 import sys
@@ -191,6 +192,31 @@ def _plain_parts(rank: int) -> None:
 
 def test_plain_parts_of_any_extent() -> None:
     threads.run(_plain_parts, 3)
+
+
+def _full_input(rank: int) -> None:
+    """A sub-mesh, a copied module, and a full input that requires a gradient."""
+    mesh = mesh_of((2, 2, 2))["y", "x"]
+    module = copy.deepcopy(spatial.shard(network().double(), mesh, dims=DIMS))
+    x, single = (image().requires_grad_() for _ in range(2))
+    module(spatial.scatter(x, mesh, DIMS)).square().mean().backward()
+    network().double()(single).square().mean().backward()
+    assert x.grad is not None and single.grad is not None
+    assert_equal("full input", x.grad, single.grad, "scatter")
+
+
+def test_gradient_of_a_full_input() -> None:
+    threads.run(_full_input, 8)
+
+
+def _unbatched(rank: int) -> None:
+    mesh = mesh_of((1, 2, 2))
+    conv = nn.Conv2d(2, 3, (3, 4), padding="same", padding_mode="reflect").double()
+    compare(conv, image()[0], mesh, {1: "y", -1: "x"}, "unbatched")
+
+
+def test_input_without_a_batch() -> None:
+    threads.run(_unbatched, 4)
 
 
 def _bad_input(rank: int) -> None:
