@@ -9,11 +9,12 @@ a saved tensor), ``buffers`` (module buffers that a second forward must not chan
 experts that are fetched on demand), ``policy_state`` (applies the rules while a model runs),
 ``wrap``, ``apply`` and ``compiled`` (put a policy on a model and take it off), ``layers`` and
 ``measurement`` (what a step allocates, and the search for a policy that fits a budget), and
-``arena`` (offsets for buffers of known lifetimes in one block).
+``arena`` (offsets for buffers of known lifetimes in one block, and training steps in it).
 """
 
 from fusedops.memory import arena as arena
 from fusedops.memory.apply import apply, remove
+from fusedops.memory.arena import use_arena
 from fusedops.memory.measurement.fit import fit
 from fusedops.memory.measurement.measure import report
 from fusedops.memory.measurement.step_memory import StepMemory
@@ -34,4 +35,5 @@ __all__ = [
     "report",
     "save",
     "store_experts",
+    "use_arena",
 ]

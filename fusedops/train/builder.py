@@ -18,7 +18,8 @@ from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
 from fusedops.launch.processes import Ranks
 from fusedops.launch.run_folder import lock_run_folder
-from fusedops.memory import StepMemory
+from fusedops.memory import StepMemory, use_arena
+from fusedops.memory.arena import StepArena
 from fusedops.models import (
     ParallelConfig,
     Transformer,
@@ -70,6 +71,7 @@ class Run:
     notes: tuple[str, ...] = ()  # what the user should know before the first step
     recorder: StepRecorder | None = None  # of where the time of the steps goes
     memory: MemoryRecording | None = None  # of what one step allocates
+    arena: StepArena | None = None  # the block of memory that steps run in
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -80,6 +82,10 @@ class Run:
     def recorded_memory(self) -> contextlib.AbstractContextManager[None]:
         """Return what records the memory of the next step, if it is the one to be recorded."""
         return contextlib.nullcontext() if self.memory is None else self.memory.step(self.step + 1)
+
+    def planned_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Return what lets the next step allocate from the arena, if there is one."""
+        return contextlib.nullcontext() if self.arena is None else self.arena.step()
 
     def section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return what times a section of the step; nothing where nobody records."""
@@ -139,6 +145,9 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
         if config.log.memory_step:
             memory = StepMemory(parallel.model, optimizer)
             run.memory = MemoryRecording(out, config.log.memory_step, ranks.rank, memory)
+        if config.arena:
+            run.arena = _build_arena(parallel)
+            resources.callback(run.arena.remove)
         if config.log.memory_snapshot:
             resources.enter_context(snapshot_when_exhausted(out, ranks))
         yield run
@@ -174,6 +183,13 @@ def _build_optimizer(config: Config, parallel: TrainEngine, ranks: Ranks) -> Ada
         )
     except (ValueError, TypeError, checks.UnsupportedError) as error:
         raise InputError(str(error)) from None
+
+
+def _build_arena(parallel: TrainEngine) -> StepArena:
+    try:  # all ranks have the same devices
+        return use_arena(parallel.model)
+    except checks.UnsupportedError as error:
+        raise InputError(f"config: arena = true is not possible: {error}") from None
 
 
 def _build_checkpointer(

@@ -254,6 +254,7 @@ class Config:
         export: folder for the trained weights and the tokenizer as a checkpoint of Hugging Face;
             empty: none.
         tune_host: let the processes keep the memory that they have touched (``tune_host``).
+        arena: run each step in one block of memory (``memory.use_arena``), on the CPU.
         model: ``load`` alone, or ``preset`` and sizes (``fusedops.models.TransformerConfig``).
         parallel: ``fusedops.models.ParallelConfig``; ``dp`` is what the processes leave for it.
 
@@ -268,6 +269,7 @@ class Config:
     device: str = "auto"
     export: str = ""
     tune_host: bool = True
+    arena: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -91,10 +91,11 @@ def _loop(
         watchdog.set_phase(run.step + 1, "step")
         began = time.perf_counter()
         with collectives.recorded() as log, _timed(run, log):
-            with run.recorded_memory():
-                losses = backward(run)
-            with run.section("optimizer"):
-                result = update(run, losses, stop=stop.asked)
+            with run.planned_memory():
+                with run.recorded_memory():
+                    losses = backward(run)
+                with run.section("optimizer"):
+                    result = update(run, losses, stop=stop.asked)
             stopped, loss = result.stop, result.loss
             if result.restored is not None:
                 run.resume_from(result.restored)

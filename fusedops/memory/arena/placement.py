@@ -8,6 +8,7 @@ hardly larger than what is alive at its fullest moment. The smallest block is an
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,18 +163,31 @@ def _pinned(
         if offset + sizes[index] > _MOST:
             checks.fail("arena.place", name, "at most 2**63 - 1 with the size", offset)
         offsets[index] = offset
-    fixed = [index for index in pinned if sizes[index]]
-    for place, one in enumerate(fixed):
-        for other in fixed[:place]:
-            together = lowers[one] < uppers[other] and lowers[other] < uppers[one]
-            if (
-                together
-                and offsets[one] < offsets[other] + sizes[other]
-                and (offsets[other] < offsets[one] + sizes[one])
-            ):
-                expected = f"apart from pinned[{other}], {offsets[other]}, which lives then as well"
-                checks.fail("arena.place", f"pinned[{one}]", expected, offsets[one])
+    _check_apart([index for index in pinned if sizes[index]], offsets, lowers, uppers, sizes)
     return offsets
+
+
+def _check_apart(
+    fixed: list[int], offsets: list[int], lowers: list[int], uppers: list[int], sizes: list[int]
+) -> None:
+    """Raise where two pinned buffers that live at the same time overlap.
+
+    In the order of their begins each is compared with its neighbours among those that live.
+    """
+    alive: list[tuple[int, int]] = []  # by offset
+    ends: list[tuple[int, int, int]] = []
+    for index in sorted(fixed, key=lambda index: lowers[index]):
+        while ends and ends[0][0] <= lowers[index]:
+            _, offset, ended = heapq.heappop(ends)
+            del alive[bisect.bisect_left(alive, (offset, ended))]
+        at = bisect.bisect_left(alive, (offsets[index], index))
+        for offset, other in alive[max(at - 1, 0) : at + 1]:
+            if offset < offsets[index] + sizes[index] and offsets[index] < offset + sizes[other]:
+                one, two = max(index, other), min(index, other)
+                expected = f"apart from pinned[{two}], {offsets[two]}, which lives then as well"
+                checks.fail("arena.place", f"pinned[{one}]", expected, offsets[one])
+        alive.insert(at, (offsets[index], index))
+        heapq.heappush(ends, (uppers[index], offsets[index], index))
 
 
 def _bound(lowers: list[int], uppers: list[int], sizes: list[int]) -> int:

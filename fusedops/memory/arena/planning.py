@@ -1,0 +1,122 @@
+"""The plan of a step, made from what a step of the same shapes allocated.
+
+Times are positions: the number of buffers that the step had allocated before. A buffer that was
+freed before the next allocation lives in ``[n, n + 1)``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fusedops.memory.arena.placement import Placement, place
+
+ALIGNMENT = 64  # as csrc/step_arena.h
+_OUTSIDE = -1
+_ALIVE = -1
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step allocated, in order.
+
+    Attributes:
+        sizes: bytes of each buffer, aligned.
+        ends: the position before which it was freed; -1: it is alive.
+        in_next: 1: the end is a position of the next step.
+        marks: positions at which forwards of the model began.
+    """
+
+    sizes: list[int]
+    ends: list[int]
+    in_next: list[int]
+    marks: list[int]
+
+    def similarity(self, sizes: list[int]) -> float:
+        """Return the share of the bytes that another step has in buffers of the same sizes."""
+        mine, other = Counter(self.sizes), Counter(sizes)
+        total = max(sum(self.sizes), sum(sizes))
+        common = sum(size * count for size, count in (mine & other).items())
+        return common / total if total else 1.0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Where the buffers of a step lie.
+
+    Attributes:
+        sizes: bytes of each buffer of the step.
+        offsets: in the block, in bytes; -1: outside of it.
+        marks: positions at which forwards begin.
+        lifetimes: of the buffers in the block, with their indices: a buffer that is freed in the
+            next step has two, one at the end and one at the begin of the step.
+        placement: of these lifetimes.
+        peak: the most bytes that the step has alive, those outside of the block included.
+    """
+
+    sizes: list[int]
+    offsets: list[int]
+    marks: list[int]
+    lifetimes: list[tuple[int, Interval]]
+    placement: Placement
+    peak: int
+
+
+def plan_step(record: StepRecord, *, complete: bool, seconds: float) -> StepPlan:
+    """Place the buffers of a step.
+
+    Buffers that outlive their step by another one, or of which the end is not known, lie outside.
+
+    Args:
+        record: of a step.
+        complete: whether the next step has ended, too: buffers of the record that were freed in it
+            get a place, which no other buffer has until then.
+        seconds: how long to search at most.
+    """
+    count = len(record.sizes)
+    linear: list[tuple[int, Interval]] = []
+    cyclic: list[int] = []
+    for index, (end, in_next) in enumerate(zip(record.ends, record.in_next, strict=True)):
+        if end != _ALIVE and not in_next:
+            linear.append((index, (index, end)))
+        elif end != _ALIVE and complete and end <= index:
+            cyclic.append(index)
+    lifetimes, pinned = list(linear), {}
+    # Those that are alive between two steps are alive together: they are stacked, first those
+    # that are freed last.
+    top = 0
+    for index in sorted(cyclic, key=lambda index: -record.ends[index]):
+        for piece in ((0, record.ends[index]), (index, count)):
+            if piece[0] < piece[1]:
+                pinned[len(lifetimes)] = top
+                lifetimes.append((index, piece))
+        top += record.sizes[index]
+    placement = place(
+        [interval[0] for _, interval in lifetimes],
+        [interval[1] for _, interval in lifetimes],
+        [record.sizes[index] for index, _ in lifetimes],
+        alignment=ALIGNMENT,
+        pinned=pinned,
+        seconds=seconds,
+    )
+    offsets = [_OUTSIDE] * count
+    for (index, _), offset in zip(lifetimes, placement.offsets, strict=True):
+        offsets[index] = offset
+    outside = [
+        (index, (index, count)) for index, offset in enumerate(offsets) if offset == _OUTSIDE
+    ]
+    peak = most_alive([*lifetimes, *outside], record.sizes)
+    return StepPlan(record.sizes, offsets, record.marks, lifetimes, placement, peak)
+
+
+def most_alive(lifetimes: list[tuple[int, Interval]], sizes: list[int]) -> int:
+    """Return the most bytes that are alive at the same time."""
+    changes = [(begin, sizes[index]) for index, (begin, _) in lifetimes]
+    changes += [(end, -sizes[index]) for index, (_, end) in lifetimes]
+    alive = most = 0
+    for _, change in sorted(changes):  # at the same moment frees come first
+        alive += change
+        most = max(most, alive)
+    return most

@@ -1,0 +1,395 @@
+"""``use_arena``: a training step's CPU buffers at planned addresses in one block.
+
+``csrc/step_arena.h`` serves the allocations; this file says when a step begins and ends, and when
+it is planned. Without ``StepArena.step`` a step begins with a forward of the model with gradients,
+and ends with the first forward after an optimizer of the model has stepped: gradient accumulation,
+``zero_grad`` and the next batch belong to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+
+from fusedops._core import checks, extension
+from fusedops._core.checks import UnsupportedError
+from fusedops.memory.arena.planning import StepPlan, StepRecord, plan_step
+from fusedops.memory.arena.usage import ArenaReport, StepCounts, make_report
+
+_MOST_SHAPES = 16  # with a plan at the same time
+_MOST_PLANS = 8  # of the same shapes, until the steps count as different from each other
+_MOST_FORWARDS = 1024  # without a step of an optimizer
+_SIMILAR = 0.98  # share of the bytes that two steps of one plan have in common
+_TOLERATED = 0.02  # share of a step's bytes that may miss their place
+_HOPELESS = 0.5  # the same: without a plan the step is as fast
+_NO_PLAN = -1
+
+
+@dataclass
+class _Shapes:
+    """Steps whose inputs have the same shapes."""
+
+    identity: int
+    plan: StepPlan | None = None
+    plans: int = 0  # that were made
+    settled: bool = False  # whether the plan stays
+    misses: int = 0  # successive steps with too many buffers elsewhere
+    sizes: list[int] = field(default_factory=list)  # of the last step
+    given_up: bool = False
+
+
+class StepArena:
+    """Runs the training steps of a model in one block of memory; ``use_arena`` returns it.
+
+    Example:
+        >>> import torch
+        >>> from fusedops import memory
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> arena = memory.use_arena(model)
+        >>> for _ in range(4):
+        ...     with arena.step():
+        ...         model(torch.ones(32, 64)).sum().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> arena.report().served_bytes > 0
+        True
+        >>> arena.remove()
+    """
+
+    def __init__(self, model: nn.Module, *, seconds: float) -> None:
+        self._model = weakref.ref(model)
+        self._seconds = seconds
+        self._native: Any = torch.classes.fusedops_native.StepArena()
+        self._shapes: OrderedDict[Hashable, _Shapes] = OrderedDict()
+        self._open: Hashable = None  # the key of the open step
+        self._last: Hashable = None  # the key of the step before it, if that was complete
+        self._explicit = False  # whether `step` began the open step
+        self._stepped = False  # whether an optimizer has, since the begin of the open step
+        self._forwards = 0  # of the open step
+        self._steps = 0
+        self._identities = 0
+        self._note = ""
+        self._removed = False
+        hook = _ForwardHook(weakref.ref(self))
+        handles = [
+            model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True),
+            register_optimizer_step_post_hook(_OptimizerHook(weakref.ref(self))),
+        ]
+        # Without a reference to the arena, so that it runs when the arena is collected.
+        self._detach = weakref.finalize(self, _remove_all, handles, self._native)
+
+    @contextlib.contextmanager
+    def step(self, key: Hashable = None) -> Iterator[None]:
+        """Run one training step in the arena: all buffers that this thread allocates inside.
+
+        Args:
+            key: equal for steps that allocate the same, such as the shape of the batch.
+
+        Raises:
+            RuntimeError: a step of this arena or, on this thread, of another one is open.
+            TypeError: the key is not hashable.
+        """
+        self._check_usable()
+        try:
+            hash(key)
+        except TypeError:
+            checks.fail_type("StepArena.step", "key", "hashable", key)
+        if not self._explicit and self._native.is_open_here():
+            self._end(complete=self._stepped)  # one that a forward began
+        if not self._begin(("step", key), explicit=True):
+            raise RuntimeError(
+                "StepArena.step: a step of an arena is open already; end it before another begins"
+            )
+        try:
+            yield
+        except BaseException:
+            self._end(complete=False)
+            raise
+        self._end(complete=True)
+
+    def report(self) -> ArenaReport:
+        """Return what the arena holds and what the last step took elsewhere."""
+        counts = StepCounts(*self._native.counts())
+        planned = [shapes for shapes in self._shapes.values() if shapes.plan is not None]
+        plan = planned[-1].plan if planned else None
+        return make_report(plan, counts, steps=self._steps, plans=len(planned), note=self._note)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's memory is in the block."""
+        return bool(self._native.contains(tensor.untyped_storage().data_ptr()))
+
+    def remove(self) -> None:
+        """Let the model's steps allocate as before; tensors in the block keep their values.
+
+        The block is unmapped when the last of them is freed.
+        """
+        self._removed = True
+        self._detach()
+        model = self._model()
+        if model is not None:
+            _arenas.pop(model, None)
+
+    def _check_usable(self) -> None:
+        if self._removed:
+            raise RuntimeError("StepArena: it was removed; use_arena makes another one")
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Begin a step, or note where a forward of the open one begins."""
+        native = self._native
+        if model is not self._model() or self._removed:
+            return  # a copy of the model
+        if native.is_open():
+            if not native.is_open_here():
+                return
+            if self._explicit or not self._stepped:
+                self._count_forward()
+                return
+            self._end(complete=True)
+        if torch.is_grad_enabled() and self._begin(_key(model, inputs), explicit=False):
+            native.mark()
+
+    def _count_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._native.mark()
+        self._forwards += 1
+        if not self._explicit and self._forwards == _MOST_FORWARDS:
+            self._end(complete=False)
+            self._give_up(
+                f"use_arena: no optimizer with parameters of the model stepped in {_MOST_FORWARDS} "
+                "forwards, therefore it is not known where a step ends: run each step in "
+                "`with arena.step():`"
+            )
+            self._detach()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the open step may end with the next forward."""
+        model = self._model()
+        if self._stepped or model is None or not self._native.is_open_here():
+            return
+        mine = {id(parameter) for parameter in model.parameters()}
+        self._stepped = any(
+            id(parameter) in mine
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def _begin(self, key: Hashable, *, explicit: bool) -> bool:
+        shapes = self._shapes.get(key)
+        plan = _NO_PLAN if shapes is None or shapes.plan is None else shapes.identity
+        if not self._native.begin(plan):
+            return False
+        self._open, self._explicit, self._stepped, self._forwards = key, explicit, False, 0
+        return True
+
+    def _end(self, *, complete: bool) -> None:
+        """End the open step, and plan the next ones where that is due."""
+        self._explicit = False
+        if not self._native.end():
+            return
+        key, self._open = self._open, None
+        if not complete:
+            self._last = None
+            return
+        self._steps += 1
+        shapes = self._of(key)
+        follows, self._last = self._last == key, key
+        if not shapes.given_up and self._is_due(shapes):
+            self._plan(shapes, follows=follows)
+
+    def _of(self, key: Hashable) -> _Shapes:
+        if key not in self._shapes:
+            self._identities += 1
+            self._shapes[key] = _Shapes(self._identities)
+            if len(self._shapes) > _MOST_SHAPES:
+                _, oldest = self._shapes.popitem(last=False)
+                self._native.drop_plan(oldest.identity)
+        self._shapes.move_to_end(key)
+        return self._shapes[key]
+
+    def _is_due(self, shapes: _Shapes) -> bool:
+        """Return whether the steps of these shapes need a plan, or another one."""
+        if not shapes.settled:
+            return True
+        counts = StepCounts(*self._native.counts())
+        missed = counts.unplanned + counts.occupied + counts.kept
+        shapes.misses = shapes.misses + 1 if missed > _TOLERATED * counts.bytes else 0
+        if shapes.misses < 2:
+            return False
+        shapes.misses = 0
+        if 2 * counts.kept > missed:
+            self._native.renew()  # tensors that the user keeps lie in the block
+            return False
+        return True
+
+    def _plan(self, shapes: _Shapes, *, follows: bool) -> None:
+        record = StepRecord(*self._native.record(False))
+        is_new = not shapes.sizes
+        similar = not is_new and record.similarity(shapes.sizes) >= _SIMILAR
+        shapes.sizes = record.sizes
+        if is_new and len(self._shapes) > 1:
+            return  # each step may have other shapes: the search pays off for those that recur
+        if shapes.plans >= _MOST_PLANS:
+            self._give_up_shapes(shapes)
+            return
+        complete = similar and follows
+        if complete:  # the step before, of which all ends are known now
+            record = StepRecord(*self._native.record(True))
+        seconds = self._seconds if similar else self._seconds / 4
+        plan = plan_step(record, complete=complete, seconds=seconds)
+        self._native.set_plan(
+            shapes.identity, plan.sizes, plan.offsets, plan.marks, plan.placement.height
+        )
+        shapes.plan, shapes.settled = plan, similar
+        shapes.plans += 1
+
+    def _give_up_shapes(self, shapes: _Shapes) -> None:
+        """Keep the last plan of steps that differ from each other, or none if it is of no use."""
+        counts = StepCounts(*self._native.counts())
+        share = 1.0 - (counts.served + counts.outside) / max(counts.bytes, 1)
+        shapes.settled = shapes.given_up = True
+        if share > _HOPELESS:
+            self._native.drop_plan(shapes.identity)
+            shapes.plan = None
+            self._give_up(
+                f"use_arena: steps of the same input shapes allocate different buffers "
+                f"({share:.0%} of the bytes of the last one had no place in the plan): they run "
+                "without the arena"
+            )
+
+    def _give_up(self, note: str) -> None:
+        if not self._note:
+            warnings.warn(note, stacklevel=2)
+        self._note = note
+
+
+def use_arena(model: nn.Module, *, seconds: float = 1.0) -> StepArena:
+    """Let the training steps of a model place their CPU buffers at planned addresses in one block.
+
+    The first step is recorded. Later steps of the same shapes get activations, temporaries and
+    gradients at planned offsets of a block that is obtained once. No value changes: a buffer gets
+    its place only while no live buffer occupies it, and memory outside of the block otherwise.
+
+    Args:
+        model: that is trained on the CPU, by optimizers of torch or in ``StepArena.step``.
+        seconds: how long the search for a plan may take, after each of the first steps.
+
+    Returns:
+        The arena, with ``step``, ``report`` and ``remove``.
+
+    Raises:
+        TypeError: the model is no module.
+        ValueError: it, a module in it or one around it has an arena already.
+        UnsupportedError: parameters are on another device, or the compiled library is missing.
+
+    Example:
+        >>> import torch
+        >>> from fusedops import memory
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> arena = memory.use_arena(model)
+        >>> for _ in range(5):
+        ...     model(torch.ones(32, 64)).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> print(arena.report().fragmentation < 0.02)
+        True
+        >>> arena.remove()
+    """
+    if not isinstance(model, nn.Module):
+        checks.fail_type("use_arena", "model", "a torch.nn.Module", model)
+    checks.finite("use_arena", "seconds", seconds, least=0.0)
+    for other in list(_arenas):
+        if other is model:
+            raise ValueError("use_arena: the model has an arena already; call its remove() first")
+        if any(module is other for module in model.modules()) or any(
+            module is model for module in other.modules()
+        ):
+            raise ValueError(
+                f"use_arena: a {type(other).__name__} inside or around the model has an arena "
+                "already; use one arena for the outermost model"
+            )
+    reason = unsupported(model)
+    if reason is not None:
+        raise UnsupportedError(f"use_arena: {reason}")
+    arena = StepArena(model, seconds=seconds)
+    _arenas[model] = arena
+    return arena
+
+
+def unsupported(model: nn.Module) -> str | None:
+    """Return why a model can have no arena, or ``None``."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            return (
+                f"parameters must be on the CPU, got {name} on {parameter.device}: on a GPU "
+                "torch's caching allocator serves the step, and "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True lowers its fragmentation"
+            )
+    reason = extension.cpu_library()
+    return None if reason is None else f"it needs the compiled library: {reason}"
+
+
+_arenas: weakref.WeakKeyDictionary[nn.Module, StepArena] = weakref.WeakKeyDictionary()
+
+
+class _ForwardHook:
+    """Runs before each forward of the model; a copy of the model has one without an arena."""
+
+    def __init__(self, arena: weakref.ref[StepArena] | None = None) -> None:
+        self._arena = arena
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        arena = None if self._arena is None else self._arena()
+        if arena is not None:
+            arena._before_forward(module, (args, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHook:
+        return _ForwardHook()
+
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
+        return _ForwardHook, ()
+
+
+class _OptimizerHook:
+    """Runs after each step of any optimizer."""
+
+    def __init__(self, arena: weakref.ref[StepArena]) -> None:
+        self._arena = arena
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        arena = self._arena()
+        if arena is not None:
+            arena._after_optimizer(optimizer)
+
+
+def _remove_all(handles: list[Any], native: Any) -> None:
+    for handle in handles:
+        handle.remove()
+    native.close()
+
+
+def _key(model: nn.Module, inputs: Any) -> Hashable:
+    """Return what steps have in common that allocate the same."""
+    leaves = tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, (bool, str, type(None)))
+        else type(leaf)  # numbers may differ in each step
+        for leaf in pytree.tree_leaves(inputs)
+    )
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return ("forward", leaves, model.training, autocast)
