@@ -107,9 +107,11 @@ class StepArena:
             checks.fail_type("StepArena.step", "key", "hashable", key)
         if not self._explicit and self._native.is_open_here():
             self._end(complete=self._stepped)  # one that a forward began
+        _end_finished_step()
         if not self._begin(("step", key), explicit=True):
             raise RuntimeError(
-                "StepArena.step: a step of an arena is open already; end it before another begins"
+                "StepArena.step: a step of an arena is open already; end it, or call remove() of "
+                "that arena, before another step begins"
             )
         try:
             yield
@@ -156,8 +158,10 @@ class StepArena:
                 self._count_forward()
                 return
             self._end(complete=True)
-        if torch.is_grad_enabled() and self._begin(_key(model, inputs), explicit=False):
-            native.mark()
+        if torch.is_grad_enabled():
+            _end_finished_step()
+            if self._begin(_key(model, inputs), explicit=False):
+                native.mark()
 
     def _count_forward(self) -> None:
         if not torch.is_grad_enabled():
@@ -342,6 +346,13 @@ def unsupported(model: nn.Module) -> str | None:
 
 
 _arenas: weakref.WeakKeyDictionary[nn.Module, StepArena] = weakref.WeakKeyDictionary()
+
+
+def _end_finished_step() -> None:
+    """End this thread's open step of any arena, if its optimizer has stepped."""
+    for arena in list(_arenas.values()):
+        if arena._stepped and not arena._explicit and arena._native.is_open_here():
+            arena._end(complete=True)
 
 
 class _ForwardHook:
