@@ -110,8 +110,9 @@ def evaluate(run: Run) -> float | None:
         for part in range(parts):
             rows = torch.arange(size) + first + size * (part * parallel.data_ranks + rank)
             batch = run.validation.rows(rows)
-            batch.labels[rows >= count] = IGNORE_INDEX
-            shards.append(_shard(run, batch))
+            # Not in place: of a single row, tokens and labels are views of the same memory.
+            labels = batch.labels.masked_fill((rows >= count)[:, None], IGNORE_INDEX)
+            shards.append(_shard(run, batch._replace(labels=labels)))
         for loss in parallel.forward(shards, computing=run.computing):
             total += loss.total
     parallel.model.train()
