@@ -78,12 +78,16 @@ def _train(rank: int, folder: str, out: str, changes: dict[str, Any]) -> tuple[s
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=() if name == "pipeline" else pytest.mark.slow) for name in LAYOUTS],
+)
 def test_layouts_in_an_arena_keep_their_bits(tmp_path: Path, layout: str) -> None:
     config(tmp_path)  # writes the corpus
     changes = {"model": {"preset": "tiny-llama"}, "parallel": LAYOUTS[layout], "steps": 8}
     plain = on_fresh_ranks(2, _train, str(tmp_path), "plain", changes)
     using = on_fresh_ranks(2, _train, str(tmp_path), "arena", changes | {"arena": True})
+    assert all(isinstance(result, tuple) for result in [*plain, *using]), (plain, using)
     for (weights, share), (expected, _) in zip(using, plain, strict=True):
         assert weights == expected
         assert share > 0.3
