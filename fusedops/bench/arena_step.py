@@ -42,6 +42,7 @@ class ArenaStepSettings:
         seconds: of one process.
         threads: of it; 0: one per physical core.
         processes: how many, one after another.
+        patched: whether ``fusedops.patch`` fuses the model, which then has fewer temporaries.
     """
 
     family: str
@@ -50,6 +51,7 @@ class ArenaStepSettings:
     seconds: float
     threads: int
     processes: int
+    patched: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def _measure(settings: ArenaStepSettings) -> ArenaStepRow:
     device = torch.device("cpu")
     family = FAMILIES[settings.family]
     model = family.build(settings.size).to(settings.dtype).train()
-    fusedops.patch(model)
+    if settings.patched:
+        fusedops.patch(model)
     batch = family.batch(settings.size, device, settings.dtype, labels=True)
     trained = {}
     for name in (_PLAIN, _ARENA):

@@ -51,6 +51,7 @@ def arena(
     tokens: Annotated[str, typer.Option(help="Sequences x tokens.")] = "4x256",
     threads: options.Threads = 0,
     processes: Annotated[int, typer.Option(min=1, help="Fresh processes of --step.")] = 5,
+    patched: Annotated[bool, typer.Option("--patched", help="Fuse the model of --step.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write rows and offsets to a file.")
     ] = None,
@@ -76,6 +77,7 @@ def arena(
                 seconds,
                 threads,
                 processes,
+                patched,
                 json_file,
                 svg_file,
             )
@@ -116,6 +118,7 @@ def _time_steps(
     seconds: float,
     threads: int,
     processes: int,
+    patched: bool,
     json_file: Path | None,
     svg_file: Path | None,
 ) -> None:
@@ -138,6 +141,7 @@ def _time_steps(
         seconds,
         threads,
         processes,
+        patched,
     )
     with options.sigterm_interrupts():
         rows = arena_step.run(settings)
@@ -148,7 +152,12 @@ def _time_steps(
             "machine": machine.describe(conditions.device),
             "versions": machine.versions(),
             "git": machine.git_commit(),
-            "settings": {"family": family, "dtype": dtype, "size": settings.size.label},
+            "settings": {
+                "family": family,
+                "dtype": dtype,
+                "size": settings.size.label,
+                "patched": patched,
+            },
             "rows": [asdict(row) for row in rows],
             "speedup": arena_step.median_speedup(rows),
             "created": now(),
