@@ -33,7 +33,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
-        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
+        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check site-requirements clean clean-venv
 
 setup: .venv/.editable .venv/.models native
 
@@ -279,6 +279,34 @@ docs: setup
 	$(BIN)/python docs/gen_parallel.py
 	$(BIN)/python docs/gen_microbatch_overlap.py
 	$(BIN)/python docs/gen_pipeline.py
+
+# The documentation site, in build/site/html: strict, every link and anchor checked, and every public
+# name looked up in its reference. Nothing is imported, so its environment has no torch.
+SITE := build/site
+SITE_PIP := $(SITE)/venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+SITE_PACKAGES := mkdocs-material mkdocstrings mkdocstrings-python mkdocs-autorefs mike ruff
+
+$(SITE)/.packages: docs/requirements.txt
+	test -x $(SITE)/venv/bin/python || $(PYTHON) -m venv $(SITE)/venv
+	$(SITE_PIP) --no-deps -r $<
+	@touch $@
+
+site: $(SITE)/.packages
+	NO_MKDOCS_2_WARNING=1 $(SITE)/venv/bin/mkdocs build --quiet --strict
+
+# Every page of it in Debian's chromium at two widths, and the search for every op. Second tier.
+site-check: site
+	$(SITE_PIP) playwright==1.65.2
+	$(SITE)/venv/bin/python tools/site/check_browser.py $(SITE)/html
+
+# The newest versions of everything that the site needs, into docs/requirements.txt.
+site-requirements:
+	rm -rf $(SITE)/fresh && $(PYTHON) -m venv $(SITE)/fresh
+	$(SITE)/fresh/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  $(SITE_PACKAGES)
+	{ sed -n '/^#/p' docs/requirements.txt; \
+	  $(SITE)/fresh/bin/python -m pip freeze --disable-pip-version-check; } > $(SITE)/requirements
+	mv $(SITE)/requirements docs/requirements.txt
 
 clean:
 	rm -rf build fusedops/lib out .pytest_cache .mypy_cache .ruff_cache *.egg-info

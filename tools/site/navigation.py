@@ -1,0 +1,105 @@
+"""mkdocs hook: the entries of ``nav`` that stand for files which may not exist, and for folders.
+
+``page.md?`` is left out while ``docs/page.md`` is missing. ``folder/`` becomes the pages of the
+folder, ``index.md`` first and the others by name; a folder without pages is left out. Pages of the
+repository that are not in ``docs`` are made here, too (``REPOSITORY_PAGES``).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+# Files outside docs that are pages of the site, and their names there. README.md is the page of the
+# repository; links to it lead to the site's own first page.
+REPOSITORY_PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "bench/README.md": "benchmark_protocol.md",
+}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Resolve the entries of ``nav``; offer the versions when mike builds the site."""
+    from reference import module_pages
+
+    generated = {"ops/": ["ops/index.md"], "reference/": [*module_pages()]}
+    config.nav = _entries(config.nav, generated)
+    if "MIKE_DOCS_VERSION" in os.environ:  # only its branch has the list of versions
+        config.extra["version"] = {"provider": "mike"}
+    if config.repo_url:
+        config.edit_uri = "edit/main/docs/"
+        config.theme["features"].append("content.action.edit")
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of the repository, and the overview of the ops."""
+    for source, page in REPOSITORY_PAGES.items():
+        if page not in files.src_uris:
+            text = (ROOT / source).read_text()
+            files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, "ops/index.md", content=ops_overview()))
+    return files
+
+
+def ops_overview() -> str:
+    """Return the page of all ops: README.md's table of them."""
+    text = (ROOT / "README.md").read_text()
+    begin, end = "<!-- ops: begin (generated) -->", "<!-- ops: end -->"
+    table = text[text.index(begin) + len(begin) : text.index(end)].strip()
+    return OPS_OVERVIEW.format(table=table.replace("(docs/ops/", "("))
+
+
+OPS_OVERVIEW = """# Operators
+
+Every op below is a function of `fusedops` and a registered torch operator: it has a schema, a fake kernel, a backward
+and a second derivative, an autocast rule and a sharding rule. This page is for engineers who call ops in a model of
+their own; [`fusedops.patch`](../patching.md) calls them in existing models. `yes` names the backends for which an op
+has a kernel; elsewhere its reference in torch runs.
+
+```python
+import torch
+import fusedops
+
+hidden, weight, bias = torch.randn(8, 64), torch.ones(64), torch.zeros(64)
+y = fusedops.layer_norm(hidden, (64,), weight, bias)  # the arguments of torch.nn.functional.layer_norm
+print(fusedops.counters())  # which kernel ran
+```
+
+{table}
+"""
+
+
+def _entries(entries: list[Any], generated: dict[str, list[str]]) -> list[Any]:
+    resolved: list[Any] = []
+    for entry in entries:
+        title, value = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
+        if isinstance(value, list):
+            resolved.append({title: _entries(value, generated)})
+        elif value.endswith("/"):
+            pages = _folder(value, generated.get(value, []))
+            if title is None:
+                resolved.extend(pages)
+            elif pages:
+                resolved.append({title: pages})
+        elif not value.endswith("?"):
+            resolved.append(entry)
+        elif (DOCS / value[:-1]).exists():
+            resolved.append({title: value[:-1]} if title else value[:-1])
+    return resolved
+
+
+def _folder(folder: str, generated: list[str]) -> list[str]:
+    written = sorted(str(page.relative_to(DOCS)) for page in (DOCS / folder).glob("*.md"))
+    pages = generated + [page for page in written if page not in generated]
+    return sorted(pages, key=lambda page: not page.endswith("/index.md"))
