@@ -297,7 +297,7 @@ site: $(SITE)/.packages
 # Every page of it in Debian's chromium at two widths, and the search for every op. Second tier.
 site-check: site
 	$(SITE_PIP) playwright==1.65.2
-	$(SITE)/venv/bin/python tools/site/check_browser.py $(SITE)/html
+	$(SITE)/venv/bin/python tools/docs_site/check_browser.py $(SITE)/html
 
 # The newest versions of everything that the site needs, into docs/requirements.txt.
 site-requirements:

@@ -1,7 +1,7 @@
 """Griffe's extension: reads this package as Python does, and its docstrings as they are meant.
 
-* A function that a package exports has often the name of the file that defines it
-  (``fusedops.ops.layer_norm``). For griffe the file hides the function; for Python it is the reverse.
+* A function that a package exports often has the name of the file that defines it
+  (``fusedops.ops.layer_norm``). For griffe the file hides the function, for Python the reverse.
 * The section ``Example:`` has the prompts of a doctest, which the parser knows as ``Examples:``.
 """
 

@@ -2,8 +2,8 @@
 
 Griffe parses the source and imports nothing, so the site is built without torch. A public name is
 described once, at its *home*: an op on its own page (``docs/ops``), any other name on the page of
-the first module of ``MODULES`` that exports it. Other pages that export it have a row with an anchor
-and a link. The build fails if a name of ``tests/core/public_api.txt`` has no anchor.
+the first module of ``MODULES`` that exports it. The pages of other modules that export it have a
+row with an anchor and a link. The build fails if a name of ``tests/core/public_api.txt`` has no anchor.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def package() -> griffe.Object | griffe.Alias:
     )
     modules = {f"fusedops.{name}" for name in package.exports or () if _is_module(package, name)}
     if missing := modules - {*MODULES}:
-        raise PluginError(f"tools/site/reference.py: add to MODULES: {', '.join(sorted(missing))}")
+        raise PluginError(
+            f"tools/docs_site/reference.py: add to MODULES: {', '.join(sorted(missing))}"
+        )
     return package
 
 
@@ -117,7 +119,7 @@ def _by_name(name: str) -> tuple[str, str]:
 
 @functools.cache
 def homes() -> dict[str, str]:
-    """Return for each object, by the path of its definition, the name under which it is described."""
+    """Return the name under which an object is described, by the path of its definition."""
     described: dict[str, str] = {}
     for module in _HOMES:
         for name, member in exports(module).items():
@@ -182,9 +184,9 @@ def _summary(member: griffe.Object | griffe.Alias) -> str:
 
 INDEX = """# API reference
 
-Every public name of fusedops, with signature, shapes, errors and a source listing. What is not on these pages is
-internal and may change without notice; [the changelog](../changelog.md) says how public names are deprecated. The
-[ops](../ops/index.md) have pages of their own.
+Every public name of fusedops, with signature, shapes, errors and source. What is not on these pages
+is internal and may change without notice; [the changelog](../changelog.md) says how public names
+are deprecated. The [ops](../ops/index.md) have pages of their own.
 
 | module | what it contains |
 |---|---|

@@ -1,11 +1,11 @@
 """Look at every page of the built site in a browser, and search for every op.
 
-    python tools/site/check_browser.py build/site/html             # needs playwright and chromium
-    python tools/site/check_browser.py build/site/html --pictures out
+    python tools/docs_site/check_browser.py build/site/html    # needs playwright and chromium
+    python tools/docs_site/check_browser.py build/site/html --pictures out
 
 Every page is opened at two widths. It fails if it logs an error, requests anything from another
-host, has no text, or is wider than the window; a search fails if the first result is not the page of
-the op. Exit code 1 and one line for each failure.
+host, has no text, or is wider than the window; a search fails if the first result is not the page
+of the op. Exit code 1 and one line for each failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from playwright.sync_api import Browser, Error, Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = {"narrow": (390, 844), "wide": (1280, 900)}
-# Element that reach past the window's right edge, outside of boxes that scroll by themselves.
+# How far the page is wider than the window; boxes that scroll by themselves do not count.
 _OVERFLOW = """() => {
     const width = document.documentElement.clientWidth;
     return document.documentElement.scrollWidth > width

@@ -1,8 +1,8 @@
 """mkdocs hook: ``llms.txt`` and ``llms-full.txt`` for language models (llmstxt.org).
 
-The first lists the pages by section of the navigation; the second has their text. Beside each page
-its Markdown is published as ``index.md``. On pages of the reference the docstrings stand in the place
-of mkdocstrings' directives.
+The first lists the pages by section of the navigation; the second has their text. The Markdown of
+each page is published as ``index.md`` in its folder. On pages of the reference, signatures and
+docstrings replace the directives of mkdocstrings.
 """
 
 from __future__ import annotations

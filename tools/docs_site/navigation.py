@@ -62,17 +62,18 @@ def ops_overview() -> str:
 
 OPS_OVERVIEW = """# Operators
 
-Every op below is a function of `fusedops` and a registered torch operator: it has a schema, a fake kernel, a backward
-and a second derivative, an autocast rule and a sharding rule. This page is for engineers who call ops in a model of
-their own; [`fusedops.patch`](../patching.md) calls them in existing models. `yes` names the backends for which an op
-has a kernel; elsewhere its reference in torch runs.
+Every op below is a function of `fusedops` and a registered torch operator: it has a schema, a fake
+kernel, a backward and a second derivative, an autocast rule and a sharding rule. This page is for
+engineers who call ops in a model of their own; [`fusedops.patch`](../patching.md) calls them in
+existing models. "yes" marks the backends that have a kernel; on other backends the op's reference
+in torch runs.
 
 ```python
 import torch
 import fusedops
 
 hidden, weight, bias = torch.randn(8, 64), torch.ones(64), torch.zeros(64)
-y = fusedops.layer_norm(hidden, (64,), weight, bias)  # the arguments of torch.nn.functional.layer_norm
+y = fusedops.layer_norm(hidden, (64,), weight, bias)  # as torch.nn.functional.layer_norm
 print(fusedops.counters())  # which kernel ran
 ```
 
