@@ -37,8 +37,12 @@ def _exported_functions(package: griffe.Module) -> Any:
             module = member.final_target if member is not None and member.is_alias else member
         except griffe.AliasResolutionError:  # of another project
             continue
-        function = module.members.get(name) if module is not None and module.is_module else None
-        if function is not None:
+        if module is None or not module.is_module:
+            continue
+        function = module.members.get(name)
+        own_file = module.path == f"{package.path}.{name}"
+        imported = not own_file or package.imports.get(name) == f"{module.path}.{name}"
+        if function is not None and imported:
             function = function.final_target if function.is_alias else function
             yield (package, name), function
     for member in package.members.values():

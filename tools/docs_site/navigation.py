@@ -1,7 +1,8 @@
 """mkdocs hook: the entries of ``nav`` that stand for files which may not exist, and for folders.
 
 ``page.md?`` is left out while ``docs/page.md`` is missing. ``folder/`` becomes the pages of the
-folder, ``index.md`` first and the others by name; a folder without pages is left out. Pages of the
+folder, ``index.md`` first and the others by name; a folder without pages is left out. A generated
+index is an entry of its own. Pages of the
 repository that are not in ``docs`` are made here, too (``REPOSITORY_PAGES``).
 """
 
@@ -32,8 +33,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Resolve the entries of ``nav``; offer the versions when mike builds the site."""
     from reference import module_pages
 
-    generated = {"ops/": ["ops/index.md"], "reference/": [*module_pages()]}
-    config.nav = _entries(config.nav, generated)
+    config.nav = _entries(config.nav, {"reference/": [*module_pages()]})
     if "MIKE_DOCS_VERSION" in os.environ:  # only its branch has the list of versions
         config.extra["version"] = {"provider": "mike"}
     if config.repo_url:

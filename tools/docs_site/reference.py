@@ -3,7 +3,8 @@
 Griffe parses the source and imports nothing, so the site is built without torch. A public name is
 described once, at its *home*: an op on its own page (``docs/ops``), any other name on the page of
 the first module of ``MODULES`` that exports it. The pages of other modules that export it have a
-row with an anchor and a link. The build fails if a name of ``tests/core/public_api.txt`` has no anchor.
+row with an anchor and a link. The build fails if a name of ``tests/core/public_api.txt`` has no
+anchor.
 """
 
 from __future__ import annotations
