@@ -288,7 +288,7 @@ SITE_PACKAGES := mkdocs-material mkdocstrings mkdocstrings-python mkdocs-autoref
 
 $(SITE)/.packages: docs/requirements.txt
 	test -x $(SITE)/venv/bin/python || $(PYTHON) -m venv $(SITE)/venv
-	$(SITE_PIP) --no-deps -r $<
+	$(SITE_PIP) -r $<
 	@touch $@
 
 site: $(SITE)/.packages

@@ -1,4 +1,7 @@
-"""Drop-in modules: parameters and one call. File name = op name."""
+"""Modules of the fused ops, with the parameters and the ``state_dict`` of those of torch.
+
+The file of a module has the name of its op.
+"""
 
 from fusedops.nn.add_layer_norm import AddLayerNorm
 from fusedops.nn.add_rms_norm import AddRMSNorm

@@ -1,4 +1,7 @@
-"""The ops: one file each, with the public function, the specification and the registration."""
+"""Fused transformer ops as functions; all of them are also names of ``fusedops``.
+
+Each has one file, with the public function, the specification and the registration.
+"""
 
 from fusedops.ops import (
     _flops,

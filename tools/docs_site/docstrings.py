@@ -18,7 +18,7 @@ _EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 class Docstrings(griffe.Extension):
     """Change objects while they are loaded."""
 
-    def on_object(self, *, obj: griffe.Object, **options: Any) -> None:
+    def on_instance(self, *, obj: griffe.Object, **options: Any) -> None:
         """Rename the section of examples."""
         if obj.docstring is not None:
             obj.docstring.value = _EXAMPLE.sub("Examples:", obj.docstring.value)

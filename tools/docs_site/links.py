@@ -9,10 +9,11 @@ from __future__ import annotations
 import posixpath
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.exceptions import PluginError
+if TYPE_CHECKING:  # broken_links needs no mkdocs
+    from mkdocs.config.defaults import MkDocsConfig
 
 
 class _Page(HTMLParser):
@@ -35,6 +36,8 @@ class _Page(HTMLParser):
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Fail, with a list, if a link is broken."""
+    from mkdocs.exceptions import PluginError
+
     broken = broken_links(Path(config.site_dir), urlsplit(config.site_url or "").path or "/")
     if broken:
         raise PluginError("broken links:\n  " + "\n  ".join(broken))

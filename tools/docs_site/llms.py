@@ -63,7 +63,11 @@ def _docstring(directive: re.Match[str]) -> str:
     member = package_of(directive[1])
     text = member.docstring.value if member.docstring else ""
     signature = f"{directive[1]}({', '.join(map(str, _parameters(member)))})"
-    return f"## {directive[1]}\n\n```python\n{signature}\n```\n\n```text\n{text}\n```\n"
+    summary, _, more = text.partition("\n\n")
+    parts = [f"## {directive[1]}", summary, f"```python\n{signature}\n```"]
+    if more:
+        parts.append(f"```text\n{more}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def _parameters(member: object) -> list[str]:

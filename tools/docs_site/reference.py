@@ -22,30 +22,31 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "core" / "public_api.txt"
 OP_PAGES = ROOT / "docs" / "ops"
-# In the order of the navigation. fusedops.ops comes first among the homes: ops are described there.
-MODULES = (
-    "fusedops",
-    "fusedops.ops",
-    "fusedops.nn",
-    "fusedops.optim",
-    "fusedops.memory",
-    "fusedops.models",
-    "fusedops.parallel",
-    "fusedops.planner",
-    "fusedops.train",
-    "fusedops.checkpoint",
-    "fusedops.generation",
-    "fusedops.testing",
-    "fusedops.profiler",
-    "fusedops.integrations",
-    "fusedops.integrations.trainer",
-    "fusedops.integrations.accelerate",
-    "fusedops.integrations.lightning",
-    "fusedops.integrations.deepspeed",
-    "fusedops.integrations.megatron",
-    "fusedops.integrations.kernels",
-    "fusedops.integrations.onnx",
-)
+# The public modules in the order of the navigation, and the page that explains each.
+MODULES = {
+    "fusedops": "index.md",
+    "fusedops.ops": "ops/index.md",
+    "fusedops.nn": "ops/index.md",
+    "fusedops.optim": "optim.md",
+    "fusedops.memory": "memory.md",
+    "fusedops.models": "models.md",
+    "fusedops.parallel": "parallel.md",
+    "fusedops.planner": "planning.md",
+    "fusedops.train": "training.md",
+    "fusedops.checkpoint": "checkpoint.md",
+    "fusedops.generation": "generation.md",
+    "fusedops.testing": "verify.md",
+    "fusedops.profiler": "observe.md",
+    "fusedops.integrations": "integrations.md",
+    "fusedops.integrations.trainer": "integrations.md",
+    "fusedops.integrations.accelerate": "integrations.md",
+    "fusedops.integrations.lightning": "integrations.md",
+    "fusedops.integrations.deepspeed": "integrations.md",
+    "fusedops.integrations.megatron": "integrations.md",
+    "fusedops.integrations.kernels": "integrations.md",
+    "fusedops.integrations.onnx": "export.md",
+}
+# The first to export a name is where it is described, and ops are described as fusedops.ops.
 _HOMES = ("fusedops.ops", *(module for module in MODULES if module != "fusedops.ops"))
 
 
@@ -144,8 +145,6 @@ def package_of(module: str) -> griffe.Object | griffe.Alias:
 
 def module_page(module: str) -> str:
     """Return the page of a module: its docstring, a table of its names, the names at home here."""
-    docstring = package_of(module).docstring
-    text = docstring.value if docstring else ""
     rows, described = [], []
     for name, member in exports(module).items():
         target = _target(member)
@@ -160,12 +159,24 @@ def module_page(module: str) -> str:
         mark = f'<a id="{anchor}"></a>' if anchor else ""
         rows.append(f"| {mark}[`{name}`]({link}) | {_summary(target)} |")
     table = "\n".join(["| name | what it is |", "|---|---|", *rows])
-    return "\n\n".join([f"# {module}", _prompts(text), table, *described]) + "\n"
+    return "\n\n".join([f"# {module}", _introduction(module), table, *described]) + "\n"
 
 
-def _prompts(text: str) -> str:
-    """Put the doctest of a docstring into a block of code."""
-    return re.sub(r"((?:^ *(?:>>>|\.\.\.) .*\n?)+)", r"```pycon\n\1\n```\n", text, flags=re.M)
+def _introduction(module: str) -> str:
+    """Return what the docstring of a module says to its users, and a link to the guide.
+
+    The paragraph "In reading order" is for those who read the source.
+    """
+    docstring = package_of(module).docstring
+    text = _without_file(docstring.value if docstring else "")
+    users = [part for part in text.split("\n\n") if not part.startswith("In reading order")]
+    guide = f"This page lists the public names; [the guide](../{MODULES[module]}) explains them."
+    return "\n\n".join([*users, guide])
+
+
+def _without_file(text: str) -> str:
+    """Leave out the name of the page at the end of a docstring: the site has a link."""
+    return re.sub(r" \(``[\w/]+\.md``\)", "", text)
 
 
 def _link(home: str, module: str) -> str:
@@ -180,7 +191,7 @@ def _summary(member: griffe.Object | griffe.Alias) -> str:
     if not member.has_docstring:
         return ""
     paragraph = " ".join(member.docstring.value.split("\n\n")[0].split())
-    return paragraph.replace("|", "\\|")
+    return _without_file(paragraph).replace("|", "\\|")
 
 
 INDEX = """# API reference

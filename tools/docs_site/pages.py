@@ -19,13 +19,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 from navigation import REPOSITORY_PAGES
+from page_text import indent_lists, split_fences, without_comments
 from reference import OP_PAGES, homes
 
 ROOT = Path(__file__).resolve().parents[2]
-_FENCE = re.compile(r" *(```+|~~~+)")
-_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
-_ITEM = re.compile(r"( *)([*+-]|\d+\.)( +)")
 _SIGNATURE = re.compile(r"```python\nfusedops\.[^\n]*\n```\n\n```text\n.*?\n```\n", re.DOTALL)
 
 
@@ -41,7 +39,7 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
         page.meta["search"] = {"boost": 0.5}
     source = _source(uri)
     parts = [
-        part if fenced else _rewrite(_COMMENT.sub("", part), source, config)
+        part if fenced else _rewrite(without_comments(part), source, config)
         for part, fenced in split_fences(text)
     ]
     return indent_lists("".join(parts))
@@ -61,31 +59,6 @@ def _source(uri: str) -> str:
     """Return the path in the repository of a page's text."""
     made = {page: source for source, page in REPOSITORY_PAGES.items() if page != "index.md"}
     return made.get(uri, f"docs/{uri}")
-
-
-def split_fences(text: str) -> list[tuple[str, bool]]:
-    """Return the parts of a page between and inside fenced blocks, and which are fenced.
-
-    A comment that has a fence in it stays one part.
-    """
-    parts: list[tuple[str, bool]] = []
-    lines: list[str] = []
-    fence, comment = "", False
-    for line in text.splitlines(keepends=True):
-        mark = _FENCE.match(line)
-        if fence:
-            lines.append(line)
-            if mark and mark[1].startswith(fence):
-                parts.append(("".join(lines), True))
-                lines, fence = [], ""
-        elif mark and not comment:
-            parts.append(("".join(lines), False))
-            lines, fence = [line], mark[1]
-        else:
-            comment = line.rfind("<!--") > line.rfind("-->") or (comment and "-->" not in line)
-            lines.append(line)
-    parts.append(("".join(lines), bool(fence)))
-    return parts
 
 
 def _rewrite(text: str, source: str, config: MkDocsConfig) -> str:
@@ -112,23 +85,3 @@ def _resolved(link: re.Match[str], source: str, config: MkDocsConfig) -> str:
         return label if (ROOT / place).exists() else link[0]  # mkdocs reports what is missing
     kind = "tree" if (ROOT / place).is_dir() else "blob"
     return f"[{label}]({config.repo_url.rstrip('/')}/{kind}/main/{place})"
-
-
-def indent_lists(text: str) -> str:
-    """Indent what belongs to items of lists by four columns for each level."""
-    lines: list[str] = []
-    offsets: list[int] = []  # columns of the texts of the items that contain the line
-    fence = ""
-    for line in text.splitlines(keepends=True):
-        indent = len(line) - len(line.lstrip(" "))
-        mark = _FENCE.match(line)
-        if line.strip() and not fence:
-            while offsets and indent < offsets[-1]:
-                offsets.pop()
-        shift = 4 * len(offsets) - (offsets[-1] if offsets else 0)
-        lines.append(line if not line.strip() else " " * max(0, indent + shift) + line.lstrip(" "))
-        if mark:
-            fence = "" if fence and mark[1].startswith(fence) else fence or mark[1]
-        elif not fence and (item := _ITEM.match(line)) and (offsets or indent < 4):
-            offsets.append(item.end())
-    return "".join(lines)
