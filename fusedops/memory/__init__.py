@@ -1,4 +1,4 @@
-"""The memory of training: what of a forward pass is kept, computed again or moved.
+"""Activation memory: which tensors of a forward are saved, recomputed or offloaded.
 
     from fusedops import memory
     memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))

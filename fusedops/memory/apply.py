@@ -70,7 +70,7 @@ class WrappedLayer:
 def apply(
     model: nn.Module, policy: Policy, *, offload_settings: OffloadSettings | None = None
 ) -> None:
-    """Let a model keep, compute again or move what its forward saves, as a policy says.
+    """Save, recompute or offload what the forward of a model saves, as a policy says.
 
     Loss and gradients keep their bits, except where the policy says ``lower``. A policy that was
     applied before is taken off first.
@@ -79,7 +79,7 @@ def apply(
         model: any module; a patched one must be patched before. Wrap it in DDP afterwards;
             ``fully_shard`` may come before or after.
         policy: what to do.
-        offload_settings: how tensors travel to host memory and back.
+        offload_settings: how tensors are copied to host memory and back.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -110,7 +110,7 @@ def save(
     outputs: str | Iterable[str] = (),
     when: Callable[[SavedTensorInfo], bool] | None = None,
 ) -> MemoryRule:
-    """Keep tensors as they are: inside a recomputed module, or against an earlier rule.
+    """Save tensors unchanged: inside a recomputed module, or against an earlier rule.
 
     Args:
         modules: names of modules (``*`` stands for any part of a name between dots, ``**`` for any
@@ -147,7 +147,7 @@ def recompute(
     recompute_slice_activation: bool = False,
     group: Any = None,
 ) -> MemoryRule:
-    """Compute tensors again in the backward, once, instead of keeping them.
+    """Recompute tensors in the backward, once, instead of saving them.
 
     With ``modules`` alone each of these is a region: its inputs are kept and its forward runs a
     second time. With ``ops`` the results of these operators are recomputed from the operators'
@@ -222,7 +222,7 @@ def offload(
     outputs: str | Iterable[str] = (),
     when: Callable[[SavedTensorInfo], bool] | None = None,
 ) -> MemoryRule:
-    """Move tensors to host memory after the forward and back before the backward wants them.
+    """Offload tensors to host memory after the forward; prefetch them for the backward.
 
     Args:
         modules: as in ``save``.
@@ -253,7 +253,7 @@ def lower(
     outputs: str | Iterable[str] = (),
     when: Callable[[SavedTensorInfo], bool] | None = None,
 ) -> MemoryRule:
-    """Keep floating-point tensors in a narrower dtype. This changes the gradients.
+    """Save floating-point tensors in a narrower dtype. This changes the gradients.
 
     Args:
         modules: as in ``save``.
@@ -282,7 +282,7 @@ def lower(
 
 
 class Policy:
-    """Rules for the tensors that a forward pass keeps for its backward.
+    """Rules for the tensors that a forward pass saves for its backward.
 
     Two questions are asked of each tensor, and the last rule that fits answers; but rules that name
     single tensors (``ops``, ``outputs``, ``when``) come before those that name modules only.

@@ -30,7 +30,7 @@ from fusedops.memory.saved_tensors import SharedStorage
 @renamed(ahead=Renamed("prefetch_depth"))
 @dataclass(frozen=True)
 class OffloadSettings:
-    """How tensors travel to host memory and back.
+    """How tensors are copied to host memory and back.
 
     Args:
         prefetch_depth: layers whose tensors are fetched before the backward reaches them.
