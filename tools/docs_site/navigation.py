@@ -2,7 +2,7 @@
 
 ``page.md?`` is left out while ``docs/page.md`` is missing. ``folder/`` becomes the pages of the
 folder, ``index.md`` first and the others by name; a folder without pages is left out. A generated
-index is an entry of its own. Pages of the
+index is an entry of its own. The files of ``examples`` are published unchanged. Pages of the
 repository that are not in ``docs`` are made here, too (``REPOSITORY_PAGES``).
 """
 
@@ -49,7 +49,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             text = (ROOT / source).read_text()
             files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, "ops/index.md", content=ops_overview()))
+    for path in examples():
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
+
+
+def examples() -> list[str]:
+    """Return the paths of the examples, which the site offers as files next to the pages."""
+    files = (path for path in (ROOT / "examples").rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts
+    )
 
 
 def ops_overview() -> str:

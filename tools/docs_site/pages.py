@@ -2,8 +2,9 @@
 
 The same files are read in a plain checkout and by Python-Markdown, which differs from GitHub's:
 
-* Links to files outside ``docs`` lead to the page that the site makes of the file, else to the file
-  in the repository (``repo_url``); without a ``repo_url`` the text stays, without a link.
+* Links to files outside ``docs`` lead to the page that the site makes of the file, or to the file
+  if it is in ``examples``, else to the file in the repository (``repo_url``); without a ``repo_url``
+  the text stays, without a link.
 * HTML comments (``<!-- not run: ... -->``, ``<!-- run first: ... -->``) are removed.
 * What belongs to an item of a list is indented by four columns.
 * The docstring on the page of an op is rendered by mkdocstrings, so its arguments have anchors.
@@ -73,6 +74,8 @@ def _resolved(link: re.Match[str], source: str, config: MkDocsConfig) -> str:
         return f"{picture}[{inner}]({target})"
     place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
     page = REPOSITORY_PAGES.get(place)
+    if place.startswith("examples/") and (ROOT / place).is_file():
+        page = place
     if page is None and place.startswith("docs/"):
         page = place.removeprefix("docs/")
         if (ROOT / place).is_dir():
