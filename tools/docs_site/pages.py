@@ -3,8 +3,8 @@
 The same files are read in a plain checkout and by Python-Markdown, which differs from GitHub's:
 
 * Links to files outside ``docs`` lead to the page that the site makes of the file, or to the file
-  if it is in ``examples``, else to the file in the repository (``repo_url``); without a ``repo_url``
-  the text stays, without a link.
+  if it is in ``examples``, else to the file in the repository (``repo_url``). Without a
+  ``repo_url`` the text stays, without a link.
 * HTML comments (``<!-- not run: ... -->``, ``<!-- run first: ... -->``) are removed.
 * What belongs to an item of a list is indented by four columns.
 * The docstring on the page of an op is rendered by mkdocstrings, so its arguments have anchors.
