@@ -12,6 +12,9 @@
 | ``FUSEDOPS_SHARED_MEMORY`` | ``0``: processes of one machine communicate through sockets | ``1`` |
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` | torchrun's: which process of a run this is | alone |
+| ``LOCAL_WORLD_SIZE`` | torchrun's: processes on this machine | not known |
+| ``MASTER_ADDR``, ``MASTER_PORT`` | torchrun's: where the process of rank 0 listens | none |
+| ``SLURM_*`` | srun's, from which ``launch/job.py`` derives torchrun's | not in Slurm |
 | ``TORCHELASTIC_RESTART_COUNT`` | torchrun's: how often it restarted the run | 0 |
 | ``TORCH_FR_BUFFER_SIZE`` | torch's: collectives it remembers (``fusedops train`` sets it) | 0 |
 | ``OMP_NUM_THREADS`` | torch's: threads (``fusedops train --processes`` sets it) | all cores |
@@ -24,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from fusedops._core import checks
@@ -41,6 +44,8 @@ _KNOWN = (
     "SHARED_MEMORY",
     "TUNING",
 )
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The last two are
 # for tests and slow: they give the bits of AMX on any processor with AVX512_BF16. ``amx_emulated``
@@ -158,8 +163,41 @@ def launched() -> tuple[int, int, int] | None:
     """Return (rank, number of ranks, rank on this machine) of a process that torchrun started."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    rank = int(os.environ["RANK"])
-    return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
+    places = [os.environ[name] for name in ("RANK", "WORLD_SIZE")]
+    places.append(os.environ.get("LOCAL_RANK", places[0]))
+    if not all(place.isdecimal() for place in places):
+        return None  # launch/job.py reports it
+    rank, size, local = map(int, places)
+    return rank, size, local
+
+
+def job_variables() -> dict[str, str]:
+    """Return the variables of launchers that are set: torchrun's and Slurm's."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _LAUNCHED or name.startswith("SLURM_")
+    }
+
+
+def set_job_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of torchrun's in a process that another launcher started."""
+    os.environ.update(variables)
+
+
+def local_ranks() -> int | None:
+    """Return how many ranks the launcher has started on this machine; ``None``: it is not known."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdecimal() else None
+
+
+def is_first() -> bool:
+    """Return whether this process is the one of its job that reports, also before it has a rank."""
+    place = launched()
+    if place is None:
+        return os.environ.get("SLURM_PROCID", "0") == "0"
+    rank, size, _ = place
+    return rank == 0 or rank >= size  # the latter is a mistake that no other process sees
 
 
 def set_launched(rank: int, ranks: int) -> None:

@@ -20,7 +20,6 @@ def report_errors_once(*, lost: str = "") -> Iterator[None]:
     Args:
         lost: what can be done when other processes are gone, which every process reports.
     """
-    launched = env.launched()
     try:
         yield
     except Exception as error:
@@ -30,7 +29,7 @@ def report_errors_once(*, lost: str = "") -> Iterator[None]:
         if code is None:
             text = str(error).strip().splitlines()[0]
             print_message(f"fusedops: error: the other processes are gone ({text}){lost}")
-        elif launched is None or launched[0] == 0:
+        elif env.is_first():
             print_message(f"fusedops: error: {error}")
         raise SystemExit(code or 1) from None
 

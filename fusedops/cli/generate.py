@@ -96,10 +96,8 @@ def generate(
         _check_word("--device", device, _DEVICES)
         if beams > 1 and stops:
             raise files.UserError("--stop is not known to --beams, which only tokens end")
-        if env.launched() is None and processes > 1:
-            from fusedops.train import launch
-
-            raise SystemExit(launch(processes, sys.argv[1:]))
+        if processes > 1:
+            _launch(processes)
         from fusedops.generation import Options
         from fusedops.generation.load import load
         from fusedops.launch.processes import initialize_distributed
@@ -128,6 +126,16 @@ def generate(
             run.show(run.generate())
             if compare:
                 run.compare()
+
+
+def _launch(processes: int) -> None:
+    """Start the processes and leave with their exit code, unless a launcher has started them."""
+    from fusedops.launch.job import join_job
+    from fusedops.train import launch
+
+    join_job()
+    if env.launched() is None:
+        raise SystemExit(launch(processes, sys.argv[1:]))
 
 
 def _parallel_table(overrides: list[str]) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """``fusedops train``: trains the model of a configuration file, on one process or several.
 
 The work is ``fusedops.train``; here are the command line, the progress bar and the exit codes: 0
-when the run is done or was stopped and saved, 1 when it failed on the way, 2 for what the user can
-put right.
+when the run is done, ``--stop-code`` (0) when it was stopped and saved, 1 when it failed on the
+way, 2 for what the user can put right.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ def train(
         str, typer.Option(help="A JSON file of fusedops plan: take its first layout that fits.")
     ] = "",
     restarts: Annotated[int, typer.Option(min=0, help="Most restarts after a process failed.")] = 0,
+    stop_code: Annotated[
+        int, typer.Option(min=0, max=125, help="Exit code of a run that a signal stopped.")
+    ] = 0,
     example: Annotated[
         bool, typer.Option("--example", help="Write a commented configuration (train.toml).")
     ] = False,
@@ -57,10 +60,12 @@ def train(
             return
         if not config:
             raise files.UserError("which configuration? fusedops train --example writes one")
+        if stop_code in (1, 2):
+            raise files.UserError(f"--stop-code must not be {stop_code}, which reports an error")
         given = [*(_assignments(Path(plan)) if plan else ()), *(overrides or ())]
-        if env.launched() is None and (processes > 1 or restarts):
-            _launch(config, given, processes, restarts)
-        _train(config, given)
+        if processes > 1 or restarts:
+            _launch(config, given, processes, restarts, stop_code)
+        _train(config, given, stop_code)
 
 
 def _write_example(path: Path) -> None:
@@ -99,16 +104,28 @@ def _assignments(path: Path) -> list[str]:
     return [f"batch={sequences}", *assignments]
 
 
-def _launch(config: str, overrides: list[str], processes: int, restarts: int) -> None:
+def _launch(
+    config: str, overrides: list[str], processes: int, restarts: int, stop_code: int
+) -> None:
     """Start the processes and leave with their exit code."""
+    from fusedops.launch.job import join_job
     from fusedops.train import launch, load_config
 
+    join_job()
+    place = env.launched()
+    if place is not None:
+        raise files.UserError(
+            f"--processes and --restarts start processes, and the launcher has started {place[1]} "
+            "already: leave them out, or start one process on each machine"
+        )
     load_config(config, overrides)  # reports a mistake before any process starts
     given = [part for assignment in overrides for part in ("--set", assignment)]
-    raise SystemExit(launch(processes, ["train", config, *given], restarts=restarts))
+    given += ["--stop-code", str(stop_code)]
+    arguments = ["train", config, *given]
+    raise SystemExit(launch(processes, arguments, restarts=restarts, stop_code=stop_code))
 
 
-def _train(config: str, overrides: list[str]) -> None:
+def _train(config: str, overrides: list[str], stop_code: int) -> None:
     from fusedops import train
 
     logging.basicConfig(format="fusedops: %(message)s", level=logging.WARNING)
@@ -126,6 +143,8 @@ def _train(config: str, overrides: list[str]) -> None:
         raise SystemExit(1) from None
     if progress.began:
         print_message(_ending(result))
+    if not result.finished and stop_code:
+        raise SystemExit(stop_code)
 
 
 def _ending(result: TrainResult) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from fusedops._core import env, host
 from fusedops._core.checks import UnsupportedError
 from fusedops.launch.config_table import InputError
+from fusedops.launch.job import check_address, join_job
 from fusedops.parallel.collective_errors import raise_on_all
 from fusedops.parallel.comm import collectives
 
@@ -36,6 +38,8 @@ _GRACE_SECONDS = 30.0
 _REMEMBERED = 1000
 # A process gets one Ctrl-C twice, from its terminal and from its parent.
 _SAME_REQUEST_SECONDS = 2.0
+# SIGUSR1 does not exist on Windows.
+_STOPS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if os.name == "posix" else []))
 _FOR_EVER = timedelta(days=365)
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
@@ -79,18 +83,20 @@ class Ranks:
 
 @contextlib.contextmanager
 def initialize_distributed(device: str) -> Iterator[Ranks]:
-    """Join the processes that ``torchrun`` started, or run alone; ``device`` may be ``"auto"``.
+    """Join the processes that a launcher started, or run alone; ``device`` may be ``"auto"``.
 
     Raises:
-        InputError: there is no such device.
+        InputError: there is no such device, or the launcher's variables (``job.py``) are wrong.
     """
+    made = not dist.is_initialized()
+    if made:
+        join_job()
     rank, size, local = env.launched() or (0, 1, 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if count and device != "cpu" else "cpu"
     here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda" and local < count:
         torch.cuda.set_device(here)
-    made = not dist.is_initialized()
     if made:
         env.set_flight_records(_REMEMBERED)
         backend, store = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", _store()
@@ -100,6 +106,7 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), here, store)
         with ranks.together():  # one machine may have less than another
             _check_device(device, kind, local, count)
+        _check_nodes(ranks)
         yield ranks
     finally:
         if made:
@@ -112,6 +119,17 @@ def _check_device(device: str, kind: str, local: int, count: int) -> None:
     if kind == "cuda" and local >= count:
         raise InputError(
             f"{local + 1} processes on a machine need as many GPUs there, and torch sees {count}"
+        )
+
+
+def _check_nodes(ranks: Ranks) -> None:
+    """Raise on all ranks unless all nodes have as many: groups of ranks would straddle nodes."""
+    places = ranks.gathered((socket.gethostname(), env.local_ranks()))
+    if len({count for _, count in places}) > 1:
+        nodes = ", ".join(f"{count} on {name}" for name, count in dict.fromkeys(places))
+        raise InputError(
+            f"every node must have as many processes, got {nodes}: give torchrun the same "
+            "--nproc-per-node on all of them"
         )
 
 
@@ -137,25 +155,39 @@ def _store() -> dist.Store:
     The agent's store outlives them: without a prefix, restarted processes would read the addresses
     of dead ones.
     """
-    if env.launched() is None:
+    given, place = env.job_variables(), env.launched()
+    if place is None or (place[1] == 1 and "MASTER_ADDR" not in given):
         return dist.HashStore()
-    store, *_ = next(rendezvous("env://"))
+    check_address(given)
+    address = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
+    try:
+        store, *_ = next(rendezvous("env://"))
+    except dist.DistError as error:
+        first = place[0] == 0 and "EADDRINUSE" in str(error)
+        raise InputError(
+            f"another process listens on {address}: set MASTER_PORT to a free port"
+            if first
+            else f"process {place[0]} cannot reach rank 0 at {address}: is MASTER_ADDR the machine "
+            "of rank 0, has it started, and can this machine reach it?"
+        ) from None
     return dist.PrefixStore(f"fusedops-{env.restarts()}", store)
 
 
 class StopSignals:
-    """Notes SIGTERM and Ctrl-C instead of dying: the loop saves and ends after its step.
+    """Notes SIGTERM, SIGUSR1 and Ctrl-C instead of dying: the loop saves and ends after its step.
 
-    A second signal, later than two seconds, ends the process as ever.
+    A second SIGTERM or Ctrl-C, later than two seconds, ends the process. SIGUSR1 is what Slurm
+    sends before the time limit (``--signal=USR1@90``); the SIGTERM at the limit may then arrive
+    while the process saves, and does not end it.
     """
 
     def __init__(self) -> None:
         self.asked = False
-        self._since = 0.0
+        self._since: float | None = None  # when SIGTERM or Ctrl-C arrived first
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOPS:
             # Only the main thread may; elsewhere a run is stopped by its caller.
             with contextlib.suppress(ValueError):
                 self._before[number] = signal.signal(number, self._note)
@@ -166,27 +198,32 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.asked and now - self._since > _SAME_REQUEST_SECONDS:
+        now, self.asked = time.monotonic(), True
+        if number not in (signal.SIGTERM, signal.SIGINT):
+            return
+        if self._since is None:
+            self._since = now
+        elif now - self._since > _SAME_REQUEST_SECONDS:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
-        elif not self.asked:
-            self.asked, self._since = True, now
 
 
-def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
+def launch(
+    processes: int, arguments: Sequence[str], *, restarts: int = 0, stop_code: int = 0
+) -> int:
     """Run ``fusedops`` with these arguments on several processes of this machine.
 
-    What ``torchrun --nproc-per-node N -m fusedops ARGUMENTS`` does; SIGTERM and Ctrl-C are passed
-    on, and this process waits until the others have saved, however long that takes.
+    What ``torchrun --nproc-per-node N -m fusedops ARGUMENTS`` does; SIGTERM, SIGUSR1 and Ctrl-C are
+    passed on, and this process waits until the others have saved, however long that takes.
 
     Args:
         processes: the number of processes.
         arguments: the arguments of the command.
         restarts: how often all are restarted when one fails.
+        stop_code: the exit code of a process that was asked to stop and has saved.
 
     Returns:
-        The exit code: 0, or the first one of a process that failed.
+        The exit code: 0, ``stop_code``, or the first one of a process that failed.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -197,8 +234,8 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     options = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     # The agent would give processes thirty seconds to write a checkpoint.
     options += ["--signals-to-handle=SIGQUIT", "-m", "fusedops", *arguments]
-    passing = _Passing()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    passing = _Passing(stop_code)
+    for number in _STOPS:
         signal.signal(number, passing)
     try:
         run(parse_args(options))
@@ -231,8 +268,8 @@ class _Passing:
     The agent must not see them end: it would take that for a failure, and restart them.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, stop_code: int) -> None:
+        self.count, self._stop_code = 0, stop_code
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: the first, or one that comes while another is handled."""
@@ -248,7 +285,7 @@ class _Passing:
             gone, alive = psutil.wait_procs(alive, timeout=1.0)
             codes += [process.returncode or 0 for process in gone]
             # One that had not come as far as to note the signal leaves the others without it.
-            if any(codes) and since is None:
+            if set(codes) - {0, self._stop_code} and since is None:
                 since = time.monotonic()
             if since is not None and time.monotonic() - since > _GRACE_SECONDS:
                 for process in alive:
@@ -258,11 +295,12 @@ class _Passing:
 
     def code(self, codes: list[int]) -> int:
         """Return the exit code of processes that were asked to stop; tell what they could not."""
-        failed = [code for code in codes if code > 0]
-        killed = any(codes) or not codes
+        failed = [code for code in codes if code > 0 and code != self._stop_code]
+        killed = any(code < 0 for code in codes) or not codes
         if failed or (killed and self.count > 1):
             return failed[0] if failed else 1
         if killed:
             message = "stopped before the first step; the same command starts or resumes it"
             print(f"fusedops: {message}", file=sys.stderr)
-        return 0
+            return self._stop_code
+        return max(codes)

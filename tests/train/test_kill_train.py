@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,34 +9,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from command_runs import assert_same_end, num_steps, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS = 40
-CONFIG = """
-out = "{folder}/run"
-steps = 40
-batch = 4
-device = "cpu"
-tune_host = false
-model = {{ preset = "tiny-gpt2", dropout = 0.1, attention_dropout = 0.1 }}
-data = {{ train = ["{folder}/text.txt"], seq_len = 64 }}
-checkpoint = {{ every = 7 }}
-log = {{ every = 1, peak_tflops = 1.0 }}
-"""
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("".join(f"{n} and {n} is {2 * n}.\n" for n in range(900)))
-    path = tmp_path / "train.toml"
-    path.write_text(CONFIG.format(folder=tmp_path))
-    return path
+    return write_config(tmp_path, STEPS)
 
 
 def command(file: Path, out: str, *more: str) -> list[str]:
@@ -53,8 +36,7 @@ def interrupted(
     The second checkpoint, after step 14, waits for the first to be whole.
     """
     started = subprocess.Popen(command(file, out, *more), stderr=subprocess.PIPE, text=True)
-    metrics = file.parent / out / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 15):
+    while num_steps(file.parent / out) < 15:
         assert started.poll() is None
         time.sleep(0.05)
     action(psutil.Process(started.pid))
@@ -68,32 +50,10 @@ def kill_second_rank(parent: psutil.Process) -> None:
             child.kill()
 
 
-def state(folder: Path) -> dict[str, Any]:
-    """Return all tensors of the last checkpoint."""
-    last = sorted((folder / "checkpoints").glob("step-*"))[-1]
-    assert last.name == f"step-{STEPS:010d}.0"
-    dcp_to_torch_save(last, folder / "all.pt")
-    return torch.load(folder / "all.pt", weights_only=False)
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def losses(folder: Path) -> list[float]:
-    return [json.loads(each)["loss"] for each in (folder / "metrics.jsonl").open()]
-
-
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(file: Path) -> None:
     folder = file.parent
     done = subprocess.run(command(file, "whole"), capture_output=True, text=True)
     assert done.returncode == 0 and f"done: {STEPS} steps" in done.stderr, done.stderr
-    wanted = state(folder / "whole")
-
     code, told = interrupted(file, "killed", kill_second_rank)
     assert code == 1 and "process 1 was killed: SIGKILL" in told and "Traceback" not in told
     done = subprocess.run(command(file, "killed"), capture_output=True, text=True)
@@ -107,9 +67,15 @@ def test_a_run_that_is_interrupted_ends_with_the_same_bits(file: Path) -> None:
     done = subprocess.run(command(file, "stopped"), capture_output=True, text=True)
     assert done.returncode == 0
 
-    for out in ("killed", "restarted", "stopped"):
-        assert equal(state(folder / out), wanted), out
-        assert losses(folder / out) == losses(folder / "whole"), out
+    code, report = interrupted(
+        file, "requeued", lambda parent: os.kill(parent.pid, signal.SIGUSR1), "--stop-code", "75"
+    )
+    assert code == 75 and "stopped at step " in report and "Traceback" not in report, report
+    done = subprocess.run(command(file, "requeued", "--stop-code", "75"), capture_output=True)
+    assert done.returncode == 0
+
+    for out in ("killed", "restarted", "stopped", "requeued"):
+        assert_same_end(folder / out, folder / "whole", STEPS)
 
 
 def test_sigterm_before_the_first_step_ends_the_command(file: Path) -> None:

@@ -72,6 +72,13 @@ def communication(
         bytes_of = sizes(_bytes(least), _bytes(most))
         if not bytes_of:
             raise files.UserError(f"no power of two lies from --least {least} to --most {most}")
+        from fusedops.launch.config_table import InputError
+        from fusedops.launch.job import join_job
+
+        try:
+            join_job()
+        except InputError as error:
+            raise files.UserError(str(error)) from None
         if env.launched() is None:
             from fusedops.launch.processes import launch
 

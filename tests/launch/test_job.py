@@ -1,0 +1,186 @@
+"""The place of a process in its job, from the variables of launchers, and their mistakes."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fusedops._core import env
+from fusedops.cli.main import app
+from fusedops.launch import job
+from fusedops.launch.config_table import InputError
+
+# As srun of Slurm 22.05 sets them for the third of four processes on two nodes.
+SLURM = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of launchers, and those that a test sets afterwards."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in env.job_variables():
+        del os.environ[name]
+
+
+def test_srun_says_rank_world_and_address() -> None:
+    place = job.from_slurm(SLURM)
+    assert place.pop("MASTER_PORT") == str(20000 + 16 * 12 + 3)
+    assert place == {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu08",
+    }
+
+
+def test_address_and_port_of_the_user_win() -> None:
+    given = SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"}
+    place = job.from_slurm(given)
+    assert (place["MASTER_ADDR"], place["MASTER_PORT"]) == ("10.0.0.1", "4321")
+
+
+def test_steps_of_a_job_and_jobs_of_a_node_have_ports_of_their_own() -> None:
+    jobs = [SLURM | {"SLURM_JOB_ID": str(number)} for number in range(1000, 1500)]
+    steps = [SLURM | {"SLURM_STEP_ID": str(number)} for number in range(16)]
+    for cases in (jobs, steps):
+        ports = [int(job.from_slurm(case)["MASTER_PORT"]) for case in cases]
+        assert len(set(ports)) == len(ports)
+        assert min(ports) >= 20000 and max(ports) < 32768
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"},  # a batch script
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # salloc's shell
+    ],
+)
+def test_without_several_tasks_of_srun_a_process_is_alone(given: dict[str, str]) -> None:
+    assert job.from_slurm(given) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("gpu1", ["gpu1"]),
+        ("a,b-2,c", ["a", "b-2", "c"]),
+        ("gpu[1-3]", ["gpu1", "gpu2", "gpu3"]),
+        ("gpu[098-101,7],login", ["gpu098", "gpu099", "gpu100", "gpu101", "gpu7", "login"]),
+        ("r[1-2]n[01-02].x", ["r1n01.x", "r1n02.x", "r2n01.x", "r2n02.x"]),
+        ("127.0.0.[1-2]", ["127.0.0.1", "127.0.0.2"]),
+    ],
+)
+def test_lists_of_nodes(text: str, names: list[str]) -> None:
+    assert job.node_names(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "gpu[1-", "gpu[a-b]", "gpu1]"])
+def test_a_list_of_nodes_in_another_notation_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=re.escape("SLURM_STEP_NODELIST must be as in gpu[08-10")):
+        job.node_names(text)
+
+
+def test_numbers_of_tasks() -> None:
+    assert job.tasks_per_node("1") == [1]
+    assert job.tasks_per_node("2(x3),1,4(x2)") == [2, 2, 2, 1, 4, 4]
+    with pytest.raises(InputError, match=r"must be as in 2\(x3\),1, got '2\(3\)'"):
+        job.tasks_per_node("2(3)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"SLURM_PROCID": "4"}, "SLURM_PROCID=4 contradicts SLURM_STEP_NUM_TASKS=4"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID must be an integer of at least 0, got 'x'"),
+        ({"SLURM_STEP_NUM_TASKS": "3"}, "Slurm's variables contradict each other: SLURM_STEP_NUM"),
+        ({"SLURM_STEP_NODELIST": "gpu08"}, "SLURM_STEP_NODELIST=gpu08; start the processes with"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "srun started 3, 1 processes on the nodes gpu08, "),
+        ({"SLURM_NODEID": "0"}, "give srun --distribution=block"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID must be an integer"),
+    ],
+)
+def test_variables_of_slurm_that_contradict_each_other(
+    changes: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        job.from_slurm(SLURM | changes)
+
+
+def test_a_variable_of_slurm_that_is_missing_is_named() -> None:
+    given = {name: value for name, value in SLURM.items() if name != "SLURM_NODEID"}
+    with pytest.raises(InputError, match="srun sets SLURM_NODEID, and here it is not set"):
+        job.from_slurm(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 contradicts WORLD_SIZE=2: it must be in 0 to 1"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK must be an integer of at least 0, got 'one'"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set, and 2 processes need it"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not set, and 2"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "70000"},
+            "MASTER_PORT must be in 1 to 65535, got 70000",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+            "LOCAL_RANK=1 contradicts LOCAL_WORLD_SIZE=1",
+        ),
+        (SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "1"}, "give srun --distribution=block"),
+    ],
+)
+@pytest.mark.usefixtures("alone")
+def test_a_mistake_of_the_launcher_is_one_line_of_the_command(
+    tmp_path: Path, given: dict[str, str], message: str
+) -> None:
+    (tmp_path / "text.txt").write_text("abc " * 400)
+    config = tmp_path / "train.toml"
+    config.write_text(
+        f"out = '{tmp_path}/run'\nsteps = 1\nbatch = 1\ndevice = 'cpu'\n"
+        f"[model]\npreset = 'tiny-gpt2'\n[data]\ntrain = ['{tmp_path}/text.txt']\nseq_len = 8\n"
+    )
+    os.environ.update(given)
+    done = CliRunner().invoke(app, ["train", str(config)])
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("fusedops: error: ") and message in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_only_the_first_task_reports(tmp_path: Path) -> None:
+    os.environ.update(SLURM | {"SLURM_PROCID": "1"})
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "none.toml"), "--processes", "2"])
+    assert done.exit_code == 2 and not done.stderr
+
+
+@pytest.mark.usefixtures("alone")
+def test_processes_of_a_launcher_start_no_processes(tmp_path: Path) -> None:
+    os.environ.update(SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"})
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "none.toml"), "--processes", "2"])
+    assert done.exit_code == 2
+    assert "the launcher has started 4 already" in done.stderr
+
+
+def test_a_stop_code_is_none_of_an_error() -> None:
+    done = CliRunner().invoke(app, ["train", "none.toml", "--stop-code", "2"])
+    assert done.exit_code == 2 and "--stop-code must not be 2" in done.stderr
