@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,15 @@ def write_config(folder: Path, steps: int) -> Path:
     path = folder / "train.toml"
     path.write_text(CONFIG.format(folder=folder, steps=steps))
     return path
+
+
+def run_uninterrupted(config: Path, out: str) -> Path:
+    """Train on two processes of ``--processes``, and return the run's folder."""
+    run = config.parent / out
+    words = [sys.executable, "-m", "fusedops", "train", str(config), "--processes", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*words, "--set", f"out={run}"], check=True, env=environment)
+    return run
 
 
 def num_steps(run: Path) -> int:

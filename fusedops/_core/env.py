@@ -14,6 +14,7 @@
 | ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` | torchrun's: which process of a run this is | alone |
 | ``LOCAL_WORLD_SIZE`` | torchrun's: processes on this machine | not known |
 | ``MASTER_ADDR``, ``MASTER_PORT`` | torchrun's: where the process of rank 0 listens | none |
+| ``PET_NNODES`` | torchrun's own: ``--processes`` is for each of so many machines | 1 |
 | ``SLURM_*`` | srun's, from which ``launch/job.py`` derives torchrun's | not in Slurm |
 | ``TORCHELASTIC_RESTART_COUNT`` | torchrun's: how often it restarted the run | 0 |
 | ``TORCH_FR_BUFFER_SIZE`` | torch's: collectives it remembers (``fusedops train`` sets it) | 0 |
@@ -183,6 +184,11 @@ def job_variables() -> dict[str, str]:
 def set_job_variables(variables: Mapping[str, str]) -> None:
     """Set variables of torchrun's in a process that another launcher started."""
     os.environ.update(variables)
+
+
+def has_nodes() -> bool:
+    """Return whether torchrun's own variables say which of several machines this is."""
+    return bool(os.environ.get("PET_NNODES"))
 
 
 def local_ranks() -> int | None:

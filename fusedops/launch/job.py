@@ -114,11 +114,14 @@ def from_slurm(given: Mapping[str, str]) -> dict[str, str]:
             f"{', '.join(nodes)}: every node must have as many; give srun --ntasks-per-node"
         )
     rank, local = _integer(given, "SLURM_PROCID"), _integer(given, "SLURM_LOCALID")
-    node = _integer(given, "SLURM_NODEID")
-    if rank != node * counts[0] + local:
+    first = _integer(given, "SLURM_NODEID") * counts[0]
+    # All processes of the node see these, and refuse together.
+    ranks = given.get("SLURM_GTIDS", str(rank))
+    expected = ",".join(str(first + number) for number in range(counts[0]))
+    if rank != first + local or ranks not in (expected, str(rank)):
         raise InputError(
-            f"process {rank} is number {local} on node {node} with {counts[0]} processes on each: "
-            "ranks of a node must follow each other; give srun --distribution=block"
+            f"node {given['SLURM_NODEID']} has the processes {ranks}, and should have {expected}: "
+            "those of a node must follow each other; give srun --distribution=block"
         )
     return {
         "RANK": str(rank),

@@ -213,6 +213,9 @@ def launch(
 ) -> int:
     """Run ``fusedops`` with these arguments on several processes of this machine.
 
+    With ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR`` and ``PET_MASTER_PORT`` set, they
+    join those that other machines start.
+
     What ``torchrun --nproc-per-node N -m fusedops ARGUMENTS`` does; SIGTERM, SIGUSR1 and Ctrl-C are
     passed on, and this process waits until the others have saved, however long that takes.
 
@@ -231,7 +234,8 @@ def launch(
     env.set_threads(max(1, len(host.allowed_cpus()) // processes))
     # A failed process has reported why; the agent's tables of tracebacks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    options = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    options = [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    options += [] if env.has_nodes() else ["--standalone"]
     # The agent would give processes thirty seconds to write a checkpoint.
     options += ["--signals-to-handle=SIGQUIT", "-m", "fusedops", *arguments]
     passing = _Passing(stop_code)

@@ -47,6 +47,7 @@ ReturnToService=2
 KillWait=10
 OverTimeLimit=0
 JobRequeue=1
+SchedulerParameters=sched_interval=2,bf_interval=2
 {nodes}
 PartitionName=test Nodes=127.0.0.[1-2] Default=YES MaxTime=INFINITE State=UP
 """
@@ -96,7 +97,22 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             if name == "munged":
                 _wait(lambda: (folder / "munge.socket").exists(), "munged", folder)
         _wait(lambda: _idle_nodes(environment) == len(NODES), "slurmd", folder)
-        yield environment
+        try:
+            yield environment
+        finally:
+            _cancel_jobs(environment)
+
+
+def _cancel_jobs(environment: dict[str, str]) -> None:
+    """End all jobs: they would survive the daemons."""
+    subprocess.run(["scancel", "--user=root"], env=environment, check=False)
+    end = time.monotonic() + _END_SECONDS
+    while time.monotonic() < end:
+        words = ["squeue", "--noheader"]
+        done = subprocess.run(words, env=environment, capture_output=True, check=False)
+        if not done.stdout.strip():
+            return
+        time.sleep(0.2)
 
 
 def _program(name: str) -> str | None:

@@ -11,7 +11,6 @@ import errno
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import network_namespaces
 import psutil
 import pytest
 import torch
@@ -346,37 +346,8 @@ def test_a_rank_that_is_killed_while_it_generates_ends_the_others(tmp_path: Path
 
 @pytest.fixture
 def two_machines() -> Iterator[list[list[str]]]:
-    """Give the commands that run something on each of two machines with a link between them.
-
-    They are network namespaces inside of one of a user of our own: that needs no privilege where
-    the system allows it.
-    """
-    if shutil.which("unshare") is None or shutil.which("ip") is None:
-        pytest.skip("unshare and ip are not installed")
-    names: list[subprocess.Popen[bytes]] = []
-    enters: list[list[str]] = []
-    try:
-        for outside in (["unshare", "-Urn"], None):
-            start = outside or [*enters[0], "unshare", "-n"]
-            names.append(subprocess.Popen([*start, "sleep", "100000"]))
-            time.sleep(1.0)
-            inner = psutil.Process(names[-1].pid)
-            pid = str((inner.children(recursive=True) or [inner])[-1].pid)
-            enters.append(["nsenter", "-t", pid, "-U", "-n", "--preserve-credentials"])
-        link = f"link add link0 type veth peer name link0 netns {pid}"
-        if subprocess.run([*enters[0], "ip", *link.split()], check=False).returncode:
-            pytest.skip("this system allows no network namespaces")
-        for number, enter in enumerate(enters):
-            for words in ("addr add 10.9.8.{}/24 dev link0", "link set link0 up", "link set lo up"):
-                given = words.format(number + 1).split()
-                subprocess.run([*enter, "ip", *given], check=True)
+    with network_namespaces.two_machines() as enters:
         yield enters
-    finally:
-        for name in names:
-            for child in psutil.Process(name.pid).children(recursive=True):
-                child.kill()
-            name.kill()
-            name.wait()
 
 
 @pytest.mark.slow

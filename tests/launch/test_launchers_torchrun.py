@@ -1,0 +1,120 @@
+"""``examples/launchers/torchrun.sh`` on two machines, which are network namespaces of this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import network_namespaces
+import psutil
+import pytest
+from command_runs import assert_same_end, num_steps, run_uninterrupted, write_config
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "launchers" / "torchrun.sh"
+PATIENCE_SECONDS = 300.0
+STEPS = 60
+
+
+@pytest.fixture
+def two_machines() -> Iterator[list[list[str]]]:
+    with network_namespaces.two_machines() as enters:
+        yield enters
+
+
+def start(
+    machines: list[list[str]], config: Path, processes: tuple[int, int] = (1, 1)
+) -> list[subprocess.Popen[str]]:
+    """Start the example on both machines."""
+    programs = config.parent / "bin"
+    programs.mkdir(exist_ok=True)
+    command = programs / "torchrun"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    command.chmod(0o755)
+    shared = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": network_namespaces.LINK,
+        "FUSEDOPS_SHARED_MEMORY": "0",  # two machines have none
+        "NODES": "2",
+        "MASTER_ADDR": network_namespaces.ADDRESSES[0],
+    }
+    return [
+        subprocess.Popen(
+            [*enter, str(SCRIPT), str(config)],
+            env=shared | {"NODE_RANK": str(node), "PROCESSES": str(processes[node])},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node, enter in enumerate(machines)
+    ]
+
+
+def wait_for_steps(config: Path, count: int) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while num_steps(config.parent / "run") < count:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def ended(agents: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Return the exit codes and messages of both machines, which must not hang."""
+    try:
+        messages = [agent.communicate(timeout=PATIENCE_SECONDS)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    return [(agent.returncode, text) for agent, text in zip(agents, messages, strict=True)]
+
+
+def kill_rank_1(agents: list[subprocess.Popen[str]]) -> None:
+    for child in psutil.Process(agents[1].pid).children(recursive=True):
+        if child.environ().get("RANK") == "1":
+            child.kill()
+
+
+def stop_both(agents: list[subprocess.Popen[str]]) -> None:
+    for agent in agents:
+        agent.send_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("interrupt", [kill_rank_1, stop_both])
+def test_a_run_on_two_machines_that_is_interrupted_ends_with_the_same_bits(
+    two_machines: list[list[str]],
+    tmp_path: Path,
+    interrupt: Callable[[list[subprocess.Popen[str]]], None],
+) -> None:
+    config = write_config(tmp_path, STEPS)
+    agents = start(two_machines, config)
+    wait_for_steps(config, 15)
+    interrupt(agents)
+    reports = ended(agents)
+    if interrupt is stop_both:
+        assert "stopped at step " in reports[0][1], reports
+        assert num_steps(tmp_path / "run") < STEPS
+        reports = ended(start(two_machines, config))
+    assert [code for code, _ in reports] == [0, 0], reports
+    assert "resumes from step " in reports[0][1] and f"done: {STEPS} steps" in reports[0][1]
+    assert_same_end(tmp_path / "run", run_uninterrupted(config, "reference"), STEPS)
+
+
+def test_unlike_numbers_of_processes_are_one_line(
+    two_machines: list[list[str]], tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, STEPS)
+    reports = ended(start(two_machines, config, (1, 2)))
+    lines = [
+        line
+        for _, text in reports
+        for line in text.splitlines()
+        if line.startswith("fusedops: error: ")
+    ]
+    assert lines and all("every node must have as many processes, got 1 on" in x for x in lines)
+    assert not (tmp_path / "run").exists()
