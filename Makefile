@@ -33,7 +33,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
-        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check site-requirements clean clean-venv
+        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check site-requirements clean clean-venv test-launchers
 
 setup: .venv/.editable .venv/.models native
 
@@ -174,6 +174,21 @@ test-clients: $(CLIENTS)/.packages native
 	rm -f docs/reports/trainers.json
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
+
+# Slurm, Ray Train, torchrun on two machines and Kubernetes (docs/launching.md), in an environment of
+# its own that has the packages of .venv as well. What cannot run here is skipped, with its reason:
+# apt-get install slurm-wlm munge iproute2
+LAUNCHERS := build/launchers
+$(LAUNCHERS)/.packages: tests/launch/requirements.txt .venv/.packages
+	test -x $(LAUNCHERS)/venv/bin/python || $(PYTHON) -m venv $(LAUNCHERS)/venv
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  $$($(LAUNCHERS)/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth
+	$(LAUNCHERS)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  $(PIP_FLAGS) -r $<
+	@touch $@
+
+test-launchers: $(LAUNCHERS)/.packages native
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(LAUNCHERS)/venv/bin/python -m pytest -q tests/launch
 
 # What `patch` fuses in models of other libraries, and whether it computes the same: writes
 # docs/reports/libraries.json, and docs/coverage.md from it.

@@ -29,7 +29,7 @@ def report_errors_once(*, lost: str = "") -> Iterator[None]:
         if code is None:
             text = str(error).strip().splitlines()[0]
             print_message(f"fusedops: error: the other processes are gone ({text}){lost}")
-        elif env.is_first():
+        elif env.is_first() or _is_of_one_process(error):
             print_message(f"fusedops: error: {error}")
         raise SystemExit(code or 1) from None
 
@@ -51,7 +51,14 @@ def _code(error: Exception) -> int | None:
     from fusedops.generation import NonFiniteLogitsError
 
     failures = CheckpointError, GuardError, NonFiniteLogitsError
-    return 1 if isinstance(error, failures) else None
+    return 1 if isinstance(error, failures) or _is_of_one_process(error) else None
+
+
+def _is_of_one_process(error: Exception) -> bool:
+    """Whether each process that gets this error has to report it."""
+    from fusedops.launch.job import RendezvousError
+
+    return isinstance(error, RendezvousError)
 
 
 def _is_lost(error: Exception) -> bool:

@@ -18,6 +18,10 @@ _FIRST_PORT, _PORTS = 20000, 12000
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 
 
+class RendezvousError(RuntimeError):
+    """The processes of a job do not reach each other; each of them reports it."""
+
+
 def join_job() -> None:
     """Set the variables of ``torch.distributed`` in a process that ``srun`` started; check them.
 

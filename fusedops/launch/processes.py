@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from fusedops._core import env, host
 from fusedops._core.checks import UnsupportedError
 from fusedops.launch.config_table import InputError
-from fusedops.launch.job import check_address, join_job
+from fusedops.launch.job import RendezvousError, check_address, join_job
 from fusedops.parallel.collective_errors import raise_on_all
 from fusedops.parallel.comm import collectives
 
@@ -40,6 +41,8 @@ _REMEMBERED = 1000
 _SAME_REQUEST_SECONDS = 2.0
 # SIGUSR1 does not exist on Windows.
 _STOPS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if os.name == "posix" else []))
+# In which rank 0 must listen: nodes start one after the other, and may have to load an image first.
+_CONNECTION = timedelta(minutes=10)
 _FOR_EVER = timedelta(days=365)
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
@@ -87,6 +90,7 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
 
     Raises:
         InputError: there is no such device, or the launcher's variables (``job.py``) are wrong.
+        RendezvousError: this process cannot reach the others.
     """
     made = not dist.is_initialized()
     if made:
@@ -161,12 +165,17 @@ def _store() -> dist.Store:
     check_address(given)
     address = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
     try:
-        store, *_ = next(rendezvous("env://"))
+        store, *_ = next(rendezvous("env://", timeout=_CONNECTION))
+        store.set_timeout(default_pg_timeout)
     except dist.DistError as error:
-        first = place[0] == 0 and "EADDRINUSE" in str(error)
-        raise InputError(
-            f"another process listens on {address}: set MASTER_PORT to a free port"
-            if first
+        if "EADDRINUSE" in str(error):
+            message = f"another process listens on {address}: set MASTER_PORT to a free port"
+            raise InputError(message) from None
+        seconds = _CONNECTION.total_seconds()
+        raise RendezvousError(
+            f"not all of {place[1]} processes came to {address} within {seconds:g} seconds: have "
+            "all machines started theirs, and can they reach this one?"
+            if place[0] == 0
             else f"process {place[0]} cannot reach rank 0 at {address}: is MASTER_ADDR the machine "
             "of rank 0, has it started, and can this machine reach it?"
         ) from None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from fusedops._core import env
+from fusedops.cli.errors import report_errors_once
 from fusedops.cli.main import app
-from fusedops.launch import job
+from fusedops.launch import job, processes
 from fusedops.launch.config_table import InputError
+from fusedops.launch.processes import initialize_distributed
 
 # As srun of Slurm 22.05 sets them for the third of four processes on two nodes.
 SLURM = {
@@ -184,3 +188,56 @@ def test_processes_of_a_launcher_start_no_processes(tmp_path: Path) -> None:
 def test_a_stop_code_is_none_of_an_error() -> None:
     done = CliRunner().invoke(app, ["train", "none.toml", "--stop-code", "2"])
     assert done.exit_code == 2 and "--stop-code must not be 2" in done.stderr
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+        with pytest.raises(InputError) as caught, initialize_distributed("cpu"):
+            pass
+    message = f"another process listens on localhost:{port}: set MASTER_PORT to a free port"
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no-such-machine.invalid"])
+@pytest.mark.usefixtures("alone")
+def test_a_rank_0_that_cannot_be_reached_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    monkeypatch.setattr(processes, "_CONNECTION", timedelta(seconds=2))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=str(port))
+    with (
+        pytest.raises(SystemExit) as caught,
+        report_errors_once(),
+        initialize_distributed("cpu"),
+    ):
+        pass
+    (line,) = capsys.readouterr().err.splitlines()
+    start = f"fusedops: error: process 1 cannot reach rank 0 at {address}:{port}: "
+    assert caught.value.code == 1 and line.startswith(start)
+
+
+@pytest.mark.usefixtures("alone")
+def test_rank_0_reports_that_others_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_CONNECTION", timedelta(seconds=1))
+    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    message = "not all of 2 processes came to localhost:.* within 1 seconds"
+    with pytest.raises(job.RendezvousError, match=message), initialize_distributed("cpu"):
+        pass
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_process_needs_no_address() -> None:
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    with initialize_distributed("cpu") as ranks:
+        assert (ranks.rank, ranks.size) == (0, 1)
