@@ -163,8 +163,8 @@ def node_names(text: str) -> list[str]:
         InputError: it is another notation.
 
     Example:
-        >>> node_names("login,gpu[08-10,12]-ib")
-        ['login', 'gpu08-ib', 'gpu09-ib', 'gpu10-ib', 'gpu12-ib']
+        >>> node_names("login,gpu[08-10,12]")
+        ['login', 'gpu08', 'gpu09', 'gpu10', 'gpu12']
     """
     if text.count("[") != text.count("]") or not text.strip():
         raise InputError(f"SLURM_STEP_NODELIST must be as in gpu[08-10,12], got {text!r}")

@@ -45,6 +45,7 @@ def start(
         "FUSEDOPS_SHARED_MEMORY": "0",  # two machines have none
         "NODES": "2",
         "MASTER_ADDR": network_namespaces.ADDRESSES[0],
+        "RESTARTS": "1" if processes == (1, 1) else "0",  # a mistake is not mended by one
     }
     return [
         subprocess.Popen(
