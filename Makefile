@@ -33,7 +33,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
-        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check site-requirements clean clean-venv test-launchers
+        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check site-requirements clean clean-venv test-launchers test-kernels-hub
 
 setup: .venv/.editable .venv/.models native
 
@@ -175,20 +175,34 @@ test-clients: $(CLIENTS)/.packages native
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
 
+# An environment that has the packages of .venv, and those of a file of requirements.
+SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+define ADDED_PACKAGES
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(BIN)/python $(SITE) > $$($(1)/bin/python $(SITE))/shared.pth
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $(2)
+endef
+
 # Slurm, Ray Train, torchrun on two machines and Kubernetes (docs/launching.md), in an environment of
 # its own that has the packages of .venv as well. What cannot run here is skipped, with its reason:
 # apt-get install slurm-wlm munge iproute2
 LAUNCHERS := build/launchers
 $(LAUNCHERS)/.packages: tests/launch/requirements.txt .venv/.packages
-	test -x $(LAUNCHERS)/venv/bin/python || $(PYTHON) -m venv $(LAUNCHERS)/venv
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
-	  $$($(LAUNCHERS)/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth
-	$(LAUNCHERS)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-	  $(PIP_FLAGS) -r $<
+	$(call ADDED_PACKAGES,$(LAUNCHERS)/venv,$<)
 	@touch $@
 
 test-launchers: $(LAUNCHERS)/.packages native
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(LAUNCHERS)/venv/bin/python -m pytest -q tests/launch
+
+# The package of the kernels hub (docs/kernels_hub.md), loaded with Hugging Face's kernels.
+HUB := build/hub
+$(HUB)/.packages: tests/integrations/hub_requirements.txt .venv/.packages
+	$(call ADDED_PACKAGES,$(HUB)/venv,$<)
+	@touch $@
+
+test-kernels-hub: $(HUB)/.packages native
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(HUB)/venv/bin/python -m pytest -q \
+	  tests/integrations/test_hub_package.py
 
 # What `patch` fuses in models of other libraries, and whether it computes the same: writes
 # docs/reports/libraries.json, and docs/coverage.md from it.

@@ -63,7 +63,8 @@ def train(
         if stop_code in (1, 2):
             raise files.UserError(f"--stop-code must not be {stop_code}, which reports an error")
         given = [*(_assignments(Path(plan)) if plan else ()), *(overrides or ())]
-        if processes > 1 or restarts:
+        one_of_several = env.has_nodes() and env.launched() is None
+        if processes > 1 or restarts or one_of_several:
             _launch(config, given, processes, restarts, stop_code)
         _train(config, given, stop_code)
 
