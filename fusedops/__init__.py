@@ -3,21 +3,16 @@
     import fusedops
     print(fusedops.patch(model))
 
-The import does not need Triton, a compiler, transformers or a GPU: fewer backends are available
-without them (``fusedops doctor`` lists them).
+The import registers ``torch.ops.fusedops.*``. It does not need Triton, a compiler, transformers or
+a GPU: fewer backends are available without them (``fusedops doctor`` lists them). Only in the
+process of the command line does it leave torch to the subcommand that needs it.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
-
-from fusedops import ops
-from fusedops._core import backends as _backends
-from fusedops._core.backends import counters, reset_counters, resolve, use_backend
-from fusedops._core.checks import UnsupportedError
-from fusedops._core.library import tag_compiled_code as _tag_compiled_code
-from fusedops.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
     from fusedops import (
@@ -51,17 +46,22 @@ __version__ = "0.1.0"
 
 # Imported when first used: the rest of the package does without them.
 _LAZY = {
+    "UnsupportedError": "fusedops._core.checks",
     "auto_parallel": "fusedops.planner.sharding",
     "checkpoint": "fusedops.checkpoint",
+    "counters": "fusedops._core.backends",
     "generate": "fusedops.generation",
     "generation": "fusedops.generation",
     "memory": "fusedops.memory",
     "models": "fusedops.models",
     "nn": "fusedops.nn",
+    "ops": "fusedops.ops",
     "optim": "fusedops.optim",
     "parallel": "fusedops.parallel",
     "parity": "fusedops.parity",
     "planner": "fusedops.planner",
+    "reset_counters": "fusedops._core.backends",
+    "resolve": "fusedops._core.backends",
     "testing": "fusedops.testing",
     "train": "fusedops.train",
     "tune_host": "fusedops._core.host",
@@ -73,6 +73,7 @@ _LAZY = {
     "PatchReport": "fusedops.integrations",
     "register_attention": "fusedops.integrations",
     "register_experts": "fusedops.integrations",
+    "use_backend": "fusedops._core.backends",
     "verify": "fusedops.testing",
 }
 
@@ -105,16 +106,38 @@ __all__ = [
     "use_backend",
     "verify",
 ]
-__all__ += ops.__all__
 
-_backends.start()
-_tag_compiled_code()
+
+def _runs_command() -> bool:
+    """Return whether this process was started as ``fusedops`` or ``python -m fusedops``."""
+    if "fusedops_command" in sys.modules:
+        return True
+    # While Python locates the module of -m, sys.argv[0] is "-m" and the arguments follow it.
+    if sys.argv[:1] != ["-m"]:
+        return False
+    module = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
+    return module in ("fusedops", "fusedops.__main__", "fusedops.cli.main")
+
+
+_RUNS_COMMAND = _runs_command()
+
+if TYPE_CHECKING or not _RUNS_COMMAND:
+    from fusedops import ops
+    from fusedops._core.backends import counters, reset_counters, resolve, use_backend
+    from fusedops._core.checks import UnsupportedError
+    from fusedops.ops import *  # noqa: F403
+
+    __all__ += ops.__all__
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         module = importlib.import_module(_LAZY[name])
         return module if _LAZY[name] == f"fusedops.{name}" else getattr(module, name)
+    if _RUNS_COMMAND and not name.startswith("__"):
+        operators = importlib.import_module("fusedops.ops")
+        if name in operators.__all__:
+            return getattr(operators, name)
     raise AttributeError(f"module 'fusedops' has no attribute {name!r}")
 
 

@@ -7,7 +7,6 @@ function, before anything is computed or written.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
@@ -15,11 +14,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from fusedops._core.spelling import nearest
+
 # What kernels and references compute with. Torch calls float8 floating too, and can only cast it.
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STRIDED = torch.strided
-# Likeness of a misspelt word to a known one, from 0 to 1, from which on the known one is suggested.
-_CUTOFF = 0.5
 
 
 class UnsupportedError(RuntimeError):
@@ -146,12 +145,6 @@ def _size(op: str, argument: str, value: Any) -> None:
             operator.index(value)  # an integer of numpy has one, as torch's own functions take it
             return
     raise TypeError(f"{op}: {argument} must be a tuple of ints, got {shown(value)} in it")
-
-
-def nearest(word: str, known: Collection[str]) -> str | None:
-    """Return the known word that a misspelt one is likely to mean, or ``None``."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=_CUTOFF)
-    return matches[0] if matches else None
 
 
 def choice(op: str, argument: str, value: Any, choices: Collection[str]) -> None:

@@ -31,8 +31,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from fusedops._core import checks
-
 _PREFIX = "FUSEDOPS_"
 _KNOWN = (
     "BACKEND",
@@ -82,6 +80,8 @@ def mistakes(backends: Collection[str]) -> list[str]:
     Args:
         backends: what ``FUSEDOPS_BACKEND`` may name.
     """
+    from fusedops._core import checks  # imports torch, which the command line does without
+
     choices = {
         "FUSEDOPS_BACKEND": backends,
         "FUSEDOPS_DISABLE_NATIVE": ("0", "1"),

@@ -1,4 +1,8 @@
-"""The ``fusedops`` command: one line per subcommand, each in its own module."""
+"""The ``fusedops`` command: one line per subcommand, each in its own module.
+
+Help, completion and usage errors must not wait for torch: the modules of the commands import it,
+and all of fusedops that needs it, inside of their functions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,6 @@ app = typer.Typer(
     name="fusedops",
     help="Fused transformer operators for PyTorch.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 

@@ -9,12 +9,11 @@ from dataclasses import asdict, replace
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fusedops.planner import Device
     from fusedops.planner.device import MeasuredLayer
     from fusedops.planner.evaluation import Evaluation, GroupRanking
@@ -38,6 +37,8 @@ def evaluate(path: str, out: str, device: str) -> None:
         for row, prediction in zip(rows, result.predictions, strict=True):
             writer.writerow({**row, **prediction.cells()})
         files.write_text(out, text.getvalue())
+    from rich.console import Console
+
     _show(result, Console())
     if out:
         print(f"wrote {out}")
@@ -136,6 +137,8 @@ def load(name: str) -> Device:
 
 
 def _show(result: Evaluation, console: Console) -> None:
+    from rich.table import Table
+
     missing = [prediction.why for prediction in result.predictions if prediction.step_s is None]
     errors = Table("source", "rows", "mean absolute error", title="Step time")
     for source, (error, count) in result.errors.items():

@@ -6,8 +6,8 @@ Below them stand the steps of the first layout's pipeline, if it has one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
     from fusedops.planner import TimedLayout, TimedPlan

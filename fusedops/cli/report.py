@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import http.server
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fusedops.terminal import files
+
+if TYPE_CHECKING:
+    import http.server
 
 _FILE = "report.html"
 
@@ -68,6 +70,7 @@ def make_server(
         port: 0: any that is free.
         every: seconds after which the browser loads the page again.
     """
+    import http.server
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops._core import env
-from fusedops.cli import train_memory
 from fusedops.cli.errors import print_message, report_errors_once
 from fusedops.terminal import files
 from fusedops.terminal.progress import make_bar
@@ -54,7 +53,6 @@ def train(
     """
     again = "; the same command resumes from the last checkpoint"
     with report_errors_once(lost=again):
-        files.check_environment()
         if example:
             _write_example(Path(config or "train.toml"))
             return
@@ -62,6 +60,7 @@ def train(
             raise files.UserError("which configuration? fusedops train --example writes one")
         if stop_code in (1, 2):
             raise files.UserError(f"--stop-code must not be {stop_code}, which reports an error")
+        files.check_environment()
         given = [*(_assignments(Path(plan)) if plan else ()), *(overrides or ())]
         one_of_several = env.has_nodes() and env.launched() is None
         if processes > 1 or restarts or one_of_several:
@@ -128,6 +127,7 @@ def _launch(
 
 def _train(config: str, overrides: list[str], stop_code: int) -> None:
     from fusedops import train
+    from fusedops.cli import train_memory
 
     logging.basicConfig(format="fusedops: %(message)s", level=logging.WARNING)
     if sys.__stderr__ is not None:
@@ -177,6 +177,8 @@ class _ProgressPrinter:
 
     def begin(self, run: Run) -> None:
         """Tell what is trained, and from which step it resumes."""
+        from fusedops.cli import train_memory
+
         self.began, self.run = True, run
         warning = train_memory.check_memory(run)
         self._every, self._steps = run.config.log.every, run.config.steps

@@ -1,8 +1,12 @@
 """Fused transformer ops as functions; all of them are also names of ``fusedops``.
 
 Each has one file, with the public function, the specification and the registration.
+
+The import registers all of ``torch.ops.fusedops``.
 """
 
+from fusedops._core import backends as _backends
+from fusedops._core.library import tag_compiled_code as _tag_compiled_code
 from fusedops.ops import (
     _flops,
     adamw,  # noqa: F401 for fusedops.optim
@@ -44,6 +48,8 @@ from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
 from fusedops.ops.swiglu import swiglu
 
 _flops.register()
+_backends.start()
+_tag_compiled_code()
 
 __all__ = [
     "RoutingPlan",

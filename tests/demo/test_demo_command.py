@@ -16,6 +16,7 @@ import torch
 import train_gpt2
 from gpt2_demo import report, training
 from gpt2_demo.corpus import Corpus
+from gpt2_demo.options import DEFAULTS
 from gpt2_demo.training import STOCK, Contender, Settings
 
 from fusedops.terminal.files import UserError
@@ -82,7 +83,7 @@ def test_nonsense_options_are_named(option: str, value: str, said: str) -> None:
 
 def test_options_are_completed_for_the_device() -> None:
     options = train_gpt2.parse_options(["--device", "cpu", "--layers", "3"])
-    defaults = train_gpt2.DEFAULTS["cpu"]
+    defaults = DEFAULTS["cpu"]
     assert (options.layers, options.hidden, options.steps) == (3, defaults.hidden, defaults.steps)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from fusedops._core import spelling
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
@@ -96,9 +97,7 @@ def check_known(word: str, known: Iterable[str], what: str) -> None:
     choices = list(known)
     if word in choices:
         return
-    from fusedops._core import checks
-
-    near = checks.nearest(word, choices)
+    near = spelling.nearest(word, choices)
     hint = f"did you mean {near}? " if near else ""
     raise files.UserError(f"unknown {what} {word!r}: {hint}known: {', '.join(choices)}")
 

@@ -1,0 +1,104 @@
+"""Help, usage errors and completion need no torch; elsewhere ``import fusedops`` registers all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+RUN_ALL = """
+import contextlib, io, json, os, sys
+import fusedops_command
+codes = {}
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["fusedops", *line.split()]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            fusedops_command.main()
+        except SystemExit as end:
+            codes[line] = end.code
+loaded = sorted({"torch", "numpy", "transformers", "matplotlib"} & set(sys.modules))
+print(json.dumps([codes, loaded]))
+"""
+COMMANDS = ("doctor", "plan", "train", "profile", "report", "generate", "demo", "bench")
+BENCHES = ("run", "models", "memory", "arena", "communication", "device", "scaling", "generate")
+HELP = [
+    "--help",
+    *(f"{name} --help" for name in COMMANDS),
+    *(f"bench {name} --help" for name in (*BENCHES, "compare", "tune")),
+]
+MISTAKES = ["nope", "--nope", "plan", "plan --nope", "plan --devices x", "train", "profile"]
+MISTAKES += ["report", "train a.toml --processes 0", "bench models --layers 0", "demo --nope"]
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "COLUMNS": "100", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_and_usage_errors_import_no_torch() -> None:
+    done = run("-c", RUN_ALL, json.dumps([*HELP, *MISTAKES]))
+    assert done.returncode == 0, done.stderr
+    codes, loaded = json.loads(done.stdout.splitlines()[-1])
+    assert codes == {**dict.fromkeys(HELP, 0), **dict.fromkeys(MISTAKES, 2)}
+    assert loaded == []
+
+
+@pytest.mark.parametrize("module", ["fusedops", "fusedops.cli.main"])
+def test_the_module_form_of_the_command_imports_no_torch(module: str) -> None:
+    done = run("-X", "importtime", "-m", module, "--help")
+    assert done.returncode == 0 and "doctor" in done.stdout
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "fusedops.cli.main" in modules or module == "fusedops.cli.main"
+    assert "fusedops.cli.plan" in modules and "torch" not in modules
+
+
+def test_completion_knows_commands_and_options_without_torch() -> None:
+    code = (
+        "import sys, fusedops_command\n"
+        "sys.argv = ['fusedops']\n"
+        "try: fusedops_command.main()\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    shell = {"_FUSEDOPS_COMPLETE": "complete_bash"}
+    done = run("-c", code, **shell, COMP_WORDS="fusedops pl", COMP_CWORD="1")
+    assert done.stdout.split() == ["plan", "False"]
+    done = run("-c", code, **shell, COMP_WORDS="fusedops plan --mic", COMP_CWORD="2")
+    assert done.stdout.split() == ["--micro-batch", "--microbatches", "False"]
+
+
+def test_every_name_works_in_the_process_of_the_command() -> None:
+    done = run(
+        "-c",
+        "import fusedops_command, sys, fusedops\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch\n"
+        "for name in 'layer_norm RoutingPlan use_backend UnsupportedError ops nn'.split():\n"
+        "    assert getattr(fusedops, name) is not None\n"
+        "assert not hasattr(fusedops, 'layer_nrom')\n"
+        "print(torch.ops.fusedops.layer_norm, 'fusedops:' in torch.compiler.config.cache_key_tag)",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["fusedops.layer_norm", "True"]
+
+
+def test_a_program_that_is_run_as_a_module_gets_the_operators(tmp_path: os.PathLike[str]) -> None:
+    package = os.path.join(tmp_path, "their_package")
+    os.mkdir(package)
+    for name, text in (
+        ("__init__.py", "import torch, fusedops\n"),
+        ("__main__.py", "import torch\nprint(torch.ops.fusedops.layer_norm)\n"),
+    ):
+        with open(os.path.join(package, name), "w") as file:
+            file.write(text)
+    path = os.pathsep.join([os.fspath(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run("-m", "their_package", "fusedops", PYTHONPATH=path)
+    assert done.stdout.split() == ["fusedops.layer_norm"], done.stderr
