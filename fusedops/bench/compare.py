@@ -94,7 +94,9 @@ def compare(
         old, new = _by_key(_without_dtype(before)), _by_key(_without_dtype(after))
     changes = tuple(RowChange(old[key], new[key]) for key in old if key in new)
     if not changes:
-        raise UserError("the two records have no row in common")
+        raise UserError(
+            "the two records have no row in common: measure the same ops and sizes twice"
+        )
     ours = [change for change in changes if change.after.ours and change.beyond_spread]
     moved = [change for change in ours if abs(change.slower_by) > allowed]
     theirs = sorted(change.slower_by for change in changes if not change.after.ours)

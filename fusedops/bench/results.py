@@ -155,7 +155,9 @@ def load_json(path: str | os.PathLike[str]) -> BenchRecord:
         raise files.UserError(f"{path} is no record of `fusedops bench --json`")
     if data.get("format") != FORMAT:
         number = data.get("format")
-        raise files.UserError(f"{path} has format {number!r}, this version reads format {FORMAT}")
+        raise files.UserError(
+            f"{path} has format {number!r}, this version reads format {FORMAT}: measure again"
+        )
     try:
         rows = tuple(BenchRow(**row) for row in data["rows"])
         others = {
@@ -163,7 +165,7 @@ def load_json(path: str | os.PathLike[str]) -> BenchRecord:
         }
         return BenchRecord(**{**others, "rows": rows, "notes": tuple(data["notes"])})
     except (TypeError, KeyError) as error:
-        raise files.UserError(f"{path} is a damaged record: {error}") from None
+        raise files.UserError(f"{path} is a damaged record: {error}; measure again") from None
 
 
 def save_csv(path: str | os.PathLike[str], record: BenchRecord) -> None:

@@ -78,7 +78,7 @@ def _devices(text: str) -> list[torch.device]:
     devices = [device for device in here if device.type == text]
     if not devices:
         known = ", ".join(device.type for device in here)
-        raise files.UserError(f"no device {text!r} here; this torch sees: {known}")
+        raise files.UserError(f"no device {text!r} here; this torch sees {known}: give one of them")
     return devices
 
 

@@ -18,6 +18,7 @@ import typer
 from fusedops._core import env
 from fusedops.cli.errors import print_message, report_errors_once
 from fusedops.terminal import files
+from fusedops.terminal.progress import activity
 
 if TYPE_CHECKING:
     from fusedops.generation import Options
@@ -87,7 +88,7 @@ def generate(
         files.check_environment()
         parallel = _parallel_table(overrides or [])
         if not prompts:
-            raise files.UserError("what is there to go on from? --prompt TEXT")
+            raise files.UserError("--prompt is missing: give the text to continue, --prompt TEXT")
         _check_texts("--prompt", prompts)
         _check_texts("--stop", stops)
         _check_texts("--tokenizer", [] if tokenizer is None else [tokenizer])
@@ -95,7 +96,9 @@ def generate(
         _check_word("--dtype", dtype or _DTYPES[0], _DTYPES)
         _check_word("--device", device, _DEVICES)
         if beams > 1 and stops:
-            raise files.UserError("--stop is not known to --beams, which only tokens end")
+            raise files.UserError(
+                "--stop does not work with --beams, which only tokens end: leave one of them out"
+            )
         if processes > 1:
             _launch(processes)
         from fusedops.generation import Options
@@ -116,9 +119,15 @@ def generate(
                 cache_size=cache_size,
             )
         with initialize_distributed(device) as ranks:
-            loaded = load(
-                checkpoint, ranks, parallel=parallel, dtype=dtype, tokenizer=tokenizer, step=step
-            )
+            with activity(f"loading {checkpoint}", visible=ranks.rank == 0):
+                loaded = load(
+                    checkpoint,
+                    ranks,
+                    parallel=parallel,
+                    dtype=dtype,
+                    tokenizer=tokenizer,
+                    step=step,
+                )
             run = _Run(loaded, prompts, stops, options, first=ranks.rank == 0)
             with _as_mistakes():
                 run.fit(exact=tokens is not None)
@@ -185,7 +194,9 @@ class _Run:
         self._prompts = [loaded.text.encode(text) for text in texts]
         for text, tokens in zip(texts, self._prompts, strict=True):
             if not tokens:
-                raise files.UserError(f"the prompt {text!r} has no token")
+                raise files.UserError(
+                    f"the prompt {text!r} has no token: give a text of one letter at least"
+                )
         self._config = loaded.engine.model.config
         words = self._config.vocab_size
         ends = tuple(token for token in loaded.text.stop if token < words)
@@ -232,7 +243,10 @@ class _Run:
         if alone:
             self._write(self._texts[0])
         try:
-            return self._generate(texts, alone)
+            if alone:
+                return self._generate(texts, alone)
+            with activity(f"generating {count} texts", visible=self._first):
+                return self._generate(texts, alone)
         finally:
             if alone:  # also behind a text that an error ends
                 self._write("\n")
@@ -288,7 +302,8 @@ class _Run:
             # beam is the best depends on how many tokens there may be.
             again = replace(again, tokens=max(lengths))
         begin = time.perf_counter()
-        others = generate(self._engine, self._prompts, again)
+        with activity("generating without the cache", visible=self._first):
+            others = generate(self._engine, self._prompts, again)
         seconds = time.perf_counter() - begin
         same = sum(
             mine == other

@@ -260,9 +260,11 @@ def _plan(
 ) -> Plan:
     """Return every layout; whatever is wrong is the user's."""
     from fusedops.planner import plan as search
+    from fusedops.terminal.progress import activity
 
     try:
-        return search(model, devices, memory, base, **choices)
+        with activity(f"searching layouts of {devices} devices"):
+            return search(model, devices, memory, base, **choices)
     except (ValueError, TypeError) as error:
         raise files.UserError(str(error)) from None
 
@@ -275,7 +277,9 @@ def _configuration(name: str) -> Path | None:
     if (path / "config.json").is_file():
         return path / "config.json"
     if path.is_dir():
-        raise files.UserError(f"--model: the folder {name} has no config.json")
+        raise files.UserError(
+            f"--model: the folder {name} has no config.json: give a folder with one"
+        )
     if path.is_file():
         raise files.UserError(f"--model: {name} is no configuration: its name must end in .json")
     return None

@@ -48,6 +48,7 @@ def calibrate(path: str, out: str, device: str) -> None:
     """Fit a device's efficiencies on the steps of a CSV file, and write the device's TOML file."""
     from fusedops.planner import evaluation
     from fusedops.planner.calibration import calibrate, measured_layers
+    from fusedops.terminal.progress import activity
 
     if not device or not out:
         raise files.UserError("--calibrate needs --device, where it begins, and --out FILE.toml")
@@ -65,7 +66,8 @@ def calibrate(path: str, out: str, device: str) -> None:
             f"{path} has {len(steps)} measured steps that can be predicted, and {len(names)} "
             "constants are fitted: measure more layouts or sizes"
         )
-    fitted = calibrate(steps, here.efficiency, names=names)
+    with activity(f"fitting {len(names)} constants on {len(steps)} steps"):
+        fitted = calibrate(steps, here.efficiency, names=names)
     here = replace(here, layers=tuple(measured_layers(steps, fitted)))
     files.write_text(
         out, device_toml(here, asdict(fitted), f"fitted on {len(steps)} steps of {path}")

@@ -39,18 +39,20 @@ class PlanRequest:
         """Return the fastest layouts, on other numbers where they are given."""
         from fusedops.cli.plan_evaluate import load
         from fusedops.planner import fastest
+        from fusedops.terminal.progress import activity
 
         try:
-            return fastest(
-                self.model,
-                devices or self.devices,
-                load(self.device),
-                global_batch or self.global_batch,
-                memory=self.memory,
-                base=self.base,
-                keep=keep or self.rows,
-                **self.choices,
-            )
+            with activity(f"searching layouts of {devices or self.devices} devices"):
+                return fastest(
+                    self.model,
+                    devices or self.devices,
+                    load(self.device),
+                    global_batch or self.global_batch,
+                    memory=self.memory,
+                    base=self.base,
+                    keep=keep or self.rows,
+                    **self.choices,
+                )
         except (ValueError, TypeError) as error:
             raise files.UserError(str(error)) from None
 

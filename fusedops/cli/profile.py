@@ -111,13 +111,17 @@ def _read(folder: str) -> _Profile:
     """Return what a run's records show, or else the traces of a folder."""
     from fusedops.launch.config_table import InputError
     from fusedops.profiler.timings import FOLDER, HEADER
+    from fusedops.terminal.progress import activity
 
     path = Path(folder)
     if not path.exists():
-        raise files.UserError(f"{folder} does not exist")
+        raise files.UserError(
+            f"{folder} does not exist: give a run of fusedops train, or a folder of traces"
+        )
     recorded = (path / FOLDER / HEADER).exists() or (path / HEADER).exists()
     try:
-        return _records(folder) if recorded else _traces(folder)
+        with activity(f"reading {folder}"):
+            return _records(folder) if recorded else _traces(folder)
     except InputError as error:
         raise files.UserError(str(error)) from None
 
@@ -128,7 +132,8 @@ def _records(folder: str) -> _Profile:
 
     timings = read_timings(folder)
     if not timings.steps:
-        raise files.UserError(f"{folder} has no complete step yet: {'; '.join(timings.notes)}")
+        notes = "".join(f" ({note})" for note in timings.notes)
+        raise files.UserError(f"{folder} has no complete step yet{notes}: wait for its first step")
     detector = Detector(timings.shape)
     rows = zip(timings.steps, timings.values, strict=True)
     findings = [finding for step, values in rows for finding in detector.update(step, values)]

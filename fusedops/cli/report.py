@@ -34,6 +34,8 @@ def report(
 
     docs/observe.md has pictures of it.
     """
+    from fusedops.terminal.progress import activity
+
     with files.one_line_errors():
         record = files.read_json(Path(plan)) if plan else None
         if record is not None and not isinstance(record, dict):
@@ -43,7 +45,8 @@ def report(
             return
         file = Path(out or Path(run) / _FILE)
         files.check_writable(str(file))
-        text = _page(run, record)
+        with activity(f"reading {run}"):
+            text = _page(run, record)
         files.write_text(str(file), text)
         print(f"wrote {file} ({len(text) / 1e6:.1f} MB): open it in a browser")
 
@@ -97,11 +100,13 @@ def make_server(
 
 def _watch(run: str, plan: dict[str, Any] | None, host: str, port: int, every: int) -> None:
     if not Path(run).is_dir():
-        raise files.UserError(f"{run} is no folder of a run")
+        raise files.UserError(f"{run} is no folder of a run: fusedops train writes one at `out`")
     try:
         server = make_server(run, plan, host, port, every)
     except OSError as error:
-        raise files.UserError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise files.UserError(
+            f"cannot listen on {host}:{port}: {error.strerror}; --port 0 takes any free port"
+        ) from None
     with server:
         print(f"http://{host}:{server.server_port}/ shows {run}; Ctrl-C ends it", flush=True)
         try:

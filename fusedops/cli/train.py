@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ import typer
 from fusedops._core import env
 from fusedops.cli.errors import print_message, report_errors_once
 from fusedops.terminal import files
-from fusedops.terminal.progress import make_bar
+from fusedops.terminal.progress import activity, make_bar
 
 if TYPE_CHECKING:
     from fusedops.train import TrainResult
@@ -166,12 +167,17 @@ class _ProgressPrinter:
         self.began = False
         self.run: Run | None = None
         self._every, self._steps = 1, 0
+        self._preparation = ExitStack()
         self._bar: Any = None
 
     def __enter__(self) -> _ProgressPrinter:
+        first = (env.launched() or (0,))[0] == 0
+        what = "reading the text and building the model"
+        self._preparation.enter_context(activity(what, visible=first))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._preparation.close()
         if self._bar is not None:
             self._bar.stop()
 
@@ -179,6 +185,7 @@ class _ProgressPrinter:
         """Tell what is trained, and from which step it resumes."""
         from fusedops.cli import train_memory
 
+        self._preparation.close()
         self.began, self.run = True, run
         warning = train_memory.check_memory(run)
         self._every, self._steps = run.config.log.every, run.config.steps

@@ -74,7 +74,9 @@ def load(
         layout = layout_of(given, ranks.size)
         if (folder / _CONFIG).is_file():
             if step is not None:
-                raise InputError(f"--step is of a run of fusedops train, and {folder} is none")
+                raise InputError(
+                    f"--step is of a run of fusedops train, and {folder} is none: leave --step out"
+                )
             return _from_huggingface(folder, ranks, layout, dtype, tokenizer)
         return _from_run(folder, ranks, layout, dtype, tokenizer, step)
     except (ValueError, TypeError, checks.UnsupportedError) as error:
@@ -109,7 +111,7 @@ def _eos_tokens(folder: Path) -> tuple[int, ...]:
         try:
             values = json.loads(path.read_bytes())
         except ValueError as error:
-            raise InputError(f"{path} is not valid JSON: {error}") from None
+            raise InputError(f"{path} is not valid JSON: {error}; correct it there") from None
         eos = values.get("eos_token_id") if isinstance(values, dict) else None
         if eos is None:
             continue
@@ -159,14 +161,19 @@ def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
     """Return what a checkpoint says of its run."""
     saved = newest(root, step)
     if saved is None and newest(root) is not None:
-        raise InputError(f"{folder} has no whole checkpoint of step {step}")
+        raise InputError(
+            f"{folder} has no whole checkpoint of step {step}: leave --step out for the last"
+        )
     damaged = [checkpoint.name for checkpoint in checkpoints(root)] if saved is None else []
     if damaged:
-        raise CheckpointError(f"no checkpoint in {root} is good: {', '.join(damaged)} are damaged")
+        raise CheckpointError(
+            f"no checkpoint in {root} is good: {', '.join(damaged)} are damaged; "
+            "copy one of them there from a backup, or train again"
+        )
     if saved is None:
         raise InputError(
             f"{folder} is no checkpoint: neither a run of fusedops train with one, nor a folder "
-            f"with {_CONFIG} and safetensors"
+            f"with {_CONFIG} and safetensors; give the folder that `out` or `export` names"
         )
     extra = saved.extra
     if not (isinstance(extra, dict) and {"config", "model"} <= extra.keys()):

@@ -36,11 +36,11 @@ def load(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+        raise InputError(f"cannot read {path}: {error.strerror or error}; check the path") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path} is not a text file") from None
+        raise InputError(f"{path} is not a text file: it must be TOML in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is not valid TOML: {error}") from None
+        raise InputError(f"{path} is not valid TOML: {error}; correct it there") from None
 
 
 def override(table: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
@@ -63,7 +63,8 @@ def override(table: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any
         for index, name in enumerate(path):
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise InputError(f"--set {assignment}: {'.'.join(path[: index + 1])} is no table")
+                table = ".".join(path[: index + 1])
+                raise InputError(f"--set {assignment}: {table} is no table: set {table} itself")
         try:
             inner[last] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
@@ -100,7 +101,7 @@ def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
         elif dataclasses.is_dataclass(hints[name]) and field.default is dataclasses.MISSING:
             values[name] = fill(hints[name], {}, path)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise InputError(f"{path} is missing")
+            raise InputError(f"{path} is missing: give it a value")
     try:
         return kind(**values)
     except (ValueError, TypeError, checks.UnsupportedError) as error:

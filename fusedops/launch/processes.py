@@ -119,10 +119,13 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
 
 def _check_device(device: str, kind: str, local: int, count: int) -> None:
     if device == "cuda" and not count:
-        raise InputError("config: device must be 'cpu' here, got 'cuda': torch sees no GPU")
+        raise InputError(
+            "config: device must be 'cpu' here, got 'cuda': torch sees no GPU (fusedops doctor)"
+        )
     if kind == "cuda" and local >= count:
         raise InputError(
-            f"{local + 1} processes on a machine need as many GPUs there, and torch sees {count}"
+            f"{local + 1} processes on a machine need as many GPUs there, and torch sees {count}: "
+            "start fewer, or set device to cpu"
         )
 
 

@@ -26,7 +26,7 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         why = error.strerror or error
-        raise InputError(f"cannot write {folder}: {why}") from None
+        raise InputError(f"cannot write {folder}: {why}; choose another out") from None
     try:
         if (folder / FAULTS).exists() and not (folder / FAULTS).is_dir():
             raise InputError(f"config: out must have no file of the name {FAULTS}: {folder}")

@@ -257,7 +257,9 @@ class CommunicationModel:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls({_key(curve): _curve(curve) for curve in record["curves"]})
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+            raise InputError(
+                f"cannot read {path}: {error.strerror or error}; check the path"
+            ) from None
         except (KeyError, TypeError, ValueError):
             raise InputError(f"{path} is no file of fusedops bench communication --json") from None
 

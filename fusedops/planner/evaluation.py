@@ -251,10 +251,10 @@ def load_rows(path: str | Path) -> list[dict[str, str]]:
             ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; check the path"
         ) from None
     if not rows:
-        raise InputError(f"{path} has no rows")
+        raise InputError(f"{path} has no rows: docs/planning.md has its columns")
     return rows
 
 

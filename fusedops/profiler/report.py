@@ -98,7 +98,9 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise InputError(f"no run of fusedops train: {path}: {error.strerror}") from None
+        raise InputError(
+            f"no run of fusedops train: {path}: {error.strerror}; give the folder that `out` names"
+        ) from None
     lines = []
     for line in text.splitlines():
         try:
@@ -108,7 +110,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and "step" in record:
             lines.append(record)
     if not lines:
-        raise InputError(f"{path} has no step yet")
+        raise InputError(f"{path} has no step yet: wait for the first one")
     return lines
 
 

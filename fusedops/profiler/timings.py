@@ -186,9 +186,11 @@ def read_timings(folder: str | Path) -> Timings:
             "fusedops train writes them with log.timings above 0"
         ) from None
     except ValueError as error:
-        raise InputError(f"{path / HEADER} is damaged: {error}") from None
+        raise InputError(f"{path / HEADER} is damaged: {error}; profile another run") from None
     if header.pop("version", None) != VERSION or tuple(header.pop("fields", ())) != FIELDS:
-        raise InputError(f"{path} was written by another version of fusedops")
+        raise InputError(
+            f"{path} was written by another version of fusedops: read it with that one"
+        )
     shape = RunShape(**{**header, "hosts": tuple(header.get("hosts", ()))})
     width = 1 + shape.ranks * len(FIELDS)
     complete, rest = divmod(len(data), 4 * width)

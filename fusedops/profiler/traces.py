@@ -66,7 +66,10 @@ def read_traces(folder: str | Path, *, processes: int = 1) -> list[TraceFile]:
     names = sorted(Path(folder).rglob("*.json")) + sorted(Path(folder).rglob("*.json.gz"))
     files = [name for name in names if name.name not in ("header.json",)]
     if not files:
-        raise InputError(f"{folder} has no traces: torch.profiler writes them as *.json")
+        raise InputError(
+            f"{folder} has no traces: torch.profiler writes them as *.json; "
+            "give the folder that has them"
+        )
     jobs = list(enumerate(files))
     if processes > 1 and len(jobs) > 1:
         with ProcessPoolExecutor(processes) as pool:
@@ -74,7 +77,9 @@ def read_traces(folder: str | Path, *, processes: int = 1) -> list[TraceFile]:
     else:
         traces = [_read(job) for job in jobs]
     if all(trace.times is None for trace in traces):
-        raise InputError(f"{folder} has no trace that can be read: {traces[0].note}")
+        raise InputError(
+            f"{folder} has no trace that can be read: {traces[0].note}; record them again"
+        )
     return sorted(traces, key=lambda trace: trace.rank)
 
 

@@ -122,14 +122,16 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        raise UserError(f"cannot read {path}: {error.strerror or error}; check the path") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file") from None
+        raise UserError(f"{path} is not a text file: it must be UTF-8") from None
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
-        raise UserError(f"{path} is not valid JSON: {error.msg} at {where}") from None
+        raise UserError(
+            f"{path} is not valid JSON: {error.msg} at {where}; correct it there"
+        ) from None
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
@@ -142,7 +144,9 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot create folder {path}: {error.strerror or error}") from None
+        raise UserError(
+            f"cannot create folder {path}: {error.strerror or error}; give another folder"
+        ) from None
     return folder
 
 
@@ -156,9 +160,11 @@ def _target(path: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise _cannot_write(path, error) from None
     if folder:
-        raise UserError(f"cannot write {path}: it is a folder")
+        raise UserError(f"cannot write {path}: it is a folder; give a file in it")
     if not target.parent.is_dir():
-        raise UserError(f"cannot write {path}: folder {target.parent} does not exist")
+        raise UserError(
+            f"cannot write {path}: folder {target.parent} does not exist; create it first"
+        )
     return target
 
 
@@ -181,4 +187,4 @@ def _mode(target: Path) -> int:
 
 
 def _cannot_write(path: str | os.PathLike[str], error: OSError) -> UserError:
-    return UserError(f"cannot write {path}: {error.strerror or error}")
+    return UserError(f"cannot write {path}: {error.strerror or error}; give another place")

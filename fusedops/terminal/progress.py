@@ -1,15 +1,19 @@
-"""A progress bar on stderr; where stderr is no terminal, one line per step instead."""
+"""Progress on stderr: a bar or a line that changes; where stderr is no terminal, lines of a log."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
+
+
+# Seconds between two lines of a log.
+_LOG_EVERY = 10.0
 
 
 class Steps:
@@ -48,6 +52,45 @@ def steps(total: int) -> Iterator[Steps]:
         return
     with progress:
         yield _Bar(progress, total)
+
+
+@contextlib.contextmanager
+def activity(what: str, *, visible: bool = True) -> Iterator[Callable[[str], None]]:
+    """Show what is being done, and for how long, where steps are not counted.
+
+    Args:
+        what: what is being done.
+        visible: whether this process shows it; of many, one does.
+
+    Yields:
+        A function that shows what is done next. Where stderr is no terminal, a log gets its text
+        when ten seconds have passed since the line before, and nothing of shorter work.
+    """
+    if not visible or not sys.stderr.isatty():
+        yield _log() if visible else lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    # Not stdout: it may be a file.
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
+def _log() -> Callable[[str], None]:
+    """Return a function that prints a text unless it did so within the last seconds."""
+    last = time.perf_counter()
+
+    def report(text: str) -> None:
+        nonlocal last
+        if time.perf_counter() - last >= _LOG_EVERY:
+            last = time.perf_counter()
+            print(text, file=sys.stderr, flush=True)
+
+    return report
 
 
 def make_bar(time_column: ProgressColumn, *, transient: bool = False) -> Progress:

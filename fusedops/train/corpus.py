@@ -106,12 +106,12 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
     if len(train) <= data.seq_len:
         raise InputError(
             f"the corpus is too short: {len(train)} tokens to train on, and a sequence with its "
-            f"last target takes {data.seq_len + 1}"
+            f"last target takes {data.seq_len + 1}: give more text, or make data.seq_len smaller"
         )
     if data.validation and len(validation) <= data.seq_len:
         raise InputError(
             f"data.validation is too short: {len(validation)} tokens, and a sequence with its last "
-            f"target takes {data.seq_len + 1}"
+            f"target takes {data.seq_len + 1}: give more text, or make data.seq_len smaller"
         )
     given = _are_tokens(_expand(data.train)) and data.tokenizer == BYTES
     if given and data.documents:
@@ -137,7 +137,8 @@ def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) 
                 place = int(bad.int().argmax())
                 raise InputError(
                     f"the {name} tokens must be in [0, {vocab_size}), the model's vocabulary: "
-                    f"number {start + place} is {int(part[place])}"
+                    f"number {start + place} is {int(part[place])}; make "
+                    "model.vocab_size larger, or use the files of its tokenizer"
                 )
 
 
@@ -145,7 +146,10 @@ def _open(data: DataConfig, paths: Iterable[str], cache: Path) -> tuple[torch.Te
     files = _expand(paths)
     if _are_tokens(files):
         if len(files) > 1:
-            raise InputError(f"one file of tokens must be given, got {len(files)}: {files[0]} ...")
+            raise InputError(
+                f"one file of tokens must be given, got {len(files)}: {files[0]} ...; "
+                "concatenate them"
+            )
         dtype, path = _DTYPES[data.token_dtype], files[0]
         description, identity = str(path), _sampled(path)
     else:
@@ -209,7 +213,7 @@ def _expand(paths: Iterable[str]) -> list[Path]:
             files = [name for name in files if name.is_file()]
         if not files:
             why = "holds no files" if path.is_dir() else "does not exist"
-            raise InputError(f"the corpus {entry} {why}")
+            raise InputError(f"the corpus {entry} {why}: correct data.train or data.validation")
         expanded.update(dict.fromkeys(files))
     return list(expanded)
 
@@ -217,7 +221,9 @@ def _expand(paths: Iterable[str]) -> list[Path]:
 def _are_tokens(files: list[Path]) -> bool:
     kinds = {file.suffix == TOKENS for file in files}
     if len(kinds) > 1:
-        raise InputError("text and files of tokens (.bin) cannot be mixed in one corpus")
+        raise InputError(
+            "text and files of tokens (.bin) cannot be mixed in one corpus: give one kind"
+        )
     return kinds == {True}
 
 
@@ -264,7 +270,9 @@ def open_tokenizer(path: str) -> tuple[Any, str]:
         return tokenizers.Tokenizer.from_str(text), text
     except Exception as error:
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"the tokenizer {path} cannot be read: {why}") from None
+        raise InputError(
+            f"the tokenizer {path} cannot be read: {why}; give a tokenizer.json, or 'bytes'"
+        ) from None
 
 
 def _ids_of(text: str) -> torch.Tensor:
@@ -309,7 +317,10 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, errors: str, stem: Pa
             ordered.append((hashlib.sha256(content.encode()).hexdigest(), path))
             size += len(content.encode())
     if not ordered:
-        raise InputError(f"the corpus is empty: no text in {len(files)} files, such as {files[0]}")
+        raise InputError(
+            f"the corpus is empty: no text in {len(files)} files, such as {files[0]}; "
+            "give other files"
+        )
     ordered.sort()
     aside = stem.with_suffix(f".{os.getpid()}.part")
     count, ends = 0, []
@@ -333,7 +344,10 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, errors: str, stem: Pa
         aside.write_text(json.dumps(record))
         aside.rename(stem.with_suffix(".json"))
     except OSError as error:
-        raise InputError(f"cannot write {stem.parent}: {error.strerror or error}") from None
+        raise InputError(
+            f"cannot write {stem.parent}: {error.strerror or error}; "
+            "set data.cache to another folder"
+        ) from None
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
@@ -345,7 +359,9 @@ def _read(path: Path, errors: str) -> str | None:
         content = path.read_bytes()
         return content.decode("utf-8", errors="replace" if errors == "replace" else "strict")
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+        raise InputError(
+            f"cannot read {path}: {error.strerror or error}; check its permissions, or leave it out"
+        ) from None
     except UnicodeDecodeError as error:
         if errors == "skip":
             return None

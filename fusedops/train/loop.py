@@ -130,6 +130,7 @@ def _loop(
         raise GuardError(
             f"the run ended after step {run.step} with a loss or weights that are not finite; "
             + (f"the last good checkpoint is {good}" if good else "no checkpoint is good")
+            + "; start a new run with a smaller optimizer.lr"
         )
     if finished and config.export:
         watchdog.set_phase(run.step, "the export after step")

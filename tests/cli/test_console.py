@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,3 +134,40 @@ def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
         )  # fmt: skip
         assert row.trusted and row.speedup == 4.0
         assert row.lead == (None if disturbed else 2.0)
+
+
+ACTIVITY = """
+import sys, fusedops_command
+from fusedops.terminal import progress
+progress._LOG_EVERY = float(sys.argv[1])
+with progress.activity("loading") as report:
+    print("result")
+    report("second part")
+"""
+
+
+def activity_on(stderr: int, log_every: float) -> str:
+    """Run work of two parts with its stderr on a file descriptor; return what stdout got."""
+    command = [sys.executable, "-c", ACTIVITY, str(log_every)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True)
+    return done.stdout
+
+
+def test_an_activity_is_shown_on_a_terminal_and_stdout_keeps_the_result_alone() -> None:
+    ours, theirs = pty.openpty()
+    try:
+        assert activity_on(theirs, 10) == "result\n"
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "second part" in shown
+
+
+@pytest.mark.parametrize(("log_every", "lines"), [(10, ""), (0, "second part\n")])
+def test_a_log_gets_a_line_of_an_activity_only_after_a_while(
+    tmp_path: Path, log_every: float, lines: str
+) -> None:
+    with (tmp_path / "log").open("w") as file:
+        assert activity_on(file.fileno(), log_every) == "result\n"
+    assert (tmp_path / "log").read_text() == lines

@@ -97,7 +97,10 @@ BAD = {
     "an empty folder name": ([""], "CHECKPOINT must be a text of one letter at least"),
     "bytes that are no text": (["{run}", "--prompt", "a\udcff"], "in UTF-8, got 'a\\udcff'"),
     "an empty stop": (["{run}", "--stop", ""], "--stop must be a text of one letter at least, got"),
-    "a stop of beams": (["{run}", "--beams", "2", "--stop", "a"], "--stop is not known to --beams"),
+    "a stop of beams": (
+        ["{run}", "--beams", "2", "--stop", "a"],
+        "--stop does not work with --beams",
+    ),
     "more tokens than an int": (["{run}", "--tokens", str(2**70)], "tokens must be an int of 64 b"),
     "no cache": (["{run}", "--cache-size", "0"], "cache_size must be at least 1, got 0"),
     "samples without end": (

@@ -215,7 +215,7 @@ def _read(source: Path) -> dict[str, list[int]]:
         with source.open(newline="") as file:
             lines = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise files.UserError(f"{source} cannot be read: {error}") from None
+        raise files.UserError(f"{source} cannot be read: {error}; check the path") from None
     columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
     for number, line in enumerate(lines, 2):
         for name in _COLUMNS:
@@ -228,7 +228,9 @@ def _read(source: Path) -> dict[str, list[int]]:
                     "line must be id,lower,upper,size"
                 ) from None
     if not lines:
-        raise files.UserError(f"{source} has no buffers")
+        raise files.UserError(
+            f"{source} has no buffers: it must have a line id,lower,upper,size for each"
+        )
     return columns
 
 

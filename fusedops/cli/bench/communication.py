@@ -71,7 +71,9 @@ def communication(
         chosen = options.words(backends, BACKENDS, "backends") if backends else []
         bytes_of = sizes(_bytes(least), _bytes(most))
         if not bytes_of:
-            raise files.UserError(f"no power of two lies from --least {least} to --most {most}")
+            raise files.UserError(
+                f"no power of two lies from --least {least} to --most {most}: make --most larger"
+            )
         from fusedops.launch.config_table import InputError
         from fusedops.launch.job import join_job
 
@@ -99,7 +101,7 @@ def _measure(
     from fusedops.bench import communication as bench
     from fusedops.launch.config_table import InputError
     from fusedops.launch.processes import initialize_distributed
-    from fusedops.terminal.progress import steps
+    from fusedops.terminal.progress import activity, steps
 
     try:
         with initialize_distributed(device) as ranks:
@@ -117,7 +119,8 @@ def _measure(
                     progress.advance()
 
                 measured = bench.measure(ranks, backends, names, bytes_of, seconds, report)
-            slow = bench.links(ranks, backends[0], bytes_of[-1]) if with_links else []
+            with activity("links of every pair of ranks"):
+                slow = bench.links(ranks, backends[0], bytes_of[-1]) if with_links else []
             _tell(measured, slow, ranks, json_file, svg_file)
     except (InputError, RuntimeError) as error:
         raise files.UserError(str(error)) from None
@@ -182,7 +185,7 @@ def _tell(
         raise files.UserError(
             f"{len(wrong)} rows have wrong values, the first is {first.collective} by "
             f"{first.backend} of {first.bytes} bytes: {first.wrong} elements; their network or "
-            "their library is defective"
+            "their library is defective: leave the backend out by --backends"
         )
 
 

@@ -94,7 +94,7 @@ def _positive(row: Mapping[str, str], name: str, path: Path) -> float:
     if value is None:
         raise files.UserError(
             f"{path}: {name} = {row.get(name, '')!r} is not a positive number, in the row "
-            f"{', '.join(row.values())}"
+            f"{', '.join(row.values())}: correct the row, or remove it"
         )
     return value
 

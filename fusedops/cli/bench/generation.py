@@ -47,12 +47,13 @@ def generate(
             for name in dtypes
         ]
         from fusedops.terminal.console import console
+        from fusedops.terminal.progress import activity
 
         out = console()
         rows: list[GenerationRow] = []
-        with out.status("starting") as status:
+        with activity("starting") as report:
             for batch in work:
-                rows += measure(batch, seconds, threads, status.update)
+                rows += measure(batch, seconds, threads, report)
         _show(rows, out)
         if json_file is not None:
             save_rows(json_file, rows, threads=threads)

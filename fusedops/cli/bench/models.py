@@ -160,7 +160,9 @@ def _plan(
         for of in sizes(FAMILIES[name], chosen_mode, size)
     ]
     if not plan:
-        raise files.UserError(f"{', '.join(chosen)}: no decoder among them, nothing to measure")
+        raise files.UserError(
+            f"{', '.join(chosen)}: no decoder among them, nothing to measure: add gpt2 to --family"
+        )
     return plan
 
 

@@ -110,14 +110,20 @@ def device(text: str) -> torch.device:
     try:
         chosen = torch.device(text)
     except RuntimeError:
-        raise files.UserError(f"unknown device {text!r}") from None
+        raise files.UserError(f"unknown device {text!r}: known are cpu, cuda, cuda:N") from None
     if chosen.type == "cpu" and chosen.index:
         raise files.UserError(f"there is no device {text}: the CPU is one device, cpu")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise files.UserError("device cuda was asked for, but this torch sees no CUDA device")
+        raise files.UserError(
+            "device cuda was asked for, but this torch sees no CUDA device: "
+            "fusedops doctor shows what is installed; --device cpu measures the CPU"
+        )
     if chosen.type == "cuda":
         if (chosen.index or 0) >= torch.cuda.device_count():
-            raise files.UserError(f"there is no device {text}")
+            count = torch.cuda.device_count()
+            raise files.UserError(
+                f"there is no device {text}: this torch sees {count}, from cuda:0 on"
+            )
         torch.cuda.set_device(chosen)
     return chosen
 

@@ -63,11 +63,12 @@ def scaling(
         chosen = [plain[name] for name in _names(settings, plain)]
         work = ScalingWork(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
         from fusedops.terminal.console import console
+        from fusedops.terminal.progress import activity
 
         out = console()
-        with out.status("starting") as status:
+        with activity("starting") as report:
             try:
-                rows = measure(work, chosen, seconds, status.update)
+                rows = measure(work, chosen, seconds, report)
             except RuntimeError as error:
                 raise files.UserError(str(error)) from error
         _show(rows, out)

@@ -34,7 +34,7 @@ def case_of(spec: Spec, text: str) -> BenchCase:
             raise files.UserError(f"--shape must be {example(spec)}, got {word.strip()!r}")
         options.check_known(name, parameters, f"dimension of {spec.name}")
         if name in values:
-            raise files.UserError(f"--shape has {name} twice")
+            raise files.UserError(f"--shape has {name} twice: give it once")
         values[name] = _value(name, value, parameters[name].annotation)
     required = [
         name for name, parameter in parameters.items() if parameter.default is parameter.empty
