@@ -34,6 +34,7 @@ NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
         first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check site-requirements clean clean-venv test-launchers test-kernels-hub
+        first-gpu test-gpu bench bench-gpu lint lint-workflows format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
 
@@ -264,6 +265,16 @@ lint: setup
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+# The workflows of GitHub Actions: their syntax and types, and what an attacker could use. Nothing is
+# fetched by the checks themselves. Second tier, for its download.
+WORKFLOWS := build/workflows
+lint-workflows:
+	test -x $(WORKFLOWS)/bin/python || $(PYTHON) -m venv $(WORKFLOWS)
+	$(WORKFLOWS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  -r tools/workflows.txt
+	$(WORKFLOWS)/bin/actionlint
+	$(WORKFLOWS)/bin/zizmor --offline --no-progress --persona=pedantic .github
 
 format: .venv/.packages
 	$(BIN)/ruff check --fix .

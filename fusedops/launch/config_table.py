@@ -63,8 +63,8 @@ def override(table: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any
         for index, name in enumerate(path):
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
-                table = ".".join(path[: index + 1])
-                raise InputError(f"--set {assignment}: {table} is no table: set {table} itself")
+                parent = ".".join(path[: index + 1])
+                raise InputError(f"--set {assignment}: {parent} is no table: set {parent} itself")
         try:
             inner[last] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
