@@ -313,6 +313,7 @@ kernel-report-peers: setup
 
 docs: setup
 	$(BIN)/python docs/gen_ops.py
+	$(BIN)/python docs/gen_benchmarks.py
 	$(BIN)/python docs/gen_trainers.py
 	$(BIN)/python docs/gen_context.py
 	$(BIN)/python docs/gen_spatial.py

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import results  # noqa: E402
+from blocks import replaced  # noqa: E402
 
 from fusedops._core import dtypes, extension  # noqa: E402
 from fusedops.specs import Spec, all_specs  # noqa: E402
@@ -39,17 +40,17 @@ def main() -> None:
         (PAGES / f"{name}.md").write_text(_page(spec))
     readme = ROOT / "README.md"
     text = readme.read_text()
-    text = _replace(text, "ops", _ops_table(specs.values()))
-    text = _replace(text, "results", results.table(specs.values()))
-    text = _replace(text, "models", results.models_summary())
-    text = _replace(text, "demo", results.demo_table())
+    text = replaced(text, "ops", _ops_table(specs.values()))
+    text = replaced(text, "results", results.table(specs.values()))
+    text = replaced(text, "models", results.models_summary())
+    text = replaced(text, "demo", results.demo_table())
     readme.write_text(text)
     (ROOT / "docs" / "measured.svg").write_text(results.chart(specs.values()))
     page = ROOT / "docs" / "bench_models.md"
-    text = _replace(page.read_text(), "models", results.models_table())
-    page.write_text(_replace(text, "types", results.types_table()))
+    text = replaced(page.read_text(), "models", results.models_table())
+    page.write_text(replaced(text, "types", results.types_table()))
     page = ROOT / "docs" / "compile.md"
-    page.write_text(_replace(page.read_text(), "libraries", results.libraries_table()))
+    page.write_text(replaced(page.read_text(), "libraries", results.libraries_table()))
     for name, picture in results.model_charts().items():
         (ROOT / "docs" / name).write_text(picture)
     print(f"wrote {len(specs)} pages to {PAGES.relative_to(ROOT)} and the tables of README.md")
@@ -153,14 +154,6 @@ def _ops_table(specs: Iterable[Spec]) -> str:
         marks = " | ".join("yes" if backend else "" for backend in backends)
         lines.append(f"| [`{spec.name}`](docs/ops/{spec.name}.md) | {spec.summary} | {marks} |")
     return "\n".join(lines)
-
-
-def _replace(text: str, name: str, body: str) -> str:
-    begin, end = f"<!-- {name}: begin (generated) -->", f"<!-- {name}: end -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"README.md lacks the markers {begin} and {end}")
-    return pattern.sub(lambda _: f"{begin}\n{body}\n{end}", text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures as SVG: bars of speed-ups with those of torch.compile, and lines over sizes."""
+"""Pictures as SVG: bars and dots of speed-ups, lines over sizes, and buffers in a block."""
 
 from __future__ import annotations
 
@@ -61,6 +61,53 @@ def bars(title: str, lines: Sequence[Bar]) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def dots(title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """Return the SVG of measurements of the same things over time, on a logarithmic axis.
+
+    Args:
+        title: of the picture.
+        rows: labels, and the positive ratios of each from the oldest to the newest.
+    """
+    left = max(_LEFT, round(_PER_LETTER * max(len(label) for label, _ in rows)) + 16)
+    step, values = 16, [value for _, ratios in rows for value in ratios]
+    height = _TOP + step * len(rows) + 24
+    low, high = math.log(min(0.8, *values)), math.log(max(1.25, *values) * 1.05)
+
+    def place(value: float) -> float:
+        return left + (math.log(value) - low) / (high - low) * (_WIDTH - left - _RIGHT)
+
+    title = escape(title, {'"': "&quot;"})
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"'
+        f' aria-label="{title}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="10" y="20" font-size="14" fill="#222">{title}</text>',
+    ]
+    for tick in (0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100):
+        if low <= math.log(tick) <= high:
+            x, colour = place(tick), "#c0392b" if tick == 1 else "#e3e3e3"
+            parts += [
+                f'<line x1="{x:.1f}" y1="{_TOP - 8}" x2="{x:.1f}" y2="{height - 18}"'
+                f' stroke="{colour}"/>',
+                f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle" fill="#222">'
+                f"{tick:g}</text>",
+            ]
+    for index, (label, ratios) in enumerate(rows):
+        y = _TOP + step * index
+        *before, newest = ratios
+        parts += [
+            f'<text x="{left - 8}" y="{y + 4}" text-anchor="end" fill="#222">'
+            f"{escape(label)}</text>",
+            *(
+                f'<circle cx="{place(value):.1f}" cy="{y}" r="3" fill="#b9c2cb"/>'
+                for value in before
+            ),
+            f'<circle cx="{place(newest):.1f}" cy="{y}" r="4" fill="#1f6fb4"/>',
+            f'<text x="{place(newest) + 8:.1f}" y="{y + 4}" fill="#222">{newest:.2f}</text>',
+        ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 # From the colour-blind safe palette of Okabe and Ito.
