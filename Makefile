@@ -29,7 +29,8 @@ PYTEST := $(MALLOC) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 # of those tests.
 INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter tests))
 
-# Exit code 3: no compiler. It says so, and the ops then run on the reference.
+# Only the instruction set of this processor. ninja shows its progress on stderr. Exit code 3: no
+# compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
@@ -39,10 +40,11 @@ NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 setup: .venv/.editable .venv/.models native
 
 # Not compiled: most modules of torch and transformers are never imported (27 instead of 60 s of
-# processor time).
+# processor time). Not quiet: a first setup downloads for minutes.
 .venv/.packages: requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) \
+	@echo "installing the packages of requirements.lock, once: 2 GB with a CPU build of torch"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_FLAGS) \
 	  -r requirements.lock
 	@touch $@
 
