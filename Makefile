@@ -33,9 +33,11 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
-        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check site-requirements clean clean-venv test-launchers test-kernels-hub
-        first-gpu test-gpu bench bench-gpu lint lint-workflows format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
+.PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers \
+        fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
+        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all \
+        kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check \
+        site-requirements clean clean-venv test-launchers test-kernels-hub lint-workflows
 
 setup: .venv/.editable .venv/.models native
 
