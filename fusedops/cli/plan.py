@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusedops.cli import plan_evaluate, plan_timed
+from fusedops.cli import plan_evaluate, plan_image, plan_timed
 from fusedops.cli.bench import options
 from fusedops.terminal import files
 
@@ -28,8 +28,19 @@ _WIDE = 160
 
 
 def plan(
+    ctx: typer.Context,
     model: Annotated[
-        str, typer.Option(help="A published model (--model list shows them), or a config.json.")
+        str,
+        typer.Option(
+            help="A published model (--model list shows them), or a config.json; with --image: "
+            "unet, or package:function of a module."
+        ),
+    ] = "",
+    image: Annotated[
+        str,
+        typer.Option(
+            help="With --device: cut a convolutional model of this input, as 1x4x30000x30000."
+        ),
     ] = "",
     devices: Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="Number of devices.")] = 8,
     memory: Annotated[
@@ -56,8 +67,12 @@ def plan(
         int, typer.Option(min=0, help="Tokens of a sequence; 0: the model's longest.")
     ] = 0,
     precision: Annotated[
-        str, typer.Option(help="float32, autocast, mixed, half-gradients, half: docs/planning.md.")
-    ] = "mixed",
+        str,
+        typer.Option(
+            help="float32, autocast, mixed, half-gradients, half: docs/planning.md; default: "
+            "mixed, with --image float32."
+        ),
+    ] = "",
     kernels: Annotated[
         str, typer.Option(help="fused (these ops), stock (eager torch) or eager (saves scores).")
     ] = "fused",
@@ -156,8 +171,23 @@ def plan(
         for file in (json_file, svg_file):
             if file not in ("", "-"):
                 files.check_writable(file)
+        if image:
+            fits = plan_image.run(
+                ctx,
+                model=model,
+                image=image,
+                devices=devices,
+                device=device,
+                memory=_memory(memory) if memory else None,
+                precision=precision or "float32",
+                rows=rows,
+                json_file=json_file,
+            )
+            if not fits:
+                raise typer.Exit(1)
+            return
         choices = _choices(tp, pp, ep, zero, recompute, offload, schedule)
-        base: dict[str, Any] = {"seq_len": seq_len or None, "precision": precision}
+        base: dict[str, Any] = {"seq_len": seq_len or None, "precision": precision or "mixed"}
         base |= {"kernels": kernels, "chunked_loss": chunked_loss}
         base["expert_imbalance"] = expert_imbalance
         options.check_known(mode, _MODES, "mode")

@@ -22,6 +22,7 @@ from fusedops.planner.traffic import step_traffic
 
 if TYPE_CHECKING:
     from fusedops.planner.sharding import ShardingPlan, auto_parallel
+    from fusedops.planner.spatial import SpatialPlan, spatial_plan
 
 __all__ = [
     "PRESETS",
@@ -32,6 +33,7 @@ __all__ = [
     "Layout",
     "Plan",
     "ShardingPlan",
+    "SpatialPlan",
     "StepShape",
     "StepEstimate",
     "TimedLayout",
@@ -53,6 +55,7 @@ __all__ = [
     "recursive_layout",
     "show_bytes",
     "show_count",
+    "spatial_plan",
     "step_shape",
     "step_time",
     "step_traffic",
@@ -64,4 +67,6 @@ _former_name = former_names(__name__, Transformer=TransformerConfig)
 def __getattr__(name: str) -> Any:
     if name in ("ShardingPlan", "auto_parallel"):  # they import torch.distributed.tensor
         return getattr(importlib.import_module("fusedops.planner.sharding"), name)
+    if name in ("SpatialPlan", "spatial_plan"):
+        return getattr(importlib.import_module("fusedops.planner.spatial"), name)
     return _former_name(name)

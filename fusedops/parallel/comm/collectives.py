@@ -11,6 +11,9 @@ A sum over ranks is ordered where we make it ourselves (``reduce_scatter``, ``al
 ``all_reduce`` through shared memory): neighbours first, then pairs of them, in the accumulation
 dtype, rounded once. Its bits then depend neither on the backend nor on how a tensor is cut into
 pieces. Nothing here is differentiable; ``tensor/layers.py`` has the autograd nodes.
+
+Tensors on the meta device have no data: reductions, gathers and exchanges of them are logged and
+not sent. So a planner counts what a model would send, without its ranks.
 """
 
 from __future__ import annotations
@@ -198,7 +201,7 @@ def all_reduce(
     buffer = _dense(tensor)
     started = _start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, group)
     finish = shared_memory.all_reduce(buffer, group, op)
-    if finish is None and tensor.numel() > 0:
+    if finish is None and tensor.numel() > 0 and not tensor.is_meta:
         kind = getattr(dist.ReduceOp, op.upper())
         work = dist.all_reduce(buffer, kind, group, async_op=True)
         finish = partial(_waited, work, buffer)
@@ -241,7 +244,7 @@ def all_gather(
     parts = tensor.new_empty((ranks * rows, *tensor.shape[1:])) if out is None else out
     buffer = _dense(parts)
     gather = shared_memory.exchange("all_gather", tensor, buffer, group)
-    if gather is None and tensor.numel() > 0:
+    if gather is None and tensor.numel() > 0 and not tensor.is_meta:
         work = all_gather_single(buffer, tensor, group=group, async_op=True)
         gather = partial(_waited, work, tensor)
     finish_parts = _copied_back(parts, buffer, gather)
@@ -423,6 +426,9 @@ def exchange(
     received = like.new_empty(sum(receives.values()))
     if not sends and not receives:
         return Pending(lambda: received)
+    started = _start("send_receive", label, sum(map(_bytes, sends.values())), group)
+    if like.is_meta:
+        return Pending(lambda: received, started)
     batch = [
         dist.P2POp(dist.isend, tensor, group=group, group_peer=rank)
         for rank, tensor in sends.items()
@@ -432,7 +438,6 @@ def exchange(
         dist.P2POp(dist.irecv, part, group=group, group_peer=rank)
         for rank, part in zip(receives, parts, strict=True)
     ]
-    started = _start("send_receive", label, sum(map(_bytes, sends.values())), group)
     works = dist.batch_isend_irecv(batch)
     pairs = [(work, [received, *sends.values()]) for work in works]  # alive until then
 

@@ -11,6 +11,7 @@ received rows; in the backward gradients of the halo travel while the weight's i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,7 +306,8 @@ def convolution(
         spans[dim] = moved.own
         result = result.replaced(dim, Factor(extent, moved))
     plan = ConvPlan(tuple(windows), spans, tuple(dims), groups, result.local_shape)
-    with torch.autocast(local.device.type, enabled=False):
+    cast = nullcontext() if lower is None else torch.autocast(local.device.type, enabled=False)
+    with cast:
         out = _Conv.apply(local, weight, bias, plan)
     return wrap(out, result)
 

@@ -128,7 +128,7 @@ class _OwnNumbers:
         for axis in self._partition.axes:
             place = place * axis.size + axis.rank
         seed = int(torch.randint(2**31, ()).item())
-        devices = [] if self._device.type == "cpu" else [self._device]
+        devices = [] if self._device.type in ("cpu", "meta") else [self._device]
         self._fork = torch.random.fork_rng(devices=devices)
         self._fork.__enter__()
         torch.manual_seed(seed * 4099 + place)

@@ -24,8 +24,8 @@ from fusedops.parallel.spatial.reduce import axes_of
 from fusedops.parallel.spatial.tensor import all_reduced, refuse, replicated, rule, unwrap, wrap
 
 
-def moments(x: Tensor, dims: list[int], axes: Sequence[Axis]) -> tuple[Tensor, Tensor, int]:
-    """Return mean and biased variance over dims and ranks (dims kept), and the global count."""
+def moments(x: Tensor, dims: list[int], axes: Sequence[Axis]) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance over dims and ranks, dims kept."""
     wide = dtypes.statistics_dtype(x.dtype)
     count = math.prod(x.shape[dim] for dim in dims)
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
@@ -45,7 +45,7 @@ def moments(x: Tensor, dims: list[int], axes: Sequence[Axis]) -> tuple[Tensor, T
         merged = (means * counts).sum(0) / total
         squares = (squared + (means - merged) ** 2 * counts).sum(0).view(shape)
         mean = merged.view(shape)
-    return mean, squares / total, int(total.item())
+    return mean, squares / total
 
 
 class _GroupedNorm(torch.autograd.Function):
@@ -110,19 +110,21 @@ def _exact(x: Tensor) -> bool:
 
 def _normalized(
     local: Tensor,
+    partition: Partition,
     groups: int,
     over_batch: bool,
     weight: Any,
     bias: Any,
     eps: float,
-    axes: tuple[Axis, ...],
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Normalize ``[B, C, ...]``; returns it, and the mean and the variance of its groups."""
+    """Normalize ``[B, C, ...]``; returns it, mean and variance of its groups, and their size."""
+    axes, batch = partition.axes, 1 if over_batch else partition.shape[0]
+    count = math.prod(partition.shape) // max(1, groups * batch)
     x = local.unflatten(1, (groups, local.shape[1] // groups))
     dims = [0, *range(2, x.dim())] if over_batch else list(range(2, x.dim()))
     ones = [1] * (x.dim() - 3)
     with torch.no_grad():
-        mean, var, count = moments(x, dims, axes)
+        mean, var = moments(x, dims, axes)
     wide = mean.dtype
 
     def placed(parameter: Any) -> Any:
@@ -155,11 +157,11 @@ def _batch_norm(
         weight, bias = (replicated(p, partition.axes) for p in (weight, bias))
         out = func(local, running_mean, running_var, weight, bias, False, momentum, eps)
         return wrap(out, partition)
-    axes = partition.axes
-    numbers = math.prod(partition.shape) // max(1, partition.shape[1])
+    channels = partition.shape[1]
+    numbers = math.prod(partition.shape) // max(1, channels)
     if numbers <= 1:
         checks.fail("batch_norm", "input", "of several values per channel", partition.shape)
-    out, mean, var, count = _normalized(local, local.shape[1], True, weight, bias, eps, axes)
+    out, mean, var, count = _normalized(local, partition, channels, True, weight, bias, eps)
     if running_mean is not None and momentum is not None:
         with torch.no_grad():
             unbiased = var.flatten() * (count / (count - 1))
@@ -186,8 +188,9 @@ def _instance_norm(
         weight, bias = (replicated(p, partition.axes) for p in (weight, bias))
         out = func(local, running_mean, running_var, weight, bias, False, momentum, eps)
         return wrap(out, partition)
-    axes = _checked_axes("instance_norm", partition)
-    out, mean, var, count = _normalized(local, local.shape[1], False, weight, bias, eps, axes)
+    _check_cut("instance_norm", partition)
+    channels = partition.shape[1]
+    out, mean, var, count = _normalized(local, partition, channels, False, weight, bias, eps)
     if running_mean is not None:
         with torch.no_grad():
             unbiased = var.flatten(1).mean(0) * (count / max(1, count - 1))
@@ -209,15 +212,14 @@ def _group_norm(
     partition = input._partition
     if partition.shape[1] % num_groups:
         checks.fail("group_norm", "channels", f"a multiple of {num_groups}", partition.shape[1])
-    axes = _checked_axes("group_norm", partition)
-    out, *_rest = _normalized(unwrap(input), num_groups, False, weight, bias, eps, axes)
+    _check_cut("group_norm", partition)
+    out, *_rest = _normalized(unwrap(input), partition, num_groups, False, weight, bias, eps)
     return wrap(out, partition)
 
 
-def _checked_axes(op: str, partition: Partition) -> tuple[Axis, ...]:
+def _check_cut(op: str, partition: Partition) -> None:
     if partition.is_cut(0) or partition.is_cut(1):
         refuse(f"{op} with a batch or channels that are cut")
-    return axes_of(partition, range(2, len(partition.dims)))
 
 
 @rule("layer_norm", "rms_norm")
