@@ -154,7 +154,7 @@ def _show(
 ) -> None:
     from rich.table import Table
 
-    from fusedops.planner import show_bytes, show_count
+    from fusedops.planner import show_bytes
     from fusedops.terminal.console import console, number_columns, print_table
 
     for cut, reason in refused.items():

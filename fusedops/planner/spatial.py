@@ -31,8 +31,8 @@ class SpatialPlan:
         cut: devices along each dim behind the channels.
         input: bytes of the complete input.
         parameters: bytes of the parameters, which every device has.
-        ranks: those that were traced: all of an axis of up to four, of a longer one those at its
-            ends, next to them and in the middle.
+        ranks: those that were traced: all of an axis of up to four, of a longer one the first two,
+            one in the middle and the last.
         single: the same step on one device, whatever its memory.
     """
 
@@ -54,8 +54,8 @@ class SpatialPlan:
     @property
     def memory(self) -> int:
         """Bytes on the fullest device: parameters, gradients, AdamW's moments, activations."""
-        held = max(max(rank.saved, rank.input) + rank.working for rank in self.ranks)
-        return _PARAMETER_COPIES * self.parameters + held
+        activations = max(max(rank.saved, rank.input) + rank.working for rank in self.ranks)
+        return _PARAMETER_COPIES * self.parameters + activations
 
     @property
     def seconds(self) -> float:
@@ -119,9 +119,9 @@ def spatial_plan(
         checks.fail(_OP, "input_shape", "batch, channels and one to three dims", shape)
     if len(cut) != len(shape) - 2:
         checks.fail(_OP, "cut", f"{len(shape) - 2} numbers, one for each spatial dim", cut)
-    for size, ranks in zip(shape[2:], cut, strict=True):
-        if ranks > size:
-            checks.fail(_OP, "cut", f"at most the {size} rows of its dim", ranks)
+    for rows, number in zip(shape[2:], cut, strict=True):
+        if number > rows:
+            checks.fail(_OP, "cut", f"at most the {rows} rows of its dim", number)
     if dtype not in DTYPES:
         checks.fail(_OP, "dtype", "torch.float32 or torch.bfloat16", str(dtype))
     planned = _on_meta(module, dtype)
@@ -155,4 +155,4 @@ def _on_meta(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _places(ranks: int) -> list[int]:
     if ranks <= _ALL_RANKS:
         return list(range(ranks))
-    return sorted({0, 1, ranks // 2, ranks - 2, ranks - 1})
+    return [0, 1, ranks // 2, ranks - 1]

@@ -92,13 +92,13 @@ def test_planned_bytes_are_those_of_real_ranks(name: str, cut: tuple[int, ...]) 
 
 def test_a_halo_is_hidden_by_large_parts_and_not_by_small_ones() -> None:
     module, device = image_model("unet", 4), load_device("h100")
-    large = spatial_plan(module, (1, 4, 30000, 30000), (4, 4), device)
+    large = spatial_plan(module, (1, 4, 30000, 30000), (2, 2), device)
     assert large.input == 14_400_000_000
-    assert large.most("input") == 14_400_000_000 // 16
+    assert large.most("input") == 14_400_000_000 // 4
     assert large.most("exposed_seconds") < 0.05 * large.seconds
     single = large.single.saved
-    assert single / 16 <= large.most("saved") <= 1.05 * single / 16
-    small = spatial_plan(module, (1, 4, 64, 64), (4, 4), device)
+    assert single / 4 <= large.most("saved") <= 1.01 * single / 4
+    small = spatial_plan(module, (1, 4, 64, 64), (2, 2), device)
     assert small.most("exposed_seconds") > 0.2 * small.seconds
     assert small.efficiency < large.efficiency < 1
 
@@ -106,7 +106,7 @@ def test_a_halo_is_hidden_by_large_parts_and_not_by_small_ones() -> None:
 def test_a_longer_axis_traces_its_busiest_ranks() -> None:
     module, device = network(), load_device("h100")
     plan = spatial_plan(module, (1, 3, 96, 8), (6, 1), device)
-    assert [rank.place[0] for rank in plan.ranks] == [0, 1, 3, 4, 5]
+    assert [rank.place[0] for rank in plan.ranks] == [0, 1, 3, 5]
     assert plan.most("halo_forward") == plan.ranks[1].halo_forward > plan.ranks[0].halo_forward
 
 
@@ -146,13 +146,13 @@ def invoke(*args: str) -> Any:
 
 
 def test_command_line() -> None:
-    given = ("--model", "unet", "--image", "1x3x512x400", "--devices", "2", "--device", "h100")
+    given = ("--model", "unet", "--image", "1x3x256x200", "--devices", "2", "--device", "h100")
     shown = invoke(*given)
     assert shown.exit_code == 0 and "2 of 2 cuts fit" in shown.output
     record = json.loads(invoke(*given, "--json", "-").output)
     assert [row["fits"] for row in record["cuts"]] == [True, True]
     assert record["cuts"][0]["seconds"] <= record["cuts"][1]["seconds"]
-    assert record["cuts"][0]["input"] == 3 * 512 * 400 * 4
+    assert record["cuts"][0]["input"] == 3 * 256 * 200 * 4
     assert invoke(*given, "--memory", "1MiB").exit_code == 1
 
 
