@@ -173,7 +173,7 @@ class _Conv(torch.autograd.Function):
         back = grad_x = grad_weight = None
         if needs_x:
             grad_extended = torch.zeros_like(extended) if empty else gradient(True, False, False)[0]
-            back = HaloGradient(grad_extended, plan.windows)
+            back = HaloGradient(grad_extended, plan.windows, shared=False)
             back.start()
         if needs_weight:
             with collectives.computing("conv weight"):

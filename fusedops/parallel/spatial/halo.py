@@ -214,13 +214,19 @@ class HaloGradient:
     Args:
         grad: the gradient of ``everything()``.
         windows: those of the halo.
+        shared: whether others read ``grad``, so that nothing may be added to it in place.
         label: of the messages in the log.
     """
 
     def __init__(
-        self, grad: Tensor, windows: Sequence[Window], *, label: str = "halo grad"
+        self,
+        grad: Tensor,
+        windows: Sequence[Window],
+        *,
+        shared: bool = True,
+        label: str = "halo grad",
     ) -> None:
-        self.windows, self.label = list(windows), label
+        self.windows, self.label, self._shared = list(windows), label, shared
         box = {window.dim: window.inside for window in windows}
         starts = {
             window.dim: window.span[0] if _nonempty(window.inside) else window.inside[0]
@@ -267,21 +273,21 @@ class HaloGradient:
         part = overlap(window.inside, own)
         rows = part or (own[0], own[0])
         grad = self._grad.narrow(dim, rows[0] - origin if part else 0, rows[1] - rows[0])
-        if self._received or rows != own:
-            full = [*self._grad.shape]
-            full[dim] = own[1] - own[0]
-            added = grad.new_zeros(full)
-            added.narrow(dim, rows[0] - own[0], rows[1] - rows[0]).copy_(grad)
-            offset = 0
-            for intervals in self._received.values() if flat.numel() else ():
-                for a, b in intervals:
-                    shape = [*full]
-                    shape[dim] = b - a
-                    count = math.prod(shape)
-                    piece = flat[offset : offset + count].view(shape)
-                    added.narrow(dim, a - own[0], b - a).add_(piece)
-                    offset += count
-            grad = added
+        full = [*self._grad.shape]
+        full[dim] = own[1] - own[0]
+        if rows != own or (self._received and self._shared):
+            extended = grad.new_zeros(full)
+            extended.narrow(dim, rows[0] - own[0], rows[1] - rows[0]).copy_(grad)
+            grad, self._shared = extended, False
+        offset = 0
+        for intervals in self._received.values() if flat.numel() else ():
+            for a, b in intervals:
+                shape = [*full]
+                shape[dim] = b - a
+                count = math.prod(shape)
+                piece = flat[offset : offset + count].view(shape)
+                grad.narrow(dim, a - own[0], b - a).add_(piece)
+                offset += count
         self._grad, self._level, self._pending = grad, self._level - 1, None
 
     def finish(self) -> Tensor:
