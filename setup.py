@@ -6,18 +6,25 @@
 Project metadata is in pyproject.toml, the build itself in tools/native.py. Where the libraries
 cannot be compiled the installation still succeeds, with a note, and the ops run on the PyTorch
 reference.
+
+``FUSEDOPS_TORCHES`` makes a wheel for others (tools/release does): folders, with ``:`` between
+them, that hold a package ``torch`` each, for which libraries are built that any processor and older
+systems can load; or ``none`` for a wheel without libraries, which fits every system.
 """
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.dist import Distribution
 
 ROOT = Path(__file__).resolve().parent
+TORCHES = os.environ.get("FUSEDOPS_TORCHES", "")
 
 NO_TORCH = """\
 fusedops compiles against the torch that you have, and {python} has none.
@@ -49,10 +56,14 @@ class BuildNative(build_ext):
 
     def run(self) -> None:
         """Build, or say in one note why not."""
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        libraries = Path(self.build_lib) / "fusedops" / "lib"
+        if TORCHES and not in_place:
+            _build_for_torches(TORCHES, libraries)
+            return
         native = _native()
         if importlib.util.find_spec("torch") is None:
             sys.exit(NO_TORCH.format(python=sys.executable))
-        in_place = self.inplace or getattr(self, "editable_mode", False)
         if not in_place:  # a wheel may be installed on another machine
             os.environ.setdefault("FUSEDOPS_ISAS", "all")
         try:
@@ -65,11 +76,10 @@ class BuildNative(build_ext):
             )
             return
         if not in_place:
-            target = Path(self.build_lib) / "fusedops" / "lib"
-            self.mkpath(str(target))
+            self.mkpath(str(libraries))
             for path in paths:
-                self.copy_file(str(path), str(target / path.name))
-                self.copy_file(str(path.with_suffix(".json")), str(target))
+                self.copy_file(str(path), str(libraries / path.name))
+                self.copy_file(str(path.with_suffix(".json")), str(libraries))
 
     def get_outputs(self) -> list[str]:
         """Return no file: run() places the libraries itself."""
@@ -80,16 +90,48 @@ class BuildNative(build_ext):
         return {}
 
 
+def _build_for_torches(folders: str, libraries: Path) -> None:
+    """Build the libraries of a wheel, each torch in a process of its own."""
+    kernels: list[str] = []  # objects of the first torch's build serve all
+    for folder in folders.split(os.pathsep) if folders != "none" else []:
+        environment = {**os.environ, "PYTHONPATH": folder}
+        tool = str(ROOT / "tools" / "native_wheel.py")
+        command = [sys.executable, tool, str(libraries), *kernels]
+        if subprocess.run(command, env=environment).returncode:
+            sys.exit(f"fusedops: no wheel: the build for the torch in {folder} failed; see above")
+        if not kernels:
+            code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import native"
+            command = [sys.executable, "-c", f"{code}; print(native.build_folder())"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            kernels = ["--kernels", done.stdout.strip()]
+
+
+class Wheel(bdist_wheel):
+    """A wheel for every Python from 3.10 on: the libraries keep to Python's limited API."""
+
+    def finalize_options(self) -> None:
+        """Set the tag ``cp310-abi3``, or ``py3-none-any`` for a wheel without libraries."""
+        self.py_limited_api = "cp310"
+        super().finalize_options()
+        if TORCHES == "none":
+            self.root_is_pure = True
+            self.python_tag = "py3"
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag of Python, of its ABI, and of the platform."""
+        return ("py3", "none", "any") if TORCHES == "none" else super().get_tag()
+
+
 class NativeDistribution(Distribution):
     """A distribution that is never pure Python, so that a wheel carries the platform's tag."""
 
     def has_ext_modules(self) -> bool:
-        """Return True."""
-        return True
+        """Return True, unless no library is wanted."""
+        return TORCHES != "none"
 
 
 setup(
     distclass=NativeDistribution,
-    ext_modules=[Extension("fusedops._libraries", sources=[])],
-    cmdclass={"build_ext": BuildNative},
+    ext_modules=[] if TORCHES == "none" else [Extension("fusedops._libraries", sources=[])],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
 )

@@ -1,6 +1,6 @@
 """Builds the compiled libraries with ninja: shared by setup.py, the Makefile and the tests.
 
-    python tools/native.py build          # fusedops/lib/libfusedops_cpu.so and _host.so, and
+    python tools/native.py build          # fusedops/lib/libfusedops_cpu.so, _host.abi3.so, and
                                           # _cuda.so if it can
     python tools/native.py check-cuda     # compiles everything under csrc/cuda; needs nvcc, no GPU
     python tools/native.py clean
@@ -11,7 +11,7 @@ What is compiled is found by name:
 |---|---|
 | ``csrc/*.cpp``, ``csrc/cpu/*/*.cpp`` | once, for the baseline instruction set |
 | ``csrc/cpu/*/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``... |
-| ``csrc/host/*.cpp`` | once, a Python module (pybind11) that links the library of the above |
+| ``csrc/host/*.cpp`` | once, a module for any Python, which links the library of the above |
 | ``csrc/cuda/*.cu`` | by nvcc for four GPUs (``native_flags.py``), to PTX for others; no torch |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
 
@@ -120,8 +120,7 @@ def find_torch() -> Torch:
     if spec is None or not spec.submodule_search_locations:
         raise CannotBuildError(
             f"torch is not installed for {sys.executable}: install it first "
-            "(pip install torch==2.13.0), "
-            "then build with --no-build-isolation"
+            "(pip install torch==2.13.0), then build with --no-build-isolation"
         )
     folder = Path(spec.submodule_search_locations[0])
     text = (folder / "version.py").read_text()
@@ -182,7 +181,7 @@ def library_names() -> list[str]:
 
 def library_path(name: str) -> Path:
     """Return where library ``name`` (``"cpu"``, ``"host"``, ``"cuda"``) lies once it is built."""
-    return LIBRARIES / f"libfusedops_{name}.so"
+    return LIBRARIES / f"libfusedops_{name}{'.abi3' if name == 'host' else ''}.so"
 
 
 def isa_variants() -> list[str]:
@@ -267,9 +266,7 @@ def stamp(name: str = "cpu") -> dict[str, str]:
     ``isas`` is a list with blanks: the instruction sets in it.
     """
     torch = find_torch()
-    python = {"python": str(sys.implementation.cache_tag)} if name == "host" else {}
     return {
-        **python,
         "library": name,
         "torch": torch.version,
         "cuda": torch.cuda or "",
@@ -320,7 +317,7 @@ def check_cuda(*, only: Sequence[str] | None = None, verbose: bool = False) -> s
         raise CannotBuildError("check-cuda needs nvcc: set CUDA_HOME or put nvcc on PATH")
     with locked("cuda"):
         folder = build_folder()
-        edges = [edge for edge in _edges("cuda", folder) if edge.rule != "link"]
+        edges = [edge for edge in edges_of("cuda", folder) if edge.rule != "link"]
         if only is not None:
             edges = [each for each in edges if Path(each.output).name.split(".cu.")[0] in only]
         execute(folder, "cuda", edges, verbose=verbose)
@@ -349,14 +346,17 @@ def _build_one(name: str, *, verbose: bool) -> None:
             f"{compiler()} does not know them (binutils 2.36 and newer do)",
             file=sys.stderr,
         )
-    edges = _edges(name, folder)
+    edges = edges_of(name, folder)
     execute(folder, name, edges, verbose=verbose)
-    # Replaced in one step, the stamp last: a process that has the old library mapped keeps it.
-    LIBRARIES.mkdir(parents=True, exist_ok=True)
-    target = library_path(name)
+    install(Path(edges[-1].output), library_path(name), expected)
+
+
+def install(library: Path, target: Path, expected: dict[str, str]) -> None:
+    """Copy a library to its place, with its stamp: a process that has the old one keeps it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.with_suffix(".json").unlink(missing_ok=True)
     for suffix, write in (
-        (".so", lambda to: shutil.copy(edges[-1].output, to)),
+        (".so", lambda to: shutil.copy(library, to)),
         (".json", lambda to: Path(to).write_text(json.dumps(expected, indent=1) + "\n")),
     ):
         fresh = target.with_suffix(f"{suffix}.{os.getpid()}")
@@ -364,15 +364,15 @@ def _build_one(name: str, *, verbose: bool) -> None:
         os.replace(fresh, target.with_suffix(suffix))
 
 
-def _edges(name: str, folder: Path) -> list[Edge]:
+def edges_of(name: str, folder: Path) -> list[Edge]:
+    """Return the steps that build a library, the link last; objects are in ``folder``."""
     edges: list[Edge] = []
     objects: list[str] = []
     precompiled: dict[tuple[str, ...], str] = {}
 
     def compiled(rule: str, source: Path, suffix: str, flags: Sequence[str] = ()) -> str:
-        output = folder / source.relative_to(CSRC).parent / f"{source.name}{suffix}"
+        output, needs = folder / source.relative_to(CSRC).parent / f"{source.name}{suffix}", ()
         output.parent.mkdir(parents=True, exist_ok=True)
-        needs = ()
         header = _header_of(source)
         if rule == "cxx" and header is not None and name == "cpu":
             # Usable only by sources of the very same flags.
@@ -399,7 +399,7 @@ def _edges(name: str, folder: Path) -> list[Edge]:
             built = [f"-DFUSEDOPS_HAS_{isa}" for isa in isa_variants()]
             flags = [*built, *_tile_flags(), *_includes(name)]
             objects.append(compiled("cxx", source, ".o", flags))
-    output = str(folder / f"libfusedops_{name}.so")
+    output = str(folder / library_path(name).name)
     edges.append(Edge("link", output, tuple(objects), tuple(link_flags(name))))
     return edges
 

@@ -2,13 +2,20 @@
 // whether an optimizer still has the same objects. No torch.
 #include "step_queue.h"
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "step_queue_binding.h"
 
 namespace fusedops {
 namespace {
 
-namespace py = pybind11;
+using python::Reference;
+
+struct QueueObject {
+  PyObject_HEAD StepQueue* queue;
+};
+
+StepQueue& queue_of(PyObject* self) {
+  return *reinterpret_cast<QueueObject*>(self)->queue;
+}
 
 DType dtype_of(const std::string& name) {
   if (name == "float32") return DType::f32;
@@ -19,17 +26,22 @@ DType dtype_of(const std::string& name) {
 }
 
 // What a caller says of one tensor: see describe in fusedops/optim/_step_queue.py.
-AdamWTensor tensor_of(const py::handle& given) {
+AdamWTensor tensor_of(PyObject* described) {
+  const auto field = [&](const char* name) { return PyObject_GetAttrString(described, name); };
   const auto address = [&](const char* name) {
-    return reinterpret_cast<void*>(given.attr(name).cast<uintptr_t>());
+    return reinterpret_cast<void*>(python::natural(Reference(field(name)).get()));
   };
   const auto updated = [&](const char* from, const char* to) {
     return Updated{address(from), address(to)};
   };
-  const auto number = [&](const char* name) { return given.attr(name).cast<double>(); };
-  const auto integer = [&](const char* name) { return given.attr(name).cast<int64_t>(); };
+  const auto number = [&](const char* name) {
+    return python::number(Reference(field(name)).get());
+  };
+  const auto integer = [&](const char* name) {
+    return python::integer(Reference(field(name)).get());
+  };
   const auto dtype = [&](const char* name) {
-    return dtype_of(given.attr(name).cast<std::string>());
+    return dtype_of(python::text(Reference(field(name)).get()));
   };
   AdamWTensor tensor{};
   tensor.param = updated("param", "new_param");
@@ -52,43 +64,116 @@ AdamWTensor tensor_of(const py::handle& given) {
   return tensor;
 }
 
-int64_t submit(StepQueue& queue, const py::list& given, double beta1, double beta2, double eps,
-               double grad_factor, bool stochastic, bool steps) {
-  std::vector<AdamWTensor> tensors;
-  for (const auto& each : given) tensors.push_back(tensor_of(each));
-  return queue.submit(std::move(tensors), {beta1, beta2, eps, grad_factor, stochastic, steps});
+PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  return python::guarded([&] {
+    int threads = 0;
+    python::parse(arguments, keywords, "i:StepQueue", {"threads"}, &threads);
+    const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
+    Reference self(allocate(type, 0));
+    reinterpret_cast<QueueObject*>(self.get())->queue = new StepQueue(threads);
+    return self.release();
+  });
+}
+
+void destroy(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  {
+    const python::Unlocked unlocked;  // it waits for its threads
+    delete reinterpret_cast<QueueObject*>(self)->queue;
+  }
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+PyObject* submit(PyObject* self, PyObject* arguments, PyObject* keywords) {
+  return python::guarded([&] {
+    PyObject* described = nullptr;
+    StepOptions options{};
+    int stochastic = 0, steps = 0;
+    python::parse(arguments, keywords, "O!$ddddpp:submit",
+                  {"tensors", "beta1", "beta2", "eps", "grad_factor", "stochastic", "steps"},
+                  &PyList_Type, &described, &options.beta1, &options.beta2, &options.eps,
+                  &options.grad_factor, &stochastic, &steps);
+    options.stochastic = stochastic != 0;
+    options.steps = steps != 0;
+    std::vector<AdamWTensor> tensors;
+    for (Py_ssize_t i = 0; i < PyList_Size(described); ++i) {
+      tensors.push_back(tensor_of(PyList_GetItem(described, i)));
+    }
+    return PyLong_FromLongLong(queue_of(self).submit(std::move(tensors), options));
+  });
+}
+
+PyObject* wait(PyObject* self, PyObject* arguments, PyObject* keywords) {
+  return python::guarded([&] {
+    long long number = 0;
+    python::parse(arguments, keywords, "L:wait", {"number"}, &number);
+    std::vector<double> sums;
+    {
+      const python::Unlocked unlocked;
+      sums = queue_of(self).wait(number);
+    }
+    return python::list_of(sums, PyFloat_FromDouble);
+  });
+}
+
+PyObject* close(PyObject* self, PyObject* arguments, PyObject* keywords) {
+  return python::guarded([&] {
+    python::parse(arguments, keywords, ":close", {});
+    {
+      const python::Unlocked unlocked;
+      queue_of(self).close();
+    }
+    return python::none();
+  });
+}
+
+}  // namespace
+
+PyObject* step_queue_type() {
+  static PyMethodDef methods[] = {
+      python::method("submit", submit),
+      python::method("wait", wait),
+      python::method("close", close),
+      {nullptr, nullptr, 0, nullptr},
+  };
+  static PyType_Slot slots[] = {
+      {Py_tp_new, reinterpret_cast<void*>(make)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+      {Py_tp_methods, methods},
+      {0, nullptr},
+  };
+  static PyType_Spec spec = {"host.StepQueue", sizeof(QueueObject), 0, Py_TPFLAGS_DEFAULT, slots};
+  return PyType_FromSpec(&spec);
+}
+
+int most_threads() {
+  return StepQueue::kMostThreads;
 }
 
 // A number that another object changes, in the list, among the values of the dictionary, or among
 // those of a dictionary there: some nanoseconds for each. Two different sets have the same number
 // once in 2^64.
-uint64_t identities(const py::list& objects, const py::dict& dictionaries) {
-  uint64_t number = 0;
-  const auto add = [&](const void* object) {
-    number = (number ^ reinterpret_cast<uintptr_t>(object)) * 0x9e3779b97f4a7c15u;
-    number ^= number >> 32;
-  };
-  for (const auto& object : objects) add(object.ptr());
-  PyObject *key = nullptr, *value = nullptr, *inner_key = nullptr, *inner = nullptr;
-  for (Py_ssize_t at = 0; PyDict_Next(dictionaries.ptr(), &at, &key, &value) != 0;) {
-    add(value);
-    if (PyDict_Check(value) == 0) continue;
-    for (Py_ssize_t place = 0; PyDict_Next(value, &place, &inner_key, &inner) != 0;) add(inner);
-  }
-  return number;
-}
-
-}  // namespace
-
-void bind_step_queue(py::module_& m) {
-  m.def("identities", &identities, py::arg("objects"), py::arg("dictionaries"));
-  m.attr("MOST_THREADS") = py::int_(int{StepQueue::kMostThreads});
-  py::class_<StepQueue>(m, "StepQueue")
-      .def(py::init<int>(), py::arg("threads"))
-      .def("submit", &submit, py::arg("tensors"), py::kw_only(), py::arg("beta1"), py::arg("beta2"),
-           py::arg("eps"), py::arg("grad_factor"), py::arg("stochastic"), py::arg("steps"))
-      .def("wait", &StepQueue::wait, py::arg("number"), py::call_guard<py::gil_scoped_release>())
-      .def("close", &StepQueue::close, py::call_guard<py::gil_scoped_release>());
+PyObject* identities(PyObject* /*module*/, PyObject* arguments, PyObject* keywords) {
+  return python::guarded([&] {
+    PyObject *objects = nullptr, *dictionaries = nullptr;
+    python::parse(arguments, keywords, "O!O!:identities", {"objects", "dictionaries"}, &PyList_Type,
+                  &objects, &PyDict_Type, &dictionaries);
+    uint64_t number = 0;
+    const auto add = [&](const void* object) {
+      number = (number ^ reinterpret_cast<uintptr_t>(object)) * 0x9e3779b97f4a7c15u;
+      number ^= number >> 32;
+    };
+    const Py_ssize_t count = PyList_Size(objects);
+    for (Py_ssize_t i = 0; i < count; ++i) add(PyList_GetItem(objects, i));
+    PyObject *key = nullptr, *value = nullptr, *inner_key = nullptr, *inner = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(dictionaries, &at, &key, &value) != 0;) {
+      add(value);
+      if (PyDict_Check(value) == 0) continue;
+      for (Py_ssize_t place = 0; PyDict_Next(value, &place, &inner_key, &inner) != 0;) add(inner);
+    }
+    return PyLong_FromUnsignedLongLong(number);
+  });
 }
 
 }  // namespace fusedops

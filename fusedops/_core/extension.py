@@ -17,17 +17,23 @@ from pathlib import Path
 
 import torch
 
-from fusedops._core import env
+from fusedops._core import env, library_fit
+from fusedops._core.library_fit import HOW_TO_BUILD
 
 _LOG = logging.getLogger("fusedops")
-
-HOW_TO_BUILD = "build it with `python setup.py build_ext --inplace` (needs g++ 11 or newer)"
 
 
 @functools.cache
 def cpu_library() -> str | None:
-    """Load the CPU library; return ``None`` when it is there, else the reason why it is not."""
-    return _load("libfusedops_cpu.so")
+    """Load the CPU library; return ``None`` when it is there, else the reason why it is not.
+
+    The reason is also logged, in one line, unless the user wants no library.
+    """
+    reason = _load("libfusedops_cpu.so")
+    first_of_machine = (env.launched() or (0, 1, 0))[2] == 0
+    if reason is not None and not env.native_disabled() and first_of_machine:
+        _LOG.warning("fusedops runs without its C++ kernels, slower on the CPU: %s", reason)
+    return reason
 
 
 @functools.cache
@@ -55,6 +61,11 @@ def triton_missing() -> str | None:
     return None
 
 
+def library_path(file_name: str) -> Path:
+    """Return where a library for this torch lies, or would lie."""
+    return library_fit.folder_for(env.library_folder(), torch.__version__) / file_name
+
+
 def has_operator(namespace: str, name: str) -> bool:
     """Return whether a loaded library registered ``namespace::name``."""
     return torch._C._dispatch_has_kernel(f"{namespace}::{name}")
@@ -63,24 +74,26 @@ def has_operator(namespace: str, name: str) -> bool:
 def _load(file_name: str) -> str | None:
     if env.native_disabled():
         return f"FUSEDOPS_DISABLE_NATIVE={env.settings()['FUSEDOPS_DISABLE_NATIVE']} is set"
-    path = env.library_folder() / file_name
+    path = library_path(file_name)
     if not path.exists():
-        return f"{path} does not exist: {HOW_TO_BUILD}"
+        return library_fit.why_missing(env.library_folder(), file_name, torch.__version__)
     stamp = _stamp(path.with_suffix(".json"))
-    if stamp.get("torch", torch.__version__) != torch.__version__:
+    if not library_fit.fits_torch(stamp.get("torch", torch.__version__), torch.__version__):
         return (
             f"{path} was built for torch {stamp['torch']}, this is {torch.__version__}: "
             f"{HOW_TO_BUILD}"
         )
+    missing = library_fit.wrong_system(stamp)
+    if missing:
+        return f"{path} {missing}: {HOW_TO_BUILD}"
     missing = _instruction_sets_missing(stamp.get("isas", ""))
     if missing:
         return f"{path} {missing}: {HOW_TO_BUILD}; FUSEDOPS_ISAS=all makes one for any machine"
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        reason = f"{path} does not load with torch {torch.__version__} ({error}): {HOW_TO_BUILD}"
-        _LOG.warning(reason)
-        return reason
+        cause = " ".join(str(error).split())
+        return f"{path} does not load with torch {torch.__version__} ({cause}): {HOW_TO_BUILD}"
     if _is_stale(path, stamp):
         _LOG.warning(
             "%s was built from other sources than those in csrc: what they added or changed since "

@@ -7,7 +7,7 @@ import importlib.util
 from importlib.machinery import ExtensionFileLoader
 from typing import Any
 
-from fusedops._core import env, extension
+from fusedops._core import extension
 
 
 @functools.cache
@@ -16,7 +16,7 @@ def load() -> Any:
     reason = extension.cpu_library()
     if reason is not None:
         return reason
-    path = env.library_folder() / "libfusedops_host.so"
+    path = extension.library_path("libfusedops_host.abi3.so")
     if not path.exists():
         return f"{path} does not exist: {extension.HOW_TO_BUILD}; it needs the headers of Python"
     loader = ExtensionFileLoader("host", str(path))

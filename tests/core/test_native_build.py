@@ -131,7 +131,7 @@ def test_a_vector_of_avx2_is_loaded_into_one_register(
         halves.append(len(re.findall(r"vmov\w+ +[^\n]*%xmm\d+,[^\n]*\(%", code.stdout)))
     assert halves[1] == 0, f"{halves[1]} stores of half a register; without the options {halves[0]}"
     monkeypatch.setenv("FUSEDOPS_ISAS", "all")
-    edges = native._edges("cpu", native.build_folder())
+    edges = native.edges_of("cpu", native.build_folder())
     avx2 = [edge for edge in edges if ".AVX2." in edge.output and edge.rule == "cxx"]
     assert avx2 and all(set(native.WIDE_COPIES) <= set(edge.flags) for edge in avx2)
 
