@@ -37,7 +37,8 @@ NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
         fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
         first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all \
         kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check \
-        site-requirements clean clean-venv test-launchers test-kernels-hub lint-workflows
+        site-requirements clean clean-venv test-launchers test-kernels-hub lint-workflows \
+        release-check release-build
 
 setup: .venv/.editable .venv/.models native
 
@@ -352,6 +353,16 @@ site-requirements:
 	{ sed -n '/^#/p' docs/requirements.txt; \
 	  $(SITE)/fresh/bin/python -m pip freeze --disable-pip-version-check; } > $(SITE)/requirements
 	mv $(SITE)/requirements docs/requirements.txt
+
+# Wheels for several torches and an sdist in dist/, their checks, and clean environments in which they
+# are tried: docs/compatibility.md. Second tier: an hour or more, and gigabytes of downloads.
+# RELEASE: python -m release --help, for example RELEASE="--torch 2.13.0 --python 3.11"
+RELEASE ?=
+release-check: setup
+	PYTHONPATH=tools $(BIN)/python -m release all dist $(RELEASE)
+
+release-build: setup
+	PYTHONPATH=tools $(BIN)/python -m release build dist $(RELEASE)
 
 clean:
 	rm -rf build fusedops/lib out .pytest_cache .mypy_cache .ruff_cache *.egg-info

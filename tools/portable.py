@@ -17,7 +17,15 @@ from pathlib import Path
 LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 TAG = "manylinux_2_28"
 _COMPAT = Path(__file__).resolve().parent / "compat" / "old_system.cpp"
-_SYMBOL = re.compile(r"^[0-9a-f]+ ([TWiDBVRu]) ([^@\s]+)@@?(\w+?)_([0-9.]+)$")
+# A row of readelf: number, value, size, type, binding, visibility, section, name, version.
+_SYMBOL = re.compile(r"^\d+: \w+ +\w+ (\w+) +\w+ +\w+ +\d+ (\S+?)@@?(\w+?)_([0-9.]+)$")
+# Type of a symbol -> section and type of its stand-in.
+_KINDS = {
+    "FUNC": (".text", "function"),
+    "IFUNC": (".text", "function"),
+    "OBJECT": (".data", "object"),
+    "TLS": ('.tdata,"awT",@progbits', "tls_object"),
+}
 
 
 def stand_ins(folder: Path, compiler: str) -> list[str]:
@@ -45,11 +53,11 @@ def stand_ins(folder: Path, compiler: str) -> list[str]:
 
 
 def symbols(library: Path) -> dict[str, tuple[str, str]]:
-    """Return symbol -> (kind as ``nm`` tells, newest version that ``LIMITS`` allows)."""
+    """Return symbol -> (type of ``_KINDS``, newest version that ``LIMITS`` allows)."""
     chosen: dict[str, tuple[tuple[int, ...], str, str]] = {}
-    for line in _run("nm", "-D", "--defined-only", "--with-symbol-versions", str(library)):
+    for line in _run("readelf", "--dyn-syms", "--wide", str(library)):
         match = _SYMBOL.match(line.strip())
-        if match is None or match[3] not in LIMITS:
+        if match is None or match[1] not in _KINDS or match[3] not in LIMITS:
             continue
         kind, name, prefix, number = match.groups()
         version = tuple(map(int, number.split(".")))
@@ -64,8 +72,9 @@ def _stand_in(folder: Path, name: str, compiler: str) -> None:
         sorted(symbols(_where(compiler, name)).items())
     ):
         versions.add(version)
-        kind = "object" if kind in "DBVRu" else "function"
+        section, kind = _KINDS[kind]
         lines += [
+            f".section {section}",
             f".globl stand_in_{index}",
             f".type stand_in_{index},@{kind}",
             f"stand_in_{index}: .byte 0",
@@ -73,7 +82,7 @@ def _stand_in(folder: Path, name: str, compiler: str) -> None:
             f".symver stand_in_{index},{symbol}@@{version}",
         ]
     source, script = folder / f"{name}.s", folder / f"{name}.map"
-    source.write_text(".data\n" + "\n".join(lines) + "\n")
+    source.write_text("\n".join(lines) + "\n")
     script.write_text("".join(f"{version} {{}};\n" for version in sorted(versions)))
     flags = ["-shared", "-nostdlib", f"-Wl,-soname,{name}", f"-Wl,--version-script={script}"]
     _run(compiler, *flags, str(source), "-o", str(folder / name))

@@ -1,0 +1,247 @@
+"""Which library of a wheel is loaded, and what is said where none is: made folders, no build."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import native_wheel
+import portable
+import pytest
+import torch
+from native import BuildError
+
+from fusedops._core import env, extension, library_fit
+
+LIBRARY = "libfusedops_cpu.so"
+MINOR = native_wheel.minor_version(torch.__version__)
+
+
+def made(folder: Path, *versions: str) -> Path:
+    for version in versions:
+        (folder / f"torch-{version}").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("version", "folder"),
+    [
+        ("2.11.0", "torch-2.11"),
+        ("2.13.1+cu130", "torch-2.13"),
+        ("2.9.0", "."),
+        ("2.130.0", "."),
+        ("2.13.0a0+gitabc", "."),
+        ("2.13.0.dev20261101", "."),
+    ],
+)
+def test_releases_of_a_minor_version_share_a_folder(
+    tmp_path: Path, version: str, folder: str
+) -> None:
+    made(tmp_path, "2.11", "2.13")
+    assert library_fit.folder_for(tmp_path, version) == tmp_path / folder
+
+
+@pytest.mark.parametrize(
+    ("built", "version", "fits"),
+    [
+        ("2.13", "2.13.7", True),
+        ("2.13", "2.13.0+cpu", True),
+        ("2.13", "2.131.0", False),
+        ("2.13", "2.14.0", False),
+        ("2.13", "2.13.0a0+git1", False),
+        ("2.13.0+cpu", "2.13.0+cpu", True),
+        ("2.13.0+cpu", "2.13.0+cu130", False),
+    ],
+)
+def test_a_stamp_fits_a_torch(built: str, version: str, fits: bool) -> None:
+    assert library_fit.fits_torch(built, version) == fits
+
+
+def test_another_torch_is_said_with_the_versions_that_are_served(tmp_path: Path) -> None:
+    made(tmp_path, "2.9", "2.11", "2.13")
+    said = library_fit.why_missing(tmp_path, LIBRARY, "2.99.0")
+    assert "serve torch 2.9 to 2.13, and this is torch 2.99.0" in said
+    assert "pip install --upgrade fusedops" in said and "'torch==2.13.*'" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("system", "libc", "machine", "said"),
+    [
+        ("linux", ("", ""), "x86_64", "musl"),
+        ("linux", ("glibc", "2.36"), "riscv64", "riscv64 processors"),
+        ("darwin", ("", ""), "arm64", "Darwin"),
+        ("linux", ("glibc", "2.36"), "aarch64", "this installation has no compiled kernels"),
+    ],
+)
+def test_a_wheel_without_libraries_says_why_and_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    system: str,
+    libc: tuple[str, str],
+    machine: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr(library_fit, "_CHECKOUT", False)
+    monkeypatch.setattr(library_fit, "HOW_TO_BUILD", library_fit.FROM_SOURCE)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "libc_ver", lambda: libc)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "system", lambda: system.title())
+    sentence = library_fit.why_missing(tmp_path / "lib", LIBRARY, "2.13.0")
+    assert said in sentence and "pip install --force-reinstall" in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("machine", "libc", "said"),
+    [
+        ("aarch64", ("glibc", "2.36"), "was built for x86_64 processors, and this is aarch64"),
+        ("x86_64", ("", ""), "another C library (musl?)"),
+        ("x86_64", ("glibc", "2.36"), None),
+    ],
+)
+def test_a_library_of_another_system_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, machine: str, libc: tuple[str, str], said: str | None
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "libc_ver", lambda: libc)
+    reason = library_fit.wrong_system({"machine": "x86_64"})
+    assert (reason is None) if said is None else (reason is not None and said in reason)
+
+
+def test_a_wheel_without_cuda_kernels_says_that_triton_runs(tmp_path: Path) -> None:
+    made(tmp_path, "2.13")
+    said = library_fit.why_missing(tmp_path, "libfusedops_cuda.so", "2.13.0")
+    assert "wheels have no libfusedops_cuda.so" in said and "Triton" in said
+
+
+IMPORT = """
+import sys
+import torch
+import fusedops
+y = fusedops.layer_norm(torch.arange(4.0).reshape(1, 4), (4,))
+print(round(y.sum().item(), 4), fusedops.resolve("layer_norm", y, (4,)).backend)
+"""
+
+
+def run_import(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(IMPORT)],
+        env={**os.environ, "FUSEDOPS_LIBRARY": str(folder), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if "fusedops" in line]
+
+
+def test_the_import_says_in_one_line_that_kernels_are_missing(tmp_path: Path) -> None:
+    done = run_import(made(tmp_path, "2.9"))
+    assert done.stdout.split() == ["0.0", "torch"]
+    (line,) = own_lines(done)
+    assert line == done.stderr.splitlines()[0]
+    assert line.startswith("fusedops runs without its C++ kernels") and "2.9 to 2.9" in line
+    other_rank = run_import(tmp_path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    assert own_lines(other_rank) == [], "one process of a machine says it"
+    assert own_lines(run_import(tmp_path, FUSEDOPS_DISABLE_NATIVE="1")) == [], "it was asked for"
+
+
+@pytest.mark.skipif(not extension.library_path(LIBRARY).exists(), reason="no compiled kernels")
+def test_the_library_of_the_minor_version_is_loaded(tmp_path: Path) -> None:
+    built = extension.library_path(LIBRARY)
+    made(tmp_path, "2.9", MINOR)
+    folder = tmp_path / f"torch-{MINOR}"
+    (folder / LIBRARY).symlink_to(built)
+    stamp = json.loads(built.with_suffix(".json").read_text())
+    (folder / "libfusedops_cpu.json").write_text(json.dumps({**stamp, "torch": MINOR}))
+    assert run_import(tmp_path).stdout.split() == ["0.0", "cpp"]
+
+
+def test_a_file_that_is_no_library_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / LIBRARY).write_text("no library\n")
+    done = run_import(tmp_path)
+    assert done.stdout.split() == ["0.0", "torch"]
+    (line,) = own_lines(done)
+    assert "does not load with torch" in line and "build" in line
+
+
+@pytest.mark.parametrize("version", ["2.13", "2.13.0a0+git1", "2.13.0.dev1"])
+def test_a_wheel_is_not_built_for_what_is_no_release(version: str) -> None:
+    with pytest.raises(BuildError, match="is no release"):
+        native_wheel.minor_version(version)
+    assert native_wheel.minor_version("2.13.1+cu130") == "2.13"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libraries of Linux")
+def test_a_library_linked_with_the_stand_ins_needs_old_versions_only(tmp_path: Path) -> None:
+    source = tmp_path / "source.cpp"
+    source.write_text(
+        """
+        #include <cmath>
+        #include <condition_variable>
+        #include <cstdio>
+        #include <exception>
+        #include <memory>
+        #include <sys/stat.h>
+        extern "C" double compute(double x) {
+          struct stat status;
+          if (fstat(0, &status) < -1) return 0.0;
+          const auto shared = std::make_shared<double>(2.0);
+          std::exception_ptr error, copy;
+          try {
+            throw *shared;
+          } catch (...) {
+            error = std::current_exception();
+          }
+          copy = error;
+          error = nullptr;
+          try {
+            std::rethrow_exception(copy);
+          } catch (double value) {
+            return std::exp(x) + std::pow(value, x);
+          }
+        }
+        """
+    )
+    flags = portable.stand_ins(tmp_path / "stand-ins", "g++")
+    library = tmp_path / "library.so"
+    options = ["-std=c++20", "-O2", "-fPIC", "-shared", "-Wl,--no-undefined"]
+    subprocess.run(["g++", *options, source, "-o", library, *flags], check=True)
+    table = subprocess.run(["objdump", "-T", library], capture_output=True, text=True, check=True)
+    versions = {word.strip("()") for word in table.stdout.split() if word.startswith("(G")}
+    assert versions, table.stdout
+    for version in versions:
+        prefix, _, number = version.partition("_")
+        assert tuple(map(int, number.split("."))) <= portable.LIMITS[prefix], version
+    code = (
+        "import ctypes, math\n"
+        f"f = ctypes.CDLL({str(library)!r}).compute\n"
+        "f.restype, f.argtypes = ctypes.c_double, [ctypes.c_double]\n"
+        "assert f(1.5) == math.exp(1.5) + 2.0**1.5\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_link_fails_where_an_old_system_has_no_such_symbol(tmp_path: Path) -> None:
+    source = tmp_path / "source.cpp"
+    source.write_text("#include <stdlib.h>\nunsigned f() { return arc4random(); }\n")  # glibc 2.36
+    if subprocess.run(["g++", "-c", source, "-o", tmp_path / "a.o"]).returncode:
+        pytest.skip("this system has no such symbol either")
+    flags = portable.stand_ins(tmp_path / "stand-ins", "g++")
+    command = ["g++", "-shared", "-fPIC", source, "-o", tmp_path / "a.so", *flags]
+    done = subprocess.run([*command, "-Wl,--no-undefined"], capture_output=True, text=True)
+    assert done.returncode and "arc4random" in done.stderr
+
+
+def test_the_folder_of_a_checkout_is_lib_itself() -> None:
+    assert extension.library_path(LIBRARY).parent == env.library_folder()

@@ -1,0 +1,78 @@
+"""Writes docs/compatibility.md: which Pythons and torches the wheels were tried with.
+
+PYTHONPATH=tools python -m release.page    # from docs/reports/compatibility.json again
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "reports" / "compatibility.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+TEXT = Path(__file__).with_name("compatibility.md.in")
+
+
+def record(rows: list[dict[str, Any]], files: list[dict[str, Any]]) -> None:
+    """Write the results of a run, and the page."""
+    results = {"machine": platform.platform(), "files": files, "rows": rows}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(results))
+    print(f"wrote {PAGE.relative_to(ROOT)}", flush=True)
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return the page for results."""
+    text = TEXT.read_text()
+    for name, made in (
+        ("FILES", _files(results["files"])),
+        ("MATRIX", _matrix(results["rows"])),
+        ("IMPORT", _import(results["rows"])),
+        ("MACHINE", results["machine"]),
+    ):
+        text = text.replace(f"@{name}@", made)
+    return text
+
+
+def _files(files: list[dict[str, Any]]) -> str:
+    lines = ["| file | size | installed | torch |", "|---|---:|---:|---|"]
+    for row in files:
+        installed = f"{row['installed'] / 1e6:.1f} MB" if "installed" in row else ""
+        torches = ", ".join(name.removeprefix("torch-") for name in row.get("torches", []))
+        lines.append(f"| `{row['name']}` | {row['bytes'] / 1e6:.1f} MB | {installed} | {torches} |")
+    return "\n".join(lines)
+
+
+def _matrix(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| torch | Python | glibc | smoke test | doctor | kernels | largest difference |",
+        "|---|---|---|---|---|---|---:|",
+    ]
+    for row in rows:
+        if "libc" not in row:
+            why = (row.get("error") or row["left_out"]).split("\n")[0]
+            lines.append(f"| {row['asked_torch']} | {row['asked_python']} | | {why} | | | |")
+            continue
+        difference = f"{max(row['op'], row['model']):.1e}"
+        libc = row["libc"].removeprefix("glibc ")
+        lines.append(
+            f"| {row['torch']} | {row['python']} | {libc} | passed | {row['doctor']} | "
+            f"{row['kernels']} | {difference} |"
+        )
+    return "\n".join(lines)
+
+
+def _import(rows: list[dict[str, Any]]) -> str:
+    times = [(row["fusedops_s"], row["torch_s"]) for row in rows if "fusedops_s" in row]
+    own, torch = (sorted(column)[len(times) // 2] for column in zip(*times, strict=True))
+    return (
+        f"`import fusedops` takes {own:.2f} s of a processor after `import torch`, which takes "
+        f"{torch:.2f} s (medians of the rows above, of which each is the fastest of three)."
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
