@@ -1,12 +1,14 @@
-"""Imports that are not ours to make: what waits for somebody else's, and what names a package."""
+"""Imports: what waits for somebody else's, what names a package, and what makes ours faster."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -57,3 +59,19 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Let no garbage collection run inside the block.
+
+    The registration of the ops allocates enough to start a collection of everything that torch has
+    made before: half the time of `import fusedops` (0.09 instead of 0.20 s of a busy EPYC core).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
