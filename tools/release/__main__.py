@@ -32,7 +32,7 @@ def options() -> argparse.Namespace:
         "--python",
         nargs="+",
         default=PYTHONS,
-        help="versions, or paths of interpreters; what is not on this machine is left out",
+        help="versions (left out where this machine has none), paths, or ROOT:VERSION by chroot",
     )
     parser.add_argument("--pairs", choices=("all", "few"), default="all", help="few: a cross")
     return parser.parse_args()

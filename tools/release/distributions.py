@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -20,6 +21,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import portable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -71,7 +74,7 @@ def build(tools: Path, dist: Path, torches: Sequence[Path]) -> None:
 
 def _audited(tools: Path, wheel: Path, output: Path) -> Path:
     """Write a wheel with the tag of ``manylinux_2_28``, if all its symbols are as old."""
-    platform_tag = f"manylinux_2_28_{platform.machine()}"
+    platform_tag = f"{portable.TAG}_{platform.machine()}"
     excluded = [f"--exclude={name}" for name in NOT_IN_THE_WHEEL]
     options = ["--plat", platform_tag, "--only-plat", *excluded, "--wheel-dir", output]
     _run_tool(tools, "auditwheel", "repair", *options, wheel)
@@ -117,7 +120,8 @@ def describe(dist: Path) -> list[dict[str, Any]]:
     """Return name, size in bytes, and installed size of the files, and their folders of torch."""
     rows = []
     for path in files(dist):
-        row: dict[str, Any] = {"name": path.name, "bytes": path.stat().st_size}
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        row: dict[str, Any] = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
         if path.suffix == ".whl":
             with zipfile.ZipFile(path) as archive:
                 row["installed"] = sum(info.file_size for info in archive.infolist())

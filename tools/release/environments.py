@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,14 @@ def try_all(tools: Path, dist: Path, pairs: Iterable[Pair], work: Path) -> list[
         print(f"torch {torch}, Python {python}", end=": ", flush=True)
         started = time.monotonic()
         try:
-            row |= _try_one(tools, program, torch, binary, pure, work)
+            row |= _try_one(tools, python, program, torch, binary, pure, work)
         except ReleaseError as error:
             message = str(error)
             unavailable = "No solution found" in message or "no wheels with a matching" in message
             row["left_out" if unavailable else "error"] = message
             row["passed"] = unavailable
         outcome = row.get("error") or row.get("left_out") or "passed"
-        print(f"{outcome.splitlines()[0]}, {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{outcome}, {time.monotonic() - started:.0f} s", flush=True)
     shutil.rmtree(work / "uv", ignore_errors=True)
     return rows
 
@@ -75,39 +75,59 @@ def interpreter(python: str) -> Path | None:
     return Path(program) if program else None
 
 
+@dataclass(frozen=True)
+class _Environment:
+    """Where packages are installed, and what runs Python there.
+
+    A Python of another system is given as its root, ``/roots/sid:3.14``: the packages go into a
+    folder of the root, and Python runs in it by ``chroot`` (as root). ``debootstrap --variant=minbase
+    --include=python3,libgomp1,libstdc++6 sid /roots/sid`` makes one.
+    """
+
+    install: tuple[Any, ...]  # of uv: where to
+    python: tuple[Any, ...]
+    smoke: Path  # where smoke.py is, for that Python
+
+    @classmethod
+    def make(cls, uv: Path, python: str, program: Path, folder: Path) -> _Environment:
+        """Make it empty; ``folder`` is that of a virtual environment."""
+        root, _, version = python.partition(":")
+        if not version:
+            distributions.run([uv, "venv", "--quiet", "--python", program, folder])
+            made = folder / "bin" / "python"
+            return cls(("--python", made), (made,), SMOKE)
+        if not (Path(root) / "proc" / "cpuinfo").exists():
+            raise ReleaseError(f"torch needs /proc: mount -t proc proc {root}/proc")
+        packages = Path(root) / "opt" / "packages"
+        shutil.rmtree(packages, ignore_errors=True)
+        packages.mkdir(parents=True)
+        shutil.copy(SMOKE, packages)
+        where = ("--target", packages, "--python-version", version, "--only-binary", ":all:")
+        run = ("chroot", root, "/usr/bin/env", "PYTHONPATH=/opt/packages", f"python{version}")
+        return cls(where, run, Path("/opt/packages") / SMOKE.name)
+
+
 def _try_one(
-    tools: Path, program: Path, torch: str, binary: Path, pure: Path, work: Path
+    tools: Path, python: str, program: Path, torch: str, binary: Path, pure: Path, work: Path
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        environment = Path(folder) / "environment"
-        python = environment / "bin" / "python"
+        environment = _Environment.make(tools / "uv", python, program, Path(folder) / "venv")
         cache = {**os.environ, "UV_CACHE_DIR": str(work / "uv")}
-        uv = tools / "uv"
-        distributions.run([uv, "venv", "--quiet", "--python", program, environment], env=cache)
-        install = [uv, "pip", "install", "--quiet", "--python", python]
+        install = [tools / "uv", "pip", "install", "--quiet", *environment.install]
         distributions.run([*install, f"torch=={torch}"], env=cache)
         distributions.run([*install, "--compile-bytecode", binary], env=cache)
         # A clean environment: nothing of the checkout, of other packages or of settings.
-        bare = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
-        run = {"cwd": folder, "env": bare}
-        results = [
-            _smoke(distributions.run([python, SMOKE, "cpp"], **run)) for _ in range(_IMPORTS)
-        ]
+        bare = {"PATH": "/usr/sbin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+        run: dict[str, Any] = {"cwd": folder, "env": bare}
+        smoke = [*environment.python, environment.smoke]
+        results = [_smoke(distributions.run([*smoke, "cpp"], **run)) for _ in range(_IMPORTS)]
         row = min(results, key=lambda result: result["fusedops_s"])
-        doctor = subprocess.run(
-            [python, "-m", "fusedops", "doctor", "--device", "cpu"],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env=bare,
-        )
-        if doctor.returncode:
-            raise ReleaseError(f"doctor failed:\n{doctor.stdout[-2000:]}{doctor.stderr[-2000:]}")
+        command = [*environment.python, "-m", "fusedops", "doctor", "--device", "cpu"]
+        distributions.run(command, **run)
         row["doctor"] = "passed"
-        distributions.run(
-            [*install, "--reinstall-package", "fusedops", "--no-deps", pure], env=cache
-        )
-        printed = distributions.run([python, SMOKE, "torch"], **run)
+        again = ["--reinstall-package", "fusedops", "--no-deps", pure]
+        distributions.run([*install, *again], env=cache)
+        printed = distributions.run([*smoke, "torch"], **run)
         lines = [line for line in printed.splitlines() if line.startswith("fusedops ")]
         if len(lines) != 1:
             raise ReleaseError(f"the wheel without libraries printed {len(lines)} lines about it")
