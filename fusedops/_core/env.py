@@ -10,6 +10,7 @@
 | ``FUSEDOPS_MAX_ISA`` | the CPU kernels use no more than this: see ``MAX_ISAS`` | all there is |
 | ``FUSEDOPS_SANITIZE`` | sanitizers of a build of its own; only the build reads it | none |
 | ``FUSEDOPS_SHARED_MEMORY`` | ``0``: processes of one machine communicate through sockets | ``1`` |
+| ``FUSEDOPS_TORCHES`` | torches that a wheel is built for; only the build reads it | none |
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` | torchrun's: which process of a run this is | alone |
 | ``LOCAL_WORLD_SIZE`` | torchrun's: processes on this machine | not known |
@@ -41,6 +42,7 @@ _KNOWN = (
     "MAX_ISA",
     "SANITIZE",
     "SHARED_MEMORY",
+    "TORCHES",
     "TUNING",
 )
 

@@ -80,8 +80,8 @@ class _Environment:
     """Where packages are installed, and what runs Python there.
 
     A Python of another system is given as its root, ``/roots/sid:3.14``: the packages go into a
-    folder of the root, and Python runs in it by ``chroot`` (as root). ``debootstrap --variant=minbase
-    --include=python3,libgomp1,libstdc++6 sid /roots/sid`` makes one.
+    folder of the root, and Python runs in it by ``chroot`` (as root). This makes one:
+    ``debootstrap --variant=minbase --include=python3,libgomp1,libstdc++6 sid /roots/sid``.
     """
 
     install: tuple[Any, ...]  # of uv: where to
