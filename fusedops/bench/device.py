@@ -31,7 +31,7 @@ from fusedops.planner.step_time import step_time
 
 # Constants that steps of one process tell; those of communication keep their usual values.
 FITTED = (
-    *("products", "inner", "outer", "attention", "elementwise", "layer_seconds"),
+    *("products", "inner", "outer", "attention", "elementwise", "optimizer", "layer_seconds"),
     *("host_seconds", "microbatch_seconds", "step_seconds"),
 )
 _WARM_UP = 2
@@ -151,6 +151,7 @@ def _measured(
     start = own.efficiency
     if where.type == "cpu":
         start = replace(start, products=0.7, inner=16, outer=16, attention=0.3, elementwise=0.6)
+        start = replace(start, optimizer=0.6)
         start = replace(start, host_seconds=1e-4, layer_seconds=1e-4, microbatch_seconds=1e-4)
     fitted = replace(own, efficiency=calibrate(steps, start, names=FITTED))
     errors = [step_time(shape, fitted).seconds / took - 1 for shape, _, took in steps]

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "devices"
 DTYPES = ("float32", "bfloat16", "float16", "float8")
 # Efficiencies that are shares of a peak, at most 1.
 SHARES = (
-    *("products", "attention", "elementwise", "overlap"),
+    *("products", "attention", "elementwise", "optimizer", "overlap"),
     *("node", "ring", "network", "point_to_point"),
 )
 # Octaves of a size by which a measured layer's weight falls to 0.6, and the number of steps that a
@@ -90,6 +90,7 @@ class DeviceEfficiency:
         inner: length of a product's sum at which it reaches half of that share.
         outer: number of rows or of columns of a product at which it reaches half.
         elementwise: share of the memory's bandwidth, of all operations that are no product.
+        optimizer: the same of AdamW.
         node: share of the bandwidth inside a node that collectives reach.
         network: share of the bandwidth between nodes that all-to-alls reach.
         ring: the same of the rings of data parallelism.
@@ -116,6 +117,7 @@ class DeviceEfficiency:
     inner: float
     outer: float
     elementwise: float
+    optimizer: float
     node: float
     network: float
     ring: float

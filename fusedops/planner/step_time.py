@@ -507,7 +507,8 @@ def _optimizer(shape: StepShape, device: Device) -> float:
     """Return the seconds of AdamW on the device, or of the host's and of what travels."""
     share = shape.parameters / (shape.dp * shape.cp if shape.zero else 1)
     if "optimizer" not in shape.offload:
-        return _OPTIMIZER_BYTES * share / device.memory.bandwidth
+        bandwidth = device.memory.bandwidth * device.efficiency.optimizer
+        return _OPTIMIZER_BYTES * share / bandwidth
     links = device.links
     return share * (_TRAVELLING_BYTES / links.host + _HOST_OPTIMIZER_BYTES / links.host_memory)
 
