@@ -98,8 +98,14 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
+        is_profile = (path.parent / "profile").is_dir()
+        action = (
+            f"for the times of another trainer: fusedops profile {path.parent}"
+            if is_profile
+            else "give the folder that `out` names"
+        )
         raise InputError(
-            f"no run of fusedops train: {path}: {error.strerror}; give the folder that `out` names"
+            f"no run of fusedops train: {path}: {error.strerror}; {action}"
         ) from None
     lines = []
     for line in text.splitlines():
