@@ -38,7 +38,7 @@ NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
         first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all \
         kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check \
         site-requirements clean clean-venv test-launchers test-kernels-hub lint-workflows \
-        release-check release-build
+        release-check release-build tutorials notebooks test-notebooks
 
 setup: .venv/.editable .venv/.models native
 
@@ -176,16 +176,21 @@ $(CLIENTS)/.packages: tests/clients/requirements.txt
 	  transformers==$(subst $(CLIENTS)/transformers-,,$(CLIENTS_TRANSFORMERS))
 	@touch $@
 
-test-clients: $(CLIENTS)/.packages native
+# Trainers that must not be visible to the others' tests: those of examples/trainers.
+$(CLIENTS)/%/.packages: tests/clients/%.txt $(CLIENTS)/.packages
+	$(CLIENTS_PIP) --no-deps --upgrade --target $(@D) -r $<
+	@touch $@
+
+test-clients: $(CLIENTS)/.packages $(CLIENTS)/more/.packages $(CLIENTS)/vision/.packages native
 	rm -f docs/reports/trainers.json
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
 
 # An environment that has the packages of .venv, and those of a file of requirements.
-SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 define ADDED_PACKAGES
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-	$(BIN)/python $(SITE) > $$($(1)/bin/python $(SITE))/shared.pth
+	$(BIN)/python $(PURELIB) > $$($(1)/bin/python $(PURELIB))/shared.pth
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $(2)
 endef
 
@@ -209,6 +214,25 @@ $(HUB)/.packages: tests/integrations/hub_requirements.txt .venv/.packages
 test-kernels-hub: $(HUB)/.packages native
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(HUB)/venv/bin/python -m pytest -q \
 	  tests/integrations/test_hub_package.py
+
+# Runs the scripts of the tutorials and writes code and outputs into docs/tutorials, a few minutes on
+# a quiet machine: make tutorials, or make tutorials NAMES="speed_up plan". trl and peft are those of
+# `make test-clients`.
+tutorials: setup $(CLIENTS)/.packages
+	$(BIN)/python tools/tutorials.py refresh $(NAMES)
+
+# Notebooks of the first three, from their pages; nbformat and what runs them have a folder of their own.
+NOTEBOOKS := build/notebooks
+$(NOTEBOOKS)/.packages: tests/notebooks.txt .venv/.packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) \
+	  --upgrade --target $(NOTEBOOKS) -r $<
+	@touch $@
+
+notebooks: setup $(NOTEBOOKS)/.packages
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(NOTEBOOKS) $(BIN)/python tools/tutorials.py notebooks
+
+test-notebooks: setup $(NOTEBOOKS)/.packages
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(NOTEBOOKS) $(BIN)/python -m pytest -q tests/examples/test_notebooks.py
 
 # What `patch` fuses in models of other libraries, and whether it computes the same: writes
 # docs/reports/libraries.json, and docs/coverage.md from it.

@@ -149,6 +149,7 @@ def _page(rows: list[dict[str, Any]]) -> str:
             ["| column | meaning |", "|---|---|"]
             + [f"| {name} | {text.format(ops=_names(ALL))} |" for name, text in COLUMNS.items()]
         ),
+        _examples(),
     ]
     for package, (title, prose) in PROSE.items():
         if package in by_package:
@@ -156,6 +157,24 @@ def _page(rows: list[dict[str, Any]]) -> str:
             heading = f"## {title} {_list(versions)}"
             parts += [heading, prose.strip(), _table(by_package[package])]
     return "\n\n".join(parts) + "\n"
+
+
+def _examples() -> str:
+    """Return the section that links the examples; each file's first line says how."""
+    lines = [
+        "## Examples",
+        textwrap.fill(
+            "Each script trains a tiny model for ten steps on the CPU, patched, or stock with the "
+            "argument `stock`; `make test-clients` compares the losses.",
+            119,
+            break_on_hyphens=False,
+        ),
+        "| script | |\n|---|---|",
+    ]
+    for script in sorted((ROOT / "examples" / "trainers").glob("*.py")):
+        summary = script.read_text().splitlines()[0].strip('"').removeprefix("fusedops ")
+        lines[-1] += f"\n| [{script.name}](../examples/trainers/{script.name}) | {summary} |"
+    return "\n\n".join(lines)
 
 
 def _list(names: Any) -> str:

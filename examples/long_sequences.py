@@ -1,4 +1,4 @@
-"""Train on long sequences with little memory; docs/tutorials/long_sequences.md explains the steps."""
+"""Train on long sequences with little memory; docs/tutorials/long_sequences.md explains it."""
 
 # %%
 import torch
@@ -92,7 +92,7 @@ measure("... layers offloaded instead", chunked)
 
 # %%
 memory.remove(chunked)
-BUDGET = 80 * 2**20
+BUDGET = 100 * 2**20
 optimizer = fusedops.optim.AdamW(chunked.parameters(), lr=1e-3)
 print(memory.fit(chunked, batch, budget=BUDGET, optimizer=optimizer))
 for step in range(3):

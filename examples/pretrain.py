@@ -58,7 +58,5 @@ result = train(config, ["steps=400"], callback=Progress())
 model = load_huggingface("model")  # the folder of "export"
 prompt = "    def __init__(self"
 # The tokenizer "bytes" has a token for each byte, and 256 for the end of a file.
-output = fusedops.generate(
-    model, [list(prompt.encode())], tokens=100, temperature=0.7, seed=1
-)
+output = fusedops.generate(model, [list(prompt.encode())], tokens=100, temperature=0.7, seed=1)
 print(prompt + bytes(token for token in output[0].tokens if token < 256).decode(errors="replace"))

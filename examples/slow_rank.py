@@ -1,7 +1,6 @@
 """Find the slow rank of a job; docs/tutorials/slow_rank.md has the commands."""
 
 # %%
-import os
 import sys
 import time
 

@@ -4,9 +4,9 @@
     python tools/tutorials.py check                 # exit code 1 if a page differs from its script
     python tools/tutorials.py notebooks             # writes examples/notebooks (needs nbformat)
 
-The page ``docs/tutorials/NAME.md`` belongs to the script ``examples/NAME.py``. The script is divided
-into cells by lines ``# %%``; what stands before the first one is not on the page. The n-th Python
-block of the page is the n-th cell. After a Python block, or after a ``bash`` block with commands,
+The page ``docs/tutorials/NAME.md`` belongs to the script ``examples/NAME.py``. Lines ``# %%`` split
+it into cells; what is before the first one is not on the page. The n-th Python block of the page is
+the n-th cell. After a Python block, or after a ``bash`` block with commands,
 
     <!-- output -->
 
@@ -61,7 +61,9 @@ class Block:
 
     def __str__(self) -> str:
         text = f"```{self.language}\n{self.code}```\n"
-        return text if self.output is None else f"{text}\n<!-- output -->\n```text\n{self.output}```\n"
+        return (
+            text if self.output is None else f"{text}\n<!-- output -->\n```text\n{self.output}```\n"
+        )
 
 
 def names() -> list[str]:
@@ -179,7 +181,9 @@ def run_cells(script: Path) -> None:
     text = script.read_text()
     sys.argv = [script.name]
     sys.path[0] = str(Path.cwd())
-    namespace = {"__name__": "__main__", "__file__": str(script)}
+    namespace = vars(sys.modules["__main__"])  # the script's names replace those of this file
+    sentinel = END_OF_CELL
+    namespace["__file__"] = str(script)
     markers = list(CELL.finditer(text))
     ends = [marker.start() for marker in markers[1:]] + [len(text)]
     for marker, end in zip(markers, ends, strict=True):
@@ -188,7 +192,7 @@ def run_cells(script: Path) -> None:
         # Empty lines before it: a traceback has the lines of the script.
         lines = "\n" * text.count("\n", 0, marker.end())
         exec(compile(lines + text[marker.end() : end], str(script), "exec"), namespace)
-        print(f"\n{END_OF_CELL}", flush=True)
+        print(f"\n{sentinel}", flush=True)
     sys.stdin.readline()
 
 

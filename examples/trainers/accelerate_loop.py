@@ -1,6 +1,6 @@
 """fusedops with accelerate: `prepare` patches the models among its arguments.
 
-    python accelerate_loop.py [stock]        # or: accelerate launch accelerate_loop.py
+python accelerate_loop.py [stock]        # or: accelerate launch accelerate_loop.py
 """
 
 import sys

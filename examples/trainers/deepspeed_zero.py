@@ -1,6 +1,6 @@
 """fusedops with DeepSpeed: `initialize` patches the model and makes the engine.
 
-    torchrun --nproc-per-node 2 deepspeed_zero.py [stock]
+torchrun --nproc-per-node 2 deepspeed_zero.py [stock]
 """
 
 import sys
@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fusedops.integrations.deepspeed import initialize
 
+# On a CPU DeepSpeed would first compile an extension for shared memory.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo")  # "nccl" on GPUs
 torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}

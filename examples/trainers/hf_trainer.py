@@ -1,6 +1,6 @@
 """fusedops in Hugging Face's Trainer: one line between its construction and `train`.
 
-    python hf_trainer.py [stock]
+python hf_trainer.py [stock]
 """
 
 import sys

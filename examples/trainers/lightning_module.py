@@ -1,6 +1,6 @@
 """fusedops in Lightning: a callback patches the module before the strategy wraps it.
 
-    python lightning_module.py [stock]
+python lightning_module.py [stock]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """fusedops with litgpt: patch its GPT before Fabric wraps it.
 
-    python litgpt_fabric.py [stock]
+python litgpt_fabric.py [stock]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """fusedops in Megatron-Core: `layer_spec()` in the place of the local layer spec.
 
-    python megatron_gpt.py [stock]
+python megatron_gpt.py [stock]
 """
 
 import sys

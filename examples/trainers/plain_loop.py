@@ -1,6 +1,6 @@
 """fusedops in a loop of your own: patch the model before the optimizer is made.
 
-    python plain_loop.py [stock]
+python plain_loop.py [stock]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """fusedops with timm: patch the model before the optimizer is made.
 
-    python timm_vit.py [stock]
+python timm_vit.py [stock]
 """
 
 import sys

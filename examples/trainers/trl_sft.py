@@ -1,6 +1,6 @@
 """fusedops in trl's SFTTrainer: one line between its construction and `train`.
 
-    python trl_sft.py [stock]
+python trl_sft.py [stock]
 """
 
 import sys

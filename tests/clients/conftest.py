@@ -17,6 +17,7 @@ NEEDED = ("accelerate", "datasets", "deepspeed", "lightning", "megatron", "peft"
 WANT_ALL = (
     "accelerate",
     "deepspeed",
+    "examples",
     "inference",
     "lightning",
     "megatron",

@@ -9,7 +9,8 @@ Two comments, which a reader of the rendered page does not see, change that:
     model = torch.nn.Linear(2, 2)
     -->
 
-The pages in ``docs/ops`` are made of docstrings: ``test_docstrings.py`` runs their examples.
+The pages in ``docs/ops`` are made of docstrings: ``test_docstrings.py`` runs their examples. Those in
+``docs/tutorials`` show scripts: ``tests/examples/test_tutorials.py`` runs them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from process_pool import CONTEXT
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 ALL_PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-PAGES = [page for page in ALL_PAGES if page.parent != DOCS / "ops"]
+PAGES = [page for page in ALL_PAGES if page.parent not in (DOCS / "ops", DOCS / "tutorials")]
 PACKAGES = ("accelerate", "transformers", "triton")  # skip blocks that import one
 TIMEOUT = 300.0  # seconds; a page takes a few
 # A comment of one of the two kinds, or a block: its indentation and its code.
