@@ -24,7 +24,7 @@ initialize(model, seed=0)
 def throttle(module, inputs):
     """Slow the forward of one rank, as a hot or busy machine does."""
     if rank == slow_rank:
-        time.sleep(0.004)
+        time.sleep(0.02)
 
 
 for layer in model.layers.values():

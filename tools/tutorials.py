@@ -317,7 +317,7 @@ def main() -> int:
     parser.add_argument("command", choices=["refresh", "check", "notebooks", "cells"])
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--clients-python", type=Path, default=CLIENTS_PYTHON)
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.command == "cells":
         run_cells(Path(arguments.names[0]))
         return 0

@@ -1,4 +1,4 @@
-"""Runs a script and prints how many fused ops it called: ``python run_counted.py SCRIPT [ARGS]``."""
+"""Runs a script and prints how many fused ops it called: ``run_counted.py SCRIPT [ARGS]``."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ Two comments, which a reader of the rendered page does not see, change that:
     model = torch.nn.Linear(2, 2)
     -->
 
-The pages in ``docs/ops`` are made of docstrings: ``test_docstrings.py`` runs their examples. Those in
-``docs/tutorials`` show scripts: ``tests/examples/test_tutorials.py`` runs them.
+The pages in ``docs/ops`` are made of docstrings: ``test_docstrings.py`` runs their examples. Those
+in ``docs/tutorials`` show scripts: ``tests/examples/test_tutorials.py`` runs them.
 """
 
 from __future__ import annotations

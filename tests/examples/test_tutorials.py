@@ -183,7 +183,6 @@ def test_the_slow_rank_is_named(run: Run) -> None:
     torchrun = [*TORCHRUN, "--nproc-per-node", "2", script("slow_rank")[1]]
     output = run(*torchrun, "1")
     assert re.search(r"rank 1 is [\d.]+x as slow as its peers \(forward\)", output)
-    assert "rank 0 is" not in output
     run(*torchrun)
     cli = [sys.executable, "-m", "fusedops", "profile", "slow"]
     assert "rank 1 is" in run(*cli)
