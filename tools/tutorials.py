@@ -122,7 +122,7 @@ class Session:
             "HF_HUB_OFFLINE": "1",
             "COLUMNS": "100",
         }
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._script = script
 
     def cell(self) -> str:
@@ -132,16 +132,16 @@ class Session:
                 [str(self._python), __file__, "cells", self._script.name],
                 cwd=self._folder,
                 env=self._environment,
-                text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("next\n")
+        self._process.stdin.write(b"next\n")
         self._process.stdin.flush()
         lines: list[str] = []
-        for line in self._process.stdout:
+        for encoded in self._process.stdout:  # bytes: text would make lines of carriage returns
+            line = encoded.decode()
             if line.startswith(END_OF_CELL):
                 return _visible("".join(lines))
             lines.append(line)
@@ -153,14 +153,14 @@ class Session:
             ["bash", "-euo", "pipefail", "-c", code],
             cwd=self._folder,
             env=self._environment,
-            text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,
         )
+        printed = done.stdout.decode()
         if done.returncode != 0:
-            raise RuntimeError(f"exit code {done.returncode} of\n{code}\n{done.stdout}")
-        return _visible(done.stdout)
+            raise RuntimeError(f"exit code {done.returncode} of\n{code}\n{printed}")
+        return _visible(printed)
 
     def close(self) -> None:
         """End the process of the cells."""
@@ -171,7 +171,7 @@ class Session:
 
 def _visible(text: str) -> str:
     """Return what a terminal shows in the end: progress bars overwrite their line."""
-    lines = (line.rstrip().rpartition("\r")[2] for line in text.splitlines())
+    lines = (line.rstrip().rpartition("\r")[2] for line in text.split("\n"))
     text = "\n".join(lines).strip("\n")
     return text + "\n" if text else ""
 
@@ -230,7 +230,7 @@ def _machine(python: Path) -> str:
     code = (
         "import torch; from fusedops.bench.machine import machine, versions; "
         "m, v = machine(torch.device('cpu')), versions(); "
-        "print(f\"{m.name} ({m.slug}), {m.threads} threads, torch {v['torch']}, \" "
+        "print(f\"{m.name} ({m.slug}), {m.threads} thread{'s' * (m.threads != 1)}, torch {v['torch']}, \" "
         "f\"transformers {v['transformers']}\")"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
