@@ -104,9 +104,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
             if is_profile
             else "give the folder that `out` names"
         )
-        raise InputError(
-            f"no run of fusedops train: {path}: {error.strerror}; {action}"
-        ) from None
+        raise InputError(f"no run of fusedops train: {path}: {error.strerror}; {action}") from None
     lines = []
     for line in text.splitlines():
         try:
