@@ -131,7 +131,7 @@ def spatial_plan(
             single = trace(planned, shape, (0,) * len(cut), ones, device, dtype)
         places = itertools.product(*map(_places, cut))
         ranks = tuple(trace(planned, shape, place, cut, device, dtype) for place in places)
-    except (RuntimeError, TypeError, IndexError) as error:
+    except (RuntimeError, TypeError, IndexError, AssertionError) as error:
         if isinstance(error, checks.UnsupportedError):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

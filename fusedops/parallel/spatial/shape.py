@@ -215,9 +215,11 @@ def _head(x: Any, dim: int) -> Any:
 
 def _cat_cut(tensors: list[Any], dim: int) -> Any:
     """Concatenate along a cut dim: every rank gets its rows of the result."""
-    first = next(x for x in tensors if partition_of(x).is_cut(dim))
     tensors = [_one_axis(x, dim) for x in tensors]
-    cut = _one_axis(first, dim)._partition.cut("cat", dim)
+    first = next((x for x in tensors if partition_of(x).is_cut(dim)), None)
+    if first is None:  # all were gathered
+        return _cat(torch.cat, tensors, dim)
+    cut = first._partition.cut("cat", dim)
     sizes = [x.shape[dim] for x in tensors]
     target = common([_head(x, dim) for x in tensors])
     total = sum(sizes)

@@ -19,6 +19,8 @@ MODELS = {
     "torchvision swin_t": False,
     "torchvision swin_v2_t": False,
     "torchvision efficientnet_b0": False,
+    "torchvision vgg11_bn": False,
+    "torchvision segmentation.deeplabv3_resnet50": False,
     "timm convnext_atto": True,
     "timm swin_tiny_patch4_window7_224": False,
 }
@@ -34,7 +36,25 @@ def _model(name: str) -> nn.Module:
         return timm.create_model(kind, num_classes=10, **options)
     import torchvision
 
-    return getattr(torchvision.models, kind)(num_classes=10)
+    package, _, kind = kind.rpartition(".")
+    if package:
+        options = {"weights_backbone": None, "num_classes": 5}
+        return Segmentation(getattr(torchvision.models.segmentation, kind)(**options))
+    model = getattr(torchvision.models, kind)(num_classes=10)
+    if kind.startswith("vgg"):  # its first linear layer has 800 MB in float64
+        model.classifier = nn.Sequential(nn.Linear(25088, 16), nn.ReLU(), nn.Linear(16, 10))
+    return model
+
+
+class Segmentation(nn.Module):
+    """The output of a segmentation model without its dict."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)["out"]
 
 
 def _as_one_process(rank: int, name: str) -> None:
