@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -117,7 +118,7 @@ def files(dist: Path) -> tuple[Path, Path, Path]:
 
 
 def describe(dist: Path) -> list[dict[str, Any]]:
-    """Return name, size in bytes, and installed size of the files, and their folders of torch."""
+    """Return name, bytes, installed bytes, torches and instruction sets of the files."""
     rows = []
     for path in files(dist):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -126,6 +127,8 @@ def describe(dist: Path) -> list[dict[str, Any]]:
             with zipfile.ZipFile(path) as archive:
                 row["installed"] = sum(info.file_size for info in archive.infolist())
                 folders = {Path(name).parent.name for name in archive.namelist()}
+                stamps = [name for name in archive.namelist() if name.endswith("fusedops_cpu.json")]
+                row["isas"] = json.loads(archive.read(stamps[0]))["isas"] if stamps else ""
             row["torches"] = sorted(name for name in folders if name.startswith("torch-"))
         rows.append(row)
     return rows

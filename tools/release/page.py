@@ -45,11 +45,16 @@ def page(results: dict[str, Any]) -> str:
 
 
 def _files(files: list[dict[str, Any]]) -> str:
-    lines = ["| file | size | installed | torch |", "|---|---:|---:|---|"]
+    lines = [
+        "| file | size | installed | torch | instruction sets |",
+        "|---|---:|---:|---|---|",
+    ]
     for row in files:
         installed = f"{row['installed'] / 1e6:.1f} MB" if "installed" in row else ""
         torches = ", ".join(name.removeprefix("torch-") for name in row.get("torches", []))
-        lines.append(f"| `{row['name']}` | {row['bytes'] / 1e6:.1f} MB | {installed} | {torches} |")
+        sets = row.get("isas", "").replace(",", ", ")
+        size = f"{row['bytes'] / 1e6:.1f} MB"
+        lines.append(f"| `{row['name']}` | {size} | {installed} | {torches} | {sets} |")
     return "\n".join(lines)
 
 
