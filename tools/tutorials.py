@@ -230,9 +230,8 @@ def _machine(python: Path) -> str:
     code = (
         "import torch; from fusedops.bench.machine import machine, versions; "
         "m, v = machine(torch.device('cpu')), versions(); "
-        "print(f\"{m.name} ({m.slug}), {m.threads} thread{'s' * (m.threads != 1)}, \" "
-        "f\"torch {v['torch']}, \" "
-        "f\"transformers {v['transformers']}\")"
+        "print(f'{m.name} ({m.slug}), threads: {m.threads}', end='; '); "
+        "print('torch', v['torch'], 'and transformers', v['transformers'])"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -15,7 +15,7 @@ torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = torch.utils.data.DataLoader(torch.randint(256, (80, 32)), batch_size=8)
+loader = torch.utils.data.DataLoader(torch.randint(256, (8, 32)).repeat(10, 1), batch_size=8)
 
 accelerator = Accelerator(cpu=True)  # without cpu=True on a GPU
 if "stock" in sys.argv:

@@ -13,7 +13,7 @@ from fusedops.integrations.trainer import use_fused_kernels
 torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=4, **sizes))
-rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(256, (80, 32))]
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(256, (8, 32)).repeat(10, 1)]
 arguments = TrainingArguments(
     "runs/hf_trainer",
     max_steps=10,

@@ -33,7 +33,7 @@ class Module(lightning.LightningModule):
 
 torch.manual_seed(0)
 module = Module()
-loader = torch.utils.data.DataLoader(torch.randint(256, (80, 32)), batch_size=8)
+loader = torch.utils.data.DataLoader(torch.randint(256, (8, 32)).repeat(10, 1), batch_size=8)
 callbacks = [] if "stock" in sys.argv else [FusedOps()]
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **quiet)

@@ -18,7 +18,7 @@ torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 config = LlamaConfig(vocab_size=256, num_attention_heads=4, pad_token_id=0, **sizes)
 model = LlamaForCausalLM(config)
-rows = Dataset.from_dict({"input_ids": torch.randint(1, 256, (80, 32)).tolist()})
+rows = Dataset.from_dict({"input_ids": torch.randint(1, 256, (8, 32)).repeat(10, 1).tolist()})
 arguments = SFTConfig(
     "runs/trl_sft",
     max_steps=10,

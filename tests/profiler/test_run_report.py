@@ -93,7 +93,10 @@ def test_a_plan_is_shown_beside_what_was_measured(run: Path) -> None:
 
 
 def test_a_run_without_times_or_with_half_a_line_is_shown(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no run of fusedops train"):
+    with pytest.raises(InputError, match="no run of fusedops train(?!.*fusedops profile)"):
+        page(tmp_path)
+    (tmp_path / "profile").mkdir()
+    with pytest.raises(InputError, match=f"another trainer: fusedops profile {tmp_path}"):
         page(tmp_path)
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"ste')
