@@ -8,29 +8,19 @@ disturbs the machine disturbs all.
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
-from fusedops._core import host
 from fusedops.bench.small_models import InterleavedRow, SmallModel, text_of, training_step
+from fusedops.bench.teams import TeamSetting, interleaved
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.optim import AdamW
 from fusedops.planner import Device, Layout, TrainingShape, step_shape, step_time
-
-_PATIENCE = 600.0
-_WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -112,23 +102,16 @@ def measure(
     """
     chosen = [SETTINGS[name] for name in dict.fromkeys((FIRST, *names))]
     rows = [ScalingRow(setting, work.sequences * work.tokens) for setting in chosen]
-    with ExitStack() as stack:
-        teams = []
-        for setting in chosen:
-            report(f"starting {setting.name}")
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            team = _Team(setting, work, Path(folder) / "store")
-            stack.callback(team.close)
-            teams.append(team)
-        for team, row in zip(teams, rows, strict=True):
-            row.loss = team.run(_WARM_UP)[1]
-        steps = [max(1, round(1.0 / max(team.run(1)[0], 1e-3))) for team in teams]
-        until = time.monotonic() + seconds * len(teams)
-        while time.monotonic() < until or len(rows[0].seconds) < 3:
-            for team, row, count in zip(teams, rows, steps, strict=True):
-                row.seconds.append(team.run(count)[0])
-                row.ratios.append(rows[0].seconds[-1] / row.seconds[-1])
-            report(f"{len(rows[0].seconds)} rounds")
+    teams = [
+        TeamSetting(
+            setting.name, setting.processes, setting.threads, partial(_step_of, setting, work)
+        )
+        for setting in chosen
+    ]
+    measured = interleaved(teams, seconds, report)
+    for row, (times, loss) in zip(rows, measured, strict=True):
+        row.seconds, row.loss = times, loss
+        row.ratios = [one / own for one, own in zip(measured[0][0], times, strict=True)]
     return rows
 
 
@@ -149,75 +132,6 @@ def predicted(work: ScalingWork, setting: ScalingSetting, device: Device) -> flo
     peak = {name: setting.threads * rate for name, rate in device.peak.items()}
     shape = step_shape(work.config(work.tokens), layout)
     return step_time(shape, replace(device, peak=peak)).seconds
-
-
-class _Team:
-    """The processes of a setting, waiting for a word."""
-
-    def __init__(self, setting: ScalingSetting, work: ScalingWork, store: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._name = setting.name
-        self._links: list[Connection] = []
-        self._processes = []
-        for rank in range(setting.processes):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(setting, work, rank, str(store), theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._links.append(mine)
-            self._processes.append(process)
-
-    def run(self, steps: int) -> tuple[float, float]:
-        """Make steps; returns the seconds of one, of the slowest process, and the first's loss."""
-        for link in self._links:
-            link.send(steps)
-        answers = [self._answer(link) for link in self._links]
-        return max(answer[0] for answer in answers) / steps, answers[0][1]
-
-    def _answer(self, link: Connection) -> tuple[float, float]:
-        if not link.poll(_PATIENCE):
-            raise RuntimeError(f"{self._name}: a process gave no answer in {_PATIENCE:.0f} s")
-        try:
-            failed, answer = link.recv()
-        except EOFError:
-            failed, answer = True, "it has ended"
-        if failed:
-            raise RuntimeError(f"{self._name}: a process failed: {answer}")
-        return answer
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-
-def _serve(
-    setting: ScalingSetting, work: ScalingWork, rank: int, store: str, link: Connection
-) -> None:
-    """Train for as many steps as the other end says, again and again."""
-    try:
-        host.tune_host(threads=setting.threads)
-        if setting.processes > 1:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, setting.processes),
-                rank=rank,
-                world_size=setting.processes,
-                timeout=timedelta(seconds=_PATIENCE),
-            )
-        step = _step_of(setting, work)
-        while True:
-            steps = link.recv()
-            begin = time.perf_counter()
-            losses = [step() for _ in range(steps)]
-            link.send((False, (time.perf_counter() - begin, losses[0])))
-    except EOFError:
-        return
-    except Exception as error:
-        link.send((True, f"{type(error).__name__}: {error}"))
 
 
 def _step_of(setting: ScalingSetting, work: ScalingWork) -> Callable[[], float]:

@@ -1,0 +1,140 @@
+"""Processes that make steps on request, so that settings can be measured interleaved."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fusedops._core import host
+
+_PATIENCE = 600.0
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class TeamSetting:
+    """A way of making steps.
+
+    Attributes:
+        name: for messages.
+        processes: how many; of several, each is in a gloo process group of all.
+        threads: of each.
+        make_step: is called in each process; returns what makes a step and returns its loss. It
+            must be picklable.
+    """
+
+    name: str
+    processes: int
+    threads: int
+    make_step: Callable[[], Callable[[], float]]
+
+
+def interleaved(
+    settings: Sequence[TeamSetting], seconds: float, report: Callable[[str], None]
+) -> list[tuple[list[float], float]]:
+    """Measure steps of settings, one after the other in every round.
+
+    Args:
+        settings: all start at once and stay; while one makes its steps, the others wait.
+        seconds: for each setting, about.
+        report: is called with what is being done.
+
+    Returns:
+        For each setting the seconds of a step in each round, and the loss of the first step.
+
+    Raises:
+        RuntimeError: a process failed; with what it said.
+    """
+    with ExitStack() as stack:
+        teams = []
+        for setting in settings:
+            report(f"starting {setting.name}")
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            team = _Team(setting, Path(folder) / "store")
+            stack.callback(team.close)
+            teams.append(team)
+        losses = [team.run(_WARM_UP)[1] for team in teams]
+        steps = [max(1, round(1.0 / max(team.run(1)[0], 1e-3))) for team in teams]
+        times: list[list[float]] = [[] for _ in teams]
+        until = time.monotonic() + seconds * len(teams)
+        while time.monotonic() < until or len(times[0]) < 3:
+            for team, own, count in zip(teams, times, steps, strict=True):
+                own.append(team.run(count)[0])
+            report(f"{len(times[0])} rounds")
+    return list(zip(times, losses, strict=True))
+
+
+class _Team:
+    """The processes of a setting, waiting for the number of steps to make."""
+
+    def __init__(self, setting: TeamSetting, store: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._name = setting.name
+        self._links: list[Connection] = []
+        self._processes = []
+        for rank in range(setting.processes):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(setting, rank, str(store), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._links.append(mine)
+            self._processes.append(process)
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Make steps; returns the seconds of one, of the slowest process, and the first's loss."""
+        for link in self._links:
+            link.send(steps)
+        answers = [self._answer(link) for link in self._links]
+        return max(answer[0] for answer in answers) / steps, answers[0][1]
+
+    def _answer(self, link: Connection) -> tuple[float, float]:
+        if not link.poll(_PATIENCE):
+            raise RuntimeError(f"{self._name}: a process gave no answer in {_PATIENCE:.0f} s")
+        try:
+            failed, answer = link.recv()
+        except EOFError:
+            failed, answer = True, "it has ended"
+        if failed:
+            raise RuntimeError(f"{self._name}: a process failed: {answer}")
+        return answer
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(setting: TeamSetting, rank: int, store: str, link: Connection) -> None:
+    """Make as many steps as the other end says, for each of its messages."""
+    try:
+        host.tune_host(threads=setting.threads)
+        if setting.processes > 1:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, setting.processes),
+                rank=rank,
+                world_size=setting.processes,
+                timeout=timedelta(seconds=_PATIENCE),
+            )
+        step = setting.make_step()
+        while True:
+            steps = link.recv()
+            begin = time.perf_counter()
+            losses = [step() for _ in range(steps)]
+            link.send((False, (time.perf_counter() - begin, losses[0])))
+    except EOFError:
+        return
+    except Exception as error:
+        link.send((True, f"{type(error).__name__}: {error}"))
