@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +23,33 @@ from fusedops._core.timer import clock_for
 from fusedops.bench import machine
 from fusedops.bench.limits import measure_limits
 from fusedops.bench.small_models import SmallModel, training_step
+from fusedops.bench.teams import TeamSetting, interleaved
 from fusedops.models import ParallelConfig
-from fusedops.planner import Device, Layout, StepShape, load_device, step_shape
+from fusedops.planner import Device, Layout, StepShape, TrainingShape, load_device, step_shape
 from fusedops.planner.calibration import calibrate
 from fusedops.planner.communication import CommunicationModel
 from fusedops.planner.device import DeviceLinks, DeviceMemory
 from fusedops.planner.step_time import step_time
 
-# Constants that steps of one process tell; those of communication keep their usual values.
+# Constants that steps of one process tell.
 FITTED = (
     *("products", "inner", "outer", "attention", "elementwise", "optimizer", "layer_seconds"),
     *("host_seconds", "microbatch_seconds", "step_seconds"),
 )
+# Those that steps of two processes tell, where the machine has cores for them; else they keep their
+# usual values.
+FITTED_TOGETHER = ("node", "overlap", "collective_seconds")
+_TOGETHER: tuple[dict[str, Any], ...] = (
+    {"dp": 2},
+    {"dp": 2, "zero": 1},
+    {"tp": 2},
+    {"cp": 2},
+    {"pp": 2, "microbatches": 4},
+)
+_SEQUENCES, _TOKENS = 8, 128  # of their steps
 _WARM_UP = 2
+# A copy of float32 gradients is read, added to another and written.
+_ACCUMULATED_BYTES = 12
 _PATIENCE = 60.0
 # Bytes by which the bandwidth of a link is judged.
 _LINK_BYTES = 16 << 20
@@ -112,7 +127,51 @@ def measure_device(
     threads = torch.get_num_threads()
     others = 0 if where.type == "cuda" else len(os.sched_getaffinity(0)) // threads - 1
     with _busy_cores(others, threads):
-        return _measured(where, dtypes, seconds, report, links, quick)
+        measured = _measured(where, dtypes, seconds, report, links, quick)
+    if others < 1 or dtypes[0] != torch.float32:
+        return measured
+    return _with_communication(measured, threads, seconds, report, quick=quick)
+
+
+def _with_communication(
+    measured: MeasuredDevice,
+    threads: int,
+    seconds: float,
+    report: Callable[[str], None],
+    *,
+    quick: bool,
+) -> MeasuredDevice:
+    """Fit what steps of two processes tell of communication."""
+    small = SmallModel("gpt2", 128 if quick else 384, 4, 2048)
+    settings = [
+        TeamSetting(
+            " ".join(f"{name} {size}" for name, size in sizes.items()),
+            processes=2,
+            threads=threads,
+            make_step=partial(_step_together, small, sizes),
+        )
+        for sizes in _TOGETHER
+    ]
+    report("two processes")
+    timed = interleaved(settings, 1.5 * seconds, lambda _: None)
+    steps = []
+    for sizes, (times, _) in zip(_TOGETHER, timed, strict=True):
+        parallel = ParallelConfig(**sizes)
+        rows = _SEQUENCES // (parallel.dp * parallel.microbatches)
+        layout = Layout(parallel, TrainingShape(micro_batch=rows, precision="float32"))
+        shape = step_shape(small.config(_TOKENS), layout)
+        steps.append(DeviceStep(shape, statistics.median(times)))
+    device = measured.device
+    fit = [(step.shape, device, step.seconds) for step in steps]
+    fitted = replace(device, efficiency=calibrate(fit, device.efficiency, names=FITTED_TOGETHER))
+    every = (*measured.steps, *steps)
+    errors = [step_time(step.shape, fitted).seconds / step.seconds - 1 for step in every]
+    return MeasuredDevice(fitted, every, tuple(errors))
+
+
+def _step_together(small: SmallModel, sizes: dict[str, Any]) -> Callable[[], float]:
+    """Return a training step of this process, one of two."""
+    return training_step(small.config(_TOKENS), ParallelConfig(**sizes), _SEQUENCES)
 
 
 def _measured(
@@ -151,7 +210,7 @@ def _measured(
     start = own.efficiency
     if where.type == "cpu":
         start = replace(start, products=0.7, inner=16, outer=16, attention=0.3, elementwise=0.6)
-        start = replace(start, optimizer=0.6)
+        start = replace(start, optimizer=0.6, accumulation=_ACCUMULATED_BYTES)
         start = replace(start, host_seconds=1e-4, layer_seconds=1e-4, microbatch_seconds=1e-4)
     fitted = replace(own, efficiency=calibrate(steps, start, names=FITTED))
     errors = [step_time(shape, fitted).seconds / took - 1 for shape, _, took in steps]

@@ -91,6 +91,8 @@ class DeviceEfficiency:
         outer: number of rows or of columns of a product at which it reaches half.
         elementwise: share of the memory's bandwidth, of all operations that are no product.
         optimizer: the same of AdamW.
+        accumulation: bytes per parameter that adding the gradients of a further micro-batch moves;
+            nearly 0 where the products of gradients add them.
         node: share of the bandwidth inside a node that collectives reach.
         network: share of the bandwidth between nodes that all-to-alls reach.
         ring: the same of the rings of data parallelism.
@@ -118,6 +120,7 @@ class DeviceEfficiency:
     outer: float
     elementwise: float
     optimizer: float
+    accumulation: float
     node: float
     network: float
     ring: float

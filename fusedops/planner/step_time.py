@@ -422,6 +422,9 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
     if not shape.frozen:
         parts["optimizer"] = _optimizer(shape, device)
     parts["step"] = usual.step_seconds + usual.microbatch_seconds * shape.microbatches
+    if not shape.frozen:
+        moved = usual.accumulation * shape.parameters * (shape.microbatches - 1)
+        parts["step"] += moved / costs.bandwidth()
     return StepEstimate(parts, hidden + overlapped)
 
 

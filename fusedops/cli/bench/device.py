@@ -49,7 +49,7 @@ def device(
             curves = CommunicationModel.load(links) if links else None
         except InputError as error:
             raise files.UserError(str(error)) from None
-        with steps(len(cases(quick=quick)) + 1) as progress, options.sigterm_interrupts():
+        with steps(len(cases(quick=quick)) + 2) as progress, options.sigterm_interrupts():
 
             def report(text: str) -> None:
                 progress.describe(text)
@@ -71,10 +71,13 @@ def _show(measured: MeasuredDevice) -> None:
     from fusedops.terminal.console import console, number_columns, print_table
 
     figures = number_columns("width", "layers", "tokens", "measured ms", "predicted ms", "error")
-    table = Table(*figures, title=measured.device.name)
+    table = Table("processes", *figures, title=measured.device.name)
     for step, error in zip(measured.steps, measured.errors, strict=True):
         shape = step.shape
+        sizes = {"dp": shape.dp, "zero": shape.zero, "tp": shape.tp, "cp": shape.cp, "pp": shape.pp}
+        shown = [f"{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
         table.add_row(
+            ", ".join(shown) or "1",
             str(shape.hidden),
             str(shape.layers),
             f"{shape.micro_batch} x {shape.seq_len} x {shape.microbatches}",
