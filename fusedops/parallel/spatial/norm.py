@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fusedops._core import checks, dtypes
 from fusedops.parallel.comm import collectives
@@ -30,7 +31,7 @@ def moments(x: Tensor, dims: list[int], axes: Sequence[Axis]) -> tuple[Tensor, T
     count = math.prod(x.shape[dim] for dim in dims)
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
     if count:
-        var, mean = torch.var_mean(x.to(wide), dims, correction=0, keepdim=True)
+        mean, var = (part.view(shape) for part in _own_moments(x.to(wide), dims))
     else:
         var = mean = x.new_zeros(shape, dtype=wide)
     total = torch.full((1,), float(count), dtype=wide, device=x.device)
@@ -48,6 +49,29 @@ def moments(x: Tensor, dims: list[int], axes: Sequence[Axis]) -> tuple[Tensor, T
     return mean, squares / total
 
 
+def _own_moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of this rank's part over dims, in any shape.
+
+    By the kernel of batch norms where the other dims are ``1``, or the first ones: it is four times
+    as fast as ``torch.var_mean`` on a CPU.
+    """
+    channels = _channels(x, dims)
+    if channels is None:
+        rest = [dim for dim in range(x.dim()) if dim not in dims]
+        if not x.is_contiguous() or rest != list(range(len(rest))) or not rest:
+            var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+            return mean, var
+        channels = x.reshape(1, math.prod(x.shape[dim] for dim in rest), -1)
+    return torch.ops.aten.batch_norm_update_stats(channels, None, None, 0.0)
+
+
+def _channels(x: Tensor, dims: list[int]) -> Tensor | None:
+    """Return ``[B, G, 1, S]`` without its dim of 1 if ``dims`` are those of a batch norm."""
+    if x.dim() > 3 and x.shape[2] == 1 and dims == [0, *range(2, x.dim())]:
+        return x.squeeze(2)
+    return None
+
+
 class _GroupedNorm(torch.autograd.Function):
     """``(x - mean) * rstd * weight + bias`` of ``x [B, G, c, S]``, statistics over ``dims``."""
 
@@ -58,11 +82,22 @@ class _GroupedNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         mean: Tensor,
-        rstd: Tensor,
+        var: Tensor,
+        eps: float,
         dims: list[int],
         count: int,
         axes: tuple[Axis, ...],
     ) -> Tensor:
+        rstd = (var + eps).rsqrt()
+        channels = _channels(x, dims) if _exact(x) and x.numel() else None
+        ctx.batch = None if channels is None else (var, eps)
+        if channels is not None:
+            ctx.save_for_backward(x, weight, mean, rstd)
+            ctx.numbers, ctx.has_bias = (dims, count, axes), bias is not None
+            scale, shift = (None if t is None else t.flatten() for t in (weight, bias))
+            statistics = mean.flatten(), var.flatten()
+            out = F.batch_norm(channels, *statistics, scale, shift, eps=eps)
+            return out.unsqueeze_(2)  # no view: it may be changed in place
         scale = rstd if weight is None else rstd * weight
         shift = -mean * scale if bias is None else bias - mean * scale
         ctx.save_for_backward(x, weight, mean, rstd)
@@ -80,12 +115,18 @@ class _GroupedNorm(torch.autograd.Function):
         dims, count, axes = ctx.numbers
         wide = mean.dtype
         spatial = list(range(3, x.dim()))
-        sums = grad.sum(spatial, dtype=wide, keepdim=True)
-        product = (grad * x).sum(spatial, dtype=wide, keepdim=True)
-        if 0 in dims:
-            sums, product = sums.sum(0, keepdim=True), product.sum(0, keepdim=True)
-        both = all_reduced(torch.stack([sums, product]), axes, label="norm grad")
-        sums, product = both[0], (both[1] - mean * both[0]) * rstd  # of grad, of grad * xhat
+        # Of grad, and of grad * xhat.
+        if ctx.batch is not None:
+            sums, product = _channel_sums(grad, x, mean, *ctx.batch)
+            both = all_reduced(torch.stack([sums, product]), axes, label="norm grad")
+            sums, product = both[0].view(mean.shape), both[1].view(mean.shape)
+        else:
+            sums = grad.sum(spatial, dtype=wide, keepdim=True)
+            product = (grad * x).sum(spatial, dtype=wide, keepdim=True)
+            if 0 in dims:
+                sums, product = sums.sum(0, keepdim=True), product.sum(0, keepdim=True)
+            both = all_reduced(torch.stack([sums, product]), axes, label="norm grad")
+            sums, product = both[0], (both[1] - mean * both[0]) * rstd
         grad_weight = grad_bias = None
         if weight is not None:
             grad_weight = product.sum_to_size(weight.shape).to(weight.dtype)
@@ -101,7 +142,19 @@ class _GroupedNorm(torch.autograd.Function):
             grad_x = torch.addcmul(shift, x, slope).addcmul_(grad, scale)
         else:
             grad_x = (grad.to(wide) * scale + x.to(wide) * slope + shift).to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _channel_sums(
+    grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of ``grad`` and of ``grad * xhat`` of ``[B, C, 1, S]`` by channel."""
+    statistics = mean.flatten(), var.flatten()
+    _, product, sums = torch.ops.aten.native_batch_norm_backward(
+        *(grad.squeeze(2), x.squeeze(2), torch.ones_like(statistics[0]), *statistics),
+        *(None, None, False, eps, [False, True, True]),
+    )
+    return sums, product
 
 
 def _exact(x: Tensor) -> bool:
@@ -132,8 +185,7 @@ def _normalized(
             return None
         return parameter.to(wide).view(1, groups, -1, *ones)
 
-    rstd = (var + eps).rsqrt()
-    out = _GroupedNorm.apply(x, placed(weight), placed(bias), mean, rstd, dims, count, axes)
+    out = _GroupedNorm.apply(x, placed(weight), placed(bias), mean, var, eps, dims, count, axes)
     return out.flatten(1, 2), mean, var, count
 
 
