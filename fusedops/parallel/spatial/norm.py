@@ -53,9 +53,13 @@ def _own_moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of this rank's part over dims, in any shape.
 
     By the kernel of batch norms where the other dims are ``1``, or the first ones: it is four times
-    as fast as ``torch.var_mean`` on a CPU.
+    as fast as ``torch.var_mean`` on a CPU. Tensors without data, for which torch does not implement
+    that kernel, take the other way.
     """
     channels = _channels(x, dims)
+    if x.is_meta or type(x) is not Tensor:
+        var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+        return mean, var
     if channels is None:
         rest = [dim for dim in range(x.dim()) if dim not in dims]
         if not x.is_contiguous() or rest != list(range(len(rest))) or not rest:
@@ -89,14 +93,16 @@ class _GroupedNorm(torch.autograd.Function):
         axes: tuple[Axis, ...],
     ) -> Tensor:
         rstd = (var + eps).rsqrt()
-        channels = _channels(x, dims) if _exact(x) and x.numel() else None
+        channels = _channels(x, dims) if _exact(x) else None
         ctx.batch = None if channels is None else (var, eps)
         if channels is not None:
             ctx.save_for_backward(x, weight, mean, rstd)
             ctx.numbers, ctx.has_bias = (dims, count, axes), bias is not None
             scale, shift = (None if t is None else t.flatten() for t in (weight, bias))
             statistics = mean.flatten(), var.flatten()
-            out = F.batch_norm(channels, *statistics, scale, shift, eps=eps)
+            out = torch.empty_like(channels)
+            if x.numel():  # a rank may have no rows
+                out = F.batch_norm(channels, *statistics, scale, shift, eps=eps)
             return out.unsqueeze_(2)  # no view: it may be changed in place
         scale = rstd if weight is None else rstd * weight
         shift = -mean * scale if bias is None else bias - mean * scale
@@ -149,6 +155,9 @@ def _channel_sums(
     grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of ``grad`` and of ``grad * xhat`` of ``[B, C, 1, S]`` by channel."""
+    if not x.numel():
+        none = torch.zeros_like(mean).flatten()
+        return none, none
     statistics = mean.flatten(), var.flatten()
     _, product, sums = torch.ops.aten.native_batch_norm_backward(
         *(grad.squeeze(2), x.squeeze(2), torch.ones_like(statistics[0]), *statistics),
