@@ -27,7 +27,7 @@ def device(
     seconds: Annotated[float, options.seconds_per("step", most=60)] = 2.0,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller models: a first look.")] = False,
 ) -> None:
-    """Measure this machine as a device of the planner, in about a minute.
+    """Measure this machine as a device of the planner, in one to two minutes.
 
     Peak rates and bandwidth are measured, and efficiencies are fitted on training steps of small
     models: docs/planning.md. A device of a CPU is one process with --threads threads. Use an idle
