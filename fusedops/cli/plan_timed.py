@@ -123,7 +123,7 @@ def _recursive(request: PlanRequest, plan: TimedPlan, out: Console) -> None:
     model = request.model
     row = recursive_layout(model, request.devices, request.global_batch, plan.memory, request.base)
     if row is None:
-        out.print("recursive_programming: nothing fits without offloading", style="yellow")
+        out.print("recursive_programming: nothing fits", style="yellow")
         return
     seconds = step_time(step_shape(model, row.layout), plan.device).seconds
     text = f"recursive_programming: {describe(row.layout)}, micro-batch "

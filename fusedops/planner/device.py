@@ -265,7 +265,7 @@ class Device:
 def known_devices() -> tuple[str, ...]:
     """Return the names that ``load_device`` knows."""
     names = (path.stem for path in FOLDER.glob("*.toml"))
-    return tuple(sorted(name for name in names if name != "efficiency"))
+    return tuple(sorted(name for name in names if name not in ("efficiency", "typical")))
 
 
 def load_device(name: str | Path) -> Device:

@@ -1,9 +1,10 @@
-"""A layout by recursive bisection: symbolic, without any measured constant.
+"""A layout by recursive bisection, without any constant measured on the devices.
 
-Devices are divided by one prime factor after the other. Each factor goes to the kind of parallelism
-with which a rank sends the fewest bytes in a step (``step_traffic``, whose formulae are exact). The
-shortest pipeline and the least recomputation that fit are taken, with the micro-batch and the stage
-of ZeRO that send the least.
+For each length of the pipeline and each least size of tensor parallelism, the remaining devices are
+divided by one prime factor after the other. Each factor goes to the kind of parallelism with which
+a step is shortest. ``step_time`` computes that with a typical accelerator: only ratios of data
+sheets, which differ little between the devices of a decade, and no fitted efficiency. The shortest
+step that fits into the memory is the result.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ from typing import Any
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
+from fusedops.planner.device import FOLDER, load_device
 from fusedops.planner.layout import Layout
 from fusedops.planner.memory import estimate_unchecked
-from fusedops.planner.search import MOST_TENSOR, PlannedLayout, fitted
-from fusedops.planner.traffic import step_traffic, total
+from fusedops.planner.search import MOST_TENSOR, OFFLOAD, PlannedLayout, fitted, powers_of_two
+from fusedops.planner.step_time import step_time
+from fusedops.planner.timed_search import step_shape
 
 _OP = "recursive_layout"
 _AXES = ("dp", "tp", "cp")
 _ZERO, _MICRO_BATCHES = (0, 1, 2, 3), (1, 2, 4, 8, 16)
-_RECOMPUTE = ("none", "selective", "full")  # what costs least time first
+_RECOMPUTE = ("none", "selective", "full")
+# Schedules of a pipeline with the stages of a rank; ``None``: the schedule's own number.
+_SCHEDULES = (("1f1b", None), ("interleaved", 2), ("zbv", None))
+_TYPICAL = FOLDER / "typical.toml"
 
 
 def recursive_layout(
@@ -33,7 +39,7 @@ def recursive_layout(
     memory: int,
     base: Layout | None = None,
 ) -> PlannedLayout | None:
-    """Return a layout that fits, found without estimating any time; ``None``: none fits.
+    """Return a layout that fits, found without a measured constant; ``None``: none fits.
 
     Args:
         model: what is trained.
@@ -48,105 +54,98 @@ def recursive_layout(
 
     Example:
         >>> from fusedops.planner import preset, recursive_layout
-        >>> found = recursive_layout(preset("llama3-8b"), 16, 64, 80 << 30)
-        >>> found.layout.devices
+        >>> planned = recursive_layout(preset("llama3-8b"), 16, 64, 80 << 30)
+        >>> planned.layout.devices
         16
     """
     for name, value in (("devices", devices), ("global_batch", global_batch), ("memory", memory)):
         checks.integer(_OP, name, value, least=1)
-    base = base or Layout()
-    for pp in range(1, min(devices, model.depth) + 1):
-        if devices % pp:
-            continue
-        sizes = _divided(model, devices // pp, pp, global_batch, base)
-        if sizes is None:
-            continue
-        rows = list(_fitting(model, devices, global_batch, memory, base, sizes, pp))
-        if rows:
-            return min(rows, key=lambda row: _cost(model, row))
+    search = _Bisection(model, devices, global_batch, base or Layout())
+    for _, layout in sorted(search.timed(), key=lambda row: row[0]):
+        row = PlannedLayout(layout, estimate_unchecked(model, layout))
+        if row.left(memory) >= 0 and row.estimate.host <= search.device.links.host_bytes:
+            return row
     return None
 
 
-def _fitting(
-    model: TransformerConfig,
-    devices: int,
-    global_batch: int,
-    memory: int,
-    base: Layout,
-    sizes: dict[str, int],
-    pp: int,
-) -> Iterator[PlannedLayout]:
-    """Yield the layouts of given sizes that fit."""
-    choices = itertools.product(_ZERO, _RECOMPUTE, _MICRO_BATCHES)
-    for zero, words, rows in choices:
-        if global_batch % (sizes["dp"] * rows):
-            continue
-        options = _options(model, sizes, pp, global_batch, zero=zero, recompute=words)
-        options |= {"micro_batch": rows, "microbatches": global_batch // (sizes["dp"] * rows)}
-        try:
-            layout = fitted(model, devices, base, options)
-        except ValueError:
-            continue
-        row = PlannedLayout(layout, estimate_unchecked(model, layout))
-        if row.left(memory) >= 0:
-            yield row
+class _Bisection:
+    """The arguments of ``recursive_layout``."""
 
+    def __init__(
+        self, model: TransformerConfig, devices: int, global_batch: int, base: Layout
+    ) -> None:
+        self.model, self.devices, self.global_batch, self.base = model, devices, global_batch, base
+        self.device = load_device(_TYPICAL)
 
-def _cost(model: TransformerConfig, row: PlannedLayout) -> tuple[int, float]:
-    """Return how much is recomputed, then the bytes that a rank sends."""
-    sent = total(step_traffic(model, row.layout)).bytes
-    return _RECOMPUTE.index(row.layout.recompute), sent
+    def timed(self) -> Iterator[tuple[float, Layout]]:
+        """Yield layouts with the seconds of their steps on a typical accelerator."""
+        for mesh in self.meshes():
+            choices = itertools.product(
+                self.expert_ranks(mesh), _ZERO, _RECOMPUTE, _MICRO_BATCHES, OFFLOAD
+            )
+            for ep, zero, words, micro_batch, offload in choices:
+                sizes = {**mesh, "ep": ep}
+                options = {"zero": zero, "recompute": words, "offload": offload}
+                for schedule, virtual in _SCHEDULES if sizes["pp"] > 1 else (("1f1b", None),):
+                    options |= {"pipeline_schedule": schedule, "pipeline_virtual": virtual}
+                    row = self.row(sizes, self.global_batch, micro_batch, **options)
+                    if row is not None:
+                        yield row
 
+    def meshes(self) -> list[dict[str, int]]:
+        """Return parallel sizes of all devices, a few of each length of the pipeline."""
+        meshes: list[dict[str, int]] = []
+        for pp, tp in itertools.product(range(1, self.model.depth + 1), powers_of_two(MOST_TENSOR)):
+            if self.devices % (pp * tp) == 0:
+                sizes = self.divided({"dp": 1, "tp": tp, "cp": 1, "pp": pp})
+                if sizes is not None and sizes not in meshes:
+                    meshes.append(sizes)
+        return meshes
 
-def _divided(
-    model: TransformerConfig, devices: int, pp: int, global_batch: int, base: Layout
-) -> dict[str, int] | None:
-    """Return the sizes of a stage's devices; ``None``: a factor fits no kind of parallelism."""
-    sizes = dict.fromkeys(_AXES, 1)
-    for factor in sorted(_prime_factors(devices), reverse=True):
-        choices = []
-        for axis in _AXES:
-            larger = sizes | {axis: sizes[axis] * factor}
-            share = global_batch * math.prod(larger.values()) // devices
-            sent = _sent(model, larger, pp, max(share, larger["dp"]), base)
-            if sent is not None:
-                choices.append((sent, axis))
-        if not choices:
+    def divided(self, sizes: dict[str, int]) -> dict[str, int] | None:
+        """Return sizes of all devices from those of some; ``None``: a factor fits nowhere."""
+        factors = _prime_factors(self.devices // math.prod(sizes.values()))
+        for factor in sorted(factors, reverse=True):
+            larger = [sizes | {axis: sizes[axis] * factor} for axis in _AXES]
+            shortest = min(larger, key=self.seconds)
+            if self.seconds(shortest) == math.inf:
+                return None
+            sizes = shortest
+        return sizes
+
+    def seconds(self, sizes: dict[str, int]) -> float:
+        """Return the time of a step of some devices with their share of the global batch."""
+        share = self.global_batch * math.prod(sizes.values()) // self.devices
+        row = self.row(sizes, max(share, sizes["dp"]), 1, zero=1)
+        return math.inf if row is None else row[0] / max(share, sizes["dp"])
+
+    def expert_ranks(self, sizes: dict[str, int]) -> list[int]:
+        """Return sizes of expert parallelism, ascending: of a node, of two, and the largest."""
+        experts = self.model.num_experts if self.model.sparse_layers else 1
+        ranks = sizes["dp"] * sizes["cp"]
+        node = max(1, self.device.links.devices_per_node // sizes["tp"])
+        largest = math.gcd(experts, ranks)
+        return sorted({math.gcd(largest, node), math.gcd(largest, 2 * node), largest})
+
+    def row(
+        self, sizes: dict[str, int], batch: int, micro_batch: int, **options: Any
+    ) -> tuple[float, Layout] | None:
+        """Return the seconds of a step and its layout; ``None`` where that cannot be."""
+        if sizes["tp"] > MOST_TENSOR or batch % (sizes["dp"] * micro_batch):
             return None
-        sizes[min(choices)[1]] *= factor
-    return sizes
-
-
-def _sent(
-    model: TransformerConfig, sizes: dict[str, int], pp: int, batch: int, base: Layout
-) -> float | None:
-    """Return the bytes that a rank sends in a step; ``None`` where the sizes cannot be."""
-    if sizes["tp"] > MOST_TENSOR or batch % sizes["dp"]:
-        return None
-    try:
-        layout = fitted(
-            model, math.prod(sizes.values()) * pp, base, _options(model, sizes, pp, batch)
-        )
-        return total(step_traffic(model, layout)).bytes
-    except ValueError:
-        return None
-
-
-def _options(
-    model: TransformerConfig, sizes: dict[str, int], pp: int, batch: int, **more: Any
-) -> dict[str, Any]:
-    """Return fields of a layout: micro-batches of one sequence, experts on as many ranks as can."""
-    ranks = sizes["dp"] * sizes["cp"]
-    experts = model.num_experts if model.sparse_layers else 1
-    return {
-        **sizes,
-        "pp": pp,
-        "sp": sizes["tp"] > 1,
-        "ep": math.gcd(experts, ranks),
-        "micro_batch": 1,
-        "microbatches": max(1, batch // sizes["dp"]),
-        **more,
-    }
+        options |= {
+            "ep": self.expert_ranks(sizes)[-1],
+            **sizes,
+            "sp": sizes["tp"] > 1,
+            "micro_batch": micro_batch,
+            "microbatches": batch // (sizes["dp"] * micro_batch),
+        }
+        devices = math.prod(sizes[axis] for axis in (*_AXES, "pp"))
+        try:
+            layout = fitted(self.model, devices, self.base, options)
+        except ValueError:
+            return None
+        return step_time(step_shape(self.model, layout), self.device).seconds, layout
 
 
 def _prime_factors(number: int) -> list[int]:

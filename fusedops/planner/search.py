@@ -144,7 +144,7 @@ def _meshes(
     **_: Any,
 ) -> Iterator[_MeshChoice]:
     """Yield each choice of parallel sizes; arguments as of ``layouts``."""
-    tensor = tp or [n for n in (1, 2, 4, 8) if n <= MOST_TENSOR]
+    tensor = tp or powers_of_two(MOST_TENSOR)
     stages = pp or range(1, min(devices, model.depth) + 1)
     cp = base.parallel.cp
     for t, p in itertools.product(tensor, stages):
@@ -179,6 +179,11 @@ def fitted(model: TransformerConfig, devices: int, base: Layout, options: dict[s
         raise ValueError(f"tp x pp x cp = {product} must divide the {devices} devices")
     check_experts("plan", options["ep"], options["dp"] * layout.parallel.cp)
     return layout.replace(dp=options["dp"])
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4 and so on up to ``most``."""
+    return [1 << n for n in range(most.bit_length())]
 
 
 def _divides(size: int, ranks: int, model: TransformerConfig) -> bool:

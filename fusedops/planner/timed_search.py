@@ -24,7 +24,14 @@ from fusedops.planner.device import Device
 from fusedops.planner.layout import Layout, TrainingShape, layer_runs
 from fusedops.planner.memory import Estimate, estimate_unchecked, layer_bytes
 from fusedops.planner.pipelines import stages_of_rank
-from fusedops.planner.search import OFFLOAD, RECOMPUTE, SCHEDULES, PlannedLayout, fitted
+from fusedops.planner.search import (
+    OFFLOAD,
+    RECOMPUTE,
+    SCHEDULES,
+    PlannedLayout,
+    fitted,
+    powers_of_two,
+)
 from fusedops.planner.step_time import StepEstimate, StepShape, step_time
 
 # Bytes that the CUDA context and the libraries' workspaces take on a device.
@@ -232,7 +239,7 @@ def fastest(
     base = base or Layout()
     length = base.length(model)
     sizes = {
-        "tp": tp or [n for n in _powers(device.links.devices_per_node) if n <= devices],
+        "tp": tp or [n for n in powers_of_two(device.links.devices_per_node) if n <= devices],
         "pp": pp or range(1, model.depth + 1),
         "cp": cp or [n for n in _CONTEXT_RANKS if n == 1 or length // n >= _LEAST_TOKENS],
         "ep": ep or [n for n in range(1, max(model.num_experts, 1) + 1) if _splits(model, n)],
@@ -285,10 +292,6 @@ def _choices(
                 "micro_batch": rows,
                 "microbatches": global_batch // (dp * rows),
             }
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
 def _splits(model: TransformerConfig, ranks: int) -> bool:

@@ -298,7 +298,12 @@ def test_offloading_and_recomputation_only_add_time() -> None:
 
 @pytest.mark.parametrize(
     ("name", "devices", "batch", "slower"),
-    [("llama3-8b", 8, 64, 1.1), ("gpt3", 512, 1024, 1.4), ("mixtral-8x7b", 64, 512, 1.3)],
+    [
+        ("llama3-8b", 8, 64, 1.05),
+        ("gpt3", 512, 1024, 1.15),
+        ("mixtral-8x7b", 64, 512, 1.15),
+        ("llama3-405b", 16384, 2048, 1.1),
+    ],
 )
 def test_recursive_bisection_finds_good_layouts_without_a_device(
     name: str, devices: int, batch: int, slower: float
