@@ -90,6 +90,25 @@ class SharedChannel : public torch::CustomClassHolder {
     return collectives_.start(call(kind_of(name), text, input, output, source));
   }
 
+  // Starts an exchange of different lengths and returns its number; the tensors have one dim, and
+  // the elements for or from each rank lie one after the other. `longest` elements are the most
+  // that any rank sends to another.
+  int64_t start_exchange(const std::string& text, const at::Tensor& input, const at::Tensor& output,
+                         const std::vector<int64_t>& sends, const std::vector<int64_t>& receives,
+                         int64_t longest) {
+    check_is_open();
+    const int64_t size = static_cast<int64_t>(input.element_size());
+    TORCH_CHECK_VALUE(longest >= 0 && longest <= INT64_MAX / size,
+                      "SharedChannel: no exchange has ", longest, " elements");
+    auto sent = bytes_of_parts("sends", sends, input, longest);
+    auto received = bytes_of_parts("receives", receives, output, longest);
+    SharedCall exchange = call(SharedKind::exchange, text, input, output, 0);
+    exchange.sends = std::move(sent);
+    exchange.receives = std::move(received);
+    exchange.longest = longest * size;
+    return collectives_.start(exchange);
+  }
+
   // Waits until collective `number`, and all that were started before it, are finished; for each
   // piece of another rank at most `timeout` seconds.
   void finish(int64_t number, double timeout) {
@@ -128,6 +147,23 @@ class SharedChannel : public torch::CustomClassHolder {
     TORCH_CHECK(failure.why == ChannelFailure::none, prefix, failure.reason);
   }
 
+  std::vector<int64_t> bytes_of_parts(const char* name, std::vector<int64_t> counts,
+                                      const at::Tensor& tensor, int64_t longest) const {
+    TORCH_CHECK_VALUE(static_cast<int64_t>(counts.size()) == ranks(), "SharedChannel: ", name,
+                      " must have a number for each of the ", ranks(), " ranks");
+    int64_t left = tensor.numel();
+    for (auto& count : counts) {
+      TORCH_CHECK_VALUE(count >= 0 && count <= longest && count <= left, "SharedChannel: ", name,
+                        " has ", count, " elements for a rank, more than there are or than ",
+                        longest);
+      left -= count;
+      count *= static_cast<int64_t>(tensor.element_size());
+    }
+    TORCH_CHECK_VALUE(left == 0 && counts[static_cast<size_t>(collectives_.rank())] == 0,
+                      "SharedChannel: ", name, " must be all elements, none for the own rank");
+    return counts;
+  }
+
   SharedCall call(SharedKind kind, const std::string& text, const at::Tensor& input,
                   const at::Tensor& output, int64_t source) const {
     for (const auto& tensor : {input, output}) {
@@ -143,10 +179,11 @@ class SharedChannel : public torch::CustomClassHolder {
     const int64_t expected = kind == SharedKind::all_gather       ? bytes * ranks()
                              : kind == SharedKind::reduce_scatter ? bytes / ranks()
                                                                   : bytes;
-    TORCH_CHECK_VALUE((!divided || input.numel() % ranks() == 0) &&
-                          static_cast<int64_t>(output.nbytes()) == expected,
-                      "SharedChannel: an output of ", output.nbytes(), " bytes does not fit ",
-                      bytes, " bytes on each of ", ranks(), " ranks");
+    TORCH_CHECK_VALUE(
+        (!divided || input.numel() % ranks() == 0) &&
+            (kind == SharedKind::exchange || static_cast<int64_t>(output.nbytes()) == expected),
+        "SharedChannel: an output of ", output.nbytes(), " bytes does not fit ", bytes,
+        " bytes on each of ", ranks(), " ranks");
     check_overlap(kind, input, output);
     const bool sums = kind == SharedKind::all_reduce || kind == SharedKind::reduce_scatter;
     return {kind,
@@ -184,6 +221,7 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
       .def("write_secret", &SharedChannel::write_secret)
       .def("connect", &SharedChannel::connect)
       .def("start", &SharedChannel::start)
+      .def("start_exchange", &SharedChannel::start_exchange)
       .def("finish", &SharedChannel::finish);
 }
 

@@ -38,10 +38,13 @@ enum class SharedKind {
   all_to_all,
   shift,
   broadcast,
+  exchange,
   sync
 };
 
 // What a rank starts. `source` is the rank that is read by a shift or a broadcast.
+// Of an exchange `sends` and `receives` have the bytes for and from each rank, which lie one after
+// the other, and `longest` is the most that any rank sends to another, the same on all ranks.
 struct SharedCall {
   SharedKind kind;
   const void* input;
@@ -53,6 +56,9 @@ struct SharedCall {
   int64_t source;
   std::string text;
   std::shared_ptr<const void> tensors;  // kept alive until the collective is finished
+  std::vector<int64_t> sends{};
+  std::vector<int64_t> receives{};
+  int64_t longest = 0;
 };
 
 class SharedCollectives {
@@ -149,8 +155,9 @@ class SharedCollectives {
   using Clock = std::chrono::steady_clock;
   static constexpr int64_t kDirectRanks = 4;  // up to here each rank reads all others' tensors
 
-  // What a rank posts: one part that all read, a part for each rank, or its own part of a whole.
-  enum class Form { one, divided, gathered };
+  // What a rank posts: one part that all read, a part for each rank, its own part of a whole, or
+  // parts of different lengths for some ranks.
+  enum class Form { one, divided, gathered, listed };
 
   struct Message {
     Form form;
@@ -167,8 +174,22 @@ class SharedCollectives {
     int64_t pieces;
     PieceStamp stamp;
     std::shared_ptr<const void> tensors;
+    std::vector<int64_t> sends;
+    std::vector<int64_t> receives;
     int64_t posted = 0;
     int64_t collected = 0;
+
+    // Calls f(part, offset of the piece among all parts, bytes) for the parts that have such a
+    // piece.
+    template <class F>
+    void for_parts(const std::vector<int64_t>& lengths, int64_t piece, const F& f) const {
+      int64_t begin = 0;
+      for (size_t part = 0; part < lengths.size(); ++part) {
+        const int64_t bytes = std::min(lengths[part] - piece * chunk, chunk);
+        if (bytes > 0) f(static_cast<int64_t>(part), begin + piece * chunk, bytes);
+        begin += lengths[part];
+      }
+    }
 
     int64_t length(int64_t piece, int64_t part) const {
       const int64_t begin = part * stride + piece * chunk;
@@ -206,6 +227,9 @@ class SharedCollectives {
     } else if (in_two_phases) {
       form = Form::divided;
       stride = (numel + ranks() - 1) / ranks() * call.element_bytes;
+    } else if (call.kind == SharedKind::exchange) {
+      form = Form::listed;
+      stride = call.longest;
     }
     char* output = static_cast<char*>(call.output);
     char* part = in_two_phases ? output + std::min(rank_ * stride, total) : output;
@@ -220,14 +244,14 @@ class SharedCollectives {
 
   Message message(const SharedCall& call, Form form, bool sums, const char* input, char* output,
                   int64_t total, int64_t stride) const {
-    const int64_t parts = form == Form::divided ? ranks() : 1;
+    const int64_t parts = form == Form::divided || form == Form::listed ? ranks() : 1;
     const int64_t chunk = kPieceBytes / parts / 64 * 64;
     const int64_t pieces = std::max<int64_t>((stride + chunk - 1) / chunk, 1);
     const bool is_broadcast = call.kind == SharedKind::broadcast;
     const int64_t behind = (rank_ - call.source + ranks()) % ranks();
     const int64_t root = is_broadcast ? call.source : call.kind == SharedKind::shift ? behind : 0;
-    PieceStamp stamp{started_,   0, static_cast<int64_t>(call.kind), call.dtype, root,
-                     call.bytes, {}};
+    const int64_t bytes = form == Form::listed ? call.longest : call.bytes;
+    PieceStamp stamp{started_, 0, static_cast<int64_t>(call.kind), call.dtype, root, bytes, {}};
     call.text.copy(stamp.text, sizeof(stamp.text) - 1);
     return {form,           sums,
             call.sum_dtype, call.element_bytes,
@@ -235,7 +259,8 @@ class SharedCollectives {
             input,          output,
             total,          stride,
             chunk,          pieces,
-            stamp,          call.tensors};
+            stamp,          call.tensors,
+            call.sends,     call.receives};
   }
 
   // Copies as many pieces into the own ring as have room there.
@@ -274,6 +299,12 @@ class SharedCollectives {
     const int64_t offset = piece * message.chunk;
     own().stamp(number) = message.stamp;
     if (!message.posts) return;
+    if (message.form == Form::listed) {
+      return message.for_parts(message.sends, piece,
+                               [&](int64_t part, int64_t from, int64_t bytes) {
+                                 copy(to + part * message.chunk, message.input + from, bytes);
+                               });
+    }
     if (message.form != Form::divided) {
       const int64_t part = message.form == Form::gathered ? rank_ : 0;
       return copy(to, message.input + offset, message.length(piece, part));
@@ -327,6 +358,12 @@ class SharedCollectives {
 
   // Reads one piece of all ranks, which lies in their rings under `number`.
   void read(const Message& message, int64_t piece, int64_t number) {
+    if (message.form == Form::listed) {
+      return message.for_parts(
+          message.receives, piece, [&](int64_t peer, int64_t to, int64_t bytes) {
+            copy(message.output + to, rings_[peer]->piece(number) + rank_ * message.chunk, bytes);
+          });
+    }
     const int64_t offset = piece * message.chunk;
     const bool divided = message.form == Form::divided;
     const auto piece_of = [&](int64_t peer) -> const char* {

@@ -406,47 +406,57 @@ def exchange(
     receives: Mapping[int, int],
     group: dist.ProcessGroup,
     *,
+    longest: int,
     like: torch.Tensor,
     label: str = "",
 ) -> Pending:
-    """Send tensors to some ranks of the group and receive from some.
+    """Send tensors of different sizes to some ranks of the group and receive from some.
 
-    Every rank knows what it sends and receives, and a rank that does neither need not call.
+    All ranks of the group call it together, also one that neither sends nor receives. Each knows
+    what it sends and receives.
 
     Args:
-        sends: by rank, contiguous tensors, none of them empty.
-        receives: by rank, the number of elements that it sends to this one, none of them 0.
+        sends: by rank, contiguous tensors.
+        receives: by rank, the number of elements that it sends to this one.
         group: the process group.
+        longest: the most elements that any rank sends to another, the same number on all ranks;
+            where it is 0, nothing is sent.
         like: a tensor of the dtype and on the device of what is received.
-        label: for the log.
+        label: for the log, which has no exchange in which this rank does nothing.
 
     Returns:
-        A ``Pending`` of the received elements in one dim, in the order of ``receives``.
+        A ``Pending`` of the received elements in one dim, in the order of the ranks.
     """
-    received = like.new_empty(sum(receives.values()))
-    if not sends and not receives:
+    received = like.new_empty(sum(receives.values()) if longest else 0)
+    if not longest:
         return Pending(lambda: received)
-    started = _start("send_receive", label, sum(map(_bytes, sends.values())), group)
+    sends = {rank: tensor for rank, tensor in sends.items() if tensor.numel()}
+    receives = {rank: count for rank, count in sorted(receives.items()) if count}
+    sent = sum(map(_bytes, sends.values()))
+    started = _start("send_receive", label, sent, group) if sends or receives else None
     if like.is_meta:
         return Pending(lambda: received, started)
+    finish = shared_memory.exchange_parts(sends, receives, received, group, longest)
+    if finish is not None:
+        return Pending(finish, started)
+    parts = received.split(list(receives.values())) if receives else ()
     batch = [
         dist.P2POp(dist.isend, tensor, group=group, group_peer=rank)
         for rank, tensor in sends.items()
     ]
-    parts = received.split(list(receives.values()))
     batch += [
         dist.P2POp(dist.irecv, part, group=group, group_peer=rank)
         for rank, part in zip(receives, parts, strict=True)
     ]
-    works = dist.batch_isend_irecv(batch)
+    works = dist.batch_isend_irecv(batch) if batch else []
     pairs = [(work, [received, *sends.values()]) for work in works]  # alive until then
 
-    def finish() -> torch.Tensor:
+    def finish_works() -> torch.Tensor:
         for work, _ in pairs:
             _waited(work, received)
         return received
 
-    return Pending(finish, started)
+    return Pending(finish_works, started)
 
 
 def shift(tensor: torch.Tensor, group: dist.ProcessGroup, *, by: int, label: str = "") -> Pending:

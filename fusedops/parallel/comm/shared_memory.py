@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,6 +145,33 @@ def exchange(
     return _start(kind, text, sent, received, group, source)
 
 
+def exchange_parts(
+    sends: Mapping[int, torch.Tensor],
+    receives: Mapping[int, int],
+    received: torch.Tensor,
+    group: dist.ProcessGroup,
+    longest: int,
+) -> Finish | None:
+    """Start an exchange of different lengths; ``None`` where the backend must do it.
+
+    Args:
+        sends: by rank, contiguous tensors of one dtype.
+        receives: by rank, the number of elements from it.
+        received: the result, in one dim, in the order of the ranks.
+        group: all of its ranks take part, also those that do nothing.
+        longest: the most elements that any rank sends to another.
+    """
+    if _channel(group, received) is None:
+        return None
+    ranks = range(group.size())
+    parts = [sends[rank].reshape(-1) for rank in sorted(sends)]
+    sent = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else received.new_empty(0)
+    sizes = [sends[rank].numel() if rank in sends else 0 for rank in ranks]
+    counts = sizes, [receives.get(rank, 0) for rank in ranks], longest
+    text = f"exchange of at most {longest} elements of {received.dtype}"
+    return _start("exchange", text, sent, received, group, parts=counts)
+
+
 def _start(
     kind: str,
     text: str,
@@ -152,13 +179,23 @@ def _start(
     received: torch.Tensor,
     group: dist.ProcessGroup,
     source: int = 0,
+    parts: tuple[list[int], list[int], int] | None = None,
 ) -> Finish | None:
-    """Start a collective whose description, ``text``, must be the same on all ranks."""
+    """Start a collective whose description, ``text``, must be the same on all ranks.
+
+    ``parts`` are what an exchange sends and receives by rank, and the most that any rank sends.
+    """
     channel = _channel(group, sent)
     if channel is None:
         return None
     tensors = sent.detach(), received.detach()
-    number = _checked(channel, lambda: channel.rings.start(kind, text, *tensors, source))
+
+    def start() -> int:
+        if parts is None:
+            return channel.rings.start(kind, text, *tensors, source)
+        return channel.rings.start_exchange(text, *tensors, *parts)
+
+    number = _checked(channel, start)
     name = text.partition(" ")[0]
     call = CollectiveCall(channel.group, number + 1, name, sent.shape, sent.dtype, time.time_ns())
     calls.append(call)

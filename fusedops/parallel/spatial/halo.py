@@ -11,6 +11,7 @@ meanwhile. ``HaloGradient`` sends the gradients of halos back to the owners, whi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +71,15 @@ def pieces(cut: Cut, needs: Needs) -> tuple[dict[int, list[Interval]], dict[int,
     return sends, receives
 
 
+def most_rows(cut: Cut, needs: Needs) -> int:
+    """Return the most rows that any rank sends to another."""
+    most = 0
+    for owner, receiver in itertools.permutations(range(cut.axis.size), 2):
+        parts = [overlap(cut.span(owner), need) for need in needs[receiver]]
+        most = max(most, sum(part[1] - part[0] for part in parts if part))
+    return most
+
+
 class Halo:
     """A tensor, and the rows of others around it, dim by dim.
 
@@ -99,15 +109,15 @@ class Halo:
             )
             for rank, parts in sends.items()
         }
-        sent = {rank: part for rank, part in sent.items() if part.numel()}
         counts = {
             rank: sum(math.prod(self._piece_shape(level, part)) for part in parts)
             for rank, parts in receives.items()
         }
-        counts = {rank: count for rank, count in counts.items() if count}
-        group = window.cut.axis.group
+        longest = math.prod(self._piece_shape(level, (0, most_rows(window.cut, window.needs))))
         label = f"{self.label} {window.cut.axis.name}"
-        self._pending[level] = collectives.exchange(sent, counts, group, like=self.x, label=label)
+        self._pending[level] = collectives.exchange(
+            sent, counts, window.cut.axis.group, longest=longest, like=self.x, label=label
+        )
 
     def wait(self, level: int) -> None:
         """Wait for the rows of a dim."""
@@ -250,13 +260,13 @@ class HaloGradient:
             )
             for rank, parts in received.items()
         }
-        sends = {rank: part for rank, part in sends.items() if part.numel()}
-        row = self._grad[..., :0].numel() if self._grad.dim() == 0 else _row(self._grad.shape, dim)
-        counts = {rank: row * sum(b - a for a, b in parts) for rank, parts in mine.items() if row}
+        row = _row(self._grad.shape, dim)
+        counts = {rank: row * sum(b - a for a, b in parts) for rank, parts in mine.items()}
         self._pending = collectives.exchange(
             sends,
             counts,
             window.cut.axis.group,
+            longest=row * most_rows(window.cut, needs),
             like=self._grad,
             label=f"{self.label} {window.cut.axis.name}",
         )
@@ -337,10 +347,12 @@ def _fetched(x: Tensor, dim: int, cut: Cut, needs: Needs, label: str) -> Tensor:
     sent = {
         rank: torch.cat([x.narrow(dim, a - start, b - a).reshape(-1) for a, b in parts])
         for rank, parts in sends.items()
-        if row
     }
-    counts = {r: row * sum(b - a for a, b in parts) for r, parts in receives.items() if row}
-    pending = collectives.exchange(sent, counts, cut.axis.group, like=x, label=label)
+    counts = {r: row * sum(b - a for a, b in parts) for r, parts in receives.items()}
+    longest = row * most_rows(cut, needs)
+    pending = collectives.exchange(
+        sent, counts, cut.axis.group, longest=longest, like=x, label=label
+    )
     own = [part for need in needs[cut.axis.rank] if (part := overlap(need, cut.own))]
     parts = [(part, x.narrow(dim, part[0] - start, part[1] - part[0])) for part in own]
     flat, offset = pending.wait(), 0
@@ -374,10 +386,12 @@ def _returned(grad: Tensor, dim: int, cut: Cut, needs: Needs, label: str) -> Ten
     sends = {
         rank: torch.cat([of(part).reshape(-1) for part in parts])
         for rank, parts in received.items()
-        if row
     }
-    counts = {rank: row * sum(b - a for a, b in parts) for rank, parts in mine.items() if row}
-    pending = collectives.exchange(sends, counts, cut.axis.group, like=grad, label=f"{label} grad")
+    counts = {rank: row * sum(b - a for a, b in parts) for rank, parts in mine.items()}
+    longest = row * most_rows(cut, needs)
+    pending = collectives.exchange(
+        sends, counts, cut.axis.group, longest=longest, like=grad, label=f"{label} grad"
+    )
     start, shape = cut.own[0], [*grad.shape]
     shape[dim] = cut.extent
     total = grad.new_zeros(shape)
