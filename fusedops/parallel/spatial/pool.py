@@ -111,10 +111,10 @@ class _Pooling:
 
 
 class _MaxPool(torch.autograd.Function):
-    """Values and global indices; saves the indices of the maxima alone."""
+    """Values and, if asked for, global indices; saves the indices of the maxima alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: _Pooling) -> Any:
+    def forward(ctx: Any, x: Tensor, plan: _Pooling, has_index: bool) -> Any:
         halo = Halo(x, plan.windows, fill=-math.inf, label="pool")
         halo.exchange()
         extended = halo.everything()
@@ -127,6 +127,8 @@ class _MaxPool(torch.autograd.Function):
         else:
             values, local = _max_windows(extended, plan.dims)
         ctx.save_for_backward(local)
+        if not has_index:
+            return values, None
         index = _global_indices(local, extended.shape[plan.lead :], plan)
         ctx.mark_non_differentiable(index)
         return values, index
@@ -141,7 +143,7 @@ class _MaxPool(torch.autograd.Function):
         full = full.view(ctx.shape)
         if any(plan.pads()):
             full = F.pad(full, [-amount for amount in plan.pads()])
-        return HaloGradient(full, plan.windows, label="pool grad").finish(), None
+        return HaloGradient(full, plan.windows, label="pool grad").finish(), None, None
 
 
 def _max_windows(x: Tensor, dims: Sequence[ConvDim]) -> tuple[Tensor, Tensor]:
@@ -184,11 +186,10 @@ def _max_pool(
     ndim = int(name[name.index("d", 6) - 1])
     sizes = _dims(ndim, kernel_size, stride, padding, dilation)
     plan = _Pooling(name, input, sizes, ceil_mode)
-    values, index = _MaxPool.apply(unwrap(input), plan)
+    has_index = return_indices or name.endswith("indices")
+    values, index = _MaxPool.apply(unwrap(input), plan, has_index)
     values = wrap(values, plan.result)
-    if return_indices or name.endswith("indices"):
-        return values, wrap(index, plan.result)
-    return values
+    return (values, wrap(index, plan.result)) if has_index else values
 
 
 def _dims(ndim: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[ConvDim]:
