@@ -151,11 +151,7 @@ class Halo:
 
     def _rows(self, level: int, part: Interval) -> Box:
         """Return the box of rows along one dim, with the halos of the dims before."""
-        box = {window.dim: window.inside for window in self.windows[:level]}
-        box[self.windows[level].dim] = part
-        for window in self.windows[level + 1 :]:
-            box[window.dim] = window.cut.own
-        return box
+        return rows_box(self.windows, level, part)
 
     def _piece_shape(self, level: int, part: Interval) -> list[int]:
         shape = list(self.x.shape)
@@ -170,7 +166,7 @@ class Halo:
             for window in self.windows
         )
         if own:
-            return _narrow(self.x, box, {w.dim: w.cut.own[0] for w in self.windows}).contiguous(
+            return narrowed(self.x, box, {w.dim: w.cut.own[0] for w in self.windows}).contiguous(
                 memory_format=memory_format(self.x)
             )
         shape = list(self.x.shape)
@@ -199,7 +195,7 @@ class Halo:
         """Copy a box that lies in the tensor; levels from ``level`` on have only own rows."""
         if level == 0:
             starts = {window.dim: window.cut.own[0] for window in self.windows}
-            out.copy_(_narrow(self.x, box, starts))
+            out.copy_(narrowed(self.x, box, starts))
             return
         window, intervals = self.windows[level - 1], self._intervals[level - 1]
         start, received = box[window.dim][0], 0
@@ -215,34 +211,86 @@ class Halo:
                 continue
             origin = self._rows(level - 1, interval)
             starts = {dim: span[0] for dim, span in origin.items()}
-            target.copy_(_narrow(self.received[level - 1][place], rows, starts))
+            target.copy_(narrowed(self.received[level - 1][place], rows, starts))
+
+
+def rows_box(windows: Sequence[Window], level: int, part: Interval) -> Box:
+    """Return the box of rows along one dim, with the halos of the dims before."""
+    box = {window.dim: window.inside for window in windows[:level]}
+    box[windows[level].dim] = part
+    return box | {window.dim: window.cut.own for window in windows[level + 1 :]}
+
+
+def piece_boxes(windows: Sequence[Window]) -> list[list[Box]]:
+    """Return the boxes of ``Halo.received``, in its order."""
+    return [
+        [rows_box(windows, level, part) for part, is_own in _sources(window) if not is_own]
+        for level, window in enumerate(windows)
+    ]
+
+
+def split_gradient(
+    grad: Tensor, windows: Sequence[Window], *, shared: bool = True
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Split the gradient of ``Halo.everything`` into that of the own part and of received rows.
+
+    Args:
+        grad: the gradient.
+        windows: those of the halo.
+        shared: whether others read ``grad``, so that nothing may be added to it in place.
+
+    Returns:
+        The gradient of the own part, and by dim those of what ``Halo.received`` has.
+    """
+    inside = {window.dim: window.inside for window in windows}
+    starts = {
+        window.dim: window.span[0] if _nonempty(window.inside) else window.inside[0]
+        for window in windows
+    }
+    grad = narrowed(grad, inside, starts)
+    parts = [[filled(grad, inside, box) for box in boxes] for boxes in piece_boxes(windows)]
+    own = filled(grad, inside, {window.dim: window.cut.own for window in windows})
+    if shared:
+        return own.clone(), [[part.clone() for part in some] for some in parts]
+    return own, parts
+
+
+def filled(x: Tensor, available: Box, box: Box) -> Tensor:
+    """Return a box of a tensor that has the box ``available``; zeros where it has nothing."""
+    common = {dim: overlap(available[dim], span) or (span[0], span[0]) for dim, span in box.items()}
+    starts = {dim: span[0] for dim, span in available.items()}
+    if common == box:
+        return narrowed(x, box, starts)
+    shape = list(x.shape)
+    for dim, (start, stop) in box.items():
+        shape[dim] = stop - start
+    out = x.new_zeros(shape)
+    if all(_nonempty(span) for span in common.values()):
+        target = narrowed(out, common, {dim: span[0] for dim, span in box.items()})
+        target.copy_(narrowed(x, common, starts))
+    return out
 
 
 class HaloGradient:
-    """The way back of a ``Halo``: gradients of what ``everything`` returned, to the owners.
+    """The way back of a ``Halo``: gradients of received rows to their owners, which add them.
 
     Args:
-        grad: the gradient of ``everything()``.
+        like: a tensor of the shape and dtype of this rank's part.
+        parts: by dim, the gradients of what ``Halo.received`` has; they are changed.
         windows: those of the halo.
-        shared: whether others read ``grad``, so that nothing may be added to it in place.
         label: of the messages in the log.
     """
 
     def __init__(
         self,
-        grad: Tensor,
+        like: Tensor,
+        parts: Sequence[Sequence[Tensor]],
         windows: Sequence[Window],
         *,
-        shared: bool = True,
         label: str = "halo grad",
     ) -> None:
-        self.windows, self.label, self._shared = list(windows), label, shared
-        box = {window.dim: window.inside for window in windows}
-        starts = {
-            window.dim: window.span[0] if _nonempty(window.inside) else window.inside[0]
-            for window in windows
-        }
-        self._grad = _narrow(grad, box, starts)
+        self.windows, self.label, self._like = list(windows), label, like
+        self._blocks = list(zip(piece_boxes(windows), parts, strict=True))
         self._level = len(self.windows)
         self._pending: Pending | None = None
 
@@ -250,64 +298,67 @@ class HaloGradient:
         """Send the gradients of the last dim that is left."""
         if self._level == 0:
             return
-        window = self.windows[self._level - 1]
-        needs = window.needs
-        mine, received = pieces(window.cut, needs)
-        dim, origin = window.dim, window.inside[0]
-        sends = {
-            rank: torch.cat(
-                [self._grad.narrow(dim, a - origin, b - a).reshape(-1) for a, b in parts]
-            )
-            for rank, parts in received.items()
+        level = self._level - 1
+        window = self.windows[level]
+        mine, received = pieces(window.cut, window.needs)
+        parts = self._blocks[level][1]
+        counts = {
+            rank: sum(math.prod(self._shape(level, part)) for part in intervals)
+            for rank, intervals in mine.items()
         }
-        row = _row(self._grad.shape, dim)
-        counts = {rank: row * sum(b - a for a, b in parts) for rank, parts in mine.items()}
         self._pending = collectives.exchange(
-            sends,
+            {rank: part.contiguous() for rank, part in zip(received, parts, strict=True)},
             counts,
             window.cut.axis.group,
-            longest=row * most_rows(window.cut, needs),
-            like=self._grad,
+            longest=math.prod(self._shape(level, (0, most_rows(window.cut, window.needs)))),
+            like=self._like,
             label=f"{self.label} {window.cut.axis.name}",
         )
-        self._received = mine
 
-    def wait(self) -> None:
-        """Wait for the gradients of that dim, and add them to those of this rank's own rows."""
-        if self._level == 0:
-            return
-        assert self._pending is not None
-        flat = self._pending.wait()
-        window = self.windows[self._level - 1]
-        dim, origin, own = window.dim, window.inside[0], window.cut.own
-        part = overlap(window.inside, own)
-        rows = part or (own[0], own[0])
-        grad = self._grad.narrow(dim, rows[0] - origin if part else 0, rows[1] - rows[0])
-        full = [*self._grad.shape]
-        full[dim] = own[1] - own[0]
-        if rows != own or (self._received and self._shared):
-            extended = grad.new_zeros(full)
-            extended.narrow(dim, rows[0] - own[0], rows[1] - rows[0]).copy_(grad)
-            grad, self._shared = extended, False
-        offset = 0
-        for intervals in self._received.values() if flat.numel() else ():
-            for a, b in intervals:
-                shape = [*full]
-                shape[dim] = b - a
-                count = math.prod(shape)
-                piece = flat[offset : offset + count].view(shape)
-                grad.narrow(dim, a - own[0], b - a).add_(piece)
-                offset += count
-        self._grad, self._level, self._pending = grad, self._level - 1, None
-
-    def finish(self) -> Tensor:
-        """Exchange what is left, and return the gradient of this rank's part."""
-        if self._pending is not None:
-            self.wait()
+    def finish(self, own: Tensor) -> Tensor:
+        """Exchange all dims, add what arrives to the gradient of this rank's part, return that."""
         while self._level:
-            self.start()
-            self.wait()
-        return self._grad
+            if self._pending is None:
+                self.start()
+            self._add(own)
+        return own
+
+    def _add(self, own: Tensor) -> None:
+        """Wait for the gradients of a dim, and add them to the own ones and those of other ranks.
+
+        Others' are of rows that this rank received along dims before, and sends back next.
+        """
+        assert self._pending is not None
+        arrived, self._pending = self._pending.wait(), None
+        self._level -= 1
+        level, window = self._level, self.windows[self._level]
+        mine, _ = pieces(window.cut, window.needs)
+        intervals = [part for parts in mine.values() for part in parts]
+        shapes = [self._shape(level, part) for part in intervals]
+        if not arrived.numel():
+            return
+        blocks = [({w.dim: w.cut.own for w in self.windows}, own)]
+        blocks += [
+            block
+            for boxes, parts in self._blocks[:level]
+            for block in zip(boxes, parts, strict=True)
+        ]
+        rows = arrived.split([math.prod(shape) for shape in shapes])
+        for part, shape, values in zip(intervals, shapes, rows, strict=True):
+            box = rows_box(self.windows, level, part)
+            origin = {dim: span[0] for dim, span in box.items()}
+            for place, block in blocks:
+                common = {dim: overlap(span, place[dim]) for dim, span in box.items()}
+                inner = {dim: span for dim, span in common.items() if span is not None}
+                if len(inner) == len(common):
+                    starts = {dim: span[0] for dim, span in place.items()}
+                    narrowed(block, inner, starts).add_(narrowed(values.view(shape), inner, origin))
+
+    def _shape(self, level: int, part: Interval) -> list[int]:
+        shape = list(self._like.shape)
+        for dim, (start, stop) in rows_box(self.windows, level, part).items():
+            shape[dim] = stop - start
+        return shape
 
 
 def extend(
@@ -330,8 +381,9 @@ class _Extend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        back = HaloGradient(grad, ctx.windows, label=f"{ctx.label} grad")
-        return back.finish(), None, None, None
+        own, parts = split_gradient(grad, ctx.windows)
+        back = HaloGradient(own, parts, ctx.windows, label=f"{ctx.label} grad")
+        return back.finish(own), None, None, None
 
 
 def rows(x: Tensor, dim: int, cut: Cut, needs: Needs, *, label: str = "rows") -> Tensor:
@@ -453,7 +505,8 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _narrow(x: Tensor, box: Box, starts: dict[int, int]) -> Tensor:
+def narrowed(x: Tensor, box: Box, starts: dict[int, int]) -> Tensor:
+    """Return the view of a box of a tensor that begins at ``starts``."""
     for dim, (start, stop) in box.items():
         if start != starts[dim] or stop - start != x.shape[dim]:
             x = x.narrow(dim, start - starts[dim], stop - start)

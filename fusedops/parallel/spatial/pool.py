@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedops._core import checks
-from fusedops.parallel.spatial.convolution import ConvDim, per_dim
-from fusedops.parallel.spatial.halo import Halo, HaloGradient, Window, extend
+from fusedops.parallel.spatial.conv_autograd import ConvDim
+from fusedops.parallel.spatial.convolution import per_dim
+from fusedops.parallel.spatial.halo import Halo, HaloGradient, Window, extend, split_gradient
 from fusedops.parallel.spatial.partition import Factor, Interval, Partition
 from fusedops.parallel.spatial.resize import weighted
 from fusedops.parallel.spatial.tensor import (
@@ -143,7 +144,9 @@ class _MaxPool(torch.autograd.Function):
         full = full.view(ctx.shape)
         if any(plan.pads()):
             full = F.pad(full, [-amount for amount in plan.pads()])
-        return HaloGradient(full, plan.windows, label="pool grad").finish(), None, None
+        own, parts = split_gradient(full, plan.windows, shared=False)
+        back = HaloGradient(own, parts, plan.windows, label="pool grad")
+        return back.finish(own), None, None
 
 
 def _max_windows(x: Tensor, dims: Sequence[ConvDim]) -> tuple[Tensor, Tensor]:
