@@ -57,15 +57,12 @@ def _own_moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
     that kernel, take the other way.
     """
     channels = _channels(x, dims)
-    if x.is_meta or type(x) is not Tensor:
+    rest = [dim for dim in range(x.dim()) if dim not in dims]
+    if channels is None and x.is_contiguous() and rest and rest == list(range(len(rest))):
+        channels = x.reshape(1, math.prod(x.shape[dim] for dim in rest), -1)
+    if channels is None or x.is_meta or type(x) is not Tensor:
         var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
         return mean, var
-    if channels is None:
-        rest = [dim for dim in range(x.dim()) if dim not in dims]
-        if not x.is_contiguous() or rest != list(range(len(rest))) or not rest:
-            var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-            return mean, var
-        channels = x.reshape(1, math.prod(x.shape[dim] for dim in rest), -1)
     return torch.ops.aten.batch_norm_update_stats(channels, None, None, 0.0)
 
 
@@ -77,12 +74,15 @@ def _channels(x: Tensor, dims: list[int]) -> Tensor | None:
 
 
 class _GroupedNorm(torch.autograd.Function):
-    """``(x - mean) * rstd * weight + bias`` of ``x [B, G, c, S]``, statistics over ``dims``."""
+    """``(x - mean) * rstd * weight + bias`` of ``[B, C, ...]``, seen as ``[B, G, c, ...]``.
+
+    The result is no view: it may be changed in place without a copy.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
+        local: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         mean: Tensor,
@@ -93,46 +93,45 @@ class _GroupedNorm(torch.autograd.Function):
         axes: tuple[Axis, ...],
     ) -> Tensor:
         rstd = (var + eps).rsqrt()
-        channels = _channels(x, dims) if _exact(x) else None
-        ctx.batch = None if channels is None else (var, eps)
-        if channels is not None:
-            ctx.save_for_backward(x, weight, mean, rstd)
-            ctx.numbers, ctx.has_bias = (dims, count, axes), bias is not None
+        x = _grouped(local, mean.shape[1])
+        ctx.is_batch_norm = _exact(x) and _channels(x, dims) is not None
+        ctx.save_for_backward(local, weight, mean, rstd, var if ctx.is_batch_norm else None)
+        ctx.numbers, ctx.has_bias = (eps, dims, count, axes), bias is not None
+        out = torch.empty_like(local)
+        if ctx.is_batch_norm:
             scale, shift = (None if t is None else t.flatten() for t in (weight, bias))
             statistics = mean.flatten(), var.flatten()
-            out = torch.empty_like(channels)
-            if x.numel():  # a rank may have no rows
-                out = F.batch_norm(channels, *statistics, scale, shift, eps=eps)
-            return out.unsqueeze_(2)  # no view: it may be changed in place
+            # A rank may have no rows.
+            return F.batch_norm(local, *statistics, scale, shift, eps=eps) if x.numel() else out
         scale = rstd if weight is None else rstd * weight
         shift = -mean * scale if bias is None else bias - mean * scale
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.numbers, ctx.has_bias = (dims, count, axes), bias is not None
-        return (
-            torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype))
-            if _exact(x)
-            else ((x.to(scale.dtype) * scale + shift).to(x.dtype))
-        )
+        target = _grouped(out, mean.shape[1])
+        if _exact(x):
+            torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype), out=target)
+        else:
+            target.copy_(x.to(scale.dtype) * scale + shift)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, mean, rstd = ctx.saved_tensors
-        dims, count, axes = ctx.numbers
+        local, weight, mean, rstd, var = ctx.saved_tensors
+        eps, dims, count, axes = ctx.numbers
         wide = mean.dtype
+        x, of_groups = _grouped(local, mean.shape[1]), _grouped(grad, mean.shape[1])
         spatial = list(range(3, x.dim()))
         # Of grad, and of grad * xhat.
-        if ctx.batch is not None:
-            sums, product = _channel_sums(grad, x, mean, *ctx.batch)
-            both = all_reduced(torch.stack([sums, product]), axes, label="norm grad")
-            sums, product = both[0].view(mean.shape), both[1].view(mean.shape)
+        if ctx.is_batch_norm:
+            sums, product = _channel_sums(grad, local, mean, var, eps)
         else:
-            sums = grad.sum(spatial, dtype=wide, keepdim=True)
-            product = (grad * x).sum(spatial, dtype=wide, keepdim=True)
+            sums = of_groups.sum(spatial, dtype=wide, keepdim=True)
+            product = (of_groups * x).sum(spatial, dtype=wide, keepdim=True)
             if 0 in dims:
                 sums, product = sums.sum(0, keepdim=True), product.sum(0, keepdim=True)
-            both = all_reduced(torch.stack([sums, product]), axes, label="norm grad")
-            sums, product = both[0], (both[1] - mean * both[0]) * rstd
+            product = (product - mean * sums) * rstd
+        shape = sums.shape if sums.dim() == x.dim() else mean.shape
+        both = all_reduced(torch.stack([sums, product]), axes, label="norm grad")
+        sums, product = both[0].view(shape), both[1].view(shape)
         grad_weight = grad_bias = None
         if weight is not None:
             grad_weight = product.sum_to_size(weight.shape).to(weight.dtype)
@@ -145,22 +144,27 @@ class _GroupedNorm(torch.autograd.Function):
         slope = -rstd * rstd * mean_product
         shift = -rstd * mean_grad - slope * mean
         if _exact(x):
-            grad_x = torch.addcmul(shift, x, slope).addcmul_(grad, scale)
+            grad_x = torch.addcmul(shift, x, slope).addcmul_(of_groups, scale)
         else:
-            grad_x = (grad.to(wide) * scale + x.to(wide) * slope + shift).to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+            grad_x = (of_groups.to(wide) * scale + x.to(wide) * slope + shift).to(x.dtype)
+        return grad_x.flatten(1, 2), grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """Return ``[B, C, ...]`` as ``[B, G, c, ...]``."""
+    return x.unflatten(1, (groups, x.shape[1] // groups))
 
 
 def _channel_sums(
     grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of ``grad`` and of ``grad * xhat`` of ``[B, C, 1, S]`` by channel."""
+    """Return the sums of ``grad`` and of ``grad * xhat`` of ``[B, C, ...]`` by channel."""
     if not x.numel():
         none = torch.zeros_like(mean).flatten()
         return none, none
     statistics = mean.flatten(), var.flatten()
     _, product, sums = torch.ops.aten.native_batch_norm_backward(
-        *(grad.squeeze(2), x.squeeze(2), torch.ones_like(statistics[0]), *statistics),
+        *(grad, x, torch.ones_like(statistics[0]), *statistics),
         *(None, None, False, eps, [False, True, True]),
     )
     return sums, product
@@ -182,7 +186,7 @@ def _normalized(
     """Normalize ``[B, C, ...]``; returns it, mean and variance of its groups, and their size."""
     axes, batch = partition.axes, 1 if over_batch else partition.shape[0]
     count = math.prod(partition.shape) // max(1, groups * batch)
-    x = local.unflatten(1, (groups, local.shape[1] // groups))
+    x = _grouped(local, groups)
     dims = [0, *range(2, x.dim())] if over_batch else list(range(2, x.dim()))
     ones = [1] * (x.dim() - 3)
     with torch.no_grad():
@@ -194,8 +198,8 @@ def _normalized(
             return None
         return parameter.to(wide).view(1, groups, -1, *ones)
 
-    out = _GroupedNorm.apply(x, placed(weight), placed(bias), mean, var, eps, dims, count, axes)
-    return out.flatten(1, 2), mean, var, count
+    out = _GroupedNorm.apply(local, placed(weight), placed(bias), mean, var, eps, dims, count, axes)
+    return out, mean, var, count
 
 
 @rule("batch_norm")
