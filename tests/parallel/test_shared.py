@@ -55,7 +55,21 @@ def _collectives(world: World, ranks: int, dtype: torch.dtype, rows: int) -> lis
         "shift": all_given[world.rank - 1],
         "shift back": all_given[(world.rank + 1) % ranks],
     }
+    # To each other rank as many rows as its distance; to the next but one none.
+    counts = [0 if far in (0, 2) else far * rows // 8 for far in range(ranks)]
+    ends = {
+        far: all_given[world.rank - far].flatten()[: 3 * counts[far]] for far in range(1, ranks)
+    }
+    senders = sorted(ends, key=lambda far: (world.rank - far) % ranks)
+    wanted["exchange"] = torch.cat([ends[far] for far in senders])
+    sends = {
+        (world.rank + far) % ranks: mine.flatten()[: 3 * counts[far]] for far in range(1, ranks)
+    }
+    receives = {(world.rank - far) % ranks: 3 * counts[far] for far in range(1, ranks)}
     found = {
+        "exchange": collectives.exchange(
+            sends, receives, group, longest=3 * max(counts), like=mine
+        ),
         "all_reduce": collectives.all_reduce(mine.clone(), group),
         "all_gather": collectives.all_gather(mine, group),
         "reduce_scatter": collectives.reduce_scatter(mine, group),

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
@@ -63,7 +64,7 @@ Program drawn(unsigned seed) {
   const int64_t length = below(3) == 0 ? 60 : 12;  // more than the pieces of a ring
   for (int64_t i = 0; i < length; ++i) {
     const int64_t most = length == 60 ? 300 : below(4) == 0 ? 400'000 : 3'000;
-    program.steps.push_back({static_cast<SharedKind>(below(7)), below(6) == 0 ? 0 : below(most),
+    program.steps.push_back({static_cast<SharedKind>(below(8)), below(6) == 0 ? 0 : below(most),
                              below(2) == 0, 1 + below(program.ranks - 1), below(5) == 0});
   }
   program.bad_rank = below(program.ranks);
@@ -74,6 +75,31 @@ Program drawn(unsigned seed) {
 // What `rank` gives: small integers, whose sums are exact.
 double given(int64_t rank, int64_t step, int64_t i) {
   return static_cast<double>((rank * 5 + step + i) % 7);
+}
+
+// The elements that one rank sends to another in an exchange, of which some are none.
+int64_t part_size(const Step& step, int64_t number, int64_t from, int64_t to) {
+  return from == to ? 0 : step.numel * ((from * 3 + to * 5 + number) % 4) / 3;
+}
+
+std::vector<int64_t> sent_sizes(const Step& step, int64_t number, int64_t from, int64_t ranks) {
+  std::vector<int64_t> sizes;
+  for (int64_t to = 0; to < ranks; ++to) sizes.push_back(part_size(step, number, from, to));
+  return sizes;
+}
+
+std::vector<int64_t> received_sizes(const Step& step, int64_t number, int64_t to, int64_t ranks) {
+  std::vector<int64_t> sizes;
+  for (int64_t from = 0; from < ranks; ++from) sizes.push_back(part_size(step, number, from, to));
+  return sizes;
+}
+
+// Element `i` of all that a rank receives in an exchange.
+double exchanged(const Step& step, int64_t number, int64_t rank, int64_t ranks, int64_t i) {
+  int64_t from = 0;
+  for (; i >= part_size(step, number, from, rank); ++from) i -= part_size(step, number, from, rank);
+  for (int64_t to = 0; to < rank; ++to) i += part_size(step, number, from, to);
+  return given(from, number, i);
 }
 
 double expected(const Step& step, int64_t number, int64_t rank, int64_t ranks, int64_t i) {
@@ -91,11 +117,17 @@ double expected(const Step& step, int64_t number, int64_t rank, int64_t ranks, i
       return given(i / step.numel, number, i % step.numel);
     case SharedKind::all_to_all:
       return given(i / step.numel, number, rank * step.numel + i % step.numel);
+    case SharedKind::exchange:
+      return exchanged(step, number, rank, ranks, i);
     case SharedKind::shift:
       return given((rank + ranks - step.root) % ranks, number, i);
     default:
       return given(step.root, number, i);
   }
+}
+
+int64_t sum_of(const std::vector<int64_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
 }
 
 template <typename T>
@@ -116,22 +148,35 @@ std::shared_ptr<Buffers<T>> started(SharedCollectives& channel, const Step& step
   const int64_t ranks = channel.ranks();
   const bool divided =
       step.kind == SharedKind::reduce_scatter || step.kind == SharedKind::all_to_all;
-  const int64_t numel = step.kind == SharedKind::sync ? 0 : step.numel * (divided ? ranks : 1);
+  std::vector<int64_t> sends;
+  std::vector<int64_t> receives;
+  if (step.kind == SharedKind::exchange) {
+    sends = sent_sizes(step, number, channel.rank(), ranks);
+    receives = received_sizes(step, number, channel.rank(), ranks);
+  }
+  const int64_t numel = step.kind == SharedKind::sync       ? 0
+                        : step.kind == SharedKind::exchange ? sum_of(sends)
+                                                            : step.numel * (divided ? ranks : 1);
   auto buffers = std::make_shared<Buffers<T>>();
   for (int64_t i = 0; i < numel; ++i) {
     buffers->input.push_back(static_cast<T>(given(channel.rank(), number, i)));
   }
   buffers->output.resize(step.kind == SharedKind::all_gather       ? numel * ranks
                          : step.kind == SharedKind::reduce_scatter ? numel / ranks
+                         : step.kind == SharedKind::exchange       ? sum_of(receives)
                                                                    : numel);
+  for (auto* sizes : {&sends, &receives}) {
+    for (auto& size : *sizes) size *= static_cast<int64_t>(sizeof(T));
+  }
   const bool in_place = step.kind == SharedKind::all_reduce && number % 2 == 0;
   if (in_place) buffers->output = buffers->input;
   const int64_t source =
       step.kind == SharedKind::shift ? (channel.rank() + ranks - step.root) % ranks : step.root;
-  to.number = channel.start({step.kind, in_place ? buffers->output.data() : buffers->input.data(),
-                             buffers->output.data(), numel * static_cast<int64_t>(sizeof(T)),
-                             sizeof(T), sizeof(T) == 8 ? DType::f64 : DType::f32, sizeof(T), source,
-                             "collective", buffers});
+  to.number =
+      channel.start({step.kind, in_place ? buffers->output.data() : buffers->input.data(),
+                     buffers->output.data(), numel * static_cast<int64_t>(sizeof(T)), sizeof(T),
+                     sizeof(T) == 8 ? DType::f64 : DType::f32, sizeof(T), source, "collective",
+                     buffers, sends, receives, step.numel * static_cast<int64_t>(sizeof(T))});
   return buffers;
 }
 
