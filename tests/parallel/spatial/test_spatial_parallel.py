@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fusedops import UnsupportedError
-from fusedops.parallel import spatial
+from fusedops.parallel import shard, spatial
 from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
 
@@ -87,12 +87,15 @@ def _data_parallel(rank: int, kind: str) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
         wrapped: nn.Module = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
-    else:
+    elif kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
         for layer in (module[0], module[4]):
             fully_shard(layer, mesh=mesh["dp"])
         wrapped = fully_shard(module, mesh=mesh["dp"])
+    else:  # adds the gradients of the ranks
+        wrapped = module
+        shard([module[0], module[4], module], mesh["dp"], stage=int(kind[-1]))
     x = spatial.scatter(images[mesh.get_local_rank("dp")], mesh, DIMS)
     F.mse_loss(
         wrapped(x), spatial.scatter(torch.zeros(2, 3, 20, 24).double(), mesh, DIMS)
@@ -100,12 +103,12 @@ def _data_parallel(rank: int, kind: str) -> None:
     for mine, *others in zip(
         wrapped.parameters(), *(module.parameters() for module in single), strict=True
     ):
-        expected = (others[0].grad + others[1].grad) / 2
+        expected = (others[0].grad + others[1].grad) / (1 if kind.startswith("zero") else 2)
         grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
         assert_equal(kind, grad, expected, kind)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero 1", "zero 3"])
 def test_data_parallel_around_a_cut_module(kind: str) -> None:
     threads.run(_data_parallel, 8, kind)
 
