@@ -131,7 +131,7 @@ def generate(
             run = _Run(loaded, prompts, stops, options, first=ranks.rank == 0)
             with _as_mistakes():
                 run.fit(exact=tokens is not None)
-            run.log(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
+            run.log(f"{loaded.description}, {ranks.description}")
             run.show(run.generate())
             if compare:
                 run.compare()

@@ -184,19 +184,14 @@ class _ProgressPrinter:
     def begin(self, run: Run) -> None:
         """Tell what is trained, and from which step it resumes."""
         from fusedops.cli import train_memory
+        from fusedops.train import progress
 
         self._preparation.close()
         self.began, self.run = True, run
         warning = train_memory.check_memory(run)
         self._every, self._steps = run.config.log.every, run.config.steps
-        count = sum(parameter.numel() for parameter in run.parallel.model.parameters())
-        tokens = run.train.count * run.train.seq_len
-        print_message(
-            f"{count:,} parameters, {tokens:,} tokens, {run.ranks.size} processes on "
-            f"{run.ranks.device.type}: {run.config.out}"
-        )
-        for note in (*run.notes, *([warning] if warning else [])):
-            print_message(note)
+        for line in (*progress.beginning(run), *([warning] if warning else [])):
+            print_message(line)
         if not sys.stderr.isatty():
             return
         from rich.progress import TimeRemainingColumn
@@ -207,17 +202,10 @@ class _ProgressPrinter:
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Print the figures of a step."""
-        step = record["step"]
-        figures = (
-            f"loss {record['loss']:.4f}  norm {record['grad_norm']:.2f}  "
-            f"lr {record['lr']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
-            f"MFU {record['mfu']:.1%}"
-        )
-        if record["action"] != "go":
-            figures += f"  not taken: {record['action']}"
-        if "validation_loss" in record:
-            figures += f"  validation {record['validation_loss']:.4f}"
+        from fusedops.train import progress
+
+        step, figures = record["step"], progress.figures(record)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, description=figures)
-        elif step % self._every == 0 or step == self._steps or "validation_loss" in record:
+        elif progress.is_shown(record, self._every, self._steps):
             print_message(f"step {step}/{self._steps}  {figures}")

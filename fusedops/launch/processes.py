@@ -56,6 +56,12 @@ class Ranks:
     device: torch.device  # of this process
     store: dist.Store  # of the rendezvous
 
+    @property
+    def description(self) -> str:
+        """How many processes there are, and on what."""
+        count = "1 process" if self.size == 1 else f"{self.size} processes"
+        return f"{count} on {self.device.type}"
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Raise on all ranks, as an ``InputError``, the first mistake that one of them raises.

@@ -5,12 +5,14 @@ from fusedops.launch.config_table import InputError
 from fusedops.launch.processes import launch
 from fusedops.train.config import Config, load_config
 from fusedops.train.loop import train
+from fusedops.train.progress import ProgressLines
 from fusedops.train.result import ProgressCallback, TrainResult
 
 __all__ = [
     "Config",
     "InputError",
     "ProgressCallback",
+    "ProgressLines",
     "TrainResult",
     "launch",
     "load_config",

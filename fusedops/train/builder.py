@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ from fusedops.train.precision import LossScale
 
 # Vocabularies are rounded up, so that tensor parallelism can divide them.
 _ROWS = 64
+# Keys that change what the steps of a run compute.
+_OF_VALUES = (
+    *("batch", "seed", "data.seq_len", "data.shuffle", "data.documents"),
+    *("optimizer.", "schedule.", "precision."),
+)
 
 
 @dataclass
@@ -359,4 +365,29 @@ def _resume(run: Run) -> None:
     saved = restored.extra["corpus"]
     if saved.startswith(corpora.CONTENT) and saved != run.corpus:
         notes.append("the corpus is not the one that the run was saved with")
+    changes = _changes(restored.extra.get("config", {}), run.config)
+    if changes:
+        notes.append(f"changed since the run was saved: {', '.join(changes)}")
     run.notes = tuple(notes)
+
+
+def _changes(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Return which keys have another value than those of a saved configuration.
+
+    Only those that change what the steps compute.
+    """
+    changes = []
+    before, now = (_flat(json.loads(json.dumps(table))) for table in (saved, asdict(config)))
+    for key in sorted(before.keys() & now.keys()):
+        if key.startswith(_OF_VALUES) and before[key] != now[key]:
+            changes.append(f"{key} {before[key]} -> {now[key]}")
+    return changes
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted keys."""
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        nested = isinstance(value, Mapping)
+        values |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return values

@@ -26,6 +26,7 @@ from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
 from fusedops.train.curves import CURVES, draw_curves
 from fusedops.train.export import export
+from fusedops.train.progress import ProgressLines
 from fusedops.train.result import ProgressCallback, TrainResult
 from fusedops.train.step import StepResult, backward, evaluate, update
 
@@ -44,7 +45,8 @@ def train(
     Args:
         source: a TOML file, what one holds, or a ``Config``.
         overrides: ``"optimizer.lr=3e-4"`` and the like.
-        callback: is called before the first step and after each, on the first rank.
+        callback: is called before the first step and after each, on the first rank; by default
+            ``ProgressLines``, which prints a line on stderr each ``log.every`` steps.
         watcher: the former name of ``callback``.
 
     Returns:
@@ -69,7 +71,7 @@ def train(
     if watcher is not None:
         note = "train: watcher is now callback; the former name goes with the next release"
         warnings.warn(note, DeprecationWarning, stacklevel=2)
-    config, callback = load_config(source, overrides), callback or watcher
+    config, callback = load_config(source, overrides), callback or watcher or ProgressLines()
     with (
         StopSignals() as stop,
         initialize_distributed(config.device) as ranks,

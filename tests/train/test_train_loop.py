@@ -58,6 +58,14 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert told == [record["loss"] for record in wanted.records]
 
 
+def test_a_resumed_run_tells_what_was_changed(tmp_path: Path) -> None:
+    with pytest.raises(Died):
+        train(config(tmp_path), callback=Watching(8, die))
+    resumed = Watching()
+    train(config(tmp_path, batch=2, seed=7, log={"every": 3}), callback=resumed)
+    assert resumed.run.notes[1] == "changed since the run was saved: batch 4 -> 2, seed 0 -> 7"
+
+
 def test_sigterm_saves_and_ends_after_the_step(tmp_path: Path) -> None:
     wanted = whole(tmp_path)
     stopped = train(
