@@ -38,21 +38,18 @@ FITTED = (
 )
 # Those that steps of two processes tell, where the machine has cores for them; else they keep their
 # usual values.
-FITTED_TOGETHER = ("node", "overlap", "collective_seconds", "split")
+FITTED_TOGETHER = ("node", "overlap", "collective_seconds")
 _TOGETHER: tuple[dict[str, Any], ...] = (
     {"dp": 2},
     {"dp": 2, "zero": 1},
     {"tp": 2},
     {"cp": 2},
     {"pp": 2, "microbatches": 4},
-    {"pp": 2, "microbatches": 4, "pipeline_schedule": "zero_bubble"},
 )
 _SEQUENCES, _TOKENS = 8, 128  # of their steps
 _WARM_UP = 2
 # A copy of float32 gradients is read, added to another and written.
 _ACCUMULATED_BYTES = 12
-# Where the fit of ``split`` begins.
-_SPLIT = 0.05
 _PATIENCE = 60.0
 # Bytes by which the bandwidth of a link is judged.
 _LINK_BYTES = 16 << 20
@@ -166,8 +163,7 @@ def _with_communication(
         steps.append(DeviceStep(shape, statistics.median(times)))
     device = measured.device
     fit = [(step.shape, device, step.seconds) for step in steps]
-    start = replace(device.efficiency, split=_SPLIT)
-    fitted = replace(device, efficiency=calibrate(fit, start, names=FITTED_TOGETHER))
+    fitted = replace(device, efficiency=calibrate(fit, device.efficiency, names=FITTED_TOGETHER))
     every = (*measured.steps, *steps)
     errors = [step_time(step.shape, fitted).seconds / step.seconds - 1 for step in every]
     return MeasuredDevice(fitted, every, tuple(errors))

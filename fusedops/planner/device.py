@@ -99,8 +99,6 @@ class DeviceEfficiency:
         point_to_point: share of the bandwidth between nodes that neighbours of a pipeline reach.
         overlap: share of the all-reduce of gradients that the backward hides.
         gather: share of FSDP's gathers that does not.
-        split: share by which the two parts of a pipeline's split backward take longer than an
-            undivided one.
         collective_seconds: of a collective of tensor parallelism, times the root of its ranks.
         layer_seconds: of a layer and micro-batch, in which nothing of the above runs.
         expert_seconds: of a layer with experts and micro-batch: routing, and the host's wait for
@@ -129,7 +127,6 @@ class DeviceEfficiency:
     point_to_point: float
     overlap: float
     gather: float
-    split: float
     collective_seconds: float
     layer_seconds: float
     expert_seconds: float

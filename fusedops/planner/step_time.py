@@ -33,7 +33,6 @@ _ROUTED_PASSES = 6
 _SCORE_PASSES = 4
 # Floating-point operations of attention's backward by those of its forward.
 _ATTENTION_BACKWARD = 2.5
-_BACKWARD = 2 / 3  # share of a layer's time
 # Share of half precision's peak in products of attention whose heads are no multiple of 8 elements:
 # tensor cores take no others, and 10 of 312 TFLOP/s were left (A100, heads of 108).
 _UNALIGNED = 0.037
@@ -413,9 +412,6 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
         count * seconds / shape.pp for (count, _), seconds in zip(kinds, of_layers, strict=True)
     )
     parts["head"] = head * shape.microbatches if has_head else 0.0
-    if shape.pp > 1 and SCHEDULES[shape.schedule].splits:
-        computed = sum(count * seconds for count, seconds in zip(counts, of_layers, strict=True))
-        parts["layers"] += usual.split * _BACKWARD * computed * shape.microbatches
     if shape.pp > 1:
         parts["bubble"] = _bubble(shape) * of_stage
         rounds = (
