@@ -19,7 +19,10 @@ from torch import nn
 from fusedops.bench.small_models import InterleavedRow, SmallModel, text_of, training_step
 from fusedops.bench.teams import TeamSetting, interleaved
 from fusedops.models import ParallelConfig, TransformerConfig
+from fusedops.models.parallelization.stage_costs import by_operations
 from fusedops.optim import AdamW
+from fusedops.parallel.pipeline.schedules import table
+from fusedops.parallel.pipeline.split import shortest
 from fusedops.planner import Device, Layout, TrainingShape, step_shape, step_time
 
 
@@ -127,6 +130,14 @@ def predicted(work: ScalingWork, setting: ScalingSetting, device: Device) -> flo
     if setting.parallel is None:
         return None
     parallel = ParallelConfig(**setting.parallel)
+    if parallel.pp > 1:
+        # As ``split_into_stages`` cuts the model; the planner's own search balances stages alone.
+        costs = by_operations(work.config(work.tokens))
+        order = table(
+            parallel.pipeline_schedule, parallel.pp, parallel.microbatches, parallel.virtual
+        )
+        runs = shortest(costs.layers, order, first=costs.first, last=costs.last)
+        parallel = replace(parallel, pipeline_cuts=tuple(run.start for run in runs[1:]))
     rows = work.sequences // (parallel.dp * parallel.microbatches)
     layout = Layout(parallel, TrainingShape(micro_batch=rows, precision="float32"))
     peak = {name: setting.threads * rate for name, rate in device.peak.items()}
