@@ -313,6 +313,14 @@ def _scaling(request: PlanRequest, out: Console) -> None:
         print_table(out, table)
 
 
+def _options(layout: Layout, model: TransformerConfig) -> dict[str, Any]:
+    """Return the fields of a layout, with the stages that it was planned for."""
+    options = layout.options()
+    if layout.parallel.pp > 1 and not model.encoder_layers:
+        options["pipeline_cuts"] = [run.start for run in layout.runs(model)[1:]]
+    return options
+
+
 def _record(request: PlanRequest, plan: TimedPlan) -> dict[str, Any]:
     from fusedops.models.config import describe
 
@@ -330,7 +338,7 @@ def _record(request: PlanRequest, plan: TimedPlan) -> dict[str, Any]:
         "too_large": plan.too_large,
         "layouts": [
             {
-                "layout": row.layout.options(),
+                "layout": _options(row.layout, request.model),
                 "seconds": row.seconds,
                 "parts": row.time.parts,
                 "hidden": row.time.hidden,

@@ -383,6 +383,9 @@ def test_a_plan_is_accepted_by_train(tmp_path: Path, capsys: pytest.CaptureFixtu
         for name in ("dp", "tp", "pp", "cp", "zero", "recompute", "offload", "microbatches"):
             assert getattr(parallel, name) == getattr(layout.parallel, name), name
         assert parallel.pipeline_schedule == layout.parallel.pipeline_schedule
+        if parallel.pp > 1:  # the stages that the estimate is of
+            assert len(parallel.pipeline_cuts or ()) == parallel.pp * parallel.virtual - 1
+    assert any(row["layout"]["pp"] > 1 for row in record["layouts"])
     for text in ("[]", '{"layouts": []}', '{"layouts": [{"fits": false, "layout": {}}]}'):
         file.write_text(text)
         with pytest.raises(UserError, match="no layout that fits"):
