@@ -56,7 +56,10 @@ def try_all(tools: Path, dist: Path, pairs: Iterable[Pair], work: Path) -> list[
         except ReleaseError as error:
             message = str(error)
             unavailable = "No solution found" in message or "no wheels with a matching" in message
-            row["left_out" if unavailable else "error"] = message
+            if unavailable:
+                row["left_out"] = "torch has no wheel for this Python"
+            else:
+                row["error"] = message
             row["passed"] = unavailable
         outcome = row.get("error") or row.get("left_out") or "passed"
         print(f"{outcome}, {time.monotonic() - started:.0f} s", flush=True)
