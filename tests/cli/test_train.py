@@ -44,7 +44,7 @@ def test_a_run_tells_how_it_went(file: str) -> None:
     done = invoke(file)
     assert done.exit_code == 0, done.output
     first, *_, last = done.output.splitlines()
-    assert "1 processes on cpu" in first and last.startswith("done: 2 steps, loss 5.")
+    assert "1 process on cpu" in first and last.startswith("done: 2 steps, loss 5.")
     again = invoke(file)
     assert again.exit_code == 0 and "all 2 steps were done before" in again.output
 

@@ -56,7 +56,7 @@ def test_text_goes_on_from_what_was_trained(folders: tuple[str, str]) -> None:
     model = load_huggingface(export)
     tokens = fusedops.generate(model, list(PROMPT.encode()), tokens=count)[0].tokens
     assert done.stdout == f"{PROMPT}{bytes(tokens).decode(errors='replace')}\n"
-    assert f"{run}, step 30, 1 processes on cpu" in done.stderr
+    assert f"{run}, step 30, 1 process on cpu" in done.stderr
     assert f"{count} tokens, " in done.stderr
     assert f"without the cache: {count} of {count} tokens are the same" in done.stderr
     for more in ([], ["--tokenizer", "bytes"]):

@@ -117,7 +117,7 @@ def test_what_any_layout_trained_any_other_generates(
     calls = [[run, *prompts, "--tokens", "12", *option] for option in options]
     wanted = _commands(None, calls)
     assert [code for code, *_ in wanted] == [0, 0, 0], wanted
-    assert f"{run}, step 3, 1 processes on cpu" in wanted[0][2]
+    assert f"{run}, step 3, 1 process on cpu" in wanted[0][2]
     spread = [[], ["cp=2"], ["pp=2"], ["dp=2", "ep=2"]]  # by default tp
     for each in spread:
         sets = [word for value in each for word in ("--set", f"parallel.{value}")]

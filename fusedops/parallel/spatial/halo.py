@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.spatial.partition import Cut, Interval, Needs, overlap, single
 
 Box = dict[int, Interval]  # by dim, global positions; other dims are complete
+
+
+@lru_cache(1024)
+def most_rows(spans: tuple[Interval, ...], needs: Needs) -> int:
+    """Return the most rows that any rank sends to another, from what each has and needs."""
+    most = 0
+    for owner, receiver in itertools.permutations(range(len(spans)), 2):
+        parts = [overlap(spans[owner], need) for need in needs[receiver]]
+        most = max(most, sum(part[1] - part[0] for part in parts if part))
+    return most
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,11 @@ class Window:
         """What all ranks need, without positions outside of the tensor."""
         return single([self.clipped(span) for span in self.spans])
 
+    @property
+    def most_sent(self) -> int:
+        """The most rows that any rank sends to another."""
+        return most_rows(self.cut.spans(), self.needs)
+
     def clipped(self, span: Interval) -> Interval:
         """Return the part of a span in the tensor; an empty one lies at its own start."""
         start, stop = max(span[0], 0), min(span[1], self.cut.size)
@@ -69,15 +85,6 @@ def pieces(cut: Cut, needs: Needs) -> tuple[dict[int, list[Interval]], dict[int,
         if any(received):
             receives[rank] = [part for part in received if part]
     return sends, receives
-
-
-def most_rows(cut: Cut, needs: Needs) -> int:
-    """Return the most rows that any rank sends to another."""
-    most = 0
-    for owner, receiver in itertools.permutations(range(cut.axis.size), 2):
-        parts = [overlap(cut.span(owner), need) for need in needs[receiver]]
-        most = max(most, sum(part[1] - part[0] for part in parts if part))
-    return most
 
 
 class Halo:
@@ -113,7 +120,7 @@ class Halo:
             rank: sum(math.prod(self._piece_shape(level, part)) for part in parts)
             for rank, parts in receives.items()
         }
-        longest = math.prod(self._piece_shape(level, (0, most_rows(window.cut, window.needs))))
+        longest = math.prod(self._piece_shape(level, (0, window.most_sent)))
         label = f"{self.label} {window.cut.axis.name}"
         self._pending[level] = collectives.exchange(
             sent, counts, window.cut.axis.group, longest=longest, like=self.x, label=label
@@ -310,7 +317,7 @@ class HaloGradient:
             {rank: part.contiguous() for rank, part in zip(received, parts, strict=True)},
             counts,
             window.cut.axis.group,
-            longest=math.prod(self._shape(level, (0, most_rows(window.cut, window.needs)))),
+            longest=math.prod(self._shape(level, (0, window.most_sent))),
             like=self._like,
             label=f"{self.label} {window.cut.axis.name}",
         )
@@ -401,7 +408,7 @@ def _fetched(x: Tensor, dim: int, cut: Cut, needs: Needs, label: str) -> Tensor:
         for rank, parts in sends.items()
     }
     counts = {r: row * sum(b - a for a, b in parts) for r, parts in receives.items()}
-    longest = row * most_rows(cut, needs)
+    longest = row * most_rows(cut.spans(), needs)
     pending = collectives.exchange(
         sent, counts, cut.axis.group, longest=longest, like=x, label=label
     )
@@ -440,7 +447,7 @@ def _returned(grad: Tensor, dim: int, cut: Cut, needs: Needs, label: str) -> Ten
         for rank, parts in received.items()
     }
     counts = {rank: row * sum(b - a for a, b in parts) for rank, parts in mine.items()}
-    longest = row * most_rows(cut, needs)
+    longest = row * most_rows(cut.spans(), needs)
     pending = collectives.exchange(
         sends, counts, cut.axis.group, longest=longest, like=grad, label=f"{label} grad"
     )
