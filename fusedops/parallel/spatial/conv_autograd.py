@@ -183,7 +183,7 @@ class ConvPlan:
         return amounts
 
 
-class Conv(torch.autograd.Function):
+class CutConvolution(torch.autograd.Function):
     """A convolution of this rank's part ``[B, C, ...]`` by a ``ConvPlan``."""
 
     @staticmethod

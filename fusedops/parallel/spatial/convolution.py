@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedops._core import checks, dtypes
-from fusedops.parallel.spatial.conv_autograd import Conv, ConvDim, ConvPlan
+from fusedops.parallel.spatial.conv_autograd import ConvDim, ConvPlan, CutConvolution
 from fusedops.parallel.spatial.halo import Window
 from fusedops.parallel.spatial.partition import Factor, Partition
 from fusedops.parallel.spatial.tensor import (
@@ -72,7 +72,7 @@ def convolution(
     plan = ConvPlan(tuple(windows), spans, tuple(dims), groups, result.local_shape)
     cast = nullcontext() if lower is None else torch.autocast(local.device.type, enabled=False)
     with cast:
-        out = Conv.apply(local, weight, bias, plan)
+        out = CutConvolution.apply(local, weight, bias, plan)
     return wrap(out, result)
 
 
