@@ -4,12 +4,9 @@
 // steps it passes each call to the allocator before it, whose memory it does not wrap.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <torch/custom_class.h>
-#include <torch/library.h>
-
 #include <mutex>
 
-#include "step_arena.h"
+#include "step_arena_binding.h"
 
 namespace fusedops {
 namespace {
@@ -73,58 +70,14 @@ void install() {
   });
 }
 
-using Integers = std::vector<int64_t>;
-
-class StepArenaBinding : public torch::CustomClassHolder {
+class HostArena final : public StepArenaBinding {
  public:
-  StepArenaBinding() { install(); }
-  ~StepArenaBinding() override { arena_->close(); }
-
-  bool begin(int64_t plan) { return arena_->begin(plan); }
-  void mark() { arena_->mark(); }
-  bool end() { return arena_->end(); }
-  bool is_open() { return arena_->is_open(); }
-  bool is_open_here() { return arena_->is_open_here(); }
-  void set_plan(int64_t id, Integers sizes, Integers offsets, Integers marks, int64_t height) {
-    arena_->set_plan(id, {std::move(sizes), std::move(offsets), std::move(marks), height});
-  }
-  void drop_plan(int64_t id) { arena_->drop_plan(id); }
-  void renew() { arena_->renew(); }
-  void close() { arena_->close(); }
-  // Sizes, ends, whether these are in the next step, and marks.
-  std::vector<Integers> record(bool previous) {
-    auto record = arena_->record(previous);
-    return {record.sizes, record.ends, record.in_next, record.marks};
-  }
-  // In the order of arena::Counts, then the bytes of the block and the live ones in it.
-  Integers counts() {
-    const auto c = arena_->counts();
-    return {c.buffers, c.bytes, c.served,      c.unplanned,           c.occupied,          c.kept,
-            c.outside, c.small, c.small_bytes, arena_->block_bytes(), arena_->live_bytes()};
-  }
-  bool contains(int64_t address) { return arena_->contains(reinterpret_cast<void*>(address)); }
-
- private:
-  arena::StepArena* const arena_ = new arena::StepArena;  // never destroyed
+  HostArena() { install(); }
 };
 
 }  // namespace
 }  // namespace fusedops
 
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
-  using Arena = fusedops::StepArenaBinding;
-  m.class_<Arena>("StepArena")
-      .def(torch::init<>())
-      .def("begin", &Arena::begin)
-      .def("mark", &Arena::mark)
-      .def("end", &Arena::end)
-      .def("is_open", &Arena::is_open)
-      .def("is_open_here", &Arena::is_open_here)
-      .def("set_plan", &Arena::set_plan)
-      .def("drop_plan", &Arena::drop_plan)
-      .def("renew", &Arena::renew)
-      .def("close", &Arena::close)
-      .def("record", &Arena::record)
-      .def("counts", &Arena::counts)
-      .def("contains", &Arena::contains);
+  fusedops::bind_step_arena<fusedops::HostArena>(m, torch::init<>());
 }

@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -30,11 +32,15 @@ std::unordered_map<void*, Ticket>& tickets() {
 
 thread_local StepArena* open_here = nullptr;
 
+// Written under the mutex, by device.
+std::array<std::atomic<StepArena*>, kMostDevices> open_on;
+
 // A child of fork() has one thread, whose step is that of the parent: it uses other memory.
 void watch_forks() {
   static const int registered = pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); },
                                                [] {
                                                  open_here = nullptr;
+                                                 for (auto& arena : open_on) arena = nullptr;
                                                  mutex().unlock();
                                                });
   (void)registered;
@@ -46,7 +52,12 @@ int64_t round_up(int64_t value, int64_t step) {
 
 }  // namespace
 
-Block::Block(int64_t size) : size(size) {
+Block::Block(int64_t size, Device* device, void* stream)
+    : size(size), stream(stream), device_(device) {
+  if (device_ != nullptr) {
+    base = static_cast<char*>(device_->allocate(std::max<int64_t>(size, 1), stream));
+    return;
+  }
   mapped_ = static_cast<size_t>(round_up(std::max<int64_t>(size, 1), kHugePage) + kHugePage);
   mapping_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE,
                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -59,7 +70,12 @@ Block::Block(int64_t size) : size(size) {
 }
 
 Block::~Block() {
-  munmap(mapping_, mapped_);
+  if (device_ == nullptr) {
+    munmap(mapping_, mapped_);
+    return;
+  }
+  wait_for_others(0, size);
+  device_->free(base);
 }
 
 const Block::Live* Block::occupant(int64_t offset, int64_t size) const {
@@ -70,7 +86,26 @@ const Block::Live* Block::occupant(int64_t offset, int64_t size) const {
   return next->second.end > offset ? &next->second : nullptr;
 }
 
+void Block::free_place(int64_t offset, const std::vector<void*>& streams) {
+  const auto place = live.find(offset);
+  for (void* const other : streams) {
+    void* const event = device_->record(other);
+    if (event == nullptr) return;
+    busy_.push_back({offset, place->second.end, event});
+  }
+  live.erase(place);
+}
+
+void Block::wait_for_others(int64_t offset, int64_t size) {
+  std::erase_if(busy_, [&](const Busy& range) {
+    if (range.begin >= offset + size || range.end <= offset) return false;
+    device_->wait(stream, range.event);
+    return true;
+  });
+}
+
 void Block::drop_free_pages() {
+  if (device_ != nullptr) return;
   const int64_t page = sysconf(_SC_PAGESIZE);
   int64_t free_from = 0;
   auto drop = [&](int64_t until) {
@@ -84,12 +119,32 @@ void Block::drop_free_pages() {
   drop(static_cast<int64_t>(mapped_) - kHugePage);
 }
 
-bool StepArena::begin(int64_t plan) {
+StepArena* StepArena::open_arena() const {
+  return device_ == nullptr ? open_here : open_on[device_->index].load(std::memory_order_relaxed);
+}
+
+void StepArena::set_open_arena(StepArena* arena) const {
+  if (device_ == nullptr) {
+    open_here = arena;
+  } else {
+    open_on[device_->index].store(arena, std::memory_order_release);
+  }
+}
+
+void StepArena::end_open_step() {
+  if (open_arena() == this) set_open_arena(nullptr);
+  planned_ = nullptr;
+  open_ = false;
+}
+
+bool StepArena::begin(int64_t plan, void* stream) {
   watch_forks();
   const std::lock_guard lock(mutex());
-  if (open_ || (open_here != nullptr && open_here->open_)) return false;
+  StepArena* const other = open_arena();
+  if (open_ || (other != nullptr && other->open_)) return false;
   open_ = true;
-  open_here = this;
+  owner_ = std::this_thread::get_id();
+  set_open_arena(this);
   previous_ = std::exchange(current_, Record{});
   current_.step = ++steps_;
   counts_ = Counts{};
@@ -97,13 +152,15 @@ bool StepArena::begin(int64_t plan) {
   const auto planned = plans_.find(plan);
   planned_ = planned == plans_.end() ? nullptr : &planned->second;
   plan_id_ = plan;
+  stream_ = stream;
+  if (planned_ != nullptr && block_->stream != stream) planned_ = nullptr;
   if (planned_ != nullptr) planned_->used.assign(planned_->plan.sizes.size(), false);
   return true;
 }
 
 void StepArena::mark() {
   const std::lock_guard lock(mutex());
-  if (!open_ || open_here != this) return;
+  if (!open_ || owner_ != std::this_thread::get_id()) return;
   const size_t index = current_.marks.size();
   current_.marks.push_back(static_cast<int64_t>(current_.sizes.size()));
   if (planned_ != nullptr && index < planned_->plan.marks.size()) {
@@ -113,9 +170,9 @@ void StepArena::mark() {
 
 bool StepArena::end() {
   const std::lock_guard lock(mutex());
-  if (open_here == this) open_here = nullptr;
-  planned_ = nullptr;
-  return std::exchange(open_, false);
+  const bool was_open = open_;
+  end_open_step();
+  return was_open;
 }
 
 bool StepArena::is_open() const {
@@ -125,15 +182,17 @@ bool StepArena::is_open() const {
 
 bool StepArena::is_open_here() const {
   const std::lock_guard lock(mutex());
-  return open_ && open_here == this;
+  return open_ && owner_ == std::this_thread::get_id();
 }
 
 void StepArena::set_plan(int64_t id, Plan plan) {
   const std::lock_guard lock(mutex());
-  const int64_t height = plan.height;
-  plans_[id] = Planned{std::move(plan), {}};
   // Buffers of the plan before would occupy places of this one.
-  if (block_ == nullptr || block_->size < height || !block_->live.empty()) use_block(height);
+  if (block_ == nullptr || block_->size < plan.height || block_->stream != stream_ ||
+      !block_->live.empty()) {
+    use_block(plan.height);
+  }
+  plans_[id] = Planned{std::move(plan), {}};
 }
 
 void StepArena::drop_plan(int64_t id) {
@@ -151,15 +210,18 @@ void StepArena::use_block(int64_t height) {
     height = std::max(height, block_->size);
     block_->drop_free_pages();
   }
-  block_ = nullptr;  // unmapped before the next one is mapped, unless a buffer in it lives
-  block_ = std::make_shared<Block>(height);
+  block_ = nullptr;  // freed before the next one is allocated, unless a buffer in it lives
+  try {
+    block_ = std::make_shared<Block>(height, device_, stream_);
+  } catch (...) {
+    plans_.clear();
+    throw;
+  }
 }
 
 void StepArena::close() {
   const std::lock_guard lock(mutex());
-  if (open_here == this) open_here = nullptr;
-  open_ = false;
-  planned_ = nullptr;
+  end_open_step();
   plans_.clear();
   if (block_ != nullptr) block_->drop_free_pages();
   block_ = nullptr;
@@ -220,7 +282,7 @@ int64_t StepArena::find(int64_t size) {
 }
 
 void* StepArena::serve(int64_t nbytes, Ticket* ticket) {
-  const int64_t size = round_up(nbytes, kAlignment);
+  const int64_t size = round_up(nbytes, device_ == nullptr ? kAlignment : kDeviceAlignment);
   const auto position = static_cast<int64_t>(current_.sizes.size());
   counts_.buffers += 1;
   counts_.bytes += size;
@@ -231,7 +293,7 @@ void* StepArena::serve(int64_t nbytes, Ticket* ticket) {
   current_.sizes.push_back(size);
   current_.ends.push_back(kAlive);
   current_.in_next.push_back(0);
-  *ticket = Ticket{this, nullptr, current_.step, position, kOutside, nullptr, nullptr};
+  *ticket = Ticket{this, nullptr, current_.step, position, kOutside, nullptr, nullptr, {}};
   const int64_t entry = planned_ == nullptr ? -1 : find(size);
   if (entry < 0) {
     counts_.unplanned += size;
@@ -257,6 +319,7 @@ void* StepArena::serve(int64_t nbytes, Ticket* ticket) {
     }
     return nullptr;
   }
+  block_->wait_for_others(offset, size);
   block_->live[offset] = {offset + size, current_.step, plan_id_, entry};
   counts_.served += size;
   ticket->block = block_;
@@ -265,7 +328,7 @@ void* StepArena::serve(int64_t nbytes, Ticket* ticket) {
 }
 
 void StepArena::freed(const Ticket& ticket) {
-  if (ticket.block != nullptr) ticket.block->live.erase(ticket.offset);
+  if (ticket.block != nullptr) ticket.block->free_place(ticket.offset, ticket.streams);
   if (ticket.step == current_.step) {
     current_.ends[ticket.position] = static_cast<int64_t>(current_.sizes.size());
   } else if (ticket.step == previous_.step) {
@@ -279,9 +342,13 @@ StepArena* current() {
   return open_here;
 }
 
-void* allocate(StepArena& arena, int64_t nbytes, Ticket* ticket) {
+StepArena* current_on(int device) {
+  return open_on[device].load(std::memory_order_acquire);
+}
+
+void* allocate(StepArena& arena, int64_t nbytes, Ticket* ticket, void* stream) {
   const std::lock_guard lock(mutex());
-  if (!arena.open_) return nullptr;
+  if (!arena.open_ || arena.stream_ != stream) return nullptr;
   if (nbytes < kLeastBytes) {
     arena.counts_.small += 1;
     arena.counts_.small_bytes += nbytes;
@@ -307,10 +374,32 @@ Released release(void* pointer) {
     tickets().erase(known);
     ticket.arena->freed(ticket);
   }
-  // Outside of the lock: the block may be unmapped here, or other memory freed.
+  // Outside of the lock: the block may be freed here, or other memory.
   if (ticket.block != nullptr) return Released::kInBlock;
   ticket.deleter(ticket.context);
   return Released::kElsewhere;
+}
+
+std::shared_ptr<Block> block_of(void* pointer) {
+  const std::lock_guard lock(mutex());
+  const auto known = tickets().find(pointer);
+  return known == tickets().end() ? nullptr : known->second.block;
+}
+
+Released use_on(void* pointer, void* stream, Ticket* ticket) {
+  const std::lock_guard lock(mutex());
+  const auto known = tickets().find(pointer);
+  if (known == tickets().end()) return Released::kUnknown;
+  if (known->second.block == nullptr) {
+    *ticket = known->second;
+    return Released::kElsewhere;
+  }
+  auto& streams = known->second.streams;
+  if (stream != known->second.block->stream &&
+      std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+    streams.push_back(stream);
+  }
+  return Released::kInBlock;
 }
 
 }  // namespace fusedops::arena

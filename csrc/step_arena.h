@@ -8,14 +8,21 @@
 // plan that does not fit a step costs speed and never a value. When a buffer is freed is recorded
 // as the position of its step or of the next one: from that the next plan is made.
 //
-// One mutex guards all arenas: an allocation holds it for some 100 ns. The step of an arena belongs
-// to the thread that began it; buffers may be freed by any thread, and after the arena is closed.
+// One mutex guards all arenas: an allocation holds it for some 100 ns. The step of an arena of the
+// host belongs to the thread that began it; buffers may be freed by any thread, and after the arena
+// is closed.
+//
+// The step of an arena on a device has the allocations of all threads on the stream on which it
+// began: autograd runs the backward in a thread of its own. As in torch's caching allocator the
+// order of the host's calls is that of the stream, so that a place is free once the host has freed
+// it. Other streams that use a buffer (`use_on`) are waited for before its place is given out.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -23,8 +30,26 @@ namespace fusedops::arena {
 
 inline constexpr int64_t kOutside = -1;
 inline constexpr int64_t kAlive = -1;
-inline constexpr int64_t kLeastBytes = 1024;  // smaller buffers are only counted
-inline constexpr int64_t kAlignment = 64;     // of every offset, as torch's allocator
+inline constexpr int64_t kLeastBytes = 1024;      // smaller buffers are only counted
+inline constexpr int64_t kAlignment = 64;         // of every offset, as torch's CPU allocator
+inline constexpr int64_t kDeviceAlignment = 512;  // as torch's caching allocator
+inline constexpr int kMostDevices = 64;
+
+// Memory and streams of a device. One object for each device, never destroyed.
+class Device {
+ public:
+  explicit Device(int index) : index(index) {}
+  virtual ~Device() = default;
+
+  virtual void* allocate(int64_t size, void* stream) = 0;  // throws where there is no memory
+  virtual void free(void* pointer) = 0;
+  // An event behind all that a stream has to do; nullptr: there can be none now.
+  virtual void* record(void* stream) = 0;
+  // Lets a stream wait for an event, and frees the event.
+  virtual void wait(void* stream, void* event) = 0;
+
+  const int index;  // below kMostDevices
+};
 
 struct Plan {
   std::vector<int64_t> sizes, offsets;  // by position
@@ -52,10 +77,12 @@ struct Counts {
   int64_t small = 0, small_bytes = 0;  // buffers below kLeastBytes
 };
 
-// Pages that live as long as a buffer in them, or the arena that uses them.
+// Pages of the host, or memory of a device, that live as long as a buffer in them, or the arena
+// that uses them.
 class Block {
  public:
-  explicit Block(int64_t size);  // throws std::bad_alloc
+  // Throws where there is no memory. `stream`: of the device, the one that uses the block.
+  explicit Block(int64_t size, Device* device = nullptr, void* stream = nullptr);
   ~Block();
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
@@ -67,20 +94,34 @@ class Block {
 
   // The live buffer that overlaps a range, or nullptr.
   const Live* occupant(int64_t offset, int64_t size) const;
-  // Gives pages without a live buffer back to the system.
+  // Gives pages of the host without a live buffer back to the system.
   void drop_free_pages();
+  // Frees a place that other streams may still use. Where there is no event of one the place
+  // stays occupied.
+  void free_place(int64_t offset, const std::vector<void*>& streams);
+  // Lets the block's stream wait for what others do in a range.
+  void wait_for_others(int64_t offset, int64_t size);
 
   char* base;
   int64_t size;
+  void* const stream;            // of the device; places are free in its order
   std::map<int64_t, Live> live;  // by offset
 
  private:
-  void* mapping_;
-  size_t mapped_;
+  struct Busy {
+    int64_t begin, end;
+    void* event;
+  };
+
+  Device* const device_;
+  void* mapping_ = nullptr;
+  size_t mapped_ = 0;
+  std::vector<Busy> busy_;
 };
 
 class StepArena;
 
+// Where a buffer lies, as `release` and `use_on` say.
 enum class Released { kUnknown, kInBlock, kElsewhere };
 
 // A buffer that an arena knows: one in its block, or one elsewhere whose end it records.
@@ -90,14 +131,18 @@ struct Ticket {
   int64_t step = -1, position = -1, offset = kOutside;
   void (*deleter)(void*) = nullptr;  // of memory elsewhere
   void* context = nullptr;
+  std::vector<void*> streams;  // that use the buffer besides the block's
 };
 
 // Arenas are never destroyed: a buffer may outlive everything that knows its arena.
 class StepArena {
  public:
-  // Starts a step on this thread; with plan -1 nothing is in the block. False if the thread or the
-  // arena has an open step.
-  bool begin(int64_t plan);
+  // In memory of the host, or of a device.
+  explicit StepArena(Device* device = nullptr) : device_(device) {}
+
+  // Starts a step on this thread; with plan -1 nothing is in the block. False if the thread, or
+  // the device, or the arena has an open step. `stream`: of the device, that of the step.
+  bool begin(int64_t plan, void* stream = nullptr);
   // A forward begins. Nothing happens on another thread than the step's.
   void mark();
   // Ends the step, from any thread. False if none is open.
@@ -119,7 +164,7 @@ class StepArena {
   bool contains(const void* pointer) const;
 
  private:
-  friend void* allocate(StepArena&, int64_t, Ticket*);
+  friend void* allocate(StepArena&, int64_t, Ticket*, void*);
   friend Released release(void*);
 
   struct Planned {
@@ -131,6 +176,10 @@ class StepArena {
   int64_t find(int64_t size);
   void freed(const Ticket& ticket);
   void use_block(int64_t height);
+  // The arena whose step is open on this thread, or on the device of this one.
+  StepArena* open_arena() const;
+  void set_open_arena(StepArena* arena) const;
+  void end_open_step();
 
   std::unordered_map<int64_t, Planned> plans_;
   std::shared_ptr<Block> block_;
@@ -139,17 +188,28 @@ class StepArena {
   Planned* planned_ = nullptr;
   int64_t plan_id_ = -1, cursor_ = 0, steps_ = 0;
   bool open_ = false;
+  std::thread::id owner_;  // of the open step
+  Device* const device_;
+  void* stream_ = nullptr;  // of the device, on which the step began
 };
 
-// The arena whose step is open on this thread, or nullptr.
+// The arena of the host whose step is open on this thread, or nullptr.
 StepArena* current();
+// The arena whose step is open on a device, or nullptr.
+StepArena* current_on(int device);
 
 // Memory of the block for the open step of this thread; nullptr: the caller takes memory elsewhere
-// and, if the ticket has an arena, passes it to `track`.
-void* allocate(StepArena& arena, int64_t nbytes, Ticket* ticket);
+// and, if the ticket has an arena, passes it to `track`. `stream`: of the device; the step has
+// nothing on other streams than its own.
+void* allocate(StepArena& arena, int64_t nbytes, Ticket* ticket, void* stream = nullptr);
 // Remembers memory elsewhere, so that `release` records its end.
 void track(void* pointer, const Ticket& ticket);
 // Frees what `allocate` or `track` knows; any other memory is unknown and stays.
 Released release(void* pointer);
+// The block that has a live buffer at a pointer, or nullptr.
+std::shared_ptr<Block> block_of(void* pointer);
+// Notes that a stream uses a buffer. For memory elsewhere it fills in the ticket, and the caller
+// tells the allocator that this memory is from.
+Released use_on(void* pointer, void* stream, Ticket* ticket);
 
 }  // namespace fusedops::arena

@@ -246,7 +246,7 @@ def sources(name: str = "cpu") -> list[Path]:
     patterns = {
         "cpu": ("*.cpp", "cpu/*/*.cpp"),
         "host": ("host/*.cpp",),
-        "cuda": ("cuda/*.cu", "cuda/*.cpp"),
+        "cuda": ("cuda/*.cu", "cuda/*.cpp", "step_arena.cpp"),
     }[name]
     return sorted(path for pattern in patterns for path in CSRC.glob(pattern))
 

@@ -254,7 +254,7 @@ class Config:
         export: folder for the trained weights and the tokenizer as a checkpoint of Hugging Face;
             empty: none.
         tune_host: let the processes keep the memory that they have touched (``tune_host``).
-        arena: run each step in one block of memory (``memory.use_arena``), on the CPU.
+        arena: run each step in one block of memory (``memory.use_arena``).
         model: ``load`` alone, or ``preset`` and sizes (``fusedops.models.TransformerConfig``).
         parallel: ``fusedops.models.ParallelConfig``; ``dp`` is what the processes leave for it.
 

@@ -26,7 +26,7 @@ seed = 0                      # of weights, order of the data, dropout
 device = "auto"               # cpu, cuda; auto: a GPU where there is one
 export = ""                   # folder for the trained weights as a Hugging Face checkpoint
 tune_host = true              # processes keep memory that they have touched: faster on the CPU
-arena = false                 # true: a step's buffers lie at planned addresses in one block (CPU)
+arena = false                 # true: a step's buffers lie at planned addresses in one block
 
 [model]                       # a preset, and sizes that differ from it; or all sizes; or
                               # load = "folder": a Hugging Face checkpoint to go on from

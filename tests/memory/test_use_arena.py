@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ import pytest
 import torch
 from small_models import encoder, encoder_loss, gpt2, tokens
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from fusedops import memory
 from fusedops._core import extension
+from fusedops._core.checks import UnsupportedError
 from fusedops.memory.arena import StepArena
 
 pytestmark = pytest.mark.skipif(
@@ -524,3 +527,48 @@ def test_the_checkpoint_of_torch_keeps_its_bits() -> None:
     assert_equal_bits(train(model, mlp_loss), expected)
     assert used(arena) > 0.5
     arena.remove()
+
+
+def test_steps_go_on_where_there_is_no_memory_for_a_block() -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1024))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arena = memory.use_arena(model)
+    native = arena._native
+
+    class WithoutMemory:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def set_plan(self, *plan: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    arena._native = WithoutMemory()
+    try:
+        with pytest.warns(UserWarning, match="has no memory for the block"):
+            for _ in range(3):
+                model(torch.ones(256, 1024)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert "no memory" in arena.report().note
+    finally:
+        arena.remove()
+
+
+@pytest.mark.parametrize(
+    "devices, expected",
+    [
+        (("cuda:0", "cuda:1"), "parameters must be on one device, got 0.weight on cuda:0 and"),
+        (("cpu", "cuda:0"), "parameters must be on one device"),
+        (("xpu", "xpu"), "parameters must be on the CPU or a GPU of CUDA, got 0.weight on xpu"),
+        (("cuda:0", "cuda:0"), "it needs the compiled library: this torch sees no CUDA device"),
+    ],
+)
+def test_other_devices_are_refused(devices: tuple[str, str], expected: str) -> None:
+    if expected.startswith("it needs") and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    with FakeTensorMode():
+        for layer, device in zip(model, devices, strict=True):
+            layer.weight = nn.Parameter(torch.empty(2, 2, device=device))
+    with pytest.raises(UnsupportedError, match=re.escape(expected)):
+        memory.use_arena(model)

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import native
 import pytest
+import torch
 
 from .harness import HERE, ROOT, assert_clean, build, run
 
 pytestmark = pytest.mark.slow
-SOURCES = [HERE / "step_arena.cpp", ROOT / "csrc" / "step_arena.cpp"]
+CORE = ROOT / "csrc" / "step_arena.cpp"
+HOST = [HERE / "step_arena.cpp", CORE]
+GPU = [HERE / "gpu_arena.cpp", ROOT / "csrc" / "cuda" / "arena_allocator.cpp", CORE]
 
 
 @pytest.mark.parametrize("sanitize", ["address,undefined", "thread"])
 def test_live_buffers_never_change(tmp_path: Path, sanitize: str) -> None:
-    assert_clean(run(build(tmp_path, SOURCES, sanitize)))
+    assert_clean(run(build(tmp_path, HOST, sanitize)))
+
+
+@pytest.mark.parametrize("sanitize", ["address,undefined", "thread"])
+def test_buffers_of_a_gpu_keep_their_values_for_every_stream(tmp_path: Path, sanitize: str) -> None:
+    home = native.cuda_home()
+    if home is None:
+        pytest.skip("no CUDA toolkit, of which the headers are needed")
+    libraries = Path(torch.__file__).parent / "lib"
+    options = [
+        *(f"-I{native.COMPAT}", f"-isystem{home}/include"),
+        *(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-Wl,--no-as-needed", "-lc10"),
+    ]
+    assert_clean(run(build(tmp_path, GPU, sanitize, options)))

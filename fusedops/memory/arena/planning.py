@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from fusedops.memory.arena.placement import Placement, place
 
-ALIGNMENT = 64  # as csrc/step_arena.h
+# Bytes, by the type of the device; as csrc/step_arena.h.
+ALIGNMENT = {"cpu": 64, "cuda": 512}
 _OUTSIDE = -1
 _ALIVE = -1
 
@@ -64,7 +65,9 @@ class StepPlan:
     peak: int
 
 
-def plan_step(record: StepRecord, *, complete: bool, seconds: float) -> StepPlan:
+def plan_step(
+    record: StepRecord, *, complete: bool, seconds: float, alignment: int = ALIGNMENT["cpu"]
+) -> StepPlan:
     """Place the buffers of a step.
 
     Buffers that outlive their step by another one, or of which the end is not known, lie outside.
@@ -74,6 +77,7 @@ def plan_step(record: StepRecord, *, complete: bool, seconds: float) -> StepPlan
         complete: whether the next step has ended, too: buffers of the record that were freed in it
             get a place, which no other buffer has until then.
         seconds: how long to search at most.
+        alignment: of the offsets, in bytes.
     """
     count = len(record.sizes)
     linear: list[tuple[int, Interval]] = []
@@ -97,7 +101,7 @@ def plan_step(record: StepRecord, *, complete: bool, seconds: float) -> StepPlan
         [interval[0] for _, interval in lifetimes],
         [interval[1] for _, interval in lifetimes],
         [record.sizes[index] for index, _ in lifetimes],
-        alignment=ALIGNMENT,
+        alignment=alignment,
         pinned=pinned,
         seconds=seconds,
     )

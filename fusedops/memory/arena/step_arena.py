@@ -1,4 +1,4 @@
-"""``use_arena``: a training step's CPU buffers at planned addresses in one block.
+"""``use_arena``: a training step's buffers at planned addresses in one block.
 
 ``csrc/step_arena.h`` serves the allocations; this file says when a step begins and ends, and when
 it is planned. Without ``StepArena.step`` a step begins with a forward of the model with gradients,
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fusedops._core import checks, extension
 from fusedops._core.checks import UnsupportedError
-from fusedops.memory.arena.planning import StepPlan, StepRecord, plan_step
+from fusedops.memory.arena.planning import ALIGNMENT, StepPlan, StepRecord, plan_step
 from fusedops.memory.arena.usage import ArenaReport, StepCounts, make_report
 
 _MOST_SHAPES = 16  # with a plan at the same time
@@ -70,7 +70,8 @@ class StepArena:
     def __init__(self, model: nn.Module, *, seconds: float) -> None:
         self._model = weakref.ref(model)
         self._seconds = seconds
-        self._native: Any = torch.classes.fusedops_native.StepArena()
+        self._device = _device_of(model)
+        self._native = _native_arena(self._device)
         self._shapes: OrderedDict[Hashable, _Shapes] = OrderedDict()
         self._open: Hashable = None  # the key of the open step
         self._last: Hashable = None  # the key of the step before it, if that was complete
@@ -160,7 +161,7 @@ class StepArena:
             self._end(complete=True)
         if torch.is_grad_enabled():
             _end_finished_step()
-            if self._begin(_key(model, inputs), explicit=False):
+            if self._begin(_key(model, inputs, self._device), explicit=False):
                 native.mark()
 
     def _count_forward(self) -> None:
@@ -233,7 +234,8 @@ class StepArena:
             return False
         shapes.misses = 0
         if 2 * counts.kept > missed:
-            self._native.renew()  # tensors that the user keeps lie in the block
+            with self._sufficient_memory():
+                self._native.renew()  # tensors that the user keeps lie in the block
             return False
         return True
 
@@ -251,12 +253,27 @@ class StepArena:
         if complete:  # the step before, of which all ends are known now
             record = StepRecord(*self._native.record(True))
         seconds = self._seconds if similar else self._seconds / 4
-        plan = plan_step(record, complete=complete, seconds=seconds)
-        self._native.set_plan(
-            shapes.identity, plan.sizes, plan.offsets, plan.marks, plan.placement.height
-        )
-        shapes.plan, shapes.settled = plan, similar
-        shapes.plans += 1
+        alignment = ALIGNMENT[self._device.type]
+        plan = plan_step(record, complete=complete, seconds=seconds, alignment=alignment)
+        shapes.settled, shapes.plans = similar, shapes.plans + 1
+        with self._sufficient_memory():
+            self._native.set_plan(
+                shapes.identity, plan.sizes, plan.offsets, plan.marks, plan.placement.height
+            )
+            shapes.plan = plan
+
+    @contextlib.contextmanager
+    def _sufficient_memory(self) -> Iterator[None]:
+        """Let the steps go on without plans where the device has no memory for a block."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            for shapes in self._shapes.values():
+                shapes.plan, shapes.settled, shapes.given_up = None, True, True
+            self._give_up(
+                f"use_arena: {self._device} has no memory for the block of a step, therefore the "
+                f"steps run without the arena: {str(error).splitlines()[0]}"
+            )
 
     def _give_up_shapes(self, shapes: _Shapes) -> None:
         """Keep the last plan of steps that differ from each other, or none if it is of no use."""
@@ -279,14 +296,15 @@ class StepArena:
 
 
 def use_arena(model: nn.Module, *, seconds: float = 1.0) -> StepArena:
-    """Let the training steps of a model place their CPU buffers at planned addresses in one block.
+    """Let the training steps of a model place their buffers at planned addresses in one block.
 
     The first step is recorded. Later steps of the same shapes get activations, temporaries and
     gradients at planned offsets of a block that is obtained once. No value changes: a buffer gets
     its place only while no live buffer occupies it, and memory outside of the block otherwise.
 
     Args:
-        model: that is trained on the CPU, by optimizers of torch or in ``StepArena.step``.
+        model: that is trained on the CPU or on one GPU, by optimizers of torch or in
+            ``StepArena.step``.
         seconds: how long the search for a plan may take, after each of the first steps.
 
     Returns:
@@ -295,7 +313,16 @@ def use_arena(model: nn.Module, *, seconds: float = 1.0) -> StepArena:
     Raises:
         TypeError: the model is no module.
         ValueError: it, a module in it or one around it has an arena already.
-        UnsupportedError: parameters are on another device, or the compiled library is missing.
+        UnsupportedError: parameters are on several devices, or on another one than a CPU or a
+            GPU of CUDA, or the compiled library is missing.
+        RuntimeError: the allocator of the GPU is not torch's caching allocator.
+
+    Note:
+        On a GPU the block is memory of torch's caching allocator, which counts it as allocated
+        from the first planned step on, and which serves what lies outside of the block. The step
+        belongs to the stream on which it begins. Buffers of other streams, of CUDA graphs and of
+        memory pools lie outside. A buffer of the block that another stream uses
+        (``Tensor.record_stream``) keeps its place until that stream has used it.
 
     Example:
         >>> import torch
@@ -334,15 +361,49 @@ def use_arena(model: nn.Module, *, seconds: float = 1.0) -> StepArena:
 
 def unsupported(model: nn.Module) -> str | None:
     """Return why a model can have no arena, or ``None``."""
+    first: tuple[str, torch.device] | None = None
     for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta"):
+        device = parameter.device
+        if device.type == "meta":
+            continue
+        if device.type not in ALIGNMENT:
+            return f"parameters must be on the CPU or a GPU of CUDA, got {name} on {device}"
+        if first is not None and device != first[1]:
             return (
-                f"parameters must be on the CPU, got {name} on {parameter.device}: on a GPU "
-                "torch's caching allocator serves the step, and "
-                "PYTORCH_ALLOC_CONF=expandable_segments:True lowers its fragmentation"
+                f"parameters must be on one device, got {first[0]} on {first[1]} and {name} on "
+                f"{device}: use an arena for each part that is trained on a device of its own"
             )
-    reason = extension.cpu_library()
-    return None if reason is None else f"it needs the compiled library: {reason}"
+        first = first or (name, device)
+    on_gpu = first is not None and first[1].type == "cuda"
+    reason = extension.cuda_library() if on_gpu else extension.cpu_library()
+    if reason is not None:
+        return f"it needs the compiled library: {reason}"
+    if on_gpu and not _has_gpu_arena():
+        return (
+            f"it does not know the CUDA allocator of torch {torch.__version__}: install a newer "
+            "fusedops"
+        )
+    return None
+
+
+def _has_gpu_arena() -> bool:
+    try:
+        return torch.classes.fusedops_cuda.StepArena is not None
+    except RuntimeError:  # what torch raises where there is no such class
+        return False
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of the parameters, the CPU where there is none."""
+    devices = (parameter.device for parameter in model.parameters())
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+
+
+def _native_arena(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return torch.classes.fusedops_native.StepArena()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.classes.fusedops_cuda.StepArena(index)
 
 
 _arenas: weakref.WeakKeyDictionary[nn.Module, StepArena] = weakref.WeakKeyDictionary()
@@ -392,7 +453,7 @@ def _remove_all(handles: list[Any], native: Any) -> None:
     native.close()
 
 
-def _key(model: nn.Module, inputs: Any) -> Hashable:
+def _key(model: nn.Module, inputs: Any, device: torch.device) -> Hashable:
     """Return what steps have in common that allocate the same."""
     leaves = tuple(
         (tuple(leaf.shape), leaf.dtype)
@@ -402,5 +463,6 @@ def _key(model: nn.Module, inputs: Any) -> Hashable:
         else type(leaf)  # numbers may differ in each step
         for leaf in pytree.tree_leaves(inputs)
     )
-    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return ("forward", leaves, model.training, autocast)
