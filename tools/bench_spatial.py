@@ -80,6 +80,7 @@ def main() -> None:
     """Measure, print a table, and write the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="names, by ,")
+    parser.add_argument("--cuts", default=",".join(CUTS), help="names, by ,; the first is compared")
     parser.add_argument("--rows", type=int, default=512, help="rows and columns of the image")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each setting")
     parser.add_argument("--json", help="file for the rows")
@@ -93,7 +94,8 @@ def main() -> None:
                 2 // (cut[0] * cut[1]),
                 partial(make_step, name, cut, arguments.rows),
             )
-            for label, cut in CUTS.items()
+            for label in arguments.cuts.split(",")
+            for cut in [CUTS[label]]
         ]
         measured = interleaved(settings, arguments.seconds, lambda text: None)
         for setting, (times, loss) in zip(settings, measured, strict=True):
