@@ -320,7 +320,7 @@ def _memory(row: Mapping[str, str], shape: StepShape) -> int:
         pipeline_schedule="interleaved" if shape.virtual > 1 else "1f1b",
         pipeline_virtual=shape.virtual if shape.virtual > 1 else None,
         recompute=recompute,
-        kernels="fused" if shape.flash else "stock",
+        kernels="fused" if shape.flash else "eager",
         precision=_precision(row, shape),
     )
     needed = estimate_unchecked(model, layout)
