@@ -112,7 +112,8 @@ class GivenTokenDecoder:
                 self.fixed["encoder_outputs"] = model.get_encoder()(prompt)
                 prompt = prompt[:, :1]
             output = self.model(**{self.name: prompt}, **self.fixed, use_cache=True)
-        self.cache = output.past_key_values
+        self._cache_name = "cache" if "cache" in output else "past_key_values"  # from 5.24 on
+        self.cache = output[self._cache_name]
 
     def prepare(self) -> Any:
         """Return a cache of the prompt, to write on."""
@@ -125,8 +126,8 @@ class GivenTokenDecoder:
         for step in range(self.next.shape[1]):
             token = self.next[:, step : step + 1]
             given = {self.name: token, **self.fixed}
-            output = self.model(**given, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = self.model(**given, **{self._cache_name: cache}, use_cache=True)
+            cache = output[self._cache_name]
             output.logits[:, -1].argmax(-1)
             logits.append(output.logits)
         return torch.cat(logits, 1)

@@ -20,9 +20,8 @@ _ROWS = frozenset({"hidden_states", "hidden_state", "input", "x", "features"})
 # Rows of the width that it returns to the residual stream, and rows for keys and values.
 _RESIDUAL = frozenset({"input_tensor", "residual"})
 _OTHER_ROWS = frozenset({"key_value_states", "encoder_hidden_states"})
-_ABSENT = frozenset(
-    {"attention_mask", "mask", "past_key_values", "past_key_value", "position_bias", "head_mask"}
-)
+_CACHES = frozenset({"past_key_values", "past_key_value", "cache"})
+_ABSENT = _CACHES | {"attention_mask", "mask", "position_bias", "head_mask"}
 # Sequences of a batch are no longer than this, as in attention of short texts.
 _LONGEST = 128
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathered
+from fusedops.integrations.hf.renamed_arguments import with_names_of
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
@@ -171,7 +172,8 @@ def layer_rule(
 
 def unknown_forward(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
     """Return why ``original.forward`` is not the one that ``patched`` was written for."""
-    known = list(inspect.signature(patched.forward).parameters)
+    forward = with_names_of(patched.forward, original.forward)
+    known = list(inspect.signature(forward).parameters)
     arguments = list(inspect.signature(original.forward).parameters)
     if arguments == known:
         return None

@@ -9,6 +9,7 @@ rule sees to it that the original runs where one of the names means something el
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.original_code import names_in, namespace, with_globals
+from fusedops.integrations.hf.original_code import names_in, namespace, with_inner_globals
+from fusedops.integrations.hf.renamed_arguments import only_renames
 from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.rotary_embedding import rotary_embedding
 
@@ -36,10 +38,10 @@ def forward_with_rotary(
         half_tables: whether its cosines and sines hold each angle once (GPT-OSS), not twice.
 
     Returns:
-        ``None`` where the forward does not call the function, or is a wrapper of it.
+        ``None`` where the forward does not call the function, or somebody else's wrapper does.
     """
-    forward = original.forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+    forward: Any = inspect.unwrap(original.forward)
+    if not isinstance(forward, FunctionType) or not only_renames(original.forward):
         return None
     names = set(names_in(forward.__code__))
     if _NAME not in names:
@@ -49,7 +51,7 @@ def forward_with_rotary(
     ours[_NAME] = _fused(theirs[_NAME], _whole_tables if half_tables else _as_given)
     if _INTERLEAVED in names:
         ours[_INTERLEAVED] = _fused(theirs[_INTERLEAVED], _deinterleaved)
-    return with_globals(forward, ours)
+    return with_inner_globals(original.forward, ours)
 
 
 def _fused(original: Callable[..., Any], prepared: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,6 +40,7 @@ from fusedops.integrations.hf.original_code import (
     replaced,
 )
 from fusedops.integrations.hf.partitioned_weights import only_gather
+from fusedops.integrations.hf.renamed_arguments import renames, with_names_of
 from fusedops.integrations.hf.rules.deferred_scores import DeferredScores, computed
 from fusedops.integrations.hf.rules.probes import call_op
 from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments
@@ -201,6 +202,9 @@ def subclass(
             there.
         **attributes: of the class.
     """
+    method = forward.forward
+    if method is not nn.Module.forward and renames(method, original.forward):
+        attributes = {"forward": with_names_of(method, original.forward)} | attributes
     body = attributes | {
         "__module__": module_name,
         "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
