@@ -15,8 +15,8 @@ from pathlib import Path
 _CHECKOUT = (Path(__file__).resolve().parents[2] / "tools" / "native.py").exists()
 IN_PLACE = "build it with `python setup.py build_ext --inplace` (needs g++ 11 or newer)"
 FROM_SOURCE = (
-    "compile it with `pip install --force-reinstall --no-deps --no-build-isolation "
-    "--no-binary fusedops fusedops` (needs g++ 11 or newer)"
+    "compile the source of the release with `pip install --force-reinstall --no-deps "
+    "--no-build-isolation ./fusedops-*.tar.gz` (needs g++ 11 or newer)"
 )
 # How whoever has this installation makes a library that fits.
 HOW_TO_BUILD = IN_PLACE if _CHECKOUT else FROM_SOURCE
@@ -59,17 +59,22 @@ def why_missing(libraries: Path, file_name: str, version: str) -> str:
     if folder_for(libraries, version) != libraries:
         return f"wheels have no {file_name} (Triton's kernels run on GPUs): {HOW_TO_BUILD}"
     if versions:
+        served_torches = " to ".join(dict.fromkeys((versions[0], versions[-1])))
         return (
-            f"the compiled kernels of this installation serve torch {versions[0]} to "
-            f"{versions[-1]}, and this is torch {version}: `pip install --upgrade fusedops`, or "
-            f"install another torch (`pip install 'torch=={versions[-1]}.*'`)"
+            f"the compiled kernels of this installation serve torch {served_torches}, and this is "
+            f"torch {version}: install another torch (`pip install 'torch=={versions[-1]}.*'`), or "
+            "the wheel of another release"
         )
     if _CHECKOUT or libraries.is_dir():
         return f"{libraries / file_name} does not exist: {HOW_TO_BUILD}"
     system = unserved_system()
     if system is not None:
         return f"no wheel has compiled kernels for {system}: {HOW_TO_BUILD}"
-    return f"this installation has no compiled kernels: {HOW_TO_BUILD}"
+    wheel = f"fusedops-*-manylinux_2_28_{platform.machine()}.whl"
+    return (
+        "this wheel is the one without compiled kernels: install that of this system "
+        f"(`pip install --force-reinstall --no-deps ./{wheel}`), or {HOW_TO_BUILD}"
+    )
 
 
 def unserved_system() -> str | None:

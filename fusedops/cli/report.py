@@ -40,6 +40,10 @@ def report(
         record = files.read_json(Path(plan)) if plan else None
         if record is not None and not isinstance(record, dict):
             raise files.UserError(f"{plan} is no plan: fusedops plan --device --json writes one")
+        if not Path(run).is_dir():
+            raise files.UserError(
+                f"{run} is no folder of a run: fusedops train writes one at `out`"
+            )
         if watch:
             _watch(run, record, host, port, every)
             return
@@ -99,8 +103,6 @@ def make_server(
 
 
 def _watch(run: str, plan: dict[str, Any] | None, host: str, port: int, every: int) -> None:
-    if not Path(run).is_dir():
-        raise files.UserError(f"{run} is no folder of a run: fusedops train writes one at `out`")
     try:
         server = make_server(run, plan, host, port, every)
     except OSError as error:

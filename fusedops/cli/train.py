@@ -61,6 +61,11 @@ def train(
             raise files.UserError("which configuration? fusedops train --example writes one")
         if stop_code in (1, 2):
             raise files.UserError(f"--stop-code must not be {stop_code}, which reports an error")
+        if not Path(config).exists():
+            raise files.UserError(
+                f"{config} does not exist: correct the name, or let fusedops train --example "
+                f"{config} write it"
+            )
         files.check_environment()
         given = [*(_assignments(Path(plan)) if plan else ()), *(overrides or ())]
         one_of_several = env.has_nodes() and env.launched() is None
@@ -75,7 +80,7 @@ def _write_example(path: Path) -> None:
     if path.exists():
         raise files.UserError(f"{path} exists already; give another name: --example other.toml")
     files.write_text(path, example(str(path)))
-    print(f"wrote {path}; fusedops train {path}", file=sys.stderr)
+    print(f"wrote {path}; start it with: fusedops train {path}", file=sys.stderr)
 
 
 def _assignments(path: Path) -> list[str]:

@@ -217,10 +217,20 @@ def _build_checkpointer(
 
 
 def _make_export(config: Config) -> None:
-    """Make the folder of the exported weights: an error must come before training, not after it."""
+    """Make the folder of the exported weights: an error must come before training, not after it.
+
+    Raises:
+        InputError: the folder cannot be made, or the package that writes weights is missing.
+    """
+    if not config.export:
+        return
     try:
-        if config.export:
-            Path(config.export).mkdir(parents=True, exist_ok=True)
+        import safetensors  # noqa: F401
+    except ImportError:
+        message = "config: export needs the package safetensors: pip install safetensors"
+        raise InputError(message) from None
+    try:
+        Path(config.export).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = error.strerror or error
         raise InputError(f"config: export cannot be made: {config.export}: {why}") from None

@@ -262,7 +262,7 @@ def open_tokenizer(path: str) -> tuple[Any, str]:
         import tokenizers
     except ImportError:
         raise InputError(
-            "data.tokenizer needs the package tokenizers (pip install 'fusedops[hf]'), or 'bytes'"
+            "data.tokenizer needs the package tokenizers (pip install tokenizers), or 'bytes'"
         ) from None
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def train(
         build_run(config, ranks) as run,
     ):
         set_collective_timeout(config.faults.timeout)
-        with Watchdog(ranks, Path(config.out), config.faults.timeout) as watchdog:
+        with _unfrozen(), Watchdog(ranks, Path(config.out), config.faults.timeout) as watchdog:
             return _loop(run, stop, watchdog, callback if ranks.rank == 0 else None)
 
 
@@ -106,7 +106,7 @@ def _loop(
                 continue
             run.step, run.position = run.step + 1, run.position + config.batch
             record = _record(run, result, log, time.perf_counter() - began)
-            if run.step == 1:
+            if gc.get_freeze_count() == 0:
                 gc.freeze()  # what lives until the end is not looked at again: that pauses a rank
             done, measured = run.step == config.steps, loss
             if _due(run.step, config.validation.every) or done:
@@ -144,6 +144,20 @@ def _loop(
         except (OSError, ValueError) as error:  # a full disk, a damaged line
             _log.warning("cannot draw %s: %s", folder / CURVES, error)
     return TrainResult(run.step, finished, loss, validation, Path(config.out))
+
+
+@contextlib.contextmanager
+def _unfrozen() -> Iterator[None]:
+    """Undo the loop's ``gc.freeze``: frozen objects would still exist when the process ends.
+
+    C extensions that count their objects then (triton's) print pages about leaks.
+    """
+    frozen_before = gc.get_freeze_count()
+    try:
+        yield
+    finally:
+        if frozen_before == 0:
+            gc.unfreeze()
 
 
 def _timed(run: Run, log: Log) -> contextlib.AbstractContextManager[None]:

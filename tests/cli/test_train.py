@@ -108,7 +108,10 @@ def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
         path.write_bytes(content)
         done = invoke(str(path))
         assert done.exit_code == 2 and f"{path}" in done.output and message in done.output
-    for args, message in (([str(tmp_path / "b.toml")], "cannot read"), ([], "which configuration")):
+    for args, message in (
+        ([str(tmp_path / "b.toml")], f"--example {tmp_path / 'b.toml'}"),
+        ([], "which configuration"),
+    ):
         done = invoke(*args)
         assert done.exit_code == 2 and message in done.output
 

@@ -145,6 +145,9 @@ def test_the_command_writes_one_file(
     with pytest.raises(SystemExit):
         app(["report", str(tmp_path)], standalone_mode=False)
     assert "no run of fusedops train" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        app(["report", str(tmp_path / "missing")], standalone_mode=False)
+    assert "missing is no folder of a run" in " ".join(capsys.readouterr().err.split())
 
 
 class Tags(HTMLParser):

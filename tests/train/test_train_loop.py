@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,28 @@ def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
     for each in found:
         assert each["tokens_per_second"] == pytest.approx(128 / each["seconds"])
         assert each["memory_bytes"] > 2**20 and 0 < each["mfu"] < 1
+
+
+def test_what_a_run_froze_is_collected_when_the_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = ["unfreeze"]
+    monkeypatch.setattr("gc.get_freeze_count", lambda: int(calls[-1] == "freeze"))
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(f"gc.{name}", lambda name=name: calls.append(name))
+    train(config(tmp_path, steps=3))
+    assert calls == ["unfreeze", "freeze", "unfreeze"]
+    train(config(tmp_path, steps=5))
+    assert calls[3:] == ["freeze", "unfreeze"], "a run that resumes is not paused either"
+
+
+def test_weights_that_could_not_be_exported_are_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # as if it were not installed
+    with pytest.raises(InputError, match="export needs the package safetensors: pip install"):
+        train(config(tmp_path, export=str(tmp_path / "weights")))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
