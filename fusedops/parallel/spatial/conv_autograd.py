@@ -29,9 +29,13 @@ from fusedops.parallel.spatial.halo import (
     piece_boxes,
     split_gradient,
 )
-from fusedops.parallel.spatial.partition import Interval, overlap
+from fusedops.parallel.spatial.partition import Axis, Interval, overlap
+from fusedops.parallel.spatial.tensor import GradientSum
 
 _aten: Any = torch.ops.aten
+# The gradients of other ranks' rows, which have started to travel; that of the own part, without
+# those that arrive; and that of the weight. ``None``: it is not needed.
+Gradients = tuple[HaloGradient | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -184,15 +188,26 @@ class ConvPlan:
 
 
 class CutConvolution(torch.autograd.Function):
-    """A convolution of this rank's part ``[B, C, ...]`` by a ``ConvPlan``."""
+    """A convolution of this rank's part ``[B, C, ...]`` by a ``ConvPlan``.
+
+    Weight and bias are replicated over ``axes``. The sum of their gradients travels together with
+    the gradients of the halo.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: ConvPlan,
+        axes: tuple[Axis, ...],
+    ) -> Tensor:
         """Return this rank's outputs."""
         halo = Halo(x, plan.windows)
         out = _forward(halo, weight, bias, plan)
         counts = [len(parts) for parts in halo.received]
-        ctx.plan, ctx.counts, ctx.has_bias = plan, counts, bias is not None
+        ctx.plan, ctx.counts, ctx.axes = plan, counts, axes
         ctx.save_for_backward(x, weight, *(part for parts in halo.received for part in parts))
         return out
 
@@ -204,12 +219,15 @@ class CutConvolution(torch.autograd.Function):
         plan: ConvPlan = ctx.plan
         halo = Halo(x, plan.windows)
         halo.received = [[parts.pop(0) for _ in range(count)] for count in ctx.counts]
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         padding = plan.own_padding()
         function = _extended_gradients if padding is None else _own_gradients
-        grad_x, grad_weight = function(grad, halo, weight, plan, needs_x, needs_weight)
+        back, grad_x, grad_weight = function(grad, halo, weight, plan, needs_x, needs_weight)
         grad_bias = grad.sum((0, *range(2, grad.dim()))) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None
+        total = GradientSum([grad_weight, grad_bias], ctx.axes)
+        if back is not None and grad_x is not None:
+            grad_x = back.finish(grad_x)
+        return grad_x, *total.wait(), None, None
 
 
 def _forward(halo: Halo, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
@@ -272,8 +290,8 @@ def _transposed(halo: Halo, weight: Tensor, bias: Tensor | None, plan: ConvPlan)
 
 def _own_gradients(
     grad: Tensor, halo: Halo, weight: Tensor, plan: ConvPlan, needs_x: bool, needs_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of part and weight, from the part and the received rows one by one."""
+) -> Gradients:
+    """Return what ``Gradients`` says, from the part and the received rows one by one."""
     mask = [needs_x, needs_weight, False]
     parts: list[list[Tensor]] = []
     weights: list[Tensor] = []
@@ -300,13 +318,13 @@ def _own_gradients(
         )
     for other in weights if needs_weight else ():
         grad_weight.add_(other)
-    return (None if back is None else back.finish(grad_x)), grad_weight
+    return back, grad_x, grad_weight
 
 
 def _extended_gradients(
     grad: Tensor, halo: Halo, weight: Tensor, plan: ConvPlan, needs_x: bool, needs_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of part and weight, from a copy of the part with its halo."""
+) -> Gradients:
+    """Return what ``Gradients`` says, from a copy of the part with its halo."""
     extended = halo.everything()
     empty = grad.numel() == 0 or extended.numel() == 0
     if plan.transposed and not empty:
@@ -317,7 +335,7 @@ def _extended_gradients(
             grad, extended, weight, None, *plan.arguments(), list(mask)
         )
 
-    back = grad_weight = None
+    back = own = grad_weight = None
     if needs_x:
         grad_extended = torch.zeros_like(extended) if empty else gradient(True, False, False)[0]
         own, parts = split_gradient(grad_extended, plan.windows, shared=False)
@@ -326,4 +344,4 @@ def _extended_gradients(
     if needs_weight:
         with collectives.computing("conv weight"):
             grad_weight = torch.zeros_like(weight) if empty else gradient(False, True, False)[1]
-    return (None if back is None else back.finish(own)), grad_weight
+    return back, own, grad_weight

@@ -22,7 +22,6 @@ from fusedops.parallel.spatial.halo import Window
 from fusedops.parallel.spatial.partition import Factor, Partition
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
-    replicated,
     rule,
     unsupported,
     unwrap,
@@ -43,8 +42,7 @@ def convolution(
     if partition.is_cut(1):
         unsupported(f"{op} reads all channels, and dim 1 is cut; scatter spatial dims")
     local, axes = unwrap(x), partition.axes
-    weight = replicated(unwrap(weight), axes)
-    bias = replicated(unwrap(bias), axes)
+    weight, bias = unwrap(weight), unwrap(bias)
     lower = dtypes.autocast_dtype(local.device)
     if lower is not None and local.dtype != torch.float64:
         local, weight = local.to(lower), weight.to(lower)
@@ -72,7 +70,7 @@ def convolution(
     plan = ConvPlan(tuple(windows), spans, tuple(dims), groups, result.local_shape)
     cast = nullcontext() if lower is None else torch.autocast(local.device.type, enabled=False)
     with cast:
-        out = CutConvolution.apply(local, weight, bias, plan)
+        out = CutConvolution.apply(local, weight, bias, plan, axes)
     return wrap(out, result)
 
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedops._core import checks
+from fusedops._core import checks, dtypes
 from fusedops._core.checks import UnsupportedError
 from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.spatial.partition import Axis, Partition
 
 Rule = Callable[..., Any]
@@ -242,6 +243,40 @@ def all_reduced(x: Tensor, axes: Sequence[Axis], *, op: str = "sum", label: str 
     for axis in axes:
         x = collectives.all_reduce(x, axis.group, op=op, label=label).wait()
     return x
+
+
+class GradientSum:
+    """Sums over axes of gradients of replicated tensors, in one communication that starts here.
+
+    Gradients in half precision are added in float32 and rounded once.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor | None], axes: Sequence[Axis]) -> None:
+        self._gradients, self._axes = gradients, list(axes)
+        self._pending: Pending | None = None
+        flat = [grad.reshape(-1) for grad in gradients if grad is not None]
+        if axes and flat:
+            wide = dtypes.statistics_dtype(flat[0].dtype)
+            self._start(torch.cat([part.to(wide) for part in flat]))
+
+    def _start(self, flat: Tensor) -> None:
+        group = self._axes.pop(0).group
+        self._pending = collectives.all_reduce(flat, group, label="replicated grad")
+
+    def wait(self) -> list[Tensor | None]:
+        """Return the sums, in the order and with the dtypes of the gradients."""
+        if self._pending is None:
+            return list(self._gradients)
+        flat = self._pending.wait()
+        while self._axes:
+            self._start(flat)
+            flat = self._pending.wait()
+        sizes = [grad.numel() for grad in self._gradients if grad is not None]
+        parts = iter(flat.split(sizes))
+        return [
+            None if grad is None else next(parts).view(grad.shape).to(grad.dtype)
+            for grad in self._gradients
+        ]
 
 
 def _attribute(func: Any, x: Any) -> Any:
