@@ -49,7 +49,8 @@ class Progress:
 
 
 result = train(config, callback=Progress())
-print(f"validation loss {result.validation_loss:.3f}")
+if result.validation_loss is not None:  # all steps were done by an earlier call otherwise
+    print(f"validation loss {result.validation_loss:.3f}")
 
 # %%
 result = train(config, ["steps=400"], callback=Progress())

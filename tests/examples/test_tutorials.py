@@ -146,6 +146,10 @@ def test_the_plan_is_for_64_devices_and_fits(run: Run) -> None:
     assert all(float(row[6]) >= 0 for row in rows)
     assert seconds[6] >= seconds[0], "a restricted search finds nothing faster"
     assert 1 < numbers(r"64 devices are ([\d.]+) times", output)[0] < 2.2
+    # The planner's numbers are the same on every machine.
+    for part in tutorials.parts_of((tutorials.PAGES / "plan.md").read_text()):
+        if isinstance(part, tutorials.Block) and part.output is not None:
+            assert part.output in output, "run `make tutorials NAMES=plan`"
 
 
 @pytest.mark.slow
