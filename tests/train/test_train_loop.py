@@ -19,7 +19,7 @@ from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 from fusedops._core import dtypes
 from fusedops.launch import processes
 from fusedops.models import Transformer, initialize, preset
-from fusedops.train import InputError, TrainResult, builder, load_config, train
+from fusedops.train import InputError, TrainResult, builder, load_config, metrics, train
 from fusedops.train.config import DataConfig, PrecisionConfig, ScheduleConfig
 from fusedops.train.metrics import Metrics, flops_per_token
 from fusedops.train.precision import LossScale
@@ -42,6 +42,24 @@ def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
     for each in found:
         assert each["tokens_per_second"] == pytest.approx(128 / each["seconds"])
         assert each["memory_bytes"] > 2**20 and 0 < each["mfu"] < 1
+
+
+def test_the_peak_is_that_of_the_faster_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def later(seconds: float, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch, "mm", later(2e-2, torch.mm))
+    monkeypatch.setattr(metrics, "baddbmm", later(1e-2, metrics.baddbmm))
+    peak = metrics.peak_flops(torch.device("cpu"), torch.float32)
+    assert peak == pytest.approx(2 * 1024**3 / 1e-2)
 
 
 def test_what_a_run_froze_is_collected_when_the_process_ends(
