@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf import original_code
+from fusedops.integrations.hf.renamed_arguments import only_renames
 from fusedops.integrations.hf.rules import matrix_products
 from fusedops.integrations.hf.rules.deferred_scores import (
     DeferredScores,
@@ -245,10 +246,9 @@ def _writes_attention(methods: dict[str, FunctionType], forward: FunctionType) -
     """Return whether a method, or the eager function of a file, writes attention out."""
     functions: list[Any] = list(methods.values())
     if _reads(forward, _EAGER):
-        functions.append(forward.__globals__.get(_EAGER))
+        functions.append(inspect.unwrap(forward).__globals__.get(_EAGER))
     return any(
         isinstance(function, FunctionType)
-        and not hasattr(function, "__wrapped__")
         and bool(_SOFTMAX & _names(function))
         and _num_products(function) >= 2
         for function in functions
@@ -260,20 +260,26 @@ def _takes(function: FunctionType) -> bool:
 
 
 def _reads(function: FunctionType, name: str) -> bool:
-    return name in function.__code__.co_names and not hasattr(function, "__wrapped__")
+    return only_renames(function) and name in inspect.unwrap(function).__code__.co_names
 
 
 def _has_products(function: FunctionType) -> bool:
-    return _num_products(function) > 0 and not hasattr(function, "__wrapped__")
+    return _num_products(function) > 0
 
 
 @functools.cache
 def _num_products(function: FunctionType) -> int:
-    """Return how many products of matrices are in code that calls torch's functions for some."""
-    steps = list(dis.get_instructions(function))
+    """Return how many products of matrices are in code that calls torch's functions for some.
+
+    Code under somebody's wrapper counts as none.
+    """
+    if not only_renames(function):
+        return 0
+    code: Any = inspect.unwrap(function)
+    steps = list(dis.get_instructions(code))
     names = Counter(step.argval for step in steps)
     operators = sum(step.opname == "BINARY_OP" and step.argrepr == "@" for step in steps)
-    values = [function.__globals__.get(name) for name in function.__code__.co_names]
+    values = [code.__globals__.get(name) for name in code.__code__.co_names]
     if not any(value is known for value in values for known in (torch, *_PRODUCTS.values())):
         return 0
     return operators + sum(names[name] for name in _PRODUCTS)
@@ -282,8 +288,9 @@ def _num_products(function: FunctionType) -> int:
 def _with_deferral(function: FunctionType, module_name: str) -> FunctionType:
     """Return a function of the same code whose products may be deferred."""
     namespace = original_code.namespace(module_name, __name__)
-    theirs = function.__globals__
-    for name in set(original_code.names_in(function.__code__)) & theirs.keys():
+    code: Any = inspect.unwrap(function)
+    theirs = code.__globals__
+    for name in set(original_code.names_in(code.__code__)) & theirs.keys():
         value = theirs[name]
         if value is torch:
             value = _copy_of_torch()
@@ -292,7 +299,7 @@ def _with_deferral(function: FunctionType, module_name: str) -> FunctionType:
         elif isinstance(value, _CALLABLE):
             value = _deferred_function(value)
         namespace[name] = value
-    return original_code.with_globals(function, namespace)
+    return original_code.with_inner_globals(function, namespace) or function
 
 
 def _deferred_function(value: Any) -> Any:
