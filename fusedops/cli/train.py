@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -125,6 +126,13 @@ def _launch(
             "already: leave them out, or start one process on each machine"
         )
     load_config(config, overrides)  # reports a mistake before any process starts
+    cores = os.cpu_count() or processes
+    if processes > cores:
+        print(
+            f"fusedops: {processes} processes share the {cores} cores of this machine, which makes "
+            f"steps slow; with --processes {cores} or fewer each has a core of its own",
+            file=sys.stderr,
+        )
     given = [part for assignment in overrides for part in ("--set", assignment)]
     given += ["--stop-code", str(stop_code)]
     arguments = ["train", config, *given]

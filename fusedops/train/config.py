@@ -290,7 +290,8 @@ class Config:
             checks.fail("config", "out", "a folder", "an empty text")
         check_parallel(self.parallel)
         if self.schedule.warmup > self.steps:
-            checks.fail("schedule", "warmup", f"at most steps, {self.steps}", self.schedule.warmup)
+            expected = f"at most steps, {self.steps} (lower schedule.warmup, or raise steps)"
+            checks.fail("schedule", "warmup", expected, self.schedule.warmup)
 
 
 def check_parallel(given: Mapping[str, Any]) -> ParallelConfig:

@@ -49,6 +49,16 @@ def test_a_run_tells_how_it_went(file: str) -> None:
     assert again.exit_code == 0 and "all 2 steps were done before" in again.output
 
 
+def test_more_processes_than_cores_are_said(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("fusedops.launch.job.join_job", lambda: None)
+    monkeypatch.setattr("fusedops.train.launch", lambda number, *_, **__: started.append(number))
+    said = "3 processes share the 2 cores"
+    assert said in invoke(file, "--processes", "3").output
+    assert said not in invoke(file, "--processes", "2").output and started == [3, 2]
+
+
 def test_the_example_has_every_key_and_its_default(tmp_path: Path) -> None:
     path = tmp_path / "example.toml"
     assert invoke("--example", str(path)).exit_code == 0

@@ -30,7 +30,7 @@ from fusedops.parallel.spatial.halo import (
     split_gradient,
 )
 from fusedops.parallel.spatial.partition import Axis, Interval, overlap
-from fusedops.parallel.spatial.tensor import GradientSum
+from fusedops.parallel.spatial.tensor import ReplicatedGradientSum
 
 _aten: Any = torch.ops.aten
 # The gradients of other ranks' rows, which have started to travel; that of the own part, without
@@ -224,7 +224,7 @@ class CutConvolution(torch.autograd.Function):
         function = _extended_gradients if padding is None else _own_gradients
         back, grad_x, grad_weight = function(grad, halo, weight, plan, needs_x, needs_weight)
         grad_bias = grad.sum((0, *range(2, grad.dim()))) if needs_bias else None
-        total = GradientSum([grad_weight, grad_bias], ctx.axes)
+        total = ReplicatedGradientSum([grad_weight, grad_bias], ctx.axes)
         if back is not None and grad_x is not None:
             grad_x = back.finish(grad_x)
         return grad_x, *total.wait(), None, None

@@ -245,7 +245,7 @@ def all_reduced(x: Tensor, axes: Sequence[Axis], *, op: str = "sum", label: str 
     return x
 
 
-class GradientSum:
+class ReplicatedGradientSum:
     """Sums over axes of gradients of replicated tensors, in one communication that starts here.
 
     Gradients in half precision are added in float32 and rounded once.
