@@ -173,14 +173,18 @@ def test_a_mistake_of_the_launcher_is_one_line_of_the_command(
 @pytest.mark.usefixtures("alone")
 def test_only_the_first_task_reports(tmp_path: Path) -> None:
     os.environ.update(SLURM | {"SLURM_PROCID": "1"})
-    done = CliRunner().invoke(app, ["train", str(tmp_path / "none.toml"), "--processes", "2"])
+    config = tmp_path / "train.toml"
+    config.touch()
+    done = CliRunner().invoke(app, ["train", str(config), "--processes", "2"])
     assert done.exit_code == 2 and not done.stderr
 
 
 @pytest.mark.usefixtures("alone")
 def test_processes_of_a_launcher_start_no_processes(tmp_path: Path) -> None:
     os.environ.update(SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"})
-    done = CliRunner().invoke(app, ["train", str(tmp_path / "none.toml"), "--processes", "2"])
+    config = tmp_path / "train.toml"
+    config.touch()
+    done = CliRunner().invoke(app, ["train", str(config), "--processes", "2"])
     assert done.exit_code == 2
     assert "the launcher has started 4 already" in done.stderr
 
