@@ -53,10 +53,8 @@ def calibrate(path: str, out: str, device: str) -> None:
     if not device or not out:
         raise files.UserError("--calibrate needs --device, where it begins, and --out FILE.toml")
     files.check_writable(out)
-    here = replace(load(device), layers=())
-    steps = [
-        (shape, here, seconds) for shape, _, seconds in evaluation.measured_steps(_rows(path), here)
-    ]
+    here, rows = replace(load(device), layers=()), _rows(path)
+    steps = [(shape, here, seconds) for shape, _, seconds in evaluation.measured_steps(rows, here)]
     names = (
         *("products", "attention", "elementwise", "layer_seconds"),
         *("node", "network", "ring"),
@@ -69,9 +67,16 @@ def calibrate(path: str, out: str, device: str) -> None:
     with activity(f"fitting {len(names)} constants on {len(steps)} steps"):
         fitted = calibrate(steps, here.efficiency, names=names)
     here = replace(here, layers=tuple(measured_layers(steps, fitted)))
-    files.write_text(
-        out, device_toml(here, asdict(fitted), f"fitted on {len(steps)} steps of {path}")
-    )
+    source = f"fitted on {len(steps)} steps of {path}"
+    reserved = evaluation.measured_reserve(rows, here)
+    if reserved is not None:
+        here = replace(
+            here,
+            memory=replace(here.memory, reserved=reserved),
+            sources={**here.sources, "reserved": f"median of the rows of {path} with mem_gib"},
+        )
+        print(f"{reserved / 2**30:.2f} GiB of a device hold no tensors of the step (reserved)")
+    files.write_text(out, device_toml(here, asdict(fitted), source))
     print(f"wrote {out}: use it with --device {out}")
 
 
@@ -141,11 +146,20 @@ def load(name: str) -> Device:
 def _show(result: Evaluation, console: Console) -> None:
     from rich.table import Table
 
+    none = (0.0, 0)
     missing = [prediction.why for prediction in result.predictions if prediction.step_s is None]
-    errors = Table("source", "rows", "mean absolute error", title="Step time")
-    for source, (error, count) in result.errors.items():
-        errors.add_row(source, str(count), f"{error:.1f} %")
-    if result.errors:
+    errors = Table("source", "steps", "error", "peaks", "error", title="Mean absolute errors")
+    for source in dict.fromkeys([*result.errors, *result.memory_errors]):
+        cells = [
+            cell
+            for error, count in (
+                result.errors.get(source, none),
+                result.memory_errors.get(source, none),
+            )
+            for cell in ((str(count), f"{error:.1f} %") if count else ("", ""))
+        ]
+        errors.add_row(source, *cells)
+    if errors.rows:
         console.print(errors)
     large = [group for group in result.groups if group.layouts >= _LISTED]
     if large:
@@ -157,6 +171,13 @@ def _show(result: Evaluation, console: Console) -> None:
         console.print(ranks)
     if result.groups:
         console.print(_summary(result.groups))
+    said = (
+        ("ran are said to fit", result.fitting),
+        ("ran out of memory are said not to fit", result.unfitting),
+    )
+    for text, (right, count) in said:
+        if count:
+            console.print(f"{right} of {count} layouts that {text}")
     if missing:
         reasons = ", ".join(f"{missing.count(why)} x {why}" for why in dict.fromkeys(missing))
         console.print(f"{len(missing)} rows without a prediction: {reasons}")

@@ -39,7 +39,7 @@ def run(
         image: the shape of the input, ``1x4x30000x30000``.
         devices: their number.
         device: a known one, or a TOML file.
-        memory: bytes of each device; by default those of ``device``.
+        memory: bytes of each device; by default what ``device`` has for tensors.
         precision: of ``PRECISIONS``.
         rows: of the table.
         json_file: a file that gets all rows; ``"-"``: standard output, alone; empty: none.
@@ -50,7 +50,7 @@ def run(
     if not device:
         raise files.UserError("--image needs --device: h100, a100-80 or a TOML file")
     shape, where = _shape(image), load(device)
-    capacity = memory or where.memory.bytes
+    capacity = memory or where.memory.usable
     plans, refused = _plans(model, shape, devices, where, precision)
     plans.sort(key=lambda plan: (plan.memory > capacity, plan.seconds))
     fits = sum(plan.memory <= capacity for plan in plans)

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fusedops.launch.config_table import InputError
-from fusedops.models.config import TransformerConfig
 from fusedops.planner.device import Device, known_devices, load_device
-from fusedops.planner.layout import Layout
-from fusedops.planner.memory import estimate_unchecked
+from fusedops.planner.row_memory import row_memory
 from fusedops.planner.step_time import StepShape, step_time
-from fusedops.planner.timed_search import CONTEXT_BYTES
 
 PREDICTED = ("predicted_step_s", "predicted_mem_gib", "predicted_fits", "why")
 # Layouts of one group, from which on its ranking is judged.
@@ -28,7 +25,6 @@ LEAST_OF_GROUP = 3
 # Recomputation and sharding as tables write them, by the first word that occurs in the cell.
 _RECOMPUTE = {"full": "full", "selective-op": "products", "selective": "selective", "none": "none"}
 _ZERO = {"zero3": 3, "fsdp": 3, "zero2": 2, "zero1": 1, "none": 0}
-_PRECISIONS = {"bf16-pure": "half", "amp": "autocast"}
 
 
 class RowError(ValueError):
@@ -77,16 +73,22 @@ class Evaluation:
         predictions: one per row.
         errors: mean absolute percentage error of the step's time by source, in percent, and of how
             many rows.
+        memory_errors: the same of the peak of memory, of rows with ``mem_gib``.
         groups: rankings of groups of at least ``LEAST_OF_GROUP`` layouts.
+        fitting: of the rows that ran, how many are said to fit, and how many there are.
+        unfitting: of the rows with ``oom``, how many are said not to fit, and how many there are.
     """
 
     predictions: tuple[Prediction, ...]
     errors: dict[str, tuple[float, int]]
+    memory_errors: dict[str, tuple[float, int]]
     groups: tuple[GroupRanking, ...]
+    fitting: tuple[int, int]
+    unfitting: tuple[int, int]
 
 
 def evaluate(rows: Sequence[Mapping[str, str]], usual: Device | None = None) -> Evaluation:
-    """Predict each row and compare it with the measured ``step_s``, where there is one.
+    """Predict each row and compare it with the measured ``step_s`` and ``mem_gib``, if given.
 
     Args:
         rows: cells by column; empty ones are unknown.
@@ -94,23 +96,57 @@ def evaluate(rows: Sequence[Mapping[str, str]], usual: Device | None = None) -> 
     """
     predictions = tuple(predict(row, usual) for row in rows)
     errors: dict[str, list[float]] = {}
+    memory_errors: dict[str, list[float]] = {}
     groups: dict[str, list[tuple[float, float]]] = {}
+    said: dict[bool, list[bool]] = {True: [], False: []}  # whether it fits, by whether it ran
     for row, prediction in zip(rows, predictions, strict=True):
-        measured = _measured(row)
+        source = row.get("source") or "all rows"
+        measured, peak = _measured(row), _measured(row, "mem_gib")
+        ran_out = _measured(row, "oom") > 0
+        if prediction.fits is not None and (measured or peak or ran_out):
+            said[not ran_out].append(prediction.fits)
+        if prediction.mem_gib is not None and peak and not ran_out:
+            memory_errors.setdefault(source, []).append(abs(prediction.mem_gib / peak - 1))
         if prediction.step_s is None or not measured:
             continue
-        source = row.get("source") or "all rows"
         errors.setdefault(source, []).append(abs(prediction.step_s / measured - 1))
         sizes = row.get("model") or " x ".join(row.get(name, "") for name in ("layers", "hidden"))
         name = f"{sizes}, {row.get('gpus', '')} devices, global batch {row.get('gbs', '')}"
         groups.setdefault(name, []).append((prediction.step_s, measured))
-    means = {
-        source: (100 * statistics.fmean(values), len(values)) for source, values in errors.items()
-    }
     rankings = [
         _ranking(name, pairs) for name, pairs in groups.items() if len(pairs) >= LEAST_OF_GROUP
     ]
-    return Evaluation(predictions, means, tuple(rankings))
+    return Evaluation(
+        predictions,
+        _means(errors),
+        _means(memory_errors),
+        tuple(rankings),
+        (sum(said[True]), len(said[True])),
+        (said[False].count(False), len(said[False])),
+    )
+
+
+def _means(errors: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, int]]:
+    """Return the mean in percent and the number of the errors of each source."""
+    return {source: (100 * statistics.fmean(part), len(part)) for source, part in errors.items()}
+
+
+def measured_reserve(rows: Sequence[Mapping[str, str]], usual: Device) -> int | None:
+    """Return what devices used besides the tensors of the step, by the rows' ``mem_gib``.
+
+    This is the median of measured minus estimated bytes, for ``DeviceMemory.reserved``; ``None``
+    where no row has a peak.
+
+    Args:
+        rows: cells by column.
+        usual: the device of the rows.
+    """
+    differences = []
+    for row in rows:
+        peak = _measured(row, "mem_gib")
+        if peak and predict(row, usual).mem_gib is not None:
+            differences.append(peak * 2**30 - row_memory(row, shape_of(row)).needed)
+    return max(0, round(statistics.median(differences))) if differences else None
 
 
 def measured_steps(
@@ -143,10 +179,11 @@ def predict(row: Mapping[str, str], usual: Device | None = None) -> Prediction:
         return Prediction(why=str(error))
     seconds = step_time(shape, here).seconds
     try:
-        needed = (_memory(row, shape) + CONTEXT_BYTES) / 2**30
+        needed = row_memory(row, shape)
     except ValueError as error:
         return Prediction(seconds, why=f"no memory: {error}")
-    return Prediction(seconds, needed, needed * 2**30 <= here.memory.bytes)
+    peak, fits = needed.on(here.memory.bytes - here.memory.reserved)
+    return Prediction(seconds, (peak + here.memory.reserved) / 2**30, fits)
 
 
 def shape_of(row: Mapping[str, str]) -> StepShape:
@@ -287,84 +324,10 @@ def _ranking(name: str, pairs: list[tuple[float, float]]) -> GroupRanking:
     return GroupRanking(name, len(pairs), kendall_tau(pairs), chosen / best - 1)
 
 
-def _memory(row: Mapping[str, str], shape: StepShape) -> int:
-    """Return the bytes of the fullest device."""
-    model = TransformerConfig(
-        hidden_size=shape.hidden,
-        num_layers=shape.layers,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        intermediate_size=shape.inner,
-        vocab_size=shape.vocab,
-        seq_len=shape.seq_len,
-        gated=shape.gated,
-        rotary=shape.gated,
-        norm="rms" if shape.gated else "layer",
-        bias=not shape.gated,
-        position_tables=0 if shape.gated else 1,
-        tied=not shape.gated,
-        num_experts=shape.experts,
-        top_k=shape.top_k,
-    )
-    recompute = "selective" if shape.recompute == "products" else shape.recompute
-    layout = Layout.of(
-        dp=shape.dp,
-        tp=shape.tp,
-        pp=shape.pp,
-        cp=shape.cp,
-        ep=shape.ep,
-        sp=shape.sp and shape.tp > 1,
-        zero=shape.zero if shape.dp * shape.cp > 1 else 0,
-        micro_batch=shape.micro_batch,
-        microbatches=shape.microbatches,
-        pipeline_schedule="interleaved" if shape.virtual > 1 else "1f1b",
-        pipeline_virtual=shape.virtual if shape.virtual > 1 else None,
-        recompute=recompute,
-        kernels="fused" if shape.flash else "eager",
-        precision=_precision(row, shape),
-    )
-    needed = estimate_unchecked(model, layout)
-    peak = needed.peak
-    if shape.recompute == "products" and not shape.experts:
-        spared = 1 - _kept_by_operator(shape) / _kept_by_selective(shape)
-        peak -= round(spared * needed.parts["activations"])
-    # Frozen weights have neither gradients nor states, and those of adapters are few.
-    frozen = ("gradients", "states") if shape.frozen else ()
-    return peak - sum(needed.parts[name] for name in frozen)
-
-
-def _kept_by_operator(shape: StepShape) -> float:
-    """Return the elements per token that checkpointing by operator keeps of a layer.
-
-    These are its input, attention's output, and the outputs of every second product: query, value,
-    the gate (or the only projection up), and with a gate the projection down.
-    """
-    keys = (shape.projected - shape.width) / 2
-    return shape.hidden * (2 if shape.gated else 1) + 2 * shape.width + keys + shape.inner
-
-
-def _kept_by_selective(shape: StepShape) -> float:
-    """Return those that ``selective`` keeps: what no norm and no activation computes."""
-    gates = 2 if shape.gated else 1
-    return 2 * shape.hidden + shape.width + shape.projected + gates * shape.inner
-
-
 def _recompute(row: Mapping[str, str]) -> str:
     """Return what is recomputed; torch's own FSDP2 comes with checkpointing by operator."""
     word: str = _word(row, "recompute", _RECOMPUTE, "none" if _flash(row) else "full")
     return "products" if word == "selective" and "fsdp2" in row.get("shard", "") else word
-
-
-def _precision(row: Mapping[str, str], shape: StepShape) -> str:
-    """Return the precision of ``TrainingShape`` that is nearest to a row's.
-
-    FSDP gathers weights in half precision, where autocast would keep casts of all; trainers with
-    float8 keep gradients in bfloat16.
-    """
-    if "8" in row.get("precision", ""):
-        return "half-gradients"
-    precision: str = _word(row, "precision", _PRECISIONS, "mixed")
-    return "mixed" if precision == "autocast" and shape.zero == 3 else precision
 
 
 def _flash(row: Mapping[str, str]) -> bool:
@@ -391,10 +354,10 @@ def _word(row: Mapping[str, str], name: str, words: Mapping[str, Any], usual: An
     return next((value for word, value in words.items() if word in text), usual)
 
 
-def _measured(row: Mapping[str, str]) -> float:
-    """Return the measured seconds of a row; 0 where there are none, or the cell is no time."""
+def _measured(row: Mapping[str, str], name: str = "step_s") -> float:
+    """Return a measured number of a row; 0 where there is none, or the cell is no number."""
     try:
-        return _number(row, "step_s")
+        return _number(row, name)
     except RowError:
         return 0.0
 

@@ -34,8 +34,6 @@ from fusedops.planner.search import (
 )
 from fusedops.planner.step_time import StepEstimate, StepShape, step_time
 
-# Bytes that the CUDA context and the libraries' workspaces take on a device.
-CONTEXT_BYTES = 3 << 29
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _CONTEXT_RANKS = (1, 2, 4, 8, 16)
 # Tokens of a sequence that a context-parallel rank has at least.
@@ -258,7 +256,7 @@ def fastest(
         model,
         devices,
         device,
-        device.memory.bytes - CONTEXT_BYTES if memory is None else memory,
+        device.memory.usable if memory is None else memory,
         base,
         variants,
         tuple(schedule),

@@ -291,7 +291,7 @@ def test_the_command_adds_columns_and_prints_errors(tmp_path: Path) -> None:
     write(steps, rows)
     done = CliRunner().invoke(app, ["plan", "--evaluate", str(steps), "--out", str(out)])
     assert done.exit_code == 0, done.output
-    assert "mean absolute error" in done.output and "1 groups" in done.output
+    assert "Mean absolute errors" in done.output and "1 groups" in done.output
     with out.open(newline="") as file:
         written = list(csv.DictReader(file))
     assert [bool(row["predicted_step_s"]) for row in written] == [True, True, True, False, True]

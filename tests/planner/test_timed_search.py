@@ -32,7 +32,6 @@ from fusedops.planner import (
     step_shape,
     step_time,
 )
-from fusedops.planner.timed_search import CONTEXT_BYTES
 from fusedops.terminal.files import UserError
 
 H100 = load_device("h100")
@@ -148,7 +147,7 @@ def test_thousands_of_devices_take_seconds(
 
 
 def test_as_few_layers_recompute_as_fit() -> None:
-    model, memory = preset("llama3-8b"), H100.memory.bytes - CONTEXT_BYTES
+    model, memory = preset("llama3-8b"), H100.memory.usable
     sizes = {"tp": (1,), "pp": (1,), "cp": (1,), "zero": (3,), "micro_batch": (2,)}
     choices = sizes | {"offload": ((),), "recompute": ("full",)}
     row = fastest(model, 8, H100, 128, **choices).rows[0]
@@ -308,7 +307,7 @@ def test_offloading_and_recomputation_only_add_time() -> None:
 def test_recursive_bisection_finds_good_layouts_without_a_device(
     name: str, devices: int, batch: int, slower: float
 ) -> None:
-    model, memory = preset(name), H100.memory.bytes - CONTEXT_BYTES
+    model, memory = preset(name), H100.memory.usable
     row = recursive_layout(model, devices, batch, memory)
     assert row is not None and row.left(memory) >= 0
     check(model, row.layout, devices)
