@@ -17,7 +17,13 @@ from dataclasses import asdict, replace
 from fusedops.cli.plan_evaluate import layers_toml
 from fusedops.planner import evaluation
 from fusedops.planner.calibration import Step, calibrate, measured_layers
-from fusedops.planner.device import FOLDER, Device, DeviceEfficiency, load_device
+from fusedops.planner.device import (
+    FOLDER,
+    Device,
+    DeviceEfficiency,
+    MeasuredLayer,
+    load_device,
+)
 from fusedops.planner.step_time import step_time
 
 SOURCE = "# By tools/fit_clock.py on published steps; docs/planning.md says which were fitted.\n"
@@ -27,6 +33,8 @@ OF_LAYERS = (
     *("collective_seconds", "expert_seconds", "host_seconds", "host_spread"),
 )
 ROUNDS = 2
+# Of a validation: random halves, and layouts of a half from which on they are ranked.
+HALVES, LEAST_RANKED = 12, 8
 
 
 def main() -> None:
@@ -40,13 +48,15 @@ def main() -> None:
     parser.add_argument("--keep", default="", help="constants that are not, by ,")
     parser.add_argument("--write", default="", help="files of devices/ that get them, by ,")
     parser.add_argument(
-        "--validate", action="store_true", help="measured layers of one half, errors of the other"
+        "--validate",
+        action="store_true",
+        help="layers measured on one half of the rows, errors of the other",
     )
     parser.add_argument("--layers", default="", help="files that get the measured layers, by ,")
     arguments = parser.parse_args()
     steps: list[Step] = []
     weights: list[float] = []
-    sources: list[str] = []
+    sources: list[tuple[str, str]] = []
     prefixes = tuple(arguments.gpu.split(","))
     for text in arguments.files:
         name, _, device = text.partition("=")
@@ -60,7 +70,9 @@ def main() -> None:
         mine = evaluation.measured_steps(rows, usual)
         steps += mine
         sources += [
-            row.get("source") or name for row in rows if evaluation.measured_steps([row], usual)
+            (row.get("source") or name, evaluation.group_of(row))
+            for row in rows
+            if evaluation.measured_steps([row], usual)
         ]
         weights += [(300 / max(1, len(mine))) ** 0.5] * len(mine)
     if arguments.validate:
@@ -92,22 +104,53 @@ def main() -> None:
         write_layers(stem, steps, usual)
 
 
-def validate(steps: list[Step], sources: list[str]) -> None:
-    """Print errors of the rows of a source whose layers the other half of its rows measured."""
+def validate(steps: list[Step], sources: list[tuple[str, str]]) -> None:
+    """Print errors and rankings of the half of all rows that measured no layers, on average.
+
+    Args:
+        steps: measured ones.
+        sources: of each step, its source and its group of layouts that are compared.
+    """
     chosen = random.Random(0)
-    for source in sorted(set(sources)):
-        mine = [step for step, other in zip(steps, sources, strict=True) if other == source]
-        chosen.shuffle(mine)
-        half = len(mine) // 2
-        layers = tuple(measured_layers(mine[:half], mine[0][1].efficiency))
-        plain, known = (
-            statistics.fmean(
-                abs(step_time(shape, replace(device, layers=which)).seconds / seconds - 1)
-                for shape, device, seconds in mine[half:]
+    indices = list(range(len(steps)))
+    errors: dict[str, list[tuple[float, float]]] = {}
+    rankings: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(HALVES):
+        chosen.shuffle(indices)
+        half = len(indices) // 2
+        known, rest = indices[:half], indices[half:]
+        layers = layers_by_family([steps[index] for index in known])
+        groups: dict[str, list[tuple[float, float]]] = {}
+        for index in rest:
+            shape, device, seconds = steps[index]
+            plain, measured = (
+                step_time(shape, replace(device, layers=which)).seconds
+                for which in ((), layers.get(family(device), ()))
             )
-            for which in ((), layers)
-        )
-        print(f"{source}: {len(mine) - half} rows, {plain:.1%} without, {known:.1%} with layers")
+            source, group = sources[index]
+            shares = abs(plain / seconds - 1), abs(measured / seconds - 1)
+            errors.setdefault(source, []).append(shares)
+            groups.setdefault(group, []).append((measured, seconds))
+        for group, pairs in groups.items():
+            if len(pairs) >= LEAST_RANKED:
+                best, first = min(seconds for _, seconds in pairs), min(pairs)[1]
+                rank = evaluation.kendall_tau(pairs), first / best - 1
+                rankings.setdefault(group, []).append(rank)
+    for source, values in sorted(errors.items()):
+        plain, measured = (statistics.fmean(part) for part in zip(*values, strict=True))
+        print(f"{source}: {plain:.1%} without layers, {measured:.1%} with those of other rows")
+    for group, values in sorted(rankings.items()):
+        tau, slower = (statistics.fmean(part) for part in zip(*values, strict=True))
+        print(f"{group}: Kendall's tau {tau:.2f}, the first choice {slower:.1%} slower")
+
+
+def layers_by_family(steps: list[Step]) -> dict[str, tuple[MeasuredLayer, ...]]:
+    """Return the layers that steps measure on devices with their own efficiencies."""
+    efficiencies = {family(device): device.efficiency for _, device, _ in steps}
+    return {
+        name: tuple(measured_layers(of_family(steps, name), efficiency))
+        for name, efficiency in efficiencies.items()
+    }
 
 
 def unmeasured(steps: list[Step]) -> list[Step]:

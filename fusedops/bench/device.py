@@ -22,10 +22,10 @@ import torch
 from fusedops._core.timer import clock_for
 from fusedops.bench import machine
 from fusedops.bench.limits import measure_limits
-from fusedops.bench.small_models import SmallModel, training_step
+from fusedops.bench.small_models import SmallModel, shape_of_step, training_step
 from fusedops.bench.teams import TeamSetting, interleaved
 from fusedops.models import ParallelConfig
-from fusedops.planner import Device, Layout, StepShape, TrainingShape, load_device, step_shape
+from fusedops.planner import Device, Layout, StepShape, load_device, step_shape
 from fusedops.planner.calibration import calibrate
 from fusedops.planner.communication import CommunicationModel
 from fusedops.planner.device import DeviceLinks, DeviceMemory
@@ -38,11 +38,16 @@ FITTED = (
 )
 # Those that steps of two processes tell, where the machine has cores for them; else they keep their
 # usual values.
-FITTED_TOGETHER = ("node", "overlap", "collective_seconds")
+FITTED_TOGETHER = (
+    *("node", "overlap", "zero_gather", "sequence", "overlap_microbatches", "stage_wait"),
+    "collective_seconds",
+)
 _TOGETHER: tuple[dict[str, Any], ...] = (
     {"dp": 2},
     {"dp": 2, "zero": 1},
     {"tp": 2},
+    {"tp": 2, "sp": True},
+    {"tp": 2, "overlap_microbatches": True},
     {"cp": 2},
     {"pp": 2, "microbatches": 4},
 )
@@ -94,7 +99,9 @@ def sizes(*, quick: bool = False) -> list[tuple[SmallModel, int, int, int]]:
             (2, 4, 128, 1),
             (4, 4, 128, 1),
             (2, 2, 512, 1),
+            (2, 8, 256, 1),
             (2, 2, 64, 4),
+            (2, 1, 256, 8),
             (4, 16, 64, 1),
         )
     ]
@@ -156,10 +163,7 @@ def _with_communication(
     timed = interleaved(settings, 1.5 * seconds, lambda _: None)
     steps = []
     for sizes, (times, _) in zip(_TOGETHER, timed, strict=True):
-        parallel = ParallelConfig(**sizes)
-        rows = _SEQUENCES // (parallel.dp * parallel.microbatches)
-        layout = Layout(parallel, TrainingShape(micro_batch=rows, precision="float32"))
-        shape = step_shape(small.config(_TOKENS), layout)
+        shape = shape_of_step(small.config(_TOKENS), ParallelConfig(**sizes), _SEQUENCES)
         steps.append(DeviceStep(shape, statistics.median(times)))
     device = measured.device
     fit = [(step.shape, device, step.seconds) for step in steps]
@@ -195,6 +199,7 @@ def _measured(
         peak=peak,
         links=_links(where, threads, limits.copy.rate, links),
         efficiency=usual.efficiency,
+        threads=0 if where.type == "cuda" else threads,
         sources={
             "peak": f"measured products; {torch.__version__}",
             "memory": "measured copy",
@@ -210,7 +215,7 @@ def _measured(
     start = own.efficiency
     if where.type == "cpu":
         start = replace(start, products=0.7, inner=16, outer=16, attention=0.3, elementwise=0.6)
-        start = replace(start, optimizer=0.6, accumulation=_ACCUMULATED_BYTES)
+        start = replace(start, optimizer=0.6, accumulation=_ACCUMULATED_BYTES, stage_wait=0.05)
         start = replace(start, host_seconds=1e-4, layer_seconds=1e-4, microbatch_seconds=1e-4)
     fitted = replace(own, efficiency=calibrate(steps, start, names=FITTED))
     errors = [step_time(shape, fitted).seconds / took - 1 for shape, _, took in steps]
@@ -240,7 +245,8 @@ def _busy_cores(processes: int, threads: int) -> Iterator[None]:
 def _train_on(threads: int, ready: Any) -> None:
     """Make training steps until the process is ended."""
     torch.set_num_threads(threads)
-    step = training_step(SmallModel("gpt2", 512, 2, 2048).config(128), ParallelConfig(), 4)
+    # Large enough for its activations to leave the cache.
+    step = training_step(SmallModel("gpt2", 512, 4, 2048).config(256), ParallelConfig(), 8)
     step()
     ready.set()
     while True:

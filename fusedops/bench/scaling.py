@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.bench.small_models import InterleavedRow, SmallModel, text_of, training_step
+from fusedops.bench.small_models import (
+    InterleavedRow,
+    SmallModel,
+    shape_of_step,
+    text_of,
+    training_step,
+)
 from fusedops.bench.teams import TeamSetting, interleaved
 from fusedops.models import ParallelConfig, TransformerConfig
-from fusedops.models.parallelization.stage_costs import by_operations
 from fusedops.optim import AdamW
-from fusedops.parallel.pipeline.schedules import table
-from fusedops.parallel.pipeline.split import shortest
-from fusedops.planner import Device, Layout, TrainingShape, step_shape, step_time
+from fusedops.planner import Device, step_time
 
 
 @dataclass(frozen=True)
@@ -118,31 +121,27 @@ def measure(
     return rows
 
 
-def predicted(work: ScalingWork, setting: ScalingSetting, device: Device) -> float | None:
+def predicted(
+    work: ScalingWork, setting: ScalingSetting, devices: Sequence[Device]
+) -> float | None:
     """Return the seconds of a setting's step by the planner, ``None`` for a patched model.
 
     Args:
         work: what is trained.
         setting: how.
-        device: a process of one thread (``fusedops bench device``); of several it is taken to
-            compute so many times as fast, with the same memory.
+        devices: processes of one thread, and of two (``fusedops bench device --threads``); without
+            one of the setting's threads, the first one's products are scaled by their number.
     """
     if setting.parallel is None:
         return None
     parallel = ParallelConfig(**setting.parallel)
-    if parallel.pp > 1:
-        # As ``split_into_stages`` cuts the model; the planner's own search balances stages alone.
-        costs = by_operations(work.config(work.tokens))
-        order = table(
-            parallel.pipeline_schedule, parallel.pp, parallel.microbatches, parallel.virtual
-        )
-        runs = shortest(costs.layers, order, first=costs.first, last=costs.last)
-        parallel = replace(parallel, pipeline_cuts=tuple(run.start for run in runs[1:]))
-    rows = work.sequences // (parallel.dp * parallel.microbatches)
-    layout = Layout(parallel, TrainingShape(micro_batch=rows, precision="float32"))
-    peak = {name: setting.threads * rate for name, rate in device.peak.items()}
-    shape = step_shape(work.config(work.tokens), layout)
-    return step_time(shape, replace(device, peak=peak)).seconds
+    own = next((device for device in devices if device.threads == setting.threads), None)
+    if own is None:
+        own = devices[0]
+        factor = setting.threads / max(1, own.threads)
+        own = replace(own, peak={name: factor * rate for name, rate in own.peak.items()})
+    shape = shape_of_step(work.config(work.tokens), parallel, work.sequences)
+    return step_time(shape, own).seconds
 
 
 def _step_of(setting: ScalingSetting, work: ScalingWork) -> Callable[[], float]:

@@ -12,6 +12,10 @@ import torch
 
 from fusedops.bench import machine
 from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize, preset
+from fusedops.models.parallelization.stage_costs import by_operations
+from fusedops.parallel.pipeline.schedules import table
+from fusedops.parallel.pipeline.split import shortest
+from fusedops.planner import Layout, StepShape, TrainingShape, step_shape
 from fusedops.terminal import files
 
 _SEED = 0
@@ -88,6 +92,22 @@ def training_step(
         return float(run.mean_loss(outputs, count))
 
     return step
+
+
+def shape_of_step(config: TransformerConfig, parallel: ParallelConfig, sequences: int) -> StepShape:
+    """Return what the planner knows of a float32 step of ``training_step``.
+
+    Pipelines are cut as ``parallelize`` cuts them; the planner's own search balances stages alone.
+    """
+    if parallel.pp > 1:
+        costs = by_operations(config)
+        schedule = parallel.pipeline_schedule
+        order = table(schedule, parallel.pp, parallel.microbatches, parallel.virtual)
+        runs = shortest(costs.layers, order, first=costs.first, last=costs.last)
+        parallel = replace(parallel, pipeline_cuts=tuple(run.start for run in runs[1:]))
+    rows = sequences // (parallel.dp * parallel.microbatches)
+    training = TrainingShape(micro_batch=rows, precision="float32")
+    return step_shape(config, Layout(parallel, training))
 
 
 class InterleavedRow:

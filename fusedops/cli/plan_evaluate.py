@@ -82,7 +82,9 @@ def calibrate(path: str, out: str, device: str) -> None:
 
 def device_toml(device: Device, efficiency: dict[str, float], source: str) -> str:
     """Return the text of a device's file; ``source`` says where the efficiencies are from."""
-    lines = [f'name = "{device.name}"', *layers_toml(device.layers)]
+    lines = [f'name = "{device.name}"']
+    lines += [f"threads = {device.threads}"] if device.threads else []
+    lines += layers_toml(device.layers)
     tables = {
         "memory": asdict(device.memory),
         "peak": device.peak,

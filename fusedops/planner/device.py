@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float8")
 # Efficiencies that are shares of a peak, at most 1.
 SHARES = (
     *("products", "attention", "elementwise", "optimizer", "overlap"),
-    *("node", "ring", "network", "point_to_point"),
+    *("node", "ring", "network", "point_to_point", "zero_gather", "overlap_microbatches"),
 )
 # Octaves of a size by which a measured layer's weight falls to 0.6, and the number of steps that a
 # factor of 1 weighs.
@@ -112,7 +112,14 @@ class DeviceEfficiency:
         ring: the same of the rings of data parallelism.
         point_to_point: share of the bandwidth between nodes that neighbours of a pipeline reach.
         overlap: share of the all-reduce of gradients that the backward hides.
-        gather: share of FSDP's gathers that does not.
+        gather: share of FSDP's gathers that it does not hide.
+        zero_gather: the same of the gather of weights after a step of ZeRO 1 and 2.
+        sequence: seconds of the collectives of sequence parallelism by those of the all-reduces
+            that they replace.
+        overlap_microbatches: share of tensor parallelism's collectives that are hidden where a
+            layer computes two halves of a micro-batch in turn.
+        stage_wait: share of its computation that a pipeline rank waits for its neighbours beyond
+            the bubble, because their times vary.
         collective_seconds: of a collective of tensor parallelism, times the root of its ranks.
         layer_seconds: of a layer and micro-batch, in which nothing of the above runs.
         expert_seconds: of a layer with experts and micro-batch: routing, and the host's wait for
@@ -141,6 +148,10 @@ class DeviceEfficiency:
     point_to_point: float
     overlap: float
     gather: float
+    zero_gather: float
+    sequence: float
+    overlap_microbatches: float
+    stage_wait: float
     collective_seconds: float
     layer_seconds: float
     expert_seconds: float
@@ -219,6 +230,7 @@ class Device:
         efficiency: what training reaches of all that.
         sources: where the numbers are from, by table or key.
         layers: layers that were measured, in any order.
+        threads: of a process on a CPU; 0: the device is none.
 
     Raises:
         ValueError: a number is not positive, or the peak of ``bfloat16`` is missing.
@@ -236,8 +248,10 @@ class Device:
     efficiency: DeviceEfficiency
     sources: dict[str, str] = field(default_factory=dict)
     layers: tuple[MeasuredLayer, ...] = ()
+    threads: int = 0
 
     def __post_init__(self) -> None:
+        checks.integer(_OP, "threads", self.threads, least=0)
         for dtype, value in self.peak.items():
             checks.choice(_OP, "peak", dtype, DTYPES)
             checks.positive(_OP, f"peak.{dtype}", value)

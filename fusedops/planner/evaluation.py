@@ -110,9 +110,7 @@ def evaluate(rows: Sequence[Mapping[str, str]], usual: Device | None = None) -> 
         if prediction.step_s is None or not measured:
             continue
         errors.setdefault(source, []).append(abs(prediction.step_s / measured - 1))
-        sizes = row.get("model") or " x ".join(row.get(name, "") for name in ("layers", "hidden"))
-        name = f"{sizes}, {row.get('gpus', '')} devices, global batch {row.get('gbs', '')}"
-        groups.setdefault(name, []).append((prediction.step_s, measured))
+        groups.setdefault(group_of(row), []).append((prediction.step_s, measured))
     rankings = [
         _ranking(name, pairs) for name, pairs in groups.items() if len(pairs) >= LEAST_OF_GROUP
     ]
@@ -147,6 +145,12 @@ def measured_reserve(rows: Sequence[Mapping[str, str]], usual: Device) -> int | 
         if peak and predict(row, usual).mem_gib is not None:
             differences.append(peak * 2**30 - row_memory(row, shape_of(row)).needed)
     return max(0, round(statistics.median(differences))) if differences else None
+
+
+def group_of(row: Mapping[str, str]) -> str:
+    """Return the name of the group whose layouts are compared: model, devices, global batch."""
+    sizes = row.get("model") or " x ".join(row.get(name, "") for name in ("layers", "hidden"))
+    return f"{sizes}, {row.get('gpus', '')} devices, global batch {row.get('gbs', '')}"
 
 
 def measured_steps(

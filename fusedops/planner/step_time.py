@@ -76,6 +76,8 @@ class StepShape:
         cp: context-parallel ranks.
         ep: expert-parallel ranks.
         sp: sequence parallelism with ``tp``.
+        overlap_microbatches: whether a layer computes two halves of a micro-batch in turn, so that
+            the collectives of one are hidden behind the other.
         zero: ZeRO stage; 3 gathers weights (FSDP).
         micro_batch: sequences of a micro-batch.
         microbatches: of a step, on a data-parallel rank.
@@ -120,6 +122,7 @@ class StepShape:
     cp: int = 1
     ep: int = 1
     sp: bool = False
+    overlap_microbatches: bool = False
     zero: int = 0
     micro_batch: int = 1
     microbatches: int = 1
@@ -339,8 +342,10 @@ class _Costs:
         moved = shape.tokens * shape.hidden * shape.element
         if shape.tp == 1:
             return 0.0
+        usual = self.device.efficiency
         seconds = 2 * (shape.tp - 1) / shape.tp * moved / self.link(shape.tp)
-        return 2 * (seconds + self.device.efficiency.collective_seconds * shape.tp**0.5)
+        seconds += usual.collective_seconds * shape.tp**0.5
+        return 2 * seconds * (usual.sequence if shape.sp else 1.0)
 
     def context(self) -> float:
         """Return the seconds in which keys and values travel in a forward."""
@@ -413,7 +418,7 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
     )
     parts["head"] = head * shape.microbatches if has_head else 0.0
     if shape.pp > 1:
-        parts["bubble"] = _bubble(shape) * of_stage
+        parts["bubble"] = (_bubble(shape) + usual.stage_wait * shape.microbatches) * of_stage
         rounds = (
             shape.pp - 1 + shape.virtual * shape.pp + shape.microbatches * (shape.virtual - 1) / 2
         )
@@ -461,6 +466,8 @@ def _layer(costs: _Costs) -> tuple[dict[str, float], float]:
 def _layer_of_kind(costs: _Costs) -> tuple[dict[str, float], float]:
     """Return the seconds of a layer and micro-batch by part, and of what is hidden behind them."""
     shape, usual = costs.shape, costs.device.efficiency
+    if shape.overlap_microbatches and shape.micro_batch % 2 == 0:
+        return _layer_of_halves(costs)
     forward, gradients = costs.layer_products()
     attention, elementwise = costs.attention(), costs.elementwise()
     once = {"tensor": costs.tensor(), "experts": costs.experts(), "context": costs.context()}
@@ -498,6 +505,23 @@ def _layer_of_kind(costs: _Costs) -> tuple[dict[str, float], float]:
     return layer, moved - layer["offload"]
 
 
+def _layer_of_halves(costs: _Costs) -> tuple[dict[str, float], float]:
+    """Return ``_layer_of_kind`` of two halves, each of which hides the other's collectives."""
+    shape, names = costs.shape, ("tensor", "experts")
+    half = replace(
+        shape,
+        micro_batch=shape.micro_batch // 2,
+        saved_bytes=shape.saved_bytes / 2,
+        overlap_microbatches=False,
+    )
+    layer, hidden = _layer_of_kind(_Costs(half, costs.device))
+    layer = {name: 2 * seconds for name, seconds in layer.items()}
+    sent = sum(layer[name] for name in names)
+    spared = costs.device.efficiency.overlap_microbatches * min(sent, sum(layer.values()) - sent)
+    layer |= {name: layer[name] * (1 - spared / sent) for name in names if sent}
+    return layer, 2 * hidden + spared
+
+
 def _bubble(shape: StepShape) -> float:
     """Return how many stages of a micro-batch a pipeline rank waits."""
     if shape.schedule in _PLAIN_SCHEDULES:
@@ -533,8 +557,10 @@ def _data(shape: StepShape, costs: _Costs, of_stage: float) -> tuple[float, floa
     else:
         # ZeRO-2 stores gradients sharded: each micro-batch reduces its own.
         times = shape.microbatches if shape.zero == 2 else 1
-        total = (times * gradients + (weights if shape.zero else gradients)) / band
-        shown = total * (1 - usual.overlap)
+        reduced = (times if shape.zero else 2) * gradients / band
+        gathered = weights / band if shape.zero else 0.0
+        total = reduced + gathered
+        shown = reduced * (1 - usual.overlap) + gathered * usual.zero_gather
     return shown, max(0.0, total - shown)
 
 

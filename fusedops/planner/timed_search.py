@@ -108,7 +108,10 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
         8192.0
     """
     config = layout.parallel
-    names = ("tp", "pp", "dp", "cp", "ep", "sp", "zero", "microbatches", "offload")
+    names = (
+        *("tp", "pp", "dp", "cp", "ep", "sp", "zero", "microbatches", "offload"),
+        "overlap_microbatches",
+    )
     options = {name: getattr(config, name) for name in names}
     options["schedule"], options["virtual"] = config.pipeline_schedule, config.virtual
     offloads = "activations" in config.offload

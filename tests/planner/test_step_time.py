@@ -106,12 +106,45 @@ def test_float32_moves_twice_the_bytes_and_computes_by_its_own_peak() -> None:
         # The passes over the logits take twice as long, and products eight times.
         assert 6 < full["head"] / half["head"] < 8.1
     # Gradients are summed in float32 with either, and only gathered weights have the dtype.
+    hidden = replace(device.efficiency, zero_gather=1 - device.efficiency.overlap)
+    device = replace(device, efficiency=hidden)
     data = [
         step_time(shape(dp=16, zero=zero, dtype=dtype), device).parts["data"]
         for zero in (0, 1)
         for dtype in ("bfloat16", "float32")
     ]
     assert data[0] == data[1] == data[3] == pytest.approx(data[2] * 8 / 6)
+
+
+def test_halves_of_a_micro_batch_hide_each_others_collectives() -> None:
+    device = load_device("a100-80")
+    for sizes in ({"tp": 8}, {"experts": 64, "top_k": 8, "ep": 8, "dp": 8, "inner": 1024}):
+        plain = step_time(shape(**sizes, micro_batch=2), device)
+        halved = step_time(shape(**sizes, micro_batch=2, overlap_microbatches=True), device)
+        sent = plain.parts["tensor"] + plain.parts["experts"]
+        left = halved.parts["tensor"] + halved.parts["experts"]
+        share = device.efficiency.overlap_microbatches
+        # Two halves have twice the latencies of one.
+        assert (1 - share) * sent <= left < 1.2 * (1 - share) * sent
+        assert halved.hidden - plain.hidden == pytest.approx(share / (1 - share) * left)
+        assert halved.parts["products"] > plain.parts["products"]
+        one = step_time(shape(**sizes, overlap_microbatches=True), device)
+        assert one == step_time(shape(**sizes), device)  # a sequence is not halved
+
+
+def test_waits_and_slower_collectives_of_a_device_are_added() -> None:
+    device = load_device("a100-80")
+    other = replace(device.efficiency, sequence=1.5, stage_wait=0.1, zero_gather=1.0)
+    slow = replace(device, efficiency=other)
+    for part, sizes in (
+        ("tensor", {"tp": 2, "sp": True}),
+        ("bubble", {"pp": 2, "microbatches": 8}),
+        ("data", {"dp": 8, "zero": 1}),
+    ):
+        before, after = (step_time(shape(**sizes), where).parts for where in (device, slow))
+        assert after[part] > before[part]
+        assert {name for name in before if before[name] != after[name]} == {part}
+    assert step_time(shape(tp=2), slow).parts == step_time(shape(tp=2), device).parts
 
 
 def test_a_ring_leaves_a_node_by_the_links_of_all_its_ranks_there() -> None:

@@ -76,6 +76,7 @@ def _show(measured: MeasuredDevice) -> None:
         shape = step.shape
         sizes = {"dp": shape.dp, "zero": shape.zero, "tp": shape.tp, "cp": shape.cp, "pp": shape.pp}
         shown = [f"{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
+        shown += [name for name in ("sp", "overlap_microbatches") if getattr(shape, name)]
         table.add_row(
             ", ".join(shown) or "1",
             str(shape.hidden),

@@ -34,7 +34,10 @@ def scaling(
     json_file: options.JsonRows = None,
     device: Annotated[
         str,
-        typer.Option(help="Also predict each step: a TOML file of fusedops bench device."),
+        typer.Option(
+            help="Also predict each step: TOML files of fusedops bench device for processes of one "
+            "thread and of two, with a comma between."
+        ),
     ] = "",
 ) -> None:
     """Train one model on one process of two threads and on two processes of one thread.
@@ -58,7 +61,7 @@ def scaling(
             raise files.UserError(str(error)) from None
         from fusedops.cli.plan_evaluate import load
 
-        own = load(device) if device else None
+        own = [load(name) for name in device.split(",")] if device else []
         plain = {name.replace(" ", ""): name for name in SETTINGS}
         chosen = [plain[name] for name in _names(settings, plain)]
         work = ScalingWork(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
@@ -72,7 +75,7 @@ def scaling(
             except RuntimeError as error:
                 raise files.UserError(str(error)) from error
         _show(rows, out)
-        if own is not None:
+        if own:
             _show_predicted(rows, work, own, out)
         if json_file is not None:
             save_rows(json_file, rows, work=asdict(work))
@@ -110,7 +113,9 @@ def _show(rows: list[ScalingRow], out: Any) -> None:
     print_table(out, table)
 
 
-def _show_predicted(rows: list[ScalingRow], work: ScalingWork, device: Device, out: Any) -> None:
+def _show_predicted(
+    rows: list[ScalingRow], work: ScalingWork, devices: list[Device], out: Any
+) -> None:
     """Print the planner's seconds of each setting, their errors, and whether the order is right."""
     from rich.table import Table
 
@@ -119,10 +124,14 @@ def _show_predicted(rows: list[ScalingRow], work: ScalingWork, device: Device, o
     from fusedops.terminal.console import number_columns, print_table
 
     figures = number_columns("measured ms", "predicted ms", "error")
-    table = Table("setting", *figures, title=f"steps predicted for {device.name}")
+    table = Table(
+        "setting",
+        *figures,
+        title="predicted steps, " + " and ".join(device.name for device in devices),
+    )
     pairs = []
     for row in rows:
-        seconds = predicted(work, row.setting, device)
+        seconds = predicted(work, row.setting, devices)
         if seconds is None:
             continue
         measured = statistics.median(row.seconds)
