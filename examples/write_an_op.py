@@ -134,7 +134,11 @@ TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) { m.impl("scale_add", forward); }
 """
 print("before:", fusedops.resolve("scale_add", x, y, 2.0))
 load_inline(
-    "scale_add", SOURCE, extra_cflags=["-O3"], is_python_module=False, no_implicit_headers=True
+    "scale_add",
+    SOURCE,
+    extra_cflags=["-O3", "-fopenmp"],  # without OpenMP at::parallel_for uses one thread
+    is_python_module=False,
+    no_implicit_headers=True,
 )
 print("after:", fusedops.resolve("scale_add", x, y, 2.0))
 
