@@ -9,7 +9,7 @@ the unit of ``costs``, those of the layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from fusedops._core import checks
@@ -50,15 +50,26 @@ def balanced(
     for stage in range(stages):
         after = stages - stage - 1
         ends = [layers] if not after else range(stage + 1, layers - after + 1)
-        best = {
-            end: min(
-                (max(slowest, cost(begin, end)), squares + cost(begin, end) ** 2, (*cuts, end))
-                for begin, (slowest, squares, cuts) in best.items()
-                if begin < end
-            )
-            for end in ends
-        }
+        best = {end: _last_run(best, end, cost) for end in ends}
     return _runs(best[layers][2])
+
+
+def _last_run(
+    best: dict[int, tuple[float, float, tuple[int, ...]]],
+    end: int,
+    cost: Callable[[int, int], float],
+) -> tuple[float, float, tuple[int, ...]]:
+    """Return the best split of the layers before ``end``, of the best ones with a stage less."""
+    least: tuple[float, float, tuple[int, ...]] | None = None
+    for begin in reversed([begin for begin in best if begin < end]):
+        own = cost(begin, end)
+        if least is not None and own > least[0]:
+            break  # longer runs cost more
+        slowest, squares, cuts = best[begin]
+        split = max(slowest, own), squares + own**2, (*cuts, end)
+        least = split if least is None else min(least, split)
+    assert least is not None, "check_layers left a layer for each stage"
+    return least
 
 
 def shortest(
