@@ -15,8 +15,9 @@ from fusedops.planner.layout import Layout, TrainingShape, check
 from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.recursive_search import recursive_layout
 from fusedops.planner.search import Plan, layouts, plan
+from fusedops.planner.shapes import StepShape
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
-from fusedops.planner.step_time import StepEstimate, StepShape, step_time
+from fusedops.planner.step_time import StepEstimate, step_time
 from fusedops.planner.timed_search import TimedLayout, TimedPlan, fastest, step_shape
 from fusedops.planner.traffic import step_traffic
 

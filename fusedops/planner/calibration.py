@@ -14,7 +14,8 @@ import torch
 
 from fusedops.launch.config_table import InputError
 from fusedops.planner.device import SHARES, Device, DeviceEfficiency, MeasuredLayer
-from fusedops.planner.step_time import StepShape, step_time
+from fusedops.planner.shapes import StepShape
+from fusedops.planner.step_time import step_time
 
 _STEP = 1e-3  # of a logarithm, for derivatives
 _MOST = 0.4  # by which a logarithm may change in one iteration

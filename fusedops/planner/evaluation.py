@@ -17,7 +17,8 @@ from typing import Any
 from fusedops.launch.config_table import InputError
 from fusedops.planner.device import Device, known_devices, load_device
 from fusedops.planner.row_memory import row_memory
-from fusedops.planner.step_time import StepShape, step_time
+from fusedops.planner.shapes import StepShape
+from fusedops.planner.step_time import step_time
 
 PREDICTED = ("predicted_step_s", "predicted_mem_gib", "predicted_fits", "why")
 # Layouts of one group, from which on its ranking is judged.
@@ -25,6 +26,9 @@ LEAST_OF_GROUP = 3
 # Recomputation and sharding as tables write them, by the first word that occurs in the cell.
 _RECOMPUTE = {"full": "full", "selective-op": "products", "selective": "selective", "none": "none"}
 _ZERO = {"zero3": 3, "fsdp": 3, "zero2": 2, "zero1": 1, "none": 0}
+# torchao converts to float8 in kernels of their own, with one scale for a tensor: they search the
+# largest element (2 bytes read), then write rows and columns (2 read and 1 written for each).
+_CAST_BYTES = 8.0
 
 
 class RowError(ValueError):
@@ -233,6 +237,7 @@ def shape_of(row: Mapping[str, str]) -> StepShape:
         frozen="lora" in f"{row.get('model', '')} {row.get('note', '')}".lower(),
         flash=_flash(row),
         dtype=_dtype(row.get("precision", "")),
+        cast_bytes=_CAST_BYTES if "tensorwise" in row.get("precision", "") else 0.0,
         **sizes,
     )
 

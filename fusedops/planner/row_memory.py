@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fusedops.models.config import TransformerConfig
 from fusedops.planner.layout import Layout
 from fusedops.planner.memory import Estimate, estimate_unchecked
-from fusedops.planner.step_time import StepShape
+from fusedops.planner.shapes import StepShape
 
 # The precision of a row, by the first word that occurs in its cell.
 _PRECISIONS = {

@@ -32,7 +32,8 @@ from fusedops.planner.search import (
     fitted,
     powers_of_two,
 )
-from fusedops.planner.step_time import StepEstimate, StepShape, step_time
+from fusedops.planner.shapes import StepShape
+from fusedops.planner.step_time import StepEstimate, step_time
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _CONTEXT_RANKS = (1, 2, 4, 8, 16)

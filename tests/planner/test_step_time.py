@@ -132,6 +132,22 @@ def test_halves_of_a_micro_batch_hide_each_others_collectives() -> None:
         assert one == step_time(shape(**sizes), device)  # a sequence is not halved
 
 
+def test_casts_to_float8_read_inputs_and_gradients_of_outputs() -> None:
+    device = replace(load_device("h100"), layers=())
+    row = {**ROW, "gpu": "H100", "precision": "float8-tensorwise", "shard": "fsdp2"}
+    assert evaluation.shape_of(row).cast_bytes > 0
+    assert evaluation.shape_of(row | {"precision": "FP8"}).cast_bytes == 0
+    plain, cast = (
+        step_time(shape(dtype="float8", cast_bytes=size, recompute=recompute), device).parts
+        for size, recompute in ((0.0, "full"), (8.0, "full"))
+    )
+    inputs = 4096 * (4096 + 4096 + 4096 + 14336)  # of qkv, output, gate and up, down
+    outputs = 4096 * (6144 + 4096 + 2 * 14336 + 4096)
+    rate = device.memory.bandwidth * device.efficiency.elementwise / (8 * 32)
+    assert cast["elementwise"] - plain["elementwise"] == pytest.approx((inputs + outputs) / rate)
+    assert cast["recomputation"] - plain["recomputation"] == pytest.approx(inputs / rate)
+
+
 def test_waits_and_slower_collectives_of_a_device_are_added() -> None:
     device = load_device("a100-80")
     other = replace(device.efficiency, sequence=1.5, stage_wait=0.1, zero_gather=1.0)
