@@ -229,7 +229,7 @@ def shape_of(row: Mapping[str, str]) -> StepShape:
         virtual=_count(row, "vp", 1, needed=False),
         schedule="interleaved" if _count(row, "vp", 1, needed=False) > 1 else "1f1b",
         sp=_flash(row) and sizes["tp"] > 1 or "sequence" in row.get("recompute", ""),
-        zero=_word(row, "shard", _ZERO, 0),
+        zero=_zero(row, sizes["pp"]),
         micro_batch=micro_batch,
         microbatches=batch // (sizes["dp"] * micro_batch),
         recompute=_recompute(row),
@@ -331,6 +331,12 @@ def _ranking(name: str, pairs: list[tuple[float, float]]) -> GroupRanking:
     best = min(measured for _, measured in pairs)
     chosen = min(pairs)[1]
     return GroupRanking(name, len(pairs), kendall_tau(pairs), chosen / best - 1)
+
+
+def _zero(row: Mapping[str, str], pp: int) -> int:
+    """Return the stage of ZeRO; FSDP2 gathers a pipeline stage once in a step, as stage 1 does."""
+    stage: int = _word(row, "shard", _ZERO, 0)
+    return 1 if pp > 1 and "fsdp2" in row.get("shard", "").lower() else stage
 
 
 def _recompute(row: Mapping[str, str]) -> str:

@@ -314,6 +314,13 @@ def test_a_row_is_the_shape_that_it_describes() -> None:
         assert evaluation.device_of(row).name.endswith(end)
 
 
+def test_fsdp2_gathers_a_pipeline_stage_once_in_a_step() -> None:
+    row = {**ROW, "shard": "fsdp2", "tp": "1", "gpus": "8", "dp": "8"}
+    assert evaluation.shape_of(row).zero == 3
+    assert evaluation.shape_of(row | {"pp": "2", "dp": "4"}).zero == 1
+    assert evaluation.shape_of(row | {"pp": "2", "dp": "4", "shard": "fsdp"}).zero == 3
+
+
 def test_what_does_not_fit_is_said_not_to_fit() -> None:
     small = evaluation.predict(ROW)
     assert small.fits and small.mem_gib is not None and 5 < small.mem_gib < 40
