@@ -148,19 +148,11 @@ def load(name: str) -> Device:
 def _show(result: Evaluation, console: Console) -> None:
     from rich.table import Table
 
-    none = (0.0, 0)
     missing = [prediction.why for prediction in result.predictions if prediction.step_s is None]
     errors = Table("source", "steps", "error", "peaks", "error", title="Mean absolute errors")
     for source in dict.fromkeys([*result.errors, *result.memory_errors]):
-        cells = [
-            cell
-            for error, count in (
-                result.errors.get(source, none),
-                result.memory_errors.get(source, none),
-            )
-            for cell in ((str(count), f"{error:.1f} %") if count else ("", ""))
-        ]
-        errors.add_row(source, *cells)
+        of_steps, of_peaks = result.errors.get(source), result.memory_errors.get(source)
+        errors.add_row(source, *_cells(of_steps), *_cells(of_peaks))
     if errors.rows:
         console.print(errors)
     large = [group for group in result.groups if group.layouts >= _LISTED]
@@ -183,6 +175,11 @@ def _show(result: Evaluation, console: Console) -> None:
     if missing:
         reasons = ", ".join(f"{missing.count(why)} x {why}" for why in dict.fromkeys(missing))
         console.print(f"{len(missing)} rows without a prediction: {reasons}")
+
+
+def _cells(error: tuple[float, int] | None) -> tuple[str, str]:
+    """Return the cells of the number of rows and their error."""
+    return (str(error[1]), f"{error[0]:.1f} %") if error else ("", "")
 
 
 def _summary(groups: Sequence[GroupRanking]) -> str:

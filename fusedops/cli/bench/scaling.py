@@ -61,7 +61,7 @@ def scaling(
             raise files.UserError(str(error)) from None
         from fusedops.cli.plan_evaluate import load
 
-        own = [load(name) for name in device.split(",")] if device else []
+        own = [load(name.strip()) for name in device.split(",")] if device else []
         plain = {name.replace(" ", ""): name for name in SETTINGS}
         chosen = [plain[name] for name in _names(settings, plain)]
         work = ScalingWork(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
