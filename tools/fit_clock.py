@@ -26,7 +26,7 @@ from fusedops.planner.device import (
 )
 from fusedops.planner.step_time import step_time
 
-SOURCE = "# By tools/fit_clock.py on published steps; docs/planning.md says which were fitted.\n"
+SOURCE = "# By tools/fit_clock.py on published steps; docs/estimates.md says which were fitted.\n"
 # What a measured layer tells as well: these are fitted without such layers, the others with them.
 OF_LAYERS = (
     *("products", "float8", "attention", "inner", "outer", "elementwise", "node"),

@@ -69,7 +69,7 @@ def plan(
     precision: Annotated[
         str,
         typer.Option(
-            help="float32, autocast, mixed, half-gradients, half: docs/planning.md; default: "
+            help="float32, autocast, mixed, half-gradients, half: docs/estimates.md; default: "
             "mixed, with --image float32."
         ),
     ] = "",
@@ -153,7 +153,7 @@ def plan(
     """Print which layouts of a model fit on the devices, and the memory of each part.
 
     The command exits with 1 if nothing fits. The formulas, and how far measured peaks are from
-    them, are in docs/planning.md.
+    them, are in docs/estimates.md.
     """
     with files.one_line_errors():
         if model == "list":
@@ -357,7 +357,7 @@ def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) ->
 
 
 def _measure() -> None:
-    """Measure small models, and print the table of docs/planning.md."""
+    """Measure small models, and print the table of docs/estimates.md."""
     options.check_transformers()
     from fusedops.cli.plan_measure import cases, measure
     from fusedops.terminal.console import console

@@ -14,7 +14,7 @@ Between them bytes rise or fall in a line, layer by layer, so that no other mome
 optimizer is one that needs no memory of its own (``fusedops.optim.AdamW``, torch's ``fused=True``).
 Fragmentation, the libraries' workspaces and what is no tensor are not in it.
 
-``docs/planning.md`` has the formulas with their reasons, and the comparison with measured peaks.
+``docs/estimates.md`` has the formulas with their reasons, and the comparison with measured peaks.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _PRECISIONS = {
     "fp16": "half-gradients",
     "8": "half-gradients",  # trainers with float8 keep gradients in bfloat16
 }
-_BEFORE_H100 = ("V100", "A100", "A800", "")
+_BEFORE_H100 = ("V100", "A100", "A800")
 # Optimizers over sharded 16-bit parameters before FSDP2, while they step, in bytes per parameter of
 # the rank: float32 gradients (4), flat copies of the 16-bit gradients and parameters (4), and the
 # temporaries of an AdamW that is not fused (4).
@@ -85,7 +85,7 @@ def _wraps_optimizer(row: Mapping[str, str]) -> bool:
 
     Autocast has float32 parameters, and pure half precision no float32 copies.
     """
-    precision, gpu = row.get("precision", "").lower(), row.get("gpu", "A100")[:4]
+    precision, gpu = row.get("precision", "").lower(), row.get("gpu", "")[:4]
     return precision in ("fp16", "bf16") and gpu in _BEFORE_H100
 
 
