@@ -4,8 +4,8 @@ A layer's time is that of its matrix products (a roofline whose efficiency falls
 their sums), of attention, of what is no product by the bytes that it moves, and of the
 communication that nothing hides; or the time in which the host starts its kernels, if that is
 longer. Layers, micro-batches and the bubble of the pipeline's schedule give the step, with
-embedding and loss, the all-reduce of gradients and the optimizer. docs/estimates.md has the formulae,
-and docs/planning.md how far they are from measured steps.
+embedding and loss, the all-reduce of gradients and the optimizer. docs/estimates.md has the
+formulae, and docs/planning.md how far they are from measured steps.
 """
 
 from __future__ import annotations
