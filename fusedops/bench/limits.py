@@ -95,7 +95,7 @@ def _memmove(pool: ThreadPoolExecutor, target: torch.Tensor, source: torch.Tenso
 
 
 def _matmul(device: torch.device, dtype: torch.dtype, clock: Clock) -> Limit:
-    # On a CPU the operands of a smaller product stay in the cache that other processes do not use.
+    # On a CPU whose other cores are busy the smaller product is the faster one.
     sizes = [8192] if device.type == "cuda" else [512, 1536]
     factor = 2 if dtype == torch.float64 else 1
     limits = [_matmul_of_size(device, dtype, clock, size // factor) for size in sizes]

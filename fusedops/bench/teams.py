@@ -1,8 +1,7 @@
 """Processes that make steps on request, so that settings can be measured interleaved.
 
 While one setting makes its steps the processes of the others are stopped (``SIGSTOP``): the threads
-of twenty waiting process groups wake often enough to make the steps of another process up to a
-quarter slower.
+of twenty waiting processes wake often enough to make the steps of another one up to a fifth slower.
 """
 
 from __future__ import annotations

@@ -213,9 +213,13 @@ class MeasuredLayer:
 
     @property
     def place(self) -> tuple[float, ...]:
-        """Logarithms (base 2) of the sizes."""
-        sizes = (self.tokens, self.hidden, self.inner, self.heads, self.tp)
-        return tuple(math.log2(size) for size in sizes)
+        """``layer_place`` of the sizes."""
+        return layer_place(self.tokens, self.hidden, self.inner, self.heads, self.tp)
+
+
+def layer_place(*sizes: float) -> tuple[float, ...]:
+    """Return where a layer of these sizes is among measured ones: logarithms (base 2)."""
+    return tuple(math.log2(size) for size in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

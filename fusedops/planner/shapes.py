@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from fusedops._core import checks
 from fusedops.parallel.pipeline.schedules import SCHEDULES
+from fusedops.planner.device import layer_place
 
 _OP = "step_time"
 _RECOMPUTE = ("none", "elementwise", "selective", "products", "full")
@@ -157,8 +157,7 @@ class StepShape:
     @property
     def place(self) -> tuple[float, ...]:
         """``MeasuredLayer.place`` of the layers."""
-        sizes = (self.tokens, self.hidden, self.inner, self.heads, self.tp)
-        return tuple(math.log2(size) for size in sizes)
+        return layer_place(self.tokens, self.hidden, self.inner, self.heads, self.tp)
 
     def kinds(self) -> list[tuple[int, StepShape]]:
         """Return how many layers are alike, and a shape all of whose layers are so."""
