@@ -44,6 +44,7 @@ class Restored:
         positions: those of all ranks that saved.
         extra: what else was given.
         folder: of the checkpoint.
+        confirmed: whether a good step followed it (``Checkpointer.confirm``).
         passed_over: newer checkpoints that are damaged, each with the reason.
         notes: what is not as if the run had never stopped.
     """
@@ -53,6 +54,7 @@ class Restored:
     positions: tuple[Any, ...]
     extra: Any
     folder: Path
+    confirmed: bool = False
     passed_over: tuple[tuple[Path, str], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -492,6 +494,7 @@ class Checkpointer:
             positions=tuple(part["data"] for part in parts),
             extra=mine["extra"],
             folder=folder,
+            confirmed=self._from_first(folders.is_confirmed(folder)),
             passed_over=passed_over,
             notes=tuple(notes),
         )

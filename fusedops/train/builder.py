@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
 from fusedops.profiler import StepRecorder
 from fusedops.train import corpus as corpora
-from fusedops.train import metrics, precision
+from fusedops.train import metrics, precision, resume
 from fusedops.train.config import Config, OptimizerConfig, check_parallel
 from fusedops.train.data import Sequences
 from fusedops.train.loggers import check_installed, make_loggers
@@ -47,11 +46,6 @@ from fusedops.train.precision import LossScale
 
 # Vocabularies are rounded up, so that tensor parallelism can divide them.
 _ROWS = 64
-# Keys that change what the steps of a run compute.
-_OF_VALUES = (
-    *("batch", "seed", "data.seq_len", "data.shuffle", "data.documents"),
-    *("optimizer.", "schedule.", "precision."),
-)
 
 
 @dataclass
@@ -73,7 +67,6 @@ class Run:
     corpus: str  # identity of the tokens
     step: int = 0  # steps that were done
     position: int = 0  # sequences that were trained on
-    finite: bool = True  # whether loss and weights were finite at the last checkpoint
     notes: tuple[str, ...] = ()  # what the user should know before the first step
     recorder: StepRecorder | None = None  # of where the time of the steps goes
     memory: MemoryRecording | None = None  # of what one step allocates
@@ -100,7 +93,6 @@ class Run:
     def resume_from(self, restored: Restored) -> None:
         """Go on from what a checkpoint restored."""
         self.step, self.position = restored.step, restored.data["sequences"]
-        self.finite = restored.extra.get("finite", True)  # older checkpoints do not say
         # The checkpoint's options came back with its states; those of this configuration hold.
         for group in self.optimizer.param_groups:
             group.update(_options(self.config))
@@ -363,41 +355,9 @@ def _peak(config: Config, ranks: Ranks) -> float:
 
 
 def _resume(run: Run) -> None:
-    try:
-        restored = run.checkpointer.load()
-    except ValueError as error:
-        raise InputError(f"{error}; a new run needs another out") from None
+    restored, notes = resume.load_last_good(run.checkpointer)
     if restored is None:
         return
     run.resume_from(restored)
-    notes = [*run.notes, f"resumes from step {restored.step}"]
-    notes += [f"passed over {path.name}: {why}" for path, why in restored.passed_over]
-    saved = restored.extra["corpus"]
-    if saved.startswith(corpora.CONTENT) and saved != run.corpus:
-        notes.append("the corpus is not the one that the run was saved with")
-    changes = _changes(restored.extra.get("config", {}), run.config)
-    if changes:
-        notes.append(f"changed since the run was saved: {', '.join(changes)}")
-    run.notes = tuple(notes)
-
-
-def _changes(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Return which keys have another value than those of a saved configuration.
-
-    Only those that change what the steps compute.
-    """
-    changes = []
-    before, now = (_flat(json.loads(json.dumps(table))) for table in (saved, asdict(config)))
-    for key in sorted(before.keys() & now.keys()):
-        if key.startswith(_OF_VALUES) and before[key] != now[key]:
-            changes.append(f"{key} {before[key]} -> {now[key]}")
-    return changes
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted keys."""
-    values: dict[str, Any] = {}
-    for name, value in table.items():
-        nested = isinstance(value, Mapping)
-        values |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return values
+    notes += resume.changes(restored.extra, run.config, run.corpus)
+    run.notes = (*run.notes, *notes)

@@ -85,7 +85,7 @@ def train(
 def _loop(
     run: Run, stop: StopSignals, watchdog: Watchdog, callback: ProgressCallback | None
 ) -> TrainResult:
-    config, loss, validation, stopped = run.config, None, None, False
+    config, loss, validation, stopped, finite = run.config, None, None, False, True
     with run.ranks.together():  # what it refuses, all ranks do
         if callback is not None:
             callback.begin(run)
@@ -122,17 +122,18 @@ def _loop(
             if _due(run.step, config.checkpoint.every) or done or stopped:
                 watchdog.set_phase(run.step, "the checkpoint of step")
                 with run.section("checkpoint"):
-                    run.finite = math.isfinite(measured) and _has_finite_weights(run)
-                    _save(run, last=done or stopped)
+                    finite = math.isfinite(measured) and _has_finite_weights(run)
+                    _save(run, finite=finite, last=done or stopped)
     if run.recorder is not None:
         run.recorder.flush()
     finished = run.step >= config.steps
-    if finished and not run.finite:
+    if finished and not finite:
         good = run.checkpointer.last_confirmed()
         raise GuardError(
             f"the run ended after step {run.step} with a loss or weights that are not finite; "
             + (f"the last good checkpoint is {good}" if good else "no checkpoint is good")
-            + "; start a new run with a smaller optimizer.lr"
+            + "; with a smaller optimizer.lr "
+            + ("the same command resumes from there" if good else "start a new run")
         )
     if finished and config.export:
         watchdog.set_phase(run.step, "the export after step")
@@ -196,7 +197,7 @@ def _record(run: Run, result: StepResult, log: Log, seconds: float) -> dict[str,
     }
 
 
-def _save(run: Run, *, last: bool) -> None:
+def _save(run: Run, *, finite: bool, last: bool) -> None:
     """Write a checkpoint; unless it is the last one, writing overlaps the next steps.
 
     One that cannot be written is logged, and the next is tried; without the last one the run fails.
@@ -206,7 +207,7 @@ def _save(run: Run, *, last: bool) -> None:
         "corpus": run.corpus,
         "config": asdict(run.config),
         "model": asdict(model.config),
-        "finite": run.finite,
+        "finite": finite,
     }
     with contextlib.suppress(CheckpointError):  # the checkpointer has logged it
         run.checkpointer.wait()  # for the one before

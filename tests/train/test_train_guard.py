@@ -15,7 +15,7 @@ from fusedops._core import dtypes
 from fusedops.checkpoint import GuardError
 from fusedops.models import Transformer
 from fusedops.models.parallelization.engine import TrainEngine
-from fusedops.train import loop, train
+from fusedops.train import InputError, loop, train
 from fusedops.train.builder import Run
 
 SPOILT_STEP = 3
@@ -31,21 +31,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_spoilt_weights_do_not_replace_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_ended_in_nan_resumes_from_the_last_good_checkpoint(tmp_path: Path) -> None:
     given = config(tmp_path, checkpoint={"every": 1, "keep": 3}, guard={"patience": 3})
     train(given, ["steps=4"])
     good = "step-0000000004.0"
-    for change in ("optimizer.lr=1e99", "optimizer.lr=1e-3"):  # again: there is nothing to do
+    for _ in range(2):  # the same command does the same
         with pytest.raises(GuardError, match=f"after step 7 .*; the last good .*/{good}"):
-            train(given, ["steps=7", change])
-    names = [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))]
-    assert names == [good, *(f"step-{step:010d}.0" for step in (5, 6, 7))]
-    # Going on finds nothing but NaN, until the guard goes back.
-    watching = Watching()
-    result = train(given, ["steps=9"], callback=watching)
-    assert watching.first == 7 and result.finished and result.loss is not None
-    assert [record["step"] for record in watching.records] == [8, 5, 6, 7, 8, 9]
-    assert math.isfinite(result.loss)
+            train(given, ["steps=7", "optimizer.lr=1e99"])
+        names = [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))]
+        assert names == [good, *(f"step-{step:010d}.0" for step in (5, 6, 7))]
+    resumed = Watching()
+    result = train(given, ["steps=7"], callback=resumed)
+    assert resumed.first == 4 and result.finished
+    assert all(math.isfinite(record["loss"]) for record in resumed.records)
+    passed_over = "passed over step-0000000007.0: it is not finite"
+    assert resumed.run.notes[:2] == ("resumes from step 4", passed_over)
+
+
+def test_a_run_without_a_good_checkpoint_does_not_resume(tmp_path: Path) -> None:
+    given = config(tmp_path, checkpoint={"every": 3}, optimizer={"lr": 1e99})
+    with pytest.raises(GuardError, match="no checkpoint is good; .*start a new run"):
+        train(given, ["steps=6"])
+    with pytest.raises(InputError, match="no checkpoint in .* that are finite; start a new run"):
+        train(given, ["steps=6"])
 
 
 def test_steps_that_are_never_good_end_the_run(tmp_path: Path) -> None:
