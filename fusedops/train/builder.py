@@ -63,7 +63,7 @@ class Run:
     guard: Guard
     metrics: Metrics | None  # where figures go; ``None`` on all ranks but the first
     flops: float  # of a token, forward and backward
-    peak: float  # operations a second that all devices reach
+    peak: float  # operations a second that all devices reach; a faster step raises it
     corpus: str  # identity of the tokens
     step: int = 0  # steps that were done
     position: int = 0  # sequences that were trained on

@@ -182,6 +182,9 @@ def _has_finite_weights(run: Run) -> bool:
 def _record(run: Run, result: StepResult, log: Log, seconds: float) -> dict[str, Any]:
     """Return the line of a step."""
     tokens = run.config.batch * run.config.data.seq_len
+    rate = run.flops * tokens / seconds
+    # The product that measured the peak may have shared the machine with other work.
+    run.peak = max(run.peak, rate)
     return {
         "step": run.step,
         "loss": result.loss,
@@ -191,7 +194,7 @@ def _record(run: Run, result: StepResult, log: Log, seconds: float) -> dict[str,
         "action": result.action,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "mfu": run.flops * tokens / seconds / run.peak,
+        "mfu": rate / run.peak,
         "communication": metrics.communication_share(log, seconds),
         "memory_bytes": metrics.peak_memory(run.ranks.device),
     }

@@ -44,6 +44,14 @@ def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
         assert each["memory_bytes"] > 2**20 and 0 < each["mfu"] < 1
 
 
+def test_the_share_of_a_peak_measured_too_low_is_at_most_one(tmp_path: Path) -> None:
+    train(config(tmp_path, log={"peak_tflops": 1e-9}))
+    shares = [line["mfu"] for line in lines(tmp_path)]
+    rates = [line["tokens_per_second"] for line in lines(tmp_path)]
+    fastest = [max(rates[: index + 1]) for index in range(STEPS)]
+    assert shares == pytest.approx([rate / top for rate, top in zip(rates, fastest, strict=True)])
+
+
 def test_the_peak_is_that_of_the_faster_product(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
