@@ -108,6 +108,20 @@ def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
         raise InputError(str(error)) from None
 
 
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted keys.
+
+    Example:
+        >>> flat({"steps": 9, "optimizer": {"lr": 1.0}})
+        {'steps': 9, 'optimizer.lr': 1.0}
+    """
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        nested = isinstance(value, Mapping)
+        values |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return values
+
+
 def unknown(key: str, known: Iterable[str], where: str) -> str:
     """Return the sentence for a key that does not exist, with the nearest that does."""
     names = list(known)

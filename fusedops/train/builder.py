@@ -358,6 +358,8 @@ def _resume(run: Run) -> None:
     restored, notes = resume.load_last_good(run.checkpointer)
     if restored is None:
         return
+    model: Any = run.parallel.model
+    resume.check_model(restored.extra, model.config)
     run.resume_from(restored)
-    notes += resume.changes(restored.extra, run.config, run.corpus)
+    notes += resume.changes(restored, run.config, model.config, run.corpus)
     run.notes = (*run.notes, *notes)

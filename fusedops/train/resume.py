@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from fusedops.checkpoint import Checkpointer, Restored
+from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
+from fusedops.models import TransformerConfig
 from fusedops.train import corpus as corpora
-from fusedops.train.config import Config
+from fusedops.train.config import Config, ScheduleConfig
+from fusedops.train.schedule import learning_rate
 
-# Keys that change what the steps of a run compute.
-_OF_VALUES = (
-    *("batch", "seed", "data.seq_len", "data.shuffle", "data.documents"),
-    *("optimizer.", "schedule.", "precision."),
+# Tables and keys that do not change what the steps compute, or that are compared in another way:
+# the model by its resolved configuration, texts and tokenizer by their contents.
+_WITHOUT_EFFECT = (
+    *("out.", "device.", "export.", "tune_host.", "arena.", "log.", "faults.", "model."),
+    *("checkpoint.", "validation.", "parallel."),
+    *("data.train.", "data.validation.", "data.tokenizer.", "data.cache."),
 )
+# Fields of the model that change how it is trained, and not what its weights compute.
+_ONLY_IN_TRAINING = (
+    *("dropout", "attention_dropout", "balance_loss", "z_loss", "balance_rate"),
+    *("initializer_range", "pad_token_id"),
+)
+# Fields that follow from the shapes and names of parameters, which loading compares.
+_IN_SHAPES = ("num_kv_heads", "head_dim", "moe_layers", "seq_len")
 
 
 def load_last_good(checkpointer: Checkpointer) -> tuple[Restored | None, list[str]]:
@@ -53,40 +65,80 @@ def _is_good(restored: Restored) -> bool:
     return restored.confirmed or restored.extra.get("finite", True)  # older ones do not say
 
 
-def changes(saved: Mapping[str, Any], config: Config, corpus: str) -> list[str]:
-    """Return notes about what differs from the run that saved a checkpoint.
+def check_model(saved: Mapping[str, Any], model: TransformerConfig) -> None:
+    """Raise unless a model computes what the one of a checkpoint computed.
 
     Args:
         saved: the ``extra`` of the checkpoint.
-        config: of this run.
-        corpus: identity of the tokens of this run.
+        model: the configuration of the model of this run.
+
+    Raises:
+        InputError: it does not; the message has the fields that differ.
     """
-    notes = []
+    differences = [
+        text for name, text in _model_changes(saved, model) if name not in _ONLY_IN_TRAINING
+    ]
+    if differences:
+        raise InputError(
+            f"the checkpoint is of another model: {', '.join(differences)}; set [model] as it was, "
+            "or choose another out for a new run"
+        )
+
+
+def changes(restored: Restored, config: Config, model: TransformerConfig, corpus: str) -> list[str]:
+    """Return notes about what differs from the run that saved a checkpoint.
+
+    Args:
+        restored: what the checkpoint restored.
+        config: of this run.
+        model: the configuration of its model.
+        corpus: identity of its tokens.
+    """
+    saved, notes = restored.extra, []
     if saved["corpus"].startswith(corpora.CONTENT) and saved["corpus"] != corpus:
         notes.append("the corpus is not the one that the run was saved with")
-    changed = _changed_keys(saved.get("config", {}), config)
+    before, now = saved.get("config"), asdict(config)
+    if before is None:  # older checkpoints do not say
+        return notes
+    changed = _changed_keys(config_table.flat(before), config_table.flat(now))
+    changed += [text for name, text in _model_changes(saved, model) if name in _ONLY_IN_TRAINING]
     if changed:
         notes.append(f"changed since the run was saved: {', '.join(changed)}")
+    rates = [_learning_rate(restored.step, table) for table in (before, now)]
+    if rates[0] != rates[1]:
+        notes.append(f"the next step's learning rate changes: {rates[0]:.3g} -> {rates[1]:.3g}")
     return notes
 
 
-def _changed_keys(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Return which keys have another value than those of a saved configuration.
-
-    Only those that change what the steps compute.
-    """
+def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return which keys have another value, of those that change what the steps compute."""
     changed = []
-    before, now = (_flat(json.loads(json.dumps(table))) for table in (saved, asdict(config)))
     for key in sorted(before.keys() & now.keys()):
-        if key.startswith(_OF_VALUES) and before[key] != now[key]:
+        ignored = f"{key}.".startswith(_WITHOUT_EFFECT)
+        ignored = ignored or (key == "steps" and now["schedule.kind"] == "constant")
+        if not ignored and _listed(before[key]) != _listed(now[key]):
             changed.append(f"{key} {before[key]} -> {now[key]}")
     return changed
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted keys."""
-    values: dict[str, Any] = {}
-    for name, value in table.items():
-        nested = isinstance(value, Mapping)
-        values |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return values
+def _model_changes(saved: Mapping[str, Any], model: TransformerConfig) -> list[tuple[str, str]]:
+    """Return the fields of the model that differ, each with its values in a text."""
+    before, now = saved.get("model", {}), asdict(model)
+    return [
+        (name, f"model.{name} {before[name]} -> {now[name]}")
+        for name in now
+        if name in before and name not in _IN_SHAPES and _listed(before[name]) != _listed(now[name])
+    ]
+
+
+def _listed(value: Any) -> Any:
+    """Return a value with lists for tuples."""
+    return json.loads(json.dumps(value))
+
+
+def _learning_rate(step: int, table: Mapping[str, Any]) -> float:
+    """Return the learning rate of a step under a configuration that may be an older one."""
+    names = [field.name for field in fields(ScheduleConfig)]
+    given = {name: value for name, value in table["schedule"].items() if name in names}
+    lr = table["optimizer"]["lr"]
+    return learning_rate(step, table["steps"], lr, ScheduleConfig(**given))

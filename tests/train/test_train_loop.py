@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 
 from fusedops._core import dtypes
 from fusedops.launch import processes
-from fusedops.models import Transformer, initialize, preset
-from fusedops.train import InputError, TrainResult, builder, load_config, metrics, train
+from fusedops.models import Transformer, TransformerConfig, initialize, preset
+from fusedops.train import InputError, TrainResult, builder, load_config, metrics, resume, train
 from fusedops.train.config import DataConfig, PrecisionConfig, ScheduleConfig
 from fusedops.train.metrics import Metrics, flops_per_token
 from fusedops.train.precision import LossScale
@@ -107,12 +108,63 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert told == [record["loss"] for record in wanted.records]
 
 
-def test_a_resumed_run_tells_what_was_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "notes"),
+    [
+        (
+            {"batch": 2, "seed": 7, "log": {"every": 3}},
+            ["changed since the run was saved: batch 4 -> 2, seed 0 -> 7"],
+        ),
+        (
+            {"model": {"preset": "tiny-gpt2", "dropout": 0.2, "attention_dropout": 0.1}},
+            ["changed since the run was saved: model.dropout 0.1 -> 0.2"],
+        ),
+        (
+            {"steps": 36},
+            [
+                "changed since the run was saved: steps 12 -> 36",
+                "the next step's learning rate changes: 0.00614 -> 0.00955",
+            ],
+        ),
+        (
+            {"data": {"validation_share": 0.1, "seq_len": 32}},
+            ["changed since the run was saved: data.validation_share 0.05 -> 0.1"],
+        ),
+        ({"guard": {"patience": 3}}, ["changed since the run was saved: guard.patience 8 -> 3"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_resumed_run_tells_what_was_changed(
+    tmp_path: Path, change: dict[str, Any], notes: list[str]
+) -> None:
     with pytest.raises(Died):
-        train(config(tmp_path), callback=Watching(8, die))
-    resumed = Watching()
-    train(config(tmp_path, batch=2, seed=7, log={"every": 3}), callback=resumed)
-    assert resumed.run.notes[1] == "changed since the run was saved: batch 4 -> 2, seed 0 -> 7"
+        train(config(tmp_path), callback=Watching(6, die))
+    if "data" in change:
+        change = {"data": change["data"] | {"train": [f"{tmp_path}/*.txt"]}}
+    resumed = Watching(6, die)
+    with pytest.raises(Died):
+        train(config(tmp_path, **change), callback=resumed)
+    assert list(resumed.run.notes[1:]) == notes
+
+
+def test_weights_of_another_model_of_equal_shapes_are_refused(tmp_path: Path) -> None:
+    model = {"preset": "tiny-mixtral", "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
+    train(config(tmp_path, model=model, steps=1))
+    with pytest.raises(InputError, match="the checkpoint is of another model: ") as caught:
+        train(config(tmp_path, model=model | {"rope_theta": 5e5}, steps=2))
+    assert "model.rope_theta 1000000.0 -> 500000.0; set [model] as it was" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TransformerConfig)])
+def test_each_field_of_a_model_is_compared(name: str) -> None:
+    """A field that is added must be refused when it differs, or be in one of the lists."""
+    model = preset("tiny-mixtral")
+    saved = {"model": asdict(model) | {name: "another"}}
+    if name in resume._ONLY_IN_TRAINING + resume._IN_SHAPES:
+        resume.check_model(saved, model)
+    else:
+        with pytest.raises(InputError, match=f"another model: model.{name} another -> "):
+            resume.check_model(saved, model)
 
 
 def test_sigterm_saves_and_ends_after_the_step(tmp_path: Path) -> None:
