@@ -8,13 +8,15 @@ every process finishes the same step.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -44,6 +46,8 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if os.name == "posix
 # In which rank 0 must listen: nodes start one after the other, and may have to load an image first.
 _CONNECTION = timedelta(minutes=10)
 _FOR_EVER = timedelta(days=365)
+# In a message.
+_SHOWN_RANKS = 8
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
 
@@ -80,6 +84,30 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
+    def check_equal(self, values: Mapping[str, Any]) -> None:
+        """Raise on all ranks unless all of them gave the same values, by name; all call this.
+
+        Raises:
+            InputError: they did not; the message has the names that differ, and the ranks.
+        """
+        texts = {name: json.dumps(value, default=str) for name, value in values.items()}
+        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+        if len(set(self.gathered(digest))) == 1:
+            return
+        given = self.gathered(texts)
+        differences = []
+        for name in sorted({name for of_rank in given for name in of_rank}):
+            ranks_of: dict[str, list[int]] = {}
+            for rank, of_rank in enumerate(given):
+                ranks_of.setdefault(of_rank.get(name, "not set"), []).append(rank)
+            if len(ranks_of) > 1:
+                places = (f"{value} on {_shown(ranks)}" for value, ranks in ranks_of.items())
+                differences.append(f"{name} is {', '.join(places)}")
+        raise InputError(
+            f"all processes must be started with the same configuration, data and versions: "
+            f"{'; '.join(differences)}"
+        )
+
     def total(self, *values: float) -> list[float]:
         """Return the sums of numbers over all ranks, in float64; waits for a GPU."""
         if self.size == 1:
@@ -88,6 +116,14 @@ class Ranks:
         assert world is not None
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         return collectives.all_reduce(sums, world, label="losses").wait().tolist()
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    """Return ranks in words, of many the first."""
+    named = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = len(ranks) - _SHOWN_RANKS
+    named += f" and {more} more" if more > 0 else ""
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
 
 
 @contextlib.contextmanager

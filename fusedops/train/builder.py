@@ -107,6 +107,8 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
         CheckpointError: there are checkpoints, and none is good.
     """
     out = Path(config.out)
+    # Before anything that all ranks take part in because their configurations say so.
+    ranks.check_equal(config_table.flat(asdict(config)) | resume.versions())
     if config.tune_host and ranks.device.type == "cpu":
         host.tune_host()
     with contextlib.ExitStack() as resources:
@@ -166,6 +168,15 @@ def _build_corpus(
         corpus = corpora.open_corpus(config.data, cache)
         sizes = model_config(config, corpus)
         corpora.check_ids(corpus, sizes.vocab_size, ranks.rank, ranks.size)
+    read = {
+        "tokens": corpus.identity,
+        "tokens to train on": len(corpus.train),
+        "tokens of the validation": len(corpus.validation),
+        "vocabulary": corpus.vocab_size,
+        "end of a text": corpus.end,
+        "model": asdict(sizes),
+    }
+    ranks.check_equal(config_table.flat(read))
     return corpus, sizes
 
 

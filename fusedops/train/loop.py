@@ -21,7 +21,7 @@ from fusedops.launch.watchdog import Watchdog
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Log
 from fusedops.parallel.tensor.layers import local
-from fusedops.train import metrics
+from fusedops.train import metrics, resume
 from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
 from fusedops.train.curves import CURVES, draw_curves
@@ -210,6 +210,7 @@ def _save(run: Run, *, finite: bool, last: bool) -> None:
         "corpus": run.corpus,
         "config": asdict(run.config),
         "model": asdict(model.config),
+        "versions": resume.versions(),
         "finite": finite,
     }
     with contextlib.suppress(CheckpointError):  # the checkpointer has logged it

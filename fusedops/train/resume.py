@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
+
+import torch
 
 from fusedops.checkpoint import Checkpointer, Restored
 from fusedops.launch import config_table
@@ -65,6 +68,12 @@ def _is_good(restored: Restored) -> bool:
     return restored.confirmed or restored.extra.get("finite", True)  # older ones do not say
 
 
+def versions() -> dict[str, str]:
+    """Return the versions that the bits of a run depend on."""
+    # Not imported: the package's lazy imports lie above this one.
+    return {"torch": str(torch.__version__), "fusedops": sys.modules["fusedops"].__version__}
+
+
 def check_model(saved: Mapping[str, Any], model: TransformerConfig) -> None:
     """Raise unless a model computes what the one of a checkpoint computed.
 
@@ -100,7 +109,10 @@ def changes(restored: Restored, config: Config, model: TransformerConfig, corpus
     before, now = saved.get("config"), asdict(config)
     if before is None:  # older checkpoints do not say
         return notes
-    changed = _changed_keys(config_table.flat(before), config_table.flat(now))
+    changed = _changed_keys(
+        config_table.flat(before) | saved.get("versions", {}),
+        config_table.flat(now) | versions(),
+    )
     changed += [text for name, text in _model_changes(saved, model) if name in _ONLY_IN_TRAINING]
     if changed:
         notes.append(f"changed since the run was saved: {', '.join(changed)}")

@@ -18,6 +18,7 @@ from fusedops.train import InputError, builder, loop, train
 from fusedops.train.builder import Run
 
 pytestmark = pytest.mark.distributed
+VERSION = torch.__version__
 PLAIN = {"model": {"preset": "tiny-llama"}, "optimizer": {"lr": 3e-3}, "batch": 8}
 # Processes, the step that they stop at, and how they share the work.
 LAYOUTS = (
@@ -215,8 +216,9 @@ def _refused(rank: int, folder: str) -> list[str]:
             data = data | {"train": [f"{folder}/bad/empty.txt"]}
         if case == "model":
             given = given | {"out": f"{folder}/other"}
-        if case == "cache" and rank == 1:
-            data = data | {"cache": f"{folder}/elsewhere"}
+        if case == "cache":
+            os.chdir(folder if rank == 0 else "/")
+            data = data | {"cache": "elsewhere"}
         try:
             train(given | {"data": data})
             told.append("trained")
@@ -233,6 +235,42 @@ def test_a_mistake_is_told_by_all_ranks_and_none_waits(tmp_path: Path) -> None:
     first, second = on_fresh_ranks(2, _refused, str(tmp_path))
     assert isinstance(first, list) and first == second, first
     for told, (case, (_, wanted)) in zip(first, BAD.items(), strict=True):
+        assert wanted in told, case
+
+
+# What the second rank is started with instead, and the message.
+UNEQUAL: dict[str, tuple[dict[str, Any], str]] = {
+    "batch": ({"batch": 4}, "batch is 8 on rank 0, 4 on rank 1"),
+    "several": ({"seed": 1, "steps": 3}, "seed is 0 on rank 0, 1 on rank 1; steps is 12 on rank 0"),
+    "optimizer": ({"optimizer": {"lr": 1e-3}}, "optimizer.lr is 0.003 on rank 0, 0.001 on rank 1"),
+    "dtype": ({"precision": {"compute": "bfloat16"}}, 'precision.compute is "float32" on rank 0'),
+    "layout": ({"parallel": {"tp": 2}}, "parallel.tp is not set on rank 0, 2 on rank 1"),
+    "model": ({"model": {"preset": "tiny-gpt2"}}, 'model.preset is "tiny-llama" on rank 0'),
+    "tokens": ({}, 'tokens is "content-'),
+    "torch": ({}, f'torch is "{torch.__version__}" on rank 0, "0.1" on rank 1'),
+}
+
+
+def _started_unequally(rank: int, folder: str) -> list[str]:
+    """Return what each case is refused with."""
+    messages = []
+    for case, (changes, _) in UNEQUAL.items():
+        given = config(Path(folder), **PLAIN, data={"train": ["t.bin"], "seq_len": 32})
+        os.makedirs(f"{folder}/{case}-{rank}", exist_ok=True)
+        os.chdir(f"{folder}/{case}-{rank}")
+        first = rank if case == "tokens" else 0
+        torch.arange(first, first + 250, dtype=torch.uint8).short().numpy().tofile("t.bin")
+        torch.__version__ = "0.1" if case == "torch" and rank == 1 else VERSION
+        with pytest.raises(InputError) as caught:
+            train(given | (changes if rank == 1 else {}))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ranks_that_are_started_unequally_end_with_what_differs(tmp_path: Path) -> None:
+    first, second = on_fresh_ranks(2, _started_unequally, str(tmp_path))
+    assert isinstance(first, list) and first == second, (first, second)
+    for told, (case, (_, wanted)) in zip(first, UNEQUAL.items(), strict=True):
         assert wanted in told, case
 
 

@@ -147,6 +147,17 @@ def test_a_resumed_run_tells_what_was_changed(
     assert list(resumed.run.notes[1:]) == notes
 
 
+def test_a_resumed_run_tells_of_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(config(tmp_path, steps=1))
+    monkeypatch.setattr(resume, "versions", lambda: {"torch": "9.0"})
+    resumed = Watching()
+    train(config(tmp_path, steps=1), callback=resumed)
+    changed = f"changed since the run was saved: torch {torch.__version__} -> 9.0"
+    assert resumed.run.notes == ("resumes from step 1", changed)
+
+
 def test_weights_of_another_model_of_equal_shapes_are_refused(tmp_path: Path) -> None:
     model = {"preset": "tiny-mixtral", "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
     train(config(tmp_path, model=model, steps=1))
