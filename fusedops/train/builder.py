@@ -67,6 +67,7 @@ class Run:
     corpus: str  # identity of the tokens
     step: int = 0  # steps that were done
     position: int = 0  # sequences that were trained on
+    skipped: int = 0  # the last steps, whose loss or gradients were not finite
     notes: tuple[str, ...] = ()  # what the user should know before the first step
     recorder: StepRecorder | None = None  # of where the time of the steps goes
     memory: MemoryRecording | None = None  # of what one step allocates
@@ -93,6 +94,7 @@ class Run:
     def resume_from(self, restored: Restored) -> None:
         """Go on from what a checkpoint restored."""
         self.step, self.position = restored.step, restored.data["sequences"]
+        self.skipped = restored.extra.get("skipped", 0)  # older checkpoints do not say
         # The checkpoint's options came back with its states; those of this configuration hold.
         for group in self.optimizer.param_groups:
             group.update(_options(self.config))

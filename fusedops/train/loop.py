@@ -31,6 +31,8 @@ from fusedops.train.result import ProgressCallback, TrainResult
 from fusedops.train.step import StepResult, backward, evaluate, update
 
 _log = logging.getLogger(__name__)
+# Skipped steps in a row with which a run must not end.
+_SKIPPED_AT_THE_END = 2
 
 
 def train(
@@ -85,7 +87,7 @@ def train(
 def _loop(
     run: Run, stop: StopSignals, watchdog: Watchdog, callback: ProgressCallback | None
 ) -> TrainResult:
-    config, loss, validation, stopped, finite = run.config, None, None, False, True
+    config, loss, validation, stopped, fault = run.config, None, None, False, ""
     with run.ranks.together():  # what it refuses, all ranks do
         if callback is not None:
             callback.begin(run)
@@ -105,16 +107,18 @@ def _loop(
                     run.metrics.rewind(run.step)
                 continue
             run.step, run.position = run.step + 1, run.position + config.batch
+            run.skipped = 0 if result.finite else run.skipped + 1
             record = _record(run, result, log, time.perf_counter() - began)
             if gc.get_freeze_count() == 0:
                 gc.freeze()  # what lives until the end is not looked at again: that pauses a rank
-            done, measured = run.step == config.steps, loss
+            done, losses_of_step = run.step == config.steps, [loss]
             if _due(run.step, config.validation.every) or done:
                 watchdog.set_phase(run.step, "the validation after step")
                 with run.section("validation"):
                     validation = evaluate(run)
-                measured = loss if validation is None else validation
-                record |= {"validation_loss": validation} if validation is not None else {}
+                if validation is not None:
+                    losses_of_step.append(validation)
+                    record["validation_loss"] = validation
             if run.metrics is not None:
                 run.metrics.write(record)
             if callback is not None:
@@ -122,15 +126,15 @@ def _loop(
             if _due(run.step, config.checkpoint.every) or done or stopped:
                 watchdog.set_phase(run.step, "the checkpoint of step")
                 with run.section("checkpoint"):
-                    finite = math.isfinite(measured) and _has_finite_weights(run)
-                    _save(run, finite=finite, last=done or stopped)
+                    fault = _fault(run, losses_of_step, done=done)
+                    _save(run, finite=not fault, last=done or stopped)
     if run.recorder is not None:
         run.recorder.flush()
     finished = run.step >= config.steps
-    if finished and not finite:
+    if finished and fault:
         good = run.checkpointer.last_confirmed()
         raise GuardError(
-            f"the run ended after step {run.step} with a loss or weights that are not finite; "
+            f"the run ended after step {run.step} with {fault}; "
             + (f"the last good checkpoint is {good}" if good else "no checkpoint is good")
             + "; with a smaller optimizer.lr "
             + ("the same command resumes from there" if good else "start a new run")
@@ -170,6 +174,19 @@ def _timed(run: Run, log: Log) -> contextlib.AbstractContextManager[None]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _fault(run: Run, losses: Sequence[float], *, done: bool) -> str:
+    """Return why a checkpoint must not pass for a good one; empty where it is one.
+
+    A step that was skipped alone is usual: the loss scale of float16 has grown too far, or a batch
+    was bad. If the run ends with several, nothing says that it would have recovered.
+    """
+    if not _has_finite_weights(run) or not all(map(math.isfinite, losses)):
+        return "a loss or weights that are not finite"
+    if done and run.skipped >= min(_SKIPPED_AT_THE_END, run.config.steps):
+        return f"{run.skipped} skipped steps, whose loss or gradients were not finite"
+    return ""
 
 
 def _has_finite_weights(run: Run) -> bool:
@@ -212,6 +229,7 @@ def _save(run: Run, *, finite: bool, last: bool) -> None:
         "model": asdict(model.config),
         "versions": resume.versions(),
         "finite": finite,
+        "skipped": run.skipped,
     }
     with contextlib.suppress(CheckpointError):  # the checkpointer has logged it
         run.checkpointer.wait()  # for the one before

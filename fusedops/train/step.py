@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,11 @@ class StepResult:
     action: str  # ``"go"``, or why it was not taken: ``"overflow"``, ``"skip"``, ``"rollback"``
     restored: Restored | None  # what a rollback restored
     stop: bool  # whether a rank was asked to stop
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradients were finite; else the optimizer did not take the step."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def backward(run: Run) -> tuple[float, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,38 @@ def test_a_run_without_a_good_checkpoint_does_not_resume(tmp_path: Path) -> None
         train(given, ["steps=6"])
     with pytest.raises(InputError, match="no checkpoint in .* that are finite; start a new run"):
         train(given, ["steps=6"])
+
+
+@pytest.mark.parametrize("compute", ["float32", "float16"])
+@pytest.mark.parametrize("bad", [1, 2])
+def test_a_run_whose_last_steps_were_skipped_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str, bad: int
+) -> None:
+    plain = loop.backward
+
+    def backward(run: Run) -> tuple[float, float]:
+        losses = plain(run)
+        if run.step >= STEPS - bad:
+            next(run.parallel.model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
+        return losses
+
+    export = tmp_path / "export"
+    given = config(tmp_path, steps=STEPS, checkpoint={"every": 2}, export=str(export))
+    given |= {"precision": {"compute": compute}, "model": {"preset": "tiny-gpt2"}}
+    monkeypatch.setattr(loop, "backward", backward)
+    if bad == 1:
+        assert train(given).finished and list(export.iterdir())
+        return
+    # Also where the steps are of two starts.
+    stopping = Watching(STEPS - bad, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train(given, callback=stopping).step == STEPS - 1
+    for _ in range(2):  # the same command does not find it done
+        with pytest.raises(GuardError, match="after step 5 with 2 skipped steps, .*0000002.0"):
+            train(given)
+    assert not list(export.iterdir())
+    monkeypatch.setattr(loop, "backward", plain)
+    resumed = Watching()
+    assert train(given, callback=resumed).finished and resumed.first == 2
 
 
 def test_steps_that_are_never_good_end_the_run(tmp_path: Path) -> None:
