@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import csv
 import importlib
+import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from fusedops.launch.config_table import InputError
 from fusedops.train.config import Config, LogConfig
+
+_log = logging.getLogger(__name__)
 
 # Columns of metrics.csv, in the order of a step's line.
 COLUMNS = (
@@ -35,7 +39,7 @@ class Logger(Protocol):
 
 
 def make_loggers(config: Config, step: int) -> list[Logger]:
-    """Return the loggers that a configuration asks for.
+    """Return the loggers that a configuration asks for; one that fails is left out, with a warning.
 
     Args:
         config: of the run.
@@ -51,15 +55,21 @@ def make_loggers(config: Config, step: int) -> list[Logger]:
         for table, values in asdict(config).items()
         for name, value in (values.items() if isinstance(values, dict) else ())
     }
+    makers: dict[str, Callable[[], Logger]] = {
+        "csv": lambda: CsvLogger(folder, step),
+        "tensorboard": lambda: TensorBoardLogger(folder, step),
+        "wandb": lambda: WandbLogger(folder, log.wandb, settings),
+        "mlflow": lambda: MLflowLogger(folder, log.mlflow, settings),
+    }
     made: list[Logger] = []
-    if log.csv:
-        made.append(CsvLogger(folder, step))
-    if log.tensorboard:
-        made.append(TensorBoardLogger(folder, step))
-    if log.wandb:
-        made.append(WandbLogger(folder, log.wandb, settings))
-    if log.mlflow:
-        made.append(MLflowLogger(folder, log.mlflow, settings))
+    for name, make in makers.items():
+        if not getattr(log, name):
+            continue
+        try:
+            made.append(make())
+        except Exception as error:  # a service that does not answer is no reason to stop
+            why = f"{type(error).__name__}: {error}"
+            _log.warning("log.%s cannot be used: %s; training continues without it", name, why)
     return made
 
 

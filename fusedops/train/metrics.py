@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import resource
 import sys
 import time
@@ -65,7 +66,7 @@ class Metrics:
                         break
                     step = self._step_of(line, number) + 1
                     record = json.loads(line) | {"step": step}
-                    file.write(json.dumps(record).encode() + b"\n")
+                    file.write(_line(record))
             aside.replace(self._path)
             self._file.close()
             self._file = self._path.open("a+b")
@@ -105,7 +106,7 @@ class Metrics:
         If the disk is full, one warning is logged and lines stay in memory until there is room.
         """
         try:
-            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.write(_line(record))
             self._file.flush()
         except OSError as error:
             self._warn(self._cannot(error))
@@ -134,6 +135,15 @@ class Metrics:
 
     def _cannot(self, error: OSError) -> str:
         return f"cannot write {self._path}: {error.strerror or error}"
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    """Return a record as a line of JSON, which knows no NaN and no infinity: ``null``."""
+    kept = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(kept, allow_nan=False).encode() + b"\n"
 
 
 def flops_per_token(model: TransformerConfig, seq_len: int) -> float:

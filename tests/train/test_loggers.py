@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from fusedops.profiler.report import page_data
 from fusedops.train import InputError, loggers, train
 from fusedops.train.curves import CURVES, draw_curves
 from fusedops.train.loggers import COLUMNS, CsvLogger
@@ -97,6 +100,49 @@ def test_a_logger_that_fails_does_not_end_the_run(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     warnings = [record for record in caplog.messages if "no route to host" in record]
     assert len(warnings) == 1 and "training continues" in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["csv", "tensorboard", "wandb", "mlflow"])
+def test_a_logger_that_does_not_start_does_not_end_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to host")
+
+    if name == "csv":
+        (tmp_path / "run" / "metrics.csv").mkdir(parents=True)
+        why = "IsADirectoryError"
+    else:
+        service = SimpleNamespace(init=fail, SummaryWriter=fail, is_tracking_uri_set=fail)
+        modules = {"tensorboard": "torch.utils.tensorboard"}
+        monkeypatch.setitem(sys.modules, modules.get(name, name), service)
+        why = "no route to host"
+    assert train(config(tmp_path, 2, **{name: "runs" if name in ("wandb", "mlflow") else True}))
+    warnings = [message for message in caplog.messages if f"log.{name} cannot be used" in message]
+    assert len(warnings) == 1 and why in warnings[0] and "continues without it" in warnings[0]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_lines_are_json_also_where_a_number_is_not_finite(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.write({"step": 1, "loss": 2.0})
+    for step, loss in ((2, float("nan")), (3, float("inf")), (4, 1.0)):
+        metrics.write({"step": step, "loss": loss, "action": "skip"})
+    metrics.close()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [2.0, None, None, 1.0]
+    # Files of older versions have NaN.
+    path.write_text(path.read_text().replace("null", "NaN", 1))
+    Metrics(tmp_path, step=3).close()
+    curves = page_data(tmp_path)["metrics"]["loss"]
+    assert curves == {"steps": [1], "values": [2.0]}
+    pytest.importorskip("matplotlib")
+    assert draw_curves(path, tmp_path / "curves.svg")
 
 
 def test_a_run_leaves_its_curves(tmp_path: Path) -> None:
