@@ -18,6 +18,7 @@
 | ``PET_NNODES`` | torchrun's own: ``--processes`` is for each of so many machines | 1 |
 | ``SLURM_*`` | srun's, from which ``launch/job.py`` derives torchrun's | not in Slurm |
 | ``TORCHELASTIC_RESTART_COUNT`` | torchrun's: how often it restarted the run | 0 |
+| ``TORCHELASTIC_RUN_ID`` | torchrun's: its agent has started this process | no agent |
 | ``TORCH_FR_BUFFER_SIZE`` | torch's: collectives it remembers (``fusedops train`` sets it) | 0 |
 | ``OMP_NUM_THREADS`` | torch's: threads (``fusedops train --processes`` sets it) | all cores |
 | ``THP_MEM_ALLOC_ENABLE`` | torch's: ``1`` asks for huge pages (``tune_host`` sets it) | ``0`` |
@@ -186,6 +187,11 @@ def job_variables() -> dict[str, str]:
 def set_job_variables(variables: Mapping[str, str]) -> None:
     """Set variables of torchrun's in a process that another launcher started."""
     os.environ.update(variables)
+
+
+def has_agent() -> bool:
+    """Return whether torchrun's agent has started this process, with all others of the job."""
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID"))
 
 
 def has_nodes() -> bool:

@@ -64,7 +64,8 @@ def check_address(given: Mapping[str, str]) -> None:
         if not given.get(name):
             raise InputError(
                 f"{name} is not set, and {given['WORLD_SIZE']} processes need it: set it to "
-                f"{meaning} that all of them can reach, or start them with torchrun or srun"
+                f"{meaning} that all of them can reach, or start them with torchrun or srun; to "
+                "run on one process: unset RANK WORLD_SIZE"
             )
     if not 0 < _integer(given, "MASTER_PORT") < 2**16:
         raise InputError(f"MASTER_PORT must be in 1 to 65535, got {given['MASTER_PORT']}")

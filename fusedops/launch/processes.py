@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ _SAME_REQUEST_SECONDS = 2.0
 _STOPS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if os.name == "posix" else []))
 # In which rank 0 must listen: nodes start one after the other, and may have to load an image first.
 _CONNECTION = timedelta(minutes=10)
+# After which a process that waits for them tells it.
+_UNTOLD_SECONDS = 5.0
 _FOR_EVER = timedelta(days=365)
 # In a message.
 _SHOWN_RANKS = 8
@@ -145,8 +148,9 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
         torch.cuda.set_device(here)
     if made:
         env.set_flight_records(_REMEMBERED)
-        backend, store = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", _store()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        with _waiting_shown(rank, size):
+            dist.init_process_group(backend, store=_store(), rank=rank, world_size=size)
     try:
         store = dist.distributed_c10d._get_default_store()
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), here, store)
@@ -196,6 +200,34 @@ def set_collective_timeout(seconds: float) -> None:
             backend: Any = group._get_backend(kind)
             if backend.options._timeout < timeout:
                 backend._set_default_timeout(timeout)
+
+
+@contextlib.contextmanager
+def _waiting_shown(rank: int, size: int) -> Iterator[None]:
+    """Print what this process waits for if the others do not come soon.
+
+    Variables that an ended launcher has left in a shell look like those of a job. Torchrun's agents
+    start all processes together.
+    """
+    if size == 1 or env.has_agent():
+        yield
+        return
+    given = {name: text for name, text in env.job_variables().items() if "SLURM" not in name}
+    address = f"{given.get('MASTER_ADDR')}:{given.get('MASTER_PORT')}"
+    others = "the other processes at" if rank == 0 else "rank 0 at"
+    message = (
+        f"fusedops: rank {rank} of {size} waits for {others} {address}, for at most "
+        f"{_CONNECTION.total_seconds() / 60:g} minutes, because the environment has "
+        f"{', '.join(f'{name}={text}' for name, text in given.items())}; to run on one process: "
+        f"unset {' '.join(given)}"
+    )
+    timer = threading.Timer(_UNTOLD_SECONDS, lambda: print(message, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _store() -> dist.Store:

@@ -228,6 +228,26 @@ def test_a_rank_0_that_cannot_be_reached_is_named(
     assert caught.value.code == 1 and line.startswith(start)
 
 
+@pytest.mark.parametrize(("rank", "waits"), [(0, "the other processes"), (1, "rank 0")])
+@pytest.mark.usefixtures("alone")
+def test_a_process_that_waits_for_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, waits: str
+) -> None:
+    monkeypatch.setattr(processes, "_CONNECTION", timedelta(seconds=3))
+    monkeypatch.setattr(processes, "_UNTOLD_SECONDS", 0.1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(given | {"MASTER_PORT": str(port)})
+    with pytest.raises(job.RendezvousError), initialize_distributed("cpu"):
+        pass
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fusedops: rank {rank} of 2 waits for {waits} at 127.0.0.1:{port}, for")
+    assert f"RANK={rank}, WORLD_SIZE=2, " in line
+    assert line.endswith("to run on one process: unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT")
+
+
 @pytest.mark.usefixtures("alone")
 def test_rank_0_reports_that_others_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_CONNECTION", timedelta(seconds=1))
