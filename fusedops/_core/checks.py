@@ -194,7 +194,8 @@ def integer(op: str, argument: str, value: Any, *, least: int | None = None) -> 
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {argument} must be an int, got {type_name(value)}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        fail(op, argument, "an int of 64 bits", f"one of {value.bit_length()} bits")
+        got = "a larger one" if value > 0 else "a smaller one"
+        fail(op, argument, "an int of 64 bits, from -2**63 to 2**63 - 1", got)
     if least is not None and value < least:
         fail(op, argument, f"at least {least}", value)
 

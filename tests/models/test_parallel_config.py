@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +14,7 @@ from fusedops import UnsupportedError
 from fusedops.launch import config_table
 from fusedops.models import ParallelConfig, preset
 from fusedops.models.parallelization.config import check_stages
+from fusedops.parallel.pipeline.schedules import SCHEDULES
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ STAGES: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"pp": 4}, r"must be at most the 3 layers, got 4 \(pp 3 would fit\)"),
     "virtual": (
         {"pp": 2, "microbatches": 4, "pipeline_schedule": "zbv"},
-        r"must be at most the 3 layers, got 4 \(pp 1 or pipeline_virtual 1 would fit\)",
+        r"must be at most the 3 layers, got 4 \(pipeline_schedule '1f1b' would fit\)",
     ),
     "cuts": (
         {"pp": 2, "pipeline_cuts": (3,)},
@@ -129,6 +133,27 @@ def test_layers_that_do_not_make_the_stages_are_told_with_what_would(case: str) 
     model = replace(preset("tiny-llama"), num_layers=3)
     with pytest.raises(ValueError, match=says):
         check_stages("parallelize", model, ParallelConfig(**values))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_a_message_says_would_fit_does(name: str) -> None:
+    model, hints = preset("tiny-llama"), 0
+    for layers, pp, virtual in itertools.product(range(1, 12), (2, 3, 4), (None, 2, 3)):
+        if virtual is not None and SCHEDULES[name].fixed:
+            continue
+        more = {} if virtual is None else {"pipeline_virtual": virtual}
+        given = {"pp": pp, "microbatches": 12, "pipeline_schedule": name} | more
+        sizes = replace(model, num_layers=layers)
+        try:
+            check_stages("parallelize", sizes, ParallelConfig(**given))
+        except ValueError as error:
+            for key, value in re.findall(r"(pp|pipeline_\w+) ('?\w+'?)(?= or | would)", str(error)):
+                change = {key: ast.literal_eval(value)}
+                if key == "pipeline_schedule":
+                    given.pop("pipeline_virtual", None)
+                check_stages("parallelize", sizes, ParallelConfig(**given | change))
+                hints += 1
+    assert hints
 
 
 def test_selective_recomputation_is_norms_and_activations() -> None:

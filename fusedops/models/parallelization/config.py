@@ -338,7 +338,8 @@ def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> N
     if config.pp == 1:
         return
     stages = config.pp * config.virtual
-    check_layers(op, model.depth, stages, config.virtual)
+    fixed = SCHEDULES[config.pipeline_schedule].fixed
+    check_layers(op, model.depth, stages, config.virtual, fixed=fixed)
     if config.pipeline_cuts is not None:
         at(config.pipeline_cuts, model.depth, stages, op)
 

@@ -151,16 +151,27 @@ def at(starts: Sequence[int], layers: int, stages: int, op: str = "pipeline") ->
     return _runs(bounds[1:])
 
 
-def check_layers(op: str, layers: int, stages: int, virtual: int = 1) -> None:
-    """Raise unless each stage can have a layer; ``virtual`` is the stages of a rank."""
+def check_layers(
+    op: str, layers: int, stages: int, virtual: int = 1, *, fixed: bool = False
+) -> None:
+    """Raise unless each stage can have a layer.
+
+    Args:
+        op: what refuses.
+        layers: of the model.
+        stages: of all ranks together.
+        virtual: stages of a rank.
+        fixed: whether the schedule exists for no other number of them.
+    """
     if layers >= stages:
         return
     ranks = stages // virtual
     fits = []
-    if layers >= virtual:
+    if layers >= 2 * virtual or virtual == 1:  # a single rank has no stages
         fits.append(f"pp {layers // virtual}")
     if virtual > 1 and layers >= ranks:
-        fits.append(f"pipeline_virtual {layers // ranks}")
+        one_each = "pipeline_schedule '1f1b'"
+        fits.append(one_each if fixed else f"pipeline_virtual {layers // ranks}")
     hint = f" ({' or '.join(fits)} would fit)" if fits else ""
     expected = f"at most the {layers} layers"
     checks.fail(op, "stages, pp x pipeline_virtual", expected, f"{stages}{hint}")
