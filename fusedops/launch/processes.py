@@ -138,6 +138,7 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
         RendezvousError: this process cannot reach the others.
     """
     made = not dist.is_initialized()
+    hook, failed = sys.excepthook, True
     if made:
         join_job()
     rank, size, local = env.launched() or (0, 1, 0)
@@ -158,9 +159,14 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
             _check_device(device, kind, local, count)
         _check_nodes(ranks)
         yield ranks
+        failed = False
     finally:
         if made:
             dist.destroy_process_group()
+            # Each group puts a hook that prefixes tracebacks with the rank before the one that is
+            # there. Where one of several processes fails, it stays for the traceback.
+            if size == 1 or not failed:
+                sys.excepthook = hook
 
 
 def _check_device(device: str, kind: str, local: int, count: int) -> None:

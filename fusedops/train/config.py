@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ SCHEDULES = ("constant", "linear", "cosine", "stable-decay")
 DTYPES = ("float32", "bfloat16", "float16")
 TOKEN_DTYPES = ("uint16", "int32", "int64")
 TEXT_ERRORS = ("strict", "skip", "replace")
+# A factor that is no power of two would change the bits of all gradients.
+LEAST_LOSS_SCALE, _MOST_LOSS_SCALE = 2.0**-14, 2.0**32
 SPIKES = ("skip", "rollback", "stop", "go")
 
 
@@ -139,7 +142,10 @@ class PrecisionConfig:
         if self.parameters not in ("float32", self.compute):
             expected = f"float32, or the dtype of compute, {self.compute}"
             checks.fail("precision", "parameters", expected, self.parameters)
-        checks.positive("precision", "loss_scale", self.loss_scale)
+        is_power = math.frexp(self.loss_scale)[0] == 0.5
+        if not (is_power and LEAST_LOSS_SCALE <= self.loss_scale <= _MOST_LOSS_SCALE):
+            expected = "a power of two from 2**-14 to 2**32, such as 1024 or 65536"
+            checks.fail("precision", "loss_scale", expected, self.loss_scale)
         checks.integer("precision", "growth", self.growth, least=1)
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from fusedops.train.config import PrecisionConfig
+from fusedops.train.config import LEAST_LOSS_SCALE, PrecisionConfig
 
 _GROWN, _HALVED = 2.0, 0.5
-_LEAST = 2.0**-14
 
 
 def dtype(name: str) -> torch.dtype:
@@ -48,10 +47,10 @@ class LossScale:
             return False
         finite = grad_norm - grad_norm == 0.0
         self._good = self._good + 1 if finite else 0
-        if not finite and self.value <= _LEAST:
+        if not finite and self.value <= LEAST_LOSS_SCALE:
             return False
         if not finite:
-            self.value = max(_LEAST, self.value * _HALVED)
+            self.value = max(LEAST_LOSS_SCALE, self.value * _HALVED)
         elif self._good == self._growth:
             self.value, self._good = self.value * _GROWN, 0
         return not finite

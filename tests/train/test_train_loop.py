@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
@@ -342,6 +343,9 @@ MISTAKES = {
     "model.preset=3": "model.preset must be a text, got 3",
     "export=/dev/null/weights": "export cannot be made: /dev/null/weights: Not a directory",
     "out=/dev/null": "cannot write /dev/null: File exists",
+    "precision.loss_scale=1000": "loss_scale must be a power of two from 2..-14 to 2..32, such as",
+    "precision.loss_scale=1e-9": "loss_scale must be a power of two from 2..-14 to 2..32, such as",
+    "seed=9223372036854775808": "seed must be an int of 64 bits, .* to 2..63 - 1, got a larger one",
     "log.peak_tflops=-1.0": "log: peak_tflops must be at least 0",
 }
 
@@ -448,6 +452,18 @@ def test_collectives_wait_for_longer_than_the_watchdog() -> None:
         assert options._timeout == timedelta(hours=4)
         processes.set_collective_timeout(0.0)
         assert options._timeout >= timedelta(days=365)
+
+
+def test_runs_leave_the_hooks_of_the_process_as_they_were(tmp_path: Path) -> None:
+    def hooks() -> list[Any]:
+        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        return [*handlers, sys.excepthook, sys.unraisablehook, threading.excepthook]
+
+    before = hooks()
+    train(config(tmp_path, steps=1))
+    with pytest.raises(Died):
+        train(config(tmp_path, steps=2), callback=Watching(2, die))
+    assert hooks() == before
 
 
 def test_the_former_name_of_the_callback_is_accepted_with_a_warning(tmp_path: Path) -> None:
