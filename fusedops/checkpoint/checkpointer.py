@@ -211,10 +211,12 @@ class Checkpointer:
             CheckpointError: it could not be written, or the one before in its thread; the message
                 says what the last good one is. Everything in memory is as it was.
             TypeError: ``data``, ``extra`` or a state holds what a checkpoint must not load again.
+            ValueError: ranks gave other steps.
         """
         checks.integer(_OP, "step", step, least=0)
         checks.flag(_OP, "block", block)
         self.wait()
+        self._check_same("step", step)
         with raise_on_all(TypeError, lambda errors: TypeError(self._joined(errors)), self._group):
             mine = self._of_rank(step, data, extra)
         problem = None
@@ -299,9 +301,10 @@ class Checkpointer:
 
         Raises:
             CheckpointError: there are checkpoints, and none is good; or none of that step.
-            ValueError: the checkpoint is of another model or optimizer.
+            ValueError: the checkpoint is of another model or optimizer, or ranks gave other steps.
         """
         self.wait()
+        self._check_same("step", step)
         candidates = self._from_first(folders.checkpoints(self.root) if self._rank == 0 else None)
         if step is not None:
             checks.integer(_OP, "step", step, least=0)
@@ -326,10 +329,11 @@ class Checkpointer:
 
         Raises:
             CheckpointError: there are such checkpoints, and none is good.
-            ValueError: the checkpoint is of another model or optimizer.
+            ValueError: the checkpoint is of another model or optimizer, or ranks gave other steps.
         """
         checks.integer(_OP, "step", step, least=0)
         self.wait()
+        self._check_same("step", step)
         before = [
             folder for folder in folders.checkpoints(self.root) if folders.step_of(folder) <= step
         ]
@@ -519,6 +523,13 @@ class Checkpointer:
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_objects(value, self._group)
+
+    def _check_same(self, name: str, value: Any) -> None:
+        """Raise on all ranks unless all gave the same value: they would wait for each other."""
+        given = self._gather(value)
+        if len(set(given)) > 1:
+            values = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(given[:8]))
+            checks.fail(_OP, name, "the same on all ranks", values)
 
     def _from_first(self, value: Any) -> Any:
         return self._gather(value)[0]

@@ -89,6 +89,24 @@ def test_ranks_may_be_in_other_groups(tmp_path: Path) -> None:
     assert on_ranks(3, _in_other_groups, str(tmp_path)) == [[1, 1], [1, 1], [1]]
 
 
+def _with_other_steps(rank: int, root: str) -> list[str]:
+    messages = []
+    with Checkpointer(Path(root), nn.Linear(2, 2)) as checkpointer:
+        for step in (5, 6):
+            checkpointer.save(step)
+        for call in (checkpointer.save, checkpointer.load, checkpointer.rollback):
+            with pytest.raises(ValueError) as caught:
+                call(5 + rank)
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_ranks_that_give_other_steps_all_raise(tmp_path: Path) -> None:
+    message = "Checkpointer: step must be the same on all ranks, got 5 on rank 0, 6 on rank 1"
+    assert on_ranks(2, _with_other_steps, str(tmp_path)) == [[message] * 3] * 2
+    assert [folders.step_of(checkpoint) for checkpoint in folders.checkpoints(tmp_path)] == [6, 5]
+
+
 def _save_with_a_full_disk(rank: int, root: str) -> str:
     run = Run(Path(root), wrap=_shard)
     run.checkpointer.load()
