@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class Run:
     flops: float  # of a token, forward and backward
     peak: float  # operations a second that all devices reach; a faster step raises it
     corpus: str  # identity of the tokens
+    facts: Mapping[str, Any]  # what else the steps depend on, for the run that resumes
     step: int = 0  # steps that were done
     position: int = 0  # sequences that were trained on
     skipped: int = 0  # the last steps, whose loss or gradients were not finite
@@ -134,6 +135,7 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
             flops=metrics.flops_per_token(sizes, config.data.seq_len),
             peak=_peak(config, ranks),
             corpus=corpus.identity,
+            facts=resume.facts(corpus, sizes, parallel.config),
         )
         if config.validation.sequences and run.validation is None:
             kept = len(corpus.validation)
@@ -374,5 +376,5 @@ def _resume(run: Run) -> None:
     model: Any = run.parallel.model
     resume.check_model(restored.extra, model.config)
     run.resume_from(restored)
-    notes += resume.changes(restored, run.config, model.config, run.corpus)
+    notes += resume.changes(restored, run.config, model.config, run.corpus, run.facts)
     run.notes = (*run.notes, *notes)

@@ -21,7 +21,7 @@ from fusedops.launch.watchdog import Watchdog
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Log
 from fusedops.parallel.tensor.layers import local
-from fusedops.train import metrics, resume
+from fusedops.train import metrics
 from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
 from fusedops.train.curves import CURVES, draw_curves
@@ -227,7 +227,7 @@ def _save(run: Run, *, finite: bool, last: bool) -> None:
         "corpus": run.corpus,
         "config": asdict(run.config),
         "model": asdict(model.config),
-        "versions": resume.versions(),
+        "facts": run.facts,
         "finite": finite,
         "skipped": run.skipped,
     }

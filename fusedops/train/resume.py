@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import torch
 from fusedops.checkpoint import Checkpointer, Restored
 from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
-from fusedops.models import TransformerConfig
+from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.train import corpus as corpora
 from fusedops.train.config import Config, ScheduleConfig
 from fusedops.train.schedule import learning_rate
@@ -28,7 +29,8 @@ _WITHOUT_EFFECT = (
 # Fields of the model that change how it is trained, and not what its weights compute.
 _ONLY_IN_TRAINING = (
     *("dropout", "attention_dropout", "balance_loss", "z_loss", "balance_rate"),
-    *("initializer_range", "pad_token_id"),
+    # Generation drops no token, whatever the capacity.
+    *("initializer_range", "pad_token_id", "capacity_factor", "drop_policy"),
 )
 # Fields that follow from the shapes and names of parameters, which loading compares.
 _IN_SHAPES = ("num_kv_heads", "head_dim", "moe_layers", "seq_len")
@@ -74,6 +76,22 @@ def versions() -> dict[str, str]:
     return {"torch": str(torch.__version__), "fusedops": sys.modules["fusedops"].__version__}
 
 
+def facts(
+    corpus: corpora.Corpus, model: TransformerConfig, layout: ParallelConfig
+) -> dict[str, Any]:
+    """Return what the steps depend on besides configuration and tokens, by names for messages."""
+    names = [] if corpus.domains[0] is None else corpus.domains[0].of_files.tolist()
+    values: dict[str, Any] = {
+        "vocabulary of the tokenizer": corpus.vocab_size,
+        "end of a text": corpus.end,
+        "digest of the domains": hashlib.sha256(repr(names).encode()).hexdigest()[:8],
+    }
+    if model.capacity_factor is not None:  # it is of the tokens that one process routes at once
+        parts = ("dp", "tp", "cp", "microbatches")
+        values |= {f"layout.{name}": getattr(layout, name) for name in parts}
+    return values | versions()
+
+
 def check_model(saved: Mapping[str, Any], model: TransformerConfig) -> None:
     """Raise unless a model computes what the one of a checkpoint computed.
 
@@ -94,7 +112,13 @@ def check_model(saved: Mapping[str, Any], model: TransformerConfig) -> None:
         )
 
 
-def changes(restored: Restored, config: Config, model: TransformerConfig, corpus: str) -> list[str]:
+def changes(
+    restored: Restored,
+    config: Config,
+    model: TransformerConfig,
+    corpus: str,
+    facts: Mapping[str, Any],
+) -> list[str]:
     """Return notes about what differs from the run that saved a checkpoint.
 
     Args:
@@ -102,6 +126,7 @@ def changes(restored: Restored, config: Config, model: TransformerConfig, corpus
         config: of this run.
         model: the configuration of its model.
         corpus: identity of its tokens.
+        facts: of this run, as ``facts`` returns them.
     """
     saved, notes = restored.extra, []
     if saved["corpus"].startswith(corpora.CONTENT) and saved["corpus"] != corpus:
@@ -110,8 +135,8 @@ def changes(restored: Restored, config: Config, model: TransformerConfig, corpus
     if before is None:  # older checkpoints do not say
         return notes
     changed = _changed_keys(
-        config_table.flat(before) | saved.get("versions", {}),
-        config_table.flat(now) | versions(),
+        config_table.flat(before) | saved.get("facts", {}),
+        config_table.flat(now) | dict(facts),
     )
     changed += [text for name, text in _model_changes(saved, model) if name in _ONLY_IN_TRAINING]
     if changed:

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 
 from fusedops._core import dtypes
 from fusedops.launch import processes
-from fusedops.models import Transformer, TransformerConfig, initialize, preset
+from fusedops.models import ParallelConfig, Transformer, TransformerConfig, initialize, preset
 from fusedops.train import InputError, TrainResult, builder, load_config, metrics, resume, train
 from fusedops.train.config import DataConfig, PrecisionConfig, ScheduleConfig
+from fusedops.train.corpus import Corpus, Domains
 from fusedops.train.metrics import Metrics, flops_per_token
 from fusedops.train.precision import LossScale
 from fusedops.train.schedule import learning_rate
@@ -157,6 +158,29 @@ def test_a_resumed_run_tells_of_another_version(
     train(config(tmp_path, steps=1), callback=resumed)
     changed = f"changed since the run was saved: torch {torch.__version__} -> 9.0"
     assert resumed.run.notes == ("resumes from step 1", changed)
+
+
+def test_a_resumed_run_tells_of_other_tokenizers_domains_and_layouts() -> None:
+    """What neither the configuration nor the tokens show."""
+    model = replace(preset("tiny-mixtral"), capacity_factor=1.5)
+    ends = torch.tensor([4, 9])
+    tokens = torch.zeros(9)
+    of_files = [Domains(ends, torch.tensor(numbers)) for numbers in ([0, 1], [1, 0])]
+    corpus = Corpus(tokens, tokens, 257, 256, "", "", (of_files[0], None))
+    saved = resume.facts(corpus, model, ParallelConfig())
+    for other, name in (
+        (resume.facts(replace(corpus, end=3), model, ParallelConfig()), "end of a text 256 -> 3"),
+        (resume.facts(corpus, model, ParallelConfig(dp=2)), "layout.dp 1 -> 2"),
+        (
+            resume.facts(replace(corpus, domains=(of_files[1], None)), model, ParallelConfig()),
+            "digest of the domains ",
+        ),
+    ):
+        (change,) = resume._changed_keys(saved, other)
+        assert change.startswith(name)
+    without = replace(model, capacity_factor=None)
+    layouts = [resume.facts(corpus, without, ParallelConfig(dp=size)) for size in (1, 2)]
+    assert layouts[0] == layouts[1]
 
 
 def test_weights_of_another_model_of_equal_shapes_are_refused(tmp_path: Path) -> None:
