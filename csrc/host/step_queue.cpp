@@ -49,7 +49,7 @@ AdamWTensor tensor_of(PyObject* described) {
   tensor.exp_avg_sq = updated("exp_avg_sq", "new_exp_avg_sq");
   tensor.max_exp_avg_sq = updated("max_exp_avg_sq", "new_max_exp_avg_sq");
   tensor.grad = address("grad");
-  tensor.copy = address("copy");
+  tensor.copy = {nullptr, address("copy")};  // it is staging memory, and holds no parameter yet
   tensor.numel = integer("numel");
   tensor.param_dtype = dtype("param_dtype");
   tensor.grad_dtype = dtype("grad_dtype");

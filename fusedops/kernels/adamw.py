@@ -1,9 +1,9 @@
 """The AdamW step in Triton: one launch for all tensors of one mixture of dtypes.
 
-A program updates one block of one tensor: it reads gradient, moments and parameter once and writes
-moments, parameter and copy once. What all elements of a tensor share (step size, root of the bias
-correction, decay) is computed on the device before, because the number of steps is there, and the
-learning rate may be. The host reads nothing and copies only tables that changed: a step can be
+A program updates one block of one tensor: it reads gradient, moments, parameter and copy once and
+writes moments, parameter and copy once. What all elements of a tensor share (step size, root of the
+bias correction, decay) is computed on the device before, because the number of steps is there, and
+the learning rate may be. The host reads nothing and copies only tables that changed: a step can be
 captured in a CUDA graph.
 """
 
@@ -150,6 +150,12 @@ def _step_kernel(
         else:
             tl.store(largest + i, v.to(state_ptr.dtype.element_ty), mask=mask)
     p = tl.load(param + i, mask=mask, other=0.0).to(tl.float32)
+    if COPY:
+        copy = tl.load(row + 5).to(copy_ptr.dtype)
+        if VECTORIZES:
+            copy = tl.multiple_of(copy, 16)
+        held = tl.load(copy + i, mask=mask, other=0.0)
+        p = tl.where(p.to(held.dtype).to(tl.float32) == held.to(tl.float32), p, held.to(tl.float32))
     moved = m / (tl.sqrt_rn(v) * inverse_root + eps)
     p -= decay * p + step_size * moved
     if DRAW_PARAM:
@@ -157,9 +163,6 @@ def _step_kernel(
     else:
         tl.store(param + i, p.to(param_ptr.dtype.element_ty), mask=mask)
     if COPY:
-        copy = tl.load(row + 5).to(copy_ptr.dtype)
-        if VECTORIZES:
-            copy = tl.multiple_of(copy, 16)
         tl.store(copy + i, p.to(copy_ptr.dtype.element_ty), mask=mask)
 
 

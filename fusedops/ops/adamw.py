@@ -5,6 +5,7 @@ For each parameter p with gradient grad and moments m and v, at step t:
     g = grad * grad_factor                          (-grad with ``maximize``)
     m = beta1 m + (1 - beta1) g
     v = beta2 v + (1 - beta2) g^2
+    p = copy                              (elements where the copy is not p in the copy's dtype)
     p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))
     copy = p in the copy's dtype
 
@@ -52,7 +53,8 @@ class TensorLists:
     exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)  # second moments
     # Their largest values, for amsgrad
     max_exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
-    # Tensors that receive ``params``, rounded to their own dtype
+    # Tensors that hold ``params``, rounded to their own dtype, before and after the step: an
+    # element that was changed there since replaces that of ``params``
     copies: list[torch.Tensor] = field(default_factory=list)
     # Number of steps so far, one element each; the op increments it
     steps: list[torch.Tensor] = field(default_factory=list)
@@ -222,6 +224,9 @@ def _reference(
         step_size = lr / (1 - beta1**t) if bias_correction else lr
         inverse_root = (1 - beta2**t) ** -0.5 if bias_correction else 1.0
         p = param.to(wide)
+        if copies:
+            copy = copies[i].to(wide)
+            p = torch.where(p.to(copies[i].dtype) == copy, p, copy)
         moved = first / (second.sqrt() * inverse_root + eps)
         p = p - (lr * weight_decays[i] * p + step_size * moved)
         _store(param, p, words[1], 0)

@@ -115,6 +115,7 @@ def test_a_step_of_many_tensors_matches_float64(
     params, firsts = cut(sizes, param, device, 1), cut(sizes, state, device, 3)
     squares, copies = cut(sizes, state, device, 4), cut(sizes, copied or param, device, 5)
     squares[0].abs_()
+    copies[0].copy_(params[0])
     batch = TensorLists(
         params[1],
         cut(sizes, grad, device, 2)[1],

@@ -40,13 +40,14 @@ def batch(
         drawn = [torch.randn(size, generator=made) * scale for size in sizes]
         return [(each.square() if square else each).to(dtype) for each in drawn]
 
+    params = new(param)
     return TensorLists(
-        params=new(param),
+        params=params,
         grads=new(grad, 0.1),
         exp_avgs=new(state, 0.05),
         exp_avg_sqs=new(state, 0.1, square=True),
         max_exp_avg_sqs=new(state, 0.1, square=True) if amsgrad else [],
-        copies=[torch.zeros(size, dtype=copy) for size in sizes] if copy else [],
+        copies=[each.to(copy) for each in params] if copy else [],
         steps=[torch.tensor(4.0) for _ in sizes],
         weight_decays=[0.1, 0.0, 0.1],
     )

@@ -76,7 +76,7 @@ void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
     t.exp_avg_sq = in_place(exp_avg_sqs, i);
     t.max_exp_avg_sq = in_place(max_exp_avg_sqs, i);
     t.grad = in_place(grads, i).from;
-    t.copy = in_place(copies, i).to;
+    t.copy = in_place(copies, i);
     t.numel = param.numel();
     t.param_dtype = dtype_of(param);
     t.grad_dtype = dtype_of(grads[i]);

@@ -19,7 +19,7 @@ constexpr int64_t update_chunks(int64_t numel) {
 }
 
 // What is read and what is written. In place both are the same; a step that may yet be dropped
-// writes to other memory than it reads.
+// writes to other memory than it reads. What is only written is not read from anywhere.
 struct Updated {
   const void* from = nullptr;
   void* to = nullptr;
@@ -39,7 +39,9 @@ struct AdamWTensor {
   Updated exp_avg_sq;
   Updated max_exp_avg_sq;  // null without amsgrad
   const void* grad;
-  void* copy;  // param rounded to its own dtype, or null
+  // param rounded to its own dtype, or null. An element of param that does not round to what the
+  // copy holds begins the step with the value of the copy.
+  Updated copy;
   int64_t numel;
   DType param_dtype;
   DType grad_dtype;

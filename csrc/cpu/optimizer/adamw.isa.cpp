@@ -3,6 +3,7 @@
 //   g = grad * grad_factor                       (unscale and clip, or maximize)
 //   m = beta1 m + (1 - beta1) g
 //   v = beta2 v + (1 - beta2) g^2
+//   p = copy                                     (where the copy is not p, rounded)
 //   p = p - (decay p + step_size m / (sqrt(v) inverse_root + eps))
 //   copy = p, rounded
 //
@@ -53,6 +54,23 @@ inline void write(bool stream, DType dtype, void* to, int64_t i, const V<A>& val
   } else {
     store_or_stream(stream, static_cast<c10::Half*>(to) + i, value, count, full);
   }
+}
+
+// What a vector is after it was written to memory of a dtype and read again.
+template <typename T>
+inline V<float> rounded_to(const V<float>& value) {
+  T memory[V<float>::size()];
+  store_vec(memory, value);
+  return load_vec(static_cast<const T*>(memory));
+}
+
+template <typename A>
+inline V<A> rounded(DType dtype, const V<A>& value) {
+  if constexpr (std::is_same_v<A, float>) {
+    if (dtype == DType::bf16) return rounded_to<c10::BFloat16>(value);
+    if (dtype == DType::f16) return rounded_to<c10::Half>(value);
+  }
+  return value;
 }
 
 // As `write`, but bfloat16 is rounded by random words where there are any.
@@ -106,13 +124,13 @@ void update(const AdamWCall& call, const AdamWTensor& t, int64_t begin, int64_t 
   const V<A> eps(static_cast<A>(call.eps)), inverse_root(static_cast<A>(t.inverse_root));
   const V<A> step_size(static_cast<A>(t.step_size)), decay(static_cast<A>(t.decay));
   const bool amsgrad = !kInPlace && t.max_exp_avg_sq.from != nullptr;
-  const bool stream_copy = may_stream<A>(call, {nullptr, t.copy}, t.copy_dtype);
+  const bool stream_copy = may_stream<A>(call, t.copy, t.copy_dtype);
   const bool stream_param = !kInPlace && may_stream<A>(call, t.param, param_dtype);
   const bool stream_first = !kInPlace && may_stream<A>(call, t.exp_avg, state_dtype);
   const bool stream_second = !kInPlace && may_stream<A>(call, t.exp_avg_sq, state_dtype);
   const bool stream_max = !kInPlace && may_stream<A>(call, t.max_exp_avg_sq, state_dtype);
-  const bool stage_copy = call.stream && t.copy != nullptr && is_half(t.copy_dtype) &&
-                          reinterpret_cast<uintptr_t>(t.copy) % 64 == 0;
+  const bool stage_copy = call.stream && t.copy.to != nullptr && is_half(t.copy_dtype) &&
+                          reinterpret_cast<uintptr_t>(t.copy.to) % 64 == 0;
   const bool draws = !kInPlace && call.stochastic && state_dtype == DType::bf16;
   const bool draws_more =
       !kInPlace && call.stochastic && (param_dtype == DType::bf16 || (draws && amsgrad));
@@ -141,15 +159,19 @@ void update(const AdamWCall& call, const AdamWTensor& t, int64_t begin, int64_t 
       }
       const V<A> denominator = at::vec::fmadd(largest.sqrt(), inverse_root, eps);
       V<A> p = read<A>(param_dtype, t.param.from, i, count, full);
+      if (t.copy.from != nullptr) {
+        const V<A> copy = read<A>(t.copy_dtype, t.copy.from, i, count, full);
+        p = V<A>::blendv(p, copy, rounded<A>(t.copy_dtype, p) != copy);
+      }
       p = p - at::vec::fmadd(decay, p, step_size * (m / denominator));
       write_rounded<0>(stream_param, param_dtype, t.param.to, i, p, count, full, drawn_more);
       if (stage_copy) {
         write(false, t.copy_dtype, staged, c, p, count, full);
-      } else if (t.copy != nullptr) {
-        write(stream_copy, t.copy_dtype, t.copy, i, p, count, full);
+      } else if (t.copy.to != nullptr) {
+        write(stream_copy, t.copy_dtype, t.copy.to, i, p, count, full);
       }
     });
-    if (stage_copy) stream_tile(static_cast<uint16_t*>(t.copy) + tile, staged, 2 * size);
+    if (stage_copy) stream_tile(static_cast<uint16_t*>(t.copy.to) + tile, staged, 2 * size);
   }
 }
 
