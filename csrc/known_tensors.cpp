@@ -3,7 +3,8 @@
 // An optimizer over hundreds of tensors asks this once per step instead of looking at each of them
 // in Python: some 20 ns for a tensor here, more than a microsecond there. Only what describes a
 // tensor is read, never its elements, and no tensor is kept alive: an owner may free or move what
-// it has between two steps.
+// it has between two steps. The operator of the step is not called either, which tells autograd
+// what it writes: this does.
 #include <algorithm>
 #include <vector>
 
@@ -60,6 +61,11 @@ struct Known {
     return form.fits(now) && address_of(now) == address;
   }
 
+  void count_write() const {
+    c10::TensorImpl& now = *tensor._unsafe_get_target();
+    if (!now.is_inference()) now.bump_version();
+  }
+
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
   Form form;
   uintptr_t address;
@@ -96,6 +102,12 @@ class KnownTensors : public torch::CustomClassHolder {
     return moved;
   }
 
+  // Lets the versions of the kept tensors say that they were written. After an update that found
+  // them unchanged: their owner still holds them.
+  void count_writes() {
+    for (const auto& known : kept_) known.count_write();
+  }
+
   // int64, of the tensors that were given last.
   at::Tensor addresses() const {
     auto result = at::empty({static_cast<int64_t>(addresses_.size())}, at::kLong);
@@ -122,5 +134,6 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.class_<KnownTensors>("KnownTensors")
       .def(torch::init<const Tensors&, const Tensors&>())
       .def("update", &KnownTensors::update)
+      .def("count_writes", &KnownTensors::count_writes)
       .def("addresses", &KnownTensors::addresses);
 }

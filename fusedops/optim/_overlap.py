@@ -23,7 +23,7 @@ import torch
 from fusedops._core.copy_engine import CopyEngine, finish_all
 from fusedops.ops.adamw import Draw
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim._state import MOMENTS
+from fusedops.optim._state import MOMENTS, read_parameter
 from fusedops.optim._step_queue import Basis
 
 _ALIGNMENT = 64  # bytes: what is written around the cache must begin there
@@ -41,11 +41,21 @@ class Slot:
     shadow: dict[str, Any]
     copy: torch.Tensor  # the parameter after that step, in its own dtype, local
     draw: Draw | None  # what its stochastic rounding draws by
+    # The trace of the parameter (_shards.trace) when the optimizer last wrote or read it
+    seen: tuple[Any, ...] | None = None
     gradient: torch.Tensor | None = None  # without overlap the last one that was copied to the host
 
     @property
     def target(self) -> dict[str, Any]:
         return self.shadow or self.state
+
+    def read_changed(self) -> bool:
+        """Let the master follow a parameter that was written to; return whether it had to."""
+        now = _shards.trace(self.param)
+        if now == self.seen:
+            return False
+        self.seen = now
+        return read_parameter(self.param, self.state["master"])
 
     def commit(self) -> None:
         """Replace the current state by that after the step."""

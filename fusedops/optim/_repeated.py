@@ -122,6 +122,9 @@ class RepeatedStep:
         for group, _, batch in self._batches:
             given = numbers(optimizer.param_groups[group], batch.device)
             batch.step(**given, **scaling_on(batch.device, factor, found_inf))
+        self._known.count_writes()
+        if self._sharded:  # and those whose local parts are known
+            _shards.count_writes(param for param in _params(optimizer) if param.grad is not None)
 
     def _identities(self, optimizer: Any, params: list[Any]) -> int:
         # A tensor that is gone is no longer known, so that another of its identity is seen.

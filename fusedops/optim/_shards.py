@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedops._core.checks import UnsupportedError
 
@@ -39,8 +40,24 @@ def stored(tensor: Any) -> Any:
 
 def version(tensor: Any) -> int:
     """Return how often a tensor was written to; of a DTensor by itself or by its local part."""
-    count = int(tensor._version)
+    count = 0 if tensor.is_inference() else int(tensor._version)
     return count + int(tensor._local_tensor._version) if is_dtensor(tensor) else count
+
+
+def trace(tensor: Any) -> tuple[Any, ...]:
+    """Return what a write to a tensor changes: its version, its memory and its place there.
+
+    In-place operations on ``tensor.data`` change none of them. No memory is kept alive.
+    """
+    part = local(tensor)
+    return version(tensor), part.data_ptr(), StorageWeakRef(part.untyped_storage())
+
+
+def count_writes(tensors: Iterable[Any]) -> None:
+    """Increase the versions of tensors that were written, and of their parts that are here."""
+    written = list(tensors)
+    written += [stored(tensor) for tensor in written if is_dtensor(tensor)]
+    torch.autograd.graph.increment_version(written)
 
 
 def placed_like(grad: Any, param: Any) -> Any:

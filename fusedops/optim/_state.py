@@ -103,6 +103,21 @@ def new_master(param: torch.Tensor, storage: Storage) -> torch.Tensor:
     return param.detach().to(device=storage.device, dtype=storage.master, copy=True)
 
 
+def read_parameter(param: torch.Tensor, master: torch.Tensor) -> bool:
+    """Let a master take the elements of its parameter that it does not round to.
+
+    Returns:
+        Whether there were any. The others keep the bits that the parameter does not have.
+    """
+    ours = _shards.local(master)
+    now = _shards.local(param).to(ours.device)
+    changed = ours.to(now.dtype) != now
+    if not bool(changed.any()):
+        return False
+    ours.copy_(torch.where(changed, now.to(ours.dtype), ours))
+    return True
+
+
 def check_state(
     op: str,
     title: str,

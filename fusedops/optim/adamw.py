@@ -17,7 +17,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.kernels import _pointer_table
 from fusedops.ops.adamw import Draw
 from fusedops.ops.adamw import adamw as make_step
-from fusedops.optim import _rounding
+from fusedops.optim import _rounding, _shards
 from fusedops.optim._batches import Collected, GroupBatch
 from fusedops.optim._repeated import RepeatedStep, scaling_on
 from fusedops.optim._state import (
@@ -27,6 +27,7 @@ from fusedops.optim._state import (
     fitting_state,
     new_policy,
     new_state,
+    read_parameter,
 )
 from fusedops.optim.norms import clip_coefficient, global_norm
 
@@ -59,7 +60,8 @@ class AdamW(torch.optim.AdamW):
         bias_correction: False omits the bias correction: early steps are larger, the first by ``(1
             - beta1) / sqrt(1 - beta2)``. Groups may override it.
         master_weights: store and update a float32 copy of every bfloat16 and float16 parameter,
-            with float32 moments; the parameter is the rounded copy.
+            with float32 moments; the parameter is the rounded copy. Elements of it that are changed
+            by others are seen by ``step``, which continues from their values.
         state_dtype: dtype of the moments; ``torch.bfloat16`` halves their memory.
         stochastic_rounding: round values stored in bfloat16 (moments, and parameters without a
             float32 copy) up or down at random, without bias. It is on with
@@ -213,6 +215,17 @@ class AdamW(torch.optim.AdamW):
             self._step()
         return loss
 
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Let the master weights follow parameters that were changed outside of the optimizer.
+
+        ``step`` does so too. Elements that a master rounds to are unchanged: it keeps the bits that
+        its parameter does not have.
+        """
+        for param, state in self.state.items():
+            if "master" in state:
+                read_parameter(param, state["master"])
+
     def _step(self) -> None:
         repeated, self._repeated = self._repeated, None
         if repeated is not None and repeated.take(self):
@@ -343,6 +356,7 @@ class AdamW(torch.optim.AdamW):
         factor, found_inf = self._scaling(lambda: global_norm(grads))
         batches = self._collect(members)
         self._step_collected(batches, factor, found_inf)
+        _shards.count_writes(param for *_, param in members)
         self._looked += 1
         # Where steps differ, as those of experts without tokens do, only one of some tries again.
         if self._made_in_vain < 2 or self._looked % 16 == 0:

@@ -81,10 +81,11 @@ class OffloadedAdamW(AdamW):
         Host memory contains master weights and moments twice, the current state and the next one:
         24 bytes per parameter in float32, and one copy of the parameter. With ``overlap=False`` it
         contains them once, 12 bytes, and the copy, which is also the staging memory of the
-        gradient. Between the backward and ``step`` gradients may be changed in place or replaced;
-        this is detected, and their steps are recomputed. A change through ``.data`` is not
-        detected. A forked process has a copy of the optimizer, which starts its own threads when it
-        first needs them.
+        gradient. Between the backward and ``step`` gradients may be changed in place or replaced,
+        and parameters at any time: this is detected, and their steps are recomputed from them. An
+        in-place operation on ``.data`` is not detected; after one on that of a parameter call
+        ``reload_model_params``. A forked process has a copy of the optimizer, which starts its own
+        threads when it first needs them.
 
     Example:
         >>> import torch, fusedops.optim
@@ -160,6 +161,18 @@ class OffloadedAdamW(AdamW):
         super().load_state_dict(state_dict)
         self._attach()
 
+    def reload_model_params(self) -> None:
+        """Let the master weights follow parameters that were changed outside of the optimizer.
+
+        ``step`` does so too, except for in-place operations on ``param.data`` (``clamp_``,
+        ``copy_``), which leave no trace: call this after them. Elements that a master rounds to are
+        unchanged: it keeps the bits that its parameter does not have. Steps that have begun are
+        dropped.
+        """
+        self._drop()
+        super().reload_model_params()
+        self._note_parameters()
+
     @property
     def host_bytes(self) -> int:
         """The bytes of host memory that it has allocated: states, copies and staging."""
@@ -175,9 +188,13 @@ class OffloadedAdamW(AdamW):
 
     def restore(self) -> None:
         """Overwrite every offloaded parameter with its master."""
-        for _, slot in self._slots.values():
-            slot.copy.copy_(_shards.local(slot.state["master"]))
-            self._engine.finish(self._push(slot))
+        _shards.count_writes(self._slots)
+        try:
+            for _, slot in self._slots.values():
+                slot.copy.copy_(_shards.local(slot.state["master"]))
+                self._engine.finish(self._push(slot))
+        finally:
+            self._note_parameters()
 
     def follow(
         self, model: torch.nn.Module, hook: Callable[..., Any] | None = None, state: Any = None
@@ -385,6 +402,7 @@ class OffloadedAdamW(AdamW):
         bucket, slot = self._slots[param]
         bucket.arrived[slot] = gradient
         if len(bucket.arrived) == len(bucket.slots):
+            self._read_changed(bucket)
             self._begin(bucket, self._expected_factor, steps=self._speculates)
 
     def _begin(self, bucket: Bucket, factor: float, *, steps: bool) -> None:
@@ -417,6 +435,9 @@ class OffloadedAdamW(AdamW):
     def _step_offloaded(self, members: list[Member]) -> None:
         chosen = self._offloaded_members(members)
         self._finish(self._buckets)
+        for bucket in self._buckets:
+            if self._read_changed(bucket):
+                bucket.forget()  # its job began with other masters
         self._sum_changed(chosen)
         sums = self._sums(members, chosen)
         factor, found_inf = self._scaling(
@@ -431,6 +452,7 @@ class OffloadedAdamW(AdamW):
         on_device = [member for member in members if member[2] not in self._slots]
         if on_device:
             self._step_collected(self._collect(on_device), factor, found_inf)
+        _shards.count_writes(param for *_, param in members)
         self._commit([slot for _, slots in chosen for slot in slots])
 
     def _offloaded_members(self, members: list[Member]) -> ChosenSlots:
@@ -441,6 +463,16 @@ class OffloadedAdamW(AdamW):
             for bucket in self._buckets
         )
         return [(bucket, slots) for bucket, slots in chosen if slots]
+
+    def _read_changed(self, bucket: Bucket) -> bool:
+        """Let masters follow parameters that were written to; return whether one had to."""
+        changed = [slot.read_changed() for slot in bucket.slots]
+        return any(changed)
+
+    def _note_parameters(self) -> None:
+        """Note that no parameter was written to by others until now."""
+        for _, slot in self._slots.values():
+            slot.seen = _shards.trace(slot.param)
 
     def _sum_changed(self, chosen: ChosenSlots) -> None:
         """Sum the squares of gradients that are not those of the last job."""
@@ -478,6 +510,8 @@ class OffloadedAdamW(AdamW):
             raise CopyError(
                 f"{error}; the step was made: restore() writes the parameters from their masters"
             ) from error
+        finally:
+            self._note_parameters()
         if self._overlap:
             for slot in slots:
                 slot.commit()

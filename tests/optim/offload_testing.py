@@ -36,6 +36,7 @@ def train(
     steps: int,
     dtype: torch.dtype = torch.bfloat16,
     passes: int = 1,
+    before: Callable[[int, nn.Module, torch.optim.Optimizer], None] | None = None,
     between: Callable[[int, nn.Module, torch.optim.Optimizer], None] | None = None,
     scaler: bool = False,
     **options: Any,
@@ -47,6 +48,7 @@ def train(
         steps: how many.
         dtype: of the parameters.
         passes: backwards before each step.
+        before: is called before the backwards.
         between: is called after the backwards.
         scaler: use a GradScaler, which skips the step before last.
         options: of the optimizer.
@@ -57,6 +59,8 @@ def train(
     scaling = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=scaler)
     for step in range(steps):
         optimizer.zero_grad()
+        if before is not None:
+            before(step, model, optimizer)
         for index in range(passes):
             scaling.scale(model.loss(10 * step + index)).backward()
         if scaler and step == steps - 2:

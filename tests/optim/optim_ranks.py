@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fusedops.optim import AdamW, OffloadedAdamW
+from fusedops.optim import AdamW, OffloadedAdamW, _overlap
 
 SHAPES = ((12, 10), (7,), (9, 4, 6), (33, 3))
 STATES = ("exp_avg", "exp_avg_sq")
@@ -107,7 +109,12 @@ def whole_steps(kind: str, options: dict[str, Any]) -> Any:
 
 
 def train(
-    kind: str, options: dict[str, Any], *, wrap: Any = None, dtype: torch.dtype = torch.float32
+    kind: str,
+    options: dict[str, Any],
+    *,
+    wrap: Any = None,
+    dtype: torch.dtype = torch.float32,
+    after: Any = None,
 ) -> tuple[Any, nn.Module, AdamW]:
     """Train the tiny model on the same batches in every process: their mean is each one's."""
     model: Any = TinyModel(dtype)
@@ -119,7 +126,16 @@ def train(
         optimizer.zero_grad()
         loss(step).backward()
         optimizer.step()
+        if after is not None:
+            after(step, model)
     return optimizer, model, optimizer
+
+
+def _fully_shard(model: TinyModel, mesh: DeviceMesh) -> TinyModel:
+    for layer in (model.layers[0], model.layers[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model.layers, mesh=mesh)
+    return model
 
 
 def fsdp_steps(world: World, kind: str, options: dict[str, Any]) -> Any:
@@ -127,14 +143,32 @@ def fsdp_steps(world: World, kind: str, options: dict[str, Any]) -> Any:
     mesh = DeviceMesh("cpu", list(range(4)))
     if world.rank >= 4:
         return None
+    return outcome(train(kind, options, wrap=partial(_fully_shard, mesh=mesh))[0])
 
-    def wrap(model: TinyModel) -> TinyModel:
-        for layer in (model.layers[0], model.layers[2]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model.layers, mesh=mesh)
-        return model
 
-    return outcome(train(kind, options, wrap=wrap)[0])
+def changed_steps(world: World, kind: str, shards: bool) -> Any:
+    """Train with weights that are halved after a step, and count the parameters read per step."""
+    mesh = DeviceMesh("cpu", list(range(4)))
+    if world.rank >= 4:
+        return None
+    reads, read = [0], _overlap.read_parameter
+
+    def count(*args: Any) -> bool:
+        reads[-1] += 1
+        return read(*args)
+
+    def halve(step: int, model: nn.Module) -> None:
+        reads.append(0)
+        if step == 0:
+            with torch.no_grad():
+                for param in list(model.parameters())[:2]:
+                    param.mul_(0.5)
+
+    wrap = partial(_fully_shard, mesh=mesh) if shards else None
+    with mock.patch.object(_overlap, "read_parameter", count):
+        options = {"master_weights": True}
+        trained = train(kind, options, wrap=wrap, dtype=torch.bfloat16, after=halve)
+    return outcome(trained[0]), reads[:-1]
 
 
 def alone(world: World, kind: str, options: dict[str, Any]) -> Any:

@@ -41,6 +41,15 @@ def test_fsdp2_gives_the_bits_of_one_process(
         assert_same(answer, expected)
 
 
+@each_kind
+def test_masters_of_shards_follow_changed_parameters(on_ranks: OnRanks, kind: str) -> None:
+    expected = on_ranks(optim_ranks.changed_steps, "adamw", False)[0][0]
+    for answer, reads in on_ranks(optim_ranks.changed_steps, kind, True)[:4]:
+        assert_same(answer, expected)
+        # All of them once, then only those that were changed: FSDP2 itself writes to none.
+        assert reads == ([0, 0, 0] if kind == "adamw" else [8, 2, 0])
+
+
 def test_ddp_steps_with_the_reduced_gradients(on_ranks: OnRanks) -> None:
     options = {"max_norm": 0.5}
     expected = on_ranks(optim_ranks.ddp_steps, "adamw", options)[0]

@@ -135,6 +135,18 @@ def test_a_step_of_the_same_tensors_copies_nothing(gpu: Gpu, options: dict[str, 
     assert gpu.rows[1][:, 1].tolist() == addresses(params)
 
 
+@needs_library
+def test_a_repeated_step_counts_what_it_writes(gpu: Gpu) -> None:
+    params = model(dtype=torch.bfloat16)
+    optimizer = AdamW(params, master_weights=True, amsgrad=True)
+    optimizer.step()
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    versions = [each._version for each in (*params, *states)]
+    optimizer.step()
+    assert optimizer._repeated is not None
+    assert [each._version for each in (*params, *states)] == [1 + each for each in versions]
+
+
 def test_without_the_compiled_library_the_same_table_is_copied_once(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,10 +384,13 @@ def test_local_parts_of_dtensors_are_stepped(gpu: Gpu, mesh: Any) -> None:
     for _ in range(3):
         for size, param in enumerate(params):
             param.grad = distributed(4 + 4 * size)
+        versions = [(each._version, each._local_tensor._version) for each in params]
         rows = stepped(gpu, optimizer)
         grads: Any = [param.grad for param in params]
         assert rows[:, 1].tolist() == [grad._local_tensor.data_ptr() for grad in grads]
         norms.append(optimizer.grad_norm)
+        for param, before in zip(params, versions, strict=True):
+            assert param._version > before[0] and param._local_tensor._version > before[1]
     assert optimizer._repeated is not None and norms[0] is not norms[2]
     # A sum that is pending has to be made.
     params[0].grad = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])

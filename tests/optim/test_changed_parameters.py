@@ -1,0 +1,282 @@
+"""Parameters that are changed outside of the optimizer: its master weights follow them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from offload_testing import TinyModel, train
+from optim_testing import assert_same, parameters, reachable, set_gradients
+from torch import nn
+
+import fusedops
+from fusedops._core.copy_engine import CopyError, HostCopyEngine
+from fusedops.optim import AdamW, OffloadedAdamW
+
+Change = Callable[[nn.Module], None]
+HALF = (torch.bfloat16, torch.float16)
+
+
+def masters(params: Any, **options: Any) -> AdamW:
+    return AdamW(params, master_weights=True, **options)
+
+
+def offloaded(**fixed: Any) -> Callable[..., AdamW]:
+    return lambda params, **options: OffloadedAdamW(
+        params, bucket_bytes=300, threads=2, **fixed, **options
+    )
+
+
+KINDS: dict[str, tuple[Callable[..., AdamW], tuple[torch.dtype, ...]]] = {
+    "masters": (masters, HALF),
+    "overlapped": (offloaded(), (*HALF, torch.float32, torch.float64)),
+    "in place": (offloaded(overlap=False), (*HALF, torch.float32, torch.float64)),
+    "half on the device": (offloaded(device_fraction=0.5), HALF),
+}
+
+
+def load(model: nn.Module) -> None:
+    made = torch.Generator().manual_seed(7)
+    model.load_state_dict(
+        {name: torch.randn(each.shape, generator=made) for name, each in model.state_dict().items()}
+    )
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.clamp_(-0.1, 0.1)
+
+
+def reset_row(model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters())[3] = 0
+
+
+def replace_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        for factor in (2.0, 0.5, 0.5):  # memory is used again
+            param.data = param.data * factor
+
+
+def foreach(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+def from_vector(model: nn.Module) -> None:
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(flat.detach() / 2, model.parameters())
+
+
+def through_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.clamp_(-0.1, 0.1)
+
+
+def swap_and_back(model: nn.Module) -> None:
+    """Evaluate other weights, as those of a moving average."""
+    kept = copy.deepcopy(model.state_dict())
+    load(model)
+    model.load_state_dict(kept)
+
+
+CHANGES = (load, clamp, reset_row, replace_data, foreach, from_vector, through_data, swap_and_back)
+
+
+def follow(optimizer: torch.optim.Optimizer) -> None:
+    """Let the masters of the expected run follow, by the rule written out."""
+    for param, state in optimizer.state.items():
+        if "master" in state:
+            master = state["master"]
+            rounds = master.to(param.dtype) == param
+            master.copy_(torch.where(rounds, master, param.detach().to(master.dtype)))
+
+
+def at(step: int, change: Callable[[nn.Module, Any], None]) -> Callable[..., None]:
+    def changed(now: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if now == step:
+            change(model, optimizer)
+
+    return changed
+
+
+def closed(make: Callable[..., AdamW], **options: Any) -> list[Any]:
+    """Train, and end the threads of an offloaded optimizer."""
+    made: list[AdamW] = []
+
+    def keep(*args: Any, **given: Any) -> AdamW:
+        made.append(make(*args, **given))
+        return made[0]
+
+    result = train(keep, steps=5, **options)
+    if isinstance(made[0], OffloadedAdamW):
+        made[0].close()
+    return result
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, dtype) for kind, (_, all) in KINDS.items() for dtype in all], ids=str
+)
+def test_masters_follow(
+    kind: str, dtype: torch.dtype, change: Change, step: int, when: str
+) -> None:
+    """The other elements keep the bits that their parameters do not have."""
+
+    def expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        change(model)
+        follow(optimizer)
+
+    def given(model: nn.Module, optimizer: Any) -> None:
+        change(model)
+        if change is through_data and isinstance(optimizer, OffloadedAdamW):
+            optimizer.reload_model_params()
+
+    want = closed(masters, dtype=dtype, **{when: at(step, expected)})
+    assert_same(closed(KINDS[kind][0], dtype=dtype, **{when: at(step, given)}), want)
+    if change is swap_and_back:
+        assert_same(want, closed(masters, dtype=dtype))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_masters_follow_in_triton(dtype: torch.dtype) -> None:
+    results = []
+    for backend in ("torch", "triton"):
+        params = parameters(dtype)
+        optimizer = masters(params)
+        for step in range(3):
+            set_gradients(params, step)
+            if step == 0:  # which makes the states: where, only a kernel's table tells
+                optimizer.step()
+                continue
+            with torch.no_grad():
+                params[3][100:2000].clamp_(-0.1, 0.1)
+                params[2][3] = float("nan")
+            if backend == "torch":
+                follow(optimizer)
+            tensors = [each for state in optimizer.state.values() for each in state.values()]
+            tables = [*params, *(param.grad for param in params), *tensors]
+            with reachable(tables), fusedops.use_backend("triton"):
+                optimizer.step()
+        results.append([[each.detach() for each in params], optimizer.state_dict()["state"]])
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("first", ["weights", "states"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_resumed_in_either_order(kind: str, first: str) -> None:
+    make, _ = KINDS[kind]
+
+    def steps(model: TinyModel, optimizer: AdamW, *numbers: int) -> None:
+        for step in numbers:
+            optimizer.zero_grad()
+            model.loss(step).backward()
+            optimizer.step()
+
+    model = TinyModel(torch.bfloat16)
+    optimizer = make(model.parameters(), lr=0.01)
+    steps(model, optimizer, 0, 1)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    steps(model, optimizer, 2, 3)
+    fresh = TinyModel(torch.bfloat16)
+    resumed = make(fresh.parameters(), lr=0.01)
+    loads = [(fresh, saved[0]), (resumed, saved[1])]
+    for owner, state in loads if first == "weights" else reversed(loads):
+        owner.load_state_dict(state)
+    steps(fresh, resumed, 2, 3)
+    assert_same(list(fresh.parameters()), list(model.parameters()))
+    assert_same(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+    for each in (optimizer, resumed):
+        if isinstance(each, OffloadedAdamW):
+            each.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_method_reads_the_parameters_at_once(kind: str) -> None:
+    model = TinyModel(torch.bfloat16)
+    optimizer = KINDS[kind][0](model.parameters())
+    model.loss(0).backward()
+    optimizer.step()
+    through_data(model)
+    optimizer.reload_model_params()
+    for param in model.parameters():
+        assert_same(optimizer.state[param]["master"].to(param.dtype), param.detach())
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.close()
+
+
+class FailsOnce(HostCopyEngine):
+    """Does not make one of the copies to the device."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(workers=0)
+        self._left = number
+
+    def copy(self, *args: Any, to_host: bool, **options: Any) -> Any:
+        self._left -= not to_host
+        if to_host or self._left != -1:
+            return super().copy(*args, to_host=to_host, **options)
+        failed: Future[None] = Future()
+        failed.set_exception(CopyError("planted"))
+        return failed
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["alone", "changed after it"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "in place"])
+def test_a_copy_that_failed_is_no_change(overlap: bool, changes: bool) -> None:
+    def change(params: list[nn.Parameter]) -> None:
+        if changes:
+            with torch.no_grad():
+                params[2].fill_(0.5)
+
+    results = []
+    for fails in (True, False):
+        params = parameters(torch.bfloat16)
+        engine = FailsOnce(8)  # in the second step
+        optimizer = (
+            OffloadedAdamW(params, overlap=overlap, engine=engine, threads=1)
+            if fails
+            else masters(params)
+        )
+        for step in range(4):
+            set_gradients(params, step)
+            try:
+                if not fails and step == 1 and overlap:  # the step that failed was not made
+                    change(params)
+                optimizer.step()
+            except CopyError:
+                change(params)
+                if overlap:
+                    optimizer.step()
+            if not fails and step == 1 and not overlap:
+                change(params)
+        results.append(params)
+        if isinstance(optimizer, OffloadedAdamW):
+            assert engine._left < -1
+            optimizer.close()
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_autograd_sees_a_step_between_forward_and_backward(kind: str, steps: int) -> None:
+    model = TinyModel(torch.bfloat16)
+    optimizer = KINDS[kind][0](model.parameters())
+    for step in range(steps):
+        model.loss(step).backward()
+        optimizer.step()
+    model.loss(7).backward()
+    loss = model.loss(8)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.close()
