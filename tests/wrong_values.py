@@ -72,6 +72,7 @@ def values_for(annotation: str, present: Any, like: torch.Tensor | None) -> list
         wrong |= {"-10**400": -(10**400), "numpy array": np.ones(3), "tensors": torch.ones(2)}
         number = 0.5 if present is None else present
         meant |= {"Decimal": (Decimal(1), 1.0), "Fraction": (Fraction(1, 2), 0.5)}
+        meant |= {"2**70": (2**70, 2.0**70)}
         meant |= {"numpy float64": (np.float64(number), number), "True": (True, 1.0)}
         exact = float(np.float32(number))
         meant |= {"numpy float32": (np.float32(exact), exact), "int": (1, 1.0)}

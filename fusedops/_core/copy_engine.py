@@ -14,7 +14,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -27,6 +27,7 @@ class CopyTimeoutError(CopyError):
     """A copy did not finish in the time that it was given."""
 
 
+@runtime_checkable
 class CopyEngine(Protocol):
     """Copies between a device and host memory, in the background.
 

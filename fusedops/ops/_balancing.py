@@ -88,4 +88,4 @@ def update_balancing_bias(
     step = torch.sign(counts.mean() - counts)
     if centered:
         step = step - step.mean()
-    return bias.add_((rate * step).to(bias.dtype))
+    return bias.add_((float(rate) * step).to(bias.dtype))

@@ -6,7 +6,9 @@ there and back; ``master`` is ours, and torch's AdamW carries it along unread.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -78,11 +80,39 @@ def new_policy(op: str, **options: Any) -> OptimizerPolicy:
     checks.flag(op, "stochastic_rounding", stochastic)
     if policy.max_norm is not None:
         checks.positive(op, "max_norm", policy.max_norm)
-    if isinstance(no_decay, str) or not all(isinstance(pattern, str) for pattern in no_decay):
+        policy = replace(policy, max_norm=float(policy.max_norm))
+    listed = isinstance(no_decay, Iterable) and not isinstance(no_decay, str)
+    if not listed or not all(isinstance(pattern, str) for pattern in no_decay):
         raise TypeError(
             f"{op}: no_decay must be a sequence of patterns such as ('*.bias',), got {no_decay!r}"
         )
     return replace(policy, stochastic_rounding=stochastic, no_decay=tuple(no_decay))
+
+
+def check_group(
+    op: str,
+    *,
+    lr: Any,
+    betas: Any,
+    eps: Any,
+    weight_decay: Any,
+    **flags: Any,
+) -> None:
+    """Check the options of a group of parameters, in the words of its user."""
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        checks.fail_type(op, "betas", "a pair of floats", betas)
+    numbers = [("eps", eps), ("weight_decay", weight_decay)]
+    for name, value in (("lr", lr), *(("betas", beta) for beta in betas)):
+        if not isinstance(value, torch.Tensor):
+            numbers.append((name, value))
+        elif value.numel() != 1:
+            checks.fail(op, name, "a float or a tensor of one element", list(value.shape))
+    for name, value in numbers:
+        of_numpy = isinstance(value, Real) and not isinstance(value, int)
+        checks.finite(op, name, float(value) if of_numpy else value, least=0.0)
+    for name, value in flags.items():
+        if value is not None:
+            checks.flag(op, name, value)
 
 
 def new_state(param: torch.Tensor, storage: Storage, *, amsgrad: bool) -> dict[str, torch.Tensor]:

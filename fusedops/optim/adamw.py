@@ -7,7 +7,7 @@ This file has the options, the states and the arguments of a step; the arithmeti
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fusedops.optim._repeated import RepeatedStep, scaling_on
 from fusedops.optim._state import (
     Storage,
     check_given,
+    check_group,
     check_state,
     fitting_state,
     new_policy,
@@ -131,6 +132,20 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         op = type(self).__name__
         checks.flag(op, "capturable", capturable)
+        checks.flag(op, "differentiable", differentiable)
+        if not isinstance(params, Iterable):
+            checks.fail_type(op, "params", "an iterable of parameters or groups", params)
+        check_group(
+            op,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+        )
         if differentiable:
             raise UnsupportedError(
                 f"{op}: differentiable must be False, got {differentiable}: "
@@ -178,6 +193,8 @@ class AdamW(torch.optim.AdamW):
         group = self.param_groups[-1]
         group.setdefault("bias_correction", self._bias_correction)
         try:
+            names = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "bias_correction")
+            check_group(op, **{name: group[name] for name in names})
             for index, param in enumerate(group["params"]):
                 checks.tensor(op, _title(group, index), param)
             if self.policy.no_decay and "param_names" not in group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         >>> fusedops.optim.global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
         tensor(5., dtype=torch.float64)
     """
-    every = list(tensors)
+    every = _listed("global_norm", "tensors", tensors)
     for tensor in every:
         checks.tensor("global_norm", "each of tensors", tensor)
     if not every:
@@ -88,7 +89,8 @@ def clip_grad_norm_(
         The norm before clipping, as ``global_norm`` gives it.
 
     Raises:
-        ValueError: ``norm_type`` is not 2.
+        ValueError: ``norm_type`` is not 2, or ``max_norm`` is negative or NaN.
+        TypeError: an argument has a wrong type.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; gradients are unchanged.
 
     Example:
@@ -100,12 +102,18 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    if float(norm_type) != 2.0:
+    checks.number("clip_grad_norm_", "norm_type", norm_type)
+    checks.flag("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
+    if foreach is not None:
+        checks.flag("clip_grad_norm_", "foreach", foreach)
+    if norm_type != 2:
         checks.fail(
             "clip_grad_norm_", "norm_type", "2 (others: torch.nn.utils.clip_grad_norm_)", norm_type
         )
     checks.number("clip_grad_norm_", "max_norm", max_norm)
-    every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not max_norm >= 0:
+        checks.fail("clip_grad_norm_", "max_norm", "at least 0", max_norm)
+    every = _listed("clip_grad_norm_", "parameters", parameters)
     grads = [parameter.grad for parameter in every if parameter.grad is not None]
     norm = global_norm(grads)
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -113,7 +121,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be "
             "clipped; error_if_nonfinite=False lets them pass"
         )
-    scale_gradients(grads, clip_coefficient(norm, max_norm))
+    scale_gradients(grads, clip_coefficient(norm, float(max_norm)))
     return norm
 
 
@@ -134,6 +142,15 @@ def scale_gradients(grads: Sequence[torch.Tensor], coefficient: torch.Tensor) ->
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return what gradients of this norm are multiplied by: 1 where they need not be clipped."""
     return (max_norm / (norm + _EPS)).clamp(max=1.0)
+
+
+def _listed(op: str, argument: str, tensors: Any) -> list[torch.Tensor]:
+    if not isinstance(tensors, Iterable):
+        checks.fail_type(op, argument, "an iterable of tensors", tensors)
+    every = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not all(isinstance(tensor, torch.Tensor) for tensor in every):
+        checks.fail_type(op, argument, "an iterable of tensors", tensors)
+    return every
 
 
 def _added(sums: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,8 @@ class OffloadedAdamW(AdamW):
         checks.flag(op, "overlap", overlap)
         checks.probability(op, "device_fraction", device_fraction)
         checks.integer(op, "bucket_bytes", bucket_bytes, least=1)
+        if engine is not None and not isinstance(engine, CopyEngine):
+            checks.fail_type(op, "engine", "a CopyEngine (fusedops._core.copy_engine)", engine)
         if options.get("capturable"):
             raise UnsupportedError(f"{op}: capturable must be False: steps are made on the host")
         if threads is not None:
@@ -254,7 +256,7 @@ class OffloadedAdamW(AdamW):
             names = ", ".join(sorted(map(str, devices)))
             checks.fail(type(self).__name__, "params", "on one device", names)
         self._device = devices.pop() if devices else torch.device("cpu")
-        engine = self._given_engine or self._new_engine()
+        engine = self._new_engine() if self._given_engine is None else self._given_engine
         self._require_memory([param for param in params if not self.state.get(param)])
         for group in self.param_groups:
             for param in group["params"]:

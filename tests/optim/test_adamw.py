@@ -403,7 +403,7 @@ def test_what_it_refuses_is_said_and_nothing_is_written() -> None:
         ({"max_norm": "1"}, TypeError, "max_norm"),
         ({"no_decay": "bias"}, TypeError, "no_decay"),
         ({"no_decay": ("*.bias",)}, ValueError, "named"),
-        ({"lr": -1.0}, ValueError, "learning rate"),
+        ({"lr": -1.0}, ValueError, "AdamW: lr must be at least 0"),
         ({"foreach": True, "fused": True}, RuntimeError, "fused"),
         ({"bias_correction": 1}, TypeError, "bias_correction"),
         ({"master_weights": None}, TypeError, "master_weights"),
