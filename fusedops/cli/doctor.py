@@ -5,10 +5,13 @@ It also runs every op on small inputs and tells whether the results are right.
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +32,9 @@ def doctor(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Also time products and ops against torch.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead, for a bug report.")
+    ] = False,
 ) -> None:
     """Show what is installed, the backend and test result of each op, and what costs speed.
 
@@ -36,31 +42,38 @@ def doctor(
     The command exits with 1 if an op fails, and with 2 if an environment variable requests
     something that does not exist; ops then ignore the request.
     """
+    import_module("fusedops.ops")  # obeys FUSEDOPS_BACKEND, which the block below suspends
     from fusedops._core import backends, env
 
     with files.one_line_errors():
         devices = _devices(device)
+        if as_json and calibrate:
+            raise files.UserError("--calibrate prints tables: leave it out, or --json")
     from rich.console import Console
     from rich.rule import Rule
 
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, quiet=as_json)
     out.print(Rule("installed", align="left"))
     _show_installed(out)
     out.print(Rule("host", align="left"))
     _show_host(out)
-    failed: list[SelftestResult] = []
+    outcomes: dict[str, list[SelftestResult]] = {}
     wrong = env.mistakes(backends.BACKENDS)
     with backends.use_backend(None) if wrong else nullcontext():
         for name in devices:
             out.print(Rule(f"ops on {name.type}", align="left"))
-            failed += _show_ops(out, name)
+            outcomes[name.type] = _show_ops(out, name)
             if calibrate:
                 from fusedops.cli import calibrate as speed
 
                 out.print(Rule(f"speed on {name.type}", align="left"))
                 speed.show(out, name)
+    failed = [outcome for tested in outcomes.values() for outcome in tested if outcome.failures]
     if failed:
         _show_conclusion(out, failed)
+    if as_json:
+        ops = {name: [asdict(outcome) for outcome in tested] for name, tested in outcomes.items()}
+        print(json.dumps(_record(devices) | {"ops": ops}, indent=1))
     with files.one_line_errors():
         files.check_environment()
     if failed:
@@ -82,10 +95,53 @@ def _devices(text: str) -> list[torch.device]:
     return devices
 
 
+def _record(devices: list[torch.device]) -> dict[str, Any]:
+    """Return what is printed above the ops, as JSON holds it."""
+    from fusedops._core import backends, env, host
+    from fusedops.bench import machine
+
+    tuning = {device.type: backends.tuning_in_force(device) for device in devices}
+    return {
+        "versions": machine.versions(),
+        "source": machine.git_commit(),
+        "machines": [machine.describe(device) for device in devices],
+        "kernels": _kernels(),
+        "tuning": {
+            name: {
+                "tables": [str(table.path) for table in loaded.tables],
+                "ignored": [message for message, _ in loaded.ignored],
+            }
+            for name, loaded in tuning.items()
+        },
+        "environment": env.settings(),
+        "warnings": [*env.unknown(), *env.mistakes(backends.BACKENDS)],
+        "host": [asdict(finding) for finding in host.inspect_host()],
+    }
+
+
+def _kernels() -> dict[str, str]:
+    """Return for each kind of kernels whether it is usable, and the reason where it is not."""
+    import torch
+
+    from fusedops._core import extension
+
+    reasons = {
+        "C++ kernels": extension.cpu_library(),
+        "CUDA kernels": extension.cuda_library(),
+        "Triton kernels": extension.triton_missing(),
+    }
+    if not reasons["C++ kernels"]:
+        reasons["AMX tiles"] = torch.ops.fusedops_native.why_no_tiles()
+    states = {name: f"no: {reason}" if reason else "usable" for name, reason in reasons.items()}
+    if not reasons["C++ kernels"]:
+        states["C++ kernels"] = f"loaded, run on {torch.ops.fusedops_native.isa_in_use()}"
+    return states
+
+
 def _show_installed(out: Console) -> None:
     import torch
 
-    from fusedops._core import backends, env, extension
+    from fusedops._core import backends, env
     from fusedops.bench import machine
 
     versions = machine.versions()
@@ -99,19 +155,8 @@ def _show_installed(out: Console) -> None:
         out.print("  GPU            none that this torch sees")
     for package in ("python", "torch", "fusedops", "triton", "transformers", "liger-kernel"):
         out.print(f"  {package:14} {versions.get(package, 'not installed')}")
-    for name, missing in (
-        ("C++ kernels", extension.cpu_library()),
-        ("CUDA kernels", extension.cuda_library()),
-        ("Triton kernels", extension.triton_missing()),
-    ):
-        state = f"no: {missing}" if missing else "usable"
-        loaded = name == "C++ kernels" and not missing
-        if loaded:
-            state = f"loaded, run on {torch.ops.fusedops_native.isa_in_use()}"
-        out.print(f"  {name:14} {state}")
-        if loaded:
-            reason = torch.ops.fusedops_native.why_no_tiles()
-            out.print(f"  {'AMX tiles':14} {f'no: {reason}' if reason else 'usable'}", markup=False)
+    for name, state in _kernels().items():
+        out.print(f"  {name:14} {state}", markup=False)
     for device in _devices(""):
         _show_tuning(out, device)
     for name, value in env.settings().items():
@@ -153,7 +198,7 @@ def _show_host(out: Console) -> None:
 
 
 def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
-    """Test every op; print what it runs on and whether it is right. Return those that failed."""
+    """Test every op; print what it runs on and whether it is right."""
     from fusedops.cli.selftest import check_op
     from fusedops.specs import all_specs
     from fusedops.terminal.progress import steps
@@ -180,7 +225,7 @@ def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
     out.print(
         f"  {checks} calls compared with float64, values and gradients, in {total:.1f} s{rest}"
     )
-    return [outcome for outcome in outcomes if outcome.failures]
+    return outcomes
 
 
 def _show_conclusion(out: Console, failed: list[SelftestResult]) -> None:

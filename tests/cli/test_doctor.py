@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -109,6 +110,28 @@ def test_command_exits_1_when_an_op_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
     assert done.exit_code == 1
     assert "WRONG" in done.output
+
+
+@pytest.mark.parametrize("backend", ["torch", "tritn"])
+def test_json_is_alone_on_stdout(backend: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fusedops", "doctor", "--device", "cpu", "--json"],
+        env=os.environ | {"FUSEDOPS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (2 if backend == "tritn" else 0), done.stderr
+    record = json.loads(done.stdout)
+    assert record["versions"]["torch"] == torch.__version__
+    assert [machine["device"] for machine in record["machines"]] == ["cpu"]
+    assert record["kernels"]["Triton kernels"].startswith(("usable", "no: "))
+    assert record["environment"]["FUSEDOPS_BACKEND"] == backend
+    assert record["warnings"] == ([MISSPELT] if backend == "tritn" else [])
+    assert any(finding["setting"] == "instruction set" for finding in record["host"])
+    results = {outcome["op"]: outcome for outcome in record["ops"]["cpu"]}
+    assert list(results) == list(all_specs())
+    assert all(result["runs_on"] and not result["failures"] for result in results.values())
 
 
 def test_it_tells_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

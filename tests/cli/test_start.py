@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +104,37 @@ def test_a_program_that_is_run_as_a_module_gets_the_operators(tmp_path: os.PathL
     path = os.pathsep.join([os.fspath(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = run("-m", "their_package", "fusedops", PYTHONPATH=path)
     assert done.stdout.split() == ["fusedops.layer_norm"], done.stderr
+
+
+# A command line in a text: to the end of its code span, its line or its string.
+LINE = re.compile(r"(?<![\w.])fusedops ((?:\\\n|[^`\n\"'|;&#)])*)")
+
+
+def test_options_in_texts_exist() -> None:
+    import typer
+
+    from fusedops.cli.main import app
+
+    root = Path(__file__).resolve().parents[2]
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", "*.yml", "*.ipynb", "fusedops/*.py", "tools/*.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wrong, seen = [], 0
+    for name in listed.stdout.split():
+        for line in LINE.finditer((root / name).read_text(encoding="utf-8")):
+            words = line[1].replace("\\\n", " ").split()
+            command = typer.main.get_command(app)
+            while words and words[0] in getattr(command, "commands", {}):
+                command = command.commands[words.pop(0)]
+            if command.name in (None, "fusedops", "demo"):  # demo has options of its script
+                continue
+            command = getattr(command, "commands", {}).get("run", command)
+            known = {"--help", *(option for known in command.params for option in known.opts)}
+            options = [word.split("=")[0].rstrip(".,:") for word in words if word[:2] == "--"]
+            seen += len(options)
+            wrong += [f"{name}: {line[0]}" for option in options if option not in known]
+    assert seen > 100 and not wrong
