@@ -6,9 +6,14 @@ It runs on the corpus of the demo, the source of the installed sympy package, wh
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 from fusedops.launch.config_table import InputError
+from fusedops.train.config import Config
 
 _TEXT = """\
 # fusedops train NAME                   one process
@@ -16,8 +21,8 @@ _TEXT = """\
 # fusedops train NAME --set steps=400 --set optimizer.lr=3e-4
 #
 # Started again, a run resumes from its last checkpoint: with the same bits, also after a kill -9.
-# Keys that are left out have the values that stand here, but for those without a default: out,
-# steps, batch, data.train.
+# Keys that are left out have the values that stand here, or those that the comments call default.
+# out, steps, batch and data.train have none.
 
 out = "runs/example"          # checkpoints, metrics.jsonl, cache of tokens
 steps = 200
@@ -43,7 +48,7 @@ intermediate_size = 704
 train = ["{corpus}"]
 validation = []               # the same; none: the last validation_share of the tokens above
 validation_share = 0.05
-seq_len = 128
+seq_len = 128                 # default: {data.seq_len}
 tokenizer = "bytes"           # or a tokenizer.json; files of tokens (.bin) need none
 end_of_text = "<|endoftext|>" # of a tokenizer.json: stands between two files
 token_dtype = "uint16"        # of files of tokens: uint16, int32, int64
@@ -54,7 +59,7 @@ documents = false             # true: tokens attend only those of their own file
 domains = false               # true: each entry of train is a domain (model.domain_experts)
 
 [optimizer]                   # fusedops.optim.AdamW
-lr = 3e-3
+lr = 3e-3                     # default: {optimizer.lr}
 betas = [0.9, 0.95]
 eps = 1e-8
 weight_decay = 0.1
@@ -64,7 +69,7 @@ state_dtype = "float32"       # bfloat16 halves the moments, rounded at random
 
 [schedule]
 kind = "cosine"               # constant, linear, cosine, stable-decay
-warmup = 20                   # steps
+warmup = 20                   # steps; default: {schedule.warmup}
 final = 0.1                   # last learning rate, as a share of the largest
 decay = 0                     # stable-decay: steps of the decay; 0: a tenth of all
 
@@ -88,12 +93,12 @@ recompute = "none"            # norm, activation, selective, full: what the back
 offload = []                  # "optimizer", "activations", "experts": to the host's memory
 
 [checkpoint]
-every = 50                    # steps; 0: at the end only
+every = 50                    # steps; 0: at the end only; default: {checkpoint.every}
 keep = 3
 
 [validation]
-every = 50
-sequences = 32                # 0: none
+every = 50                    # default: {validation.every}
+sequences = 32                # 0: none; default: {validation.sequences}
 
 [guard]                       # docs/checkpoint.md
 on_nonfinite = "skip"         # skip, rollback, stop
@@ -125,4 +130,10 @@ def example(name: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         raise InputError("the example's corpus is the source of sympy: pip install sympy")
     folder = Path(next(iter(spec.submodule_search_locations)))
-    return _TEXT.replace("NAME", name).replace("{corpus}", str(folder / "**" / "*.py"))
+    text = re.sub(r"\{(\w+)\.(\w+)\}", lambda key: _default(key[1], key[2]), _TEXT)
+    return text.replace("NAME", name).replace("{corpus}", str(folder / "**" / "*.py"))
+
+
+def _default(table: str, key: str) -> str:
+    kind = get_type_hints(Config)[table]
+    return json.dumps(next(field.default for field in fields(kind) if field.name == key))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from typer.testing import CliRunner
 
 from fusedops.cli import train_memory
 from fusedops.cli.main import app
-from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
+from fusedops.launch.config_table import override
+from fusedops.models import ParallelConfig, Transformer, load_huggingface, preset, save_huggingface
 from fusedops.train import load_config, loop
-from fusedops.train.config import Config
+from fusedops.train.config import Config, DataConfig
 
 GOOD = """
 out = "{folder}/run"
@@ -62,15 +64,25 @@ def test_more_processes_than_cores_are_said(file: str, monkeypatch: pytest.Monke
 def test_the_example_has_every_key_and_its_default(tmp_path: Path) -> None:
     path = tmp_path / "example.toml"
     assert invoke("--example", str(path)).exit_code == 0
-    found = load_config(path)
-    text = path.read_text()
-    for name in ("data", "optimizer", "schedule", "precision", "checkpoint", "validation", "log"):
-        for key in vars(getattr(found, name)):
-            assert f"\n{key} = " in text.split(f"[{name}]")[1], (
-                f"{name}.{key} is not in the example"
-            )
-    bare = Config(out="a", steps=1, batch=1, data=found.data)
-    assert found.guard == bare.guard and found.precision == bare.precision
+    written = load_config(path)
+    data = DataConfig(train=written.data.train)
+    bare = asdict(Config(out=written.out, steps=written.steps, batch=written.batch, data=data))
+    defaults = {"": bare, **{key: table for key, table in bare.items() if isinstance(table, dict)}}
+    defaults["parallel"] = asdict(ParallelConfig())
+    stated: dict[str, set[str]] = {table: set() for table in defaults}
+    table = ""
+    for line in path.read_text().splitlines():
+        table = line[1 : line.index("]")] if line.startswith("[") else table
+        match = re.fullmatch(r"(\w+) = (.+?)(?: *# .*?(?:default: (\S+))?)?", line)
+        if match and table != "model":
+            key, value, default = match.groups()
+            stated[table].add(key)
+            value = override({}, [f"value={default or value}"])["value"]
+            value = tuple(value) if isinstance(value, list) else value
+            assert value == defaults[table][key], f"{table}.{key}: {line}"
+    assert all(
+        stated[name] == set(defaults[name]) for name in {*defaults} - {"", "parallel", "model"}
+    )
     refused = invoke("--example", str(path))
     assert refused.exit_code == 2 and "exists already" in refused.output
 
