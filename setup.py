@@ -3,9 +3,9 @@
     pip install -e . --no-build-isolation       # needs torch; compiles the libraries with g++
     python3 setup.py build_ext --inplace        # the same without pip and without network
 
-Project metadata is in pyproject.toml, the build itself in tools/native.py. Where the libraries
-cannot be compiled the installation still succeeds, with a note, and the ops run on the PyTorch
-reference.
+Project metadata is in pyproject.toml, the build itself in tools/native.py. Without a compiler the
+installation still succeeds, with a note, and the ops run on the PyTorch reference. An error of the
+compiler is an error of the installation.
 
 ``FUSEDOPS_TORCHES`` makes a wheel for others (tools/release does): folders, with ``:`` between
 them, that hold a package ``torch`` each, for which libraries are built that any processor and older
@@ -42,15 +42,6 @@ def _native():
     return module
 
 
-def _note(text: str) -> None:
-    print(f"fusedops: {text}", file=sys.stderr, flush=True)
-    try:  # pip shows a build's output only on failure; the terminal shows the note in any case
-        with open("/dev/tty", "w") as terminal:
-            print(f"fusedops: {text}", file=terminal)
-    except OSError:
-        pass
-
-
 class BuildNative(build_ext):
     """Compile the libraries in place; for a wheel, copy them into it."""
 
@@ -68,13 +59,17 @@ class BuildNative(build_ext):
             os.environ.setdefault("FUSEDOPS_ISAS", "all")
         try:
             paths = native.build()
-        except native.BuildError as error:
-            _note(
-                f"NOTE: the compiled kernels were not built ({error}). fusedops works without "
-                "them, slowly: its ops run on the PyTorch reference. Later: "
-                "python3 setup.py build_ext --inplace"
+        except native.CannotBuildError as error:
+            self.distribution.has_libraries = False
+            print(
+                f"fusedops: NOTE: the compiled kernels were not built ({error}). fusedops works "
+                "without them, slowly: its ops run on the PyTorch reference. Later: "
+                "python3 setup.py build_ext --inplace",
+                file=sys.stderr,
             )
             return
+        except native.BuildError as error:
+            sys.exit(f"fusedops: {error}")
         if not in_place:
             self.mkpath(str(libraries))
             for path in paths:
@@ -110,24 +105,30 @@ class Wheel(bdist_wheel):
     """A wheel for every Python from 3.10 on: the libraries keep to Python's limited API."""
 
     def finalize_options(self) -> None:
-        """Set the tag ``cp310-abi3``, or ``py3-none-any`` for a wheel without libraries."""
+        """Set the tag ``cp310-abi3``."""
         self.py_limited_api = "cp310"
         super().finalize_options()
-        if TORCHES == "none":
-            self.root_is_pure = True
-            self.python_tag = "py3"
+
+    def run(self) -> None:
+        """Build the libraries first: a wheel without them fits every system."""
+        if self.distribution.has_libraries:
+            self.run_command("build_ext")
+        self.root_is_pure = not self.distribution.has_libraries
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tag of Python, of its ABI, and of the platform."""
-        return ("py3", "none", "any") if TORCHES == "none" else super().get_tag()
+        return super().get_tag() if self.distribution.has_libraries else ("py3", "none", "any")
 
 
 class NativeDistribution(Distribution):
-    """A distribution that is never pure Python, so that a wheel carries the platform's tag."""
+    """A distribution with libraries, so that a wheel carries the platform's tag."""
+
+    has_libraries = TORCHES != "none"
 
     def has_ext_modules(self) -> bool:
-        """Return True, unless no library is wanted."""
-        return TORCHES != "none"
+        """Return True, unless there are no libraries."""
+        return self.has_libraries
 
 
 setup(

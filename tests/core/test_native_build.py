@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import native
@@ -283,8 +284,12 @@ def small_project(folder: Path) -> Path:
 
 
 def build_in_place(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_setup(folder, "build_ext", "--inplace", **environment)
+
+
+def run_setup(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        [sys.executable, "setup.py", *words],
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", **environment},
         capture_output=True,
@@ -346,11 +351,25 @@ def test_an_assembler_without_tiles_leaves_them_out(tmp_path: Path, knows_tiles:
     assert ("tilerelease" in code) == knows_tiles
 
 
-def test_installation_without_compiler_succeeds_with_a_note(tmp_path: Path) -> None:
-    done = build_in_place(small_project(tmp_path), CXX="no-such-compiler")
-    assert done.returncode == 0
-    assert "the compiled kernels were not built" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("compiler", "source", "code", "says"),
+    [
+        ("no-such-compiler", "int one() { return 1; }", 0, "the compiled kernels were not built"),
+        ("g++", "int one() { return 1 }", 1, "fusedops: compiling .* failed"),
+    ],
+)
+def test_only_a_missing_compiler_leaves_the_kernels_out(
+    tmp_path: Path, compiler: str, source: str, code: int, says: str
+) -> None:
+    folder = small_project(tmp_path)
+    (folder / "csrc" / "one.cpp").write_text(f"{source}\n")
+    done = run_setup(folder, "bdist_wheel", CXX=compiler)
+    assert done.returncode == code
+    assert re.search(says, done.stderr) and "Traceback" not in done.stderr
+    wheels = [path.name for path in folder.glob("dist/*")]
+    assert len(wheels) == 1 - code and all(name.endswith("-py3-none-any.whl") for name in wheels)
+    for wheel in folder.glob("dist/*"):
+        assert "fusedops/__init__.py" in zipfile.ZipFile(wheel).namelist()
 
 
 def test_a_library_of_other_sources_is_told(tmp_path: Path) -> None:
