@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -78,16 +82,23 @@ def make_server(
         every: seconds after which the browser loads the page again.
     """
     import http.server
+    from html import escape
+
+    names = [host, "localhost", socket.gethostname(), socket.getfqdn()]
+    names = [name.lower() for name in names]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if not _is_own_address(self.headers.get("Host", ""), names):
+                self.send_error(403, "the run is shown at this machine's name or address only")
+                return
             if self.path not in ("/", "/index.html"):
                 self.send_error(404, "only the page of the run is served, at /")
                 return
             try:
                 status, text = 200, _page(run, plan)
             except files.UserError as error:
-                status, text = 503, f"<!doctype html><title>waiting</title><p>{error}"
+                status, text = 503, f"<!doctype html><title>waiting</title><p>{escape(str(error))}"
             body = text.encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -100,6 +111,20 @@ def make_server(
             pass
 
     return http.server.ThreadingHTTPServer((host, port), Handler)
+
+
+def _is_own_address(header: str, names: list[str]) -> bool:
+    """Return whether a request's ``Host`` is an address or one of these names.
+
+    A web page can let its own name stand for 127.0.0.1, and then read what is served there.
+    """
+    with suppress(ValueError):
+        name = urlsplit(f"//{header}").hostname or ""
+        if name in names:
+            return True
+        ipaddress.ip_address(name)
+        return True
+    return False
 
 
 def _watch(run: str, plan: dict[str, Any] | None, host: str, port: int, every: int) -> None:
