@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 import sys
 import tempfile
@@ -80,18 +81,24 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         'whole'
     """
     target = _target(path)
-    aside: str | None = None
+    aside: Path | None = None
     try:
         if _is_device(target):
             with target.open("wb") as file:
                 yield file
             return
-        handle, aside = tempfile.mkstemp(prefix=f".{target.name[:40]}.", dir=target.parent)
+        old = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+        name = f".{target.name[:40]}.{secrets.token_hex(8)}"
+        # A new file gets what the umask leaves. Until it has the mode of an old one, it is private.
+        mode = 0o666 if old is None else 0o600
+        handle = os.open(target.with_name(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        aside = target.with_name(name)
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(aside, _mode(target))
+        if old is not None:
+            os.chmod(aside, old)
         os.replace(aside, target)
         aside = None
     except OSError as error:
@@ -99,7 +106,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     finally:
         if aside is not None:
             with suppress(OSError):
-                os.unlink(aside)
+                aside.unlink()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -174,16 +181,6 @@ def _is_device(target: Path) -> bool:
         return not stat.S_ISREG(target.stat().st_mode)
     except OSError:
         return False
-
-
-def _mode(target: Path) -> int:
-    """Return the permission bits that the new file gets: the old file's, else the umask's."""
-    try:
-        return stat.S_IMODE(target.stat().st_mode)
-    except OSError:
-        umask = os.umask(0)
-        os.umask(umask)
-        return 0o666 & ~umask
 
 
 def _cannot_write(path: str | os.PathLike[str], error: OSError) -> UserError:

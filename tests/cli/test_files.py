@@ -24,6 +24,19 @@ def test_text_takes_the_place_of_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
+def test_new_file_has_what_the_umask_leaves_and_no_thread_sees_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda mask: pytest.fail("the umask is the process's"))
+            files.write_text(tmp_path / "a.txt", "new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o640
+
+
 def test_link_keeps_pointing_at_the_written_file(tmp_path: Path) -> None:
     real = tmp_path / "real.txt"
     real.write_text("old")
