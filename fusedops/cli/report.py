@@ -42,7 +42,7 @@ def report(
 
     with files.one_line_errors():
         record = files.read_json(Path(plan)) if plan else None
-        if record is not None and not isinstance(record, dict):
+        if plan and not _is_plan(record):
             raise files.UserError(f"{plan} is no plan: fusedops plan --device --json writes one")
         if not Path(run).is_dir():
             raise files.UserError(
@@ -57,6 +57,11 @@ def report(
             text = _page(run, record)
         files.write_text(str(file), text)
         print(f"wrote {file} ({len(text) / 1e6:.1f} MB): open it in a browser")
+
+
+def _is_plan(record: Any) -> bool:
+    layouts = record.get("layouts") if isinstance(record, dict) else None
+    return isinstance(layouts, list) and all(isinstance(row, dict) for row in layouts)
 
 
 def _page(run: str, plan: dict[str, Any] | None) -> str:

@@ -88,16 +88,30 @@ def _assignments(path: Path) -> list[str]:
     """Return the first layout of a plan that fits as overrides of a configuration."""
     from dataclasses import fields
 
+    from fusedops.launch.config_table import unknown
     from fusedops.models import ParallelConfig
+    from fusedops.planner import Layout
 
     record = files.read_json(path)
     layouts = record.get("layouts") if isinstance(record, dict) else None
-    rows = [row for row in layouts or () if isinstance(row, dict) and row.get("fits", True)]
-    if not rows or not isinstance(rows[0].get("layout"), dict):
+    rows = [row for row in layouts if isinstance(row, dict)] if isinstance(layouts, list) else []
+    layout = next((row.get("layout") for row in rows if row.get("fits", True)), None)
+    if not isinstance(layout, dict):
         raise files.UserError(f"{path} has no layout that fits: fusedops plan --json writes one")
-    layout = rows[0]["layout"]
+    parallel = {field.name for field in fields(ParallelConfig)}
+    known = [*Layout().options(), *parallel]
+    for key in layout:
+        if key not in known:
+            raise files.UserError(f"{path}: {unknown(key, known, 'layout')}")
+    for name in ("dp", "micro_batch", "microbatches"):
+        if name not in layout:
+            raise files.UserError(f"{path}: layout.{name} is missing: give it a value")
+    try:
+        Layout.of(**layout)
+    except (ValueError, TypeError) as error:
+        raise files.UserError(f"{path}: {error}") from None
     # A plan's ``overlap`` is that of the offloaded optimizer.
-    names = ({field.name for field in fields(ParallelConfig)} & set(layout)) - {"overlap"}
+    names = (parallel & set(layout)) - {"overlap"}
     words = str(layout.get("recompute", "none")).split("+")
     # Fused kernels save no scores.
     words = [word for word in words if word != "scores"] or ["none"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from fusedops.cli import train_memory
 from fusedops.cli.main import app
+from fusedops.cli.train import _assignments as assignments_of_plan
 from fusedops.launch.config_table import override
 from fusedops.models import ParallelConfig, Transformer, load_huggingface, preset, save_huggingface
 from fusedops.train import load_config, loop
@@ -197,3 +199,44 @@ def test_another_model_does_not_go_on(file: str) -> None:
     assert done.exit_code == 2
     assert "is of another model or optimizer: other shapes" in done.output
     assert done.output.rstrip().endswith("a new run needs another out")
+
+
+LAYOUT = {"dp": 2, "tp": 1, "micro_batch": 1, "microbatches": 2, "overlap": True}
+PLANS: dict[str, tuple[Any, str]] = {
+    "no table": ([LAYOUT], "has no layout that fits"),
+    "no list": ({"layouts": 5}, "has no layout that fits"),
+    "no layout": ({"layouts": [{"fits": True}]}, "has no layout that fits"),
+    "layout is a list": ({"layouts": [{"layout": [2]}]}, "has no layout that fits"),
+    "unknown key": (LAYOUT | {"microbatch": 1}, "unknown key 'microbatch' in [layout]: did you"),
+    "type": (LAYOUT | {"dp": "2"}, "dp must be an int, got str"),
+    "type of a shape": (LAYOUT | {"micro_batch": 0.5}, "micro_batch must be an int, got float"),
+    "range": (LAYOUT | {"zero": 7}, "zero must be"),
+    **{
+        f"no {name}": ({key: LAYOUT[key] for key in LAYOUT if key != name}, f"layout.{name} is m")
+        for name in ("dp", "micro_batch", "microbatches")
+    },
+}
+
+
+@pytest.mark.parametrize(("plan", "says"), PLANS.values(), ids=PLANS)
+def test_a_plan_that_was_edited_wrongly_is_one_line(
+    file: str, tmp_path: Path, plan: Any, says: str
+) -> None:
+    path = tmp_path / "plan.json"
+    edited = {"layouts": [{"layout": plan}]} if "tp" in plan else plan
+    path.write_text(json.dumps(edited))
+    done = invoke(file, "--plan", str(path))
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert done.output.startswith(f"fusedops: error: {path}") and says in done.output
+
+
+def test_a_plan_sets_the_batch_and_the_parallel_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"layouts": [{"fits": False}, {"layout": LAYOUT}]}))
+    assert set(assignments_of_plan(path)) == {
+        "batch=4",
+        "parallel.dp=2",
+        "parallel.microbatches=2",
+        'parallel.recompute="none"',
+        "parallel.tp=1",
+    }

@@ -174,6 +174,17 @@ def test_the_command_writes_one_file(
     assert "missing is no folder of a run" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("plan", [[], {}, {"layouts": 5}, {"layouts": ["tp=2"]}])
+def test_a_plan_that_is_none_is_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: object
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan))
+    with pytest.raises(SystemExit):
+        app(["report", str(run), "--plan", str(file)], standalone_mode=False)
+    assert f"{file} is no plan" in capsys.readouterr().err
+
+
 class Tags(HTMLParser):
     """Collects the attributes of elements, and the text of tables."""
 
