@@ -26,7 +26,7 @@ from fusedops.train.config import DataConfig
 
 BYTES = "bytes"
 TOKENS = ".bin"
-_VERSION = 3
+_VERSION = 4
 # How the identity of a corpus begins that follows from its contents; older ones had files' times.
 CONTENT = "content-"
 _SAMPLES, _SAMPLE = 64, 1 << 16
@@ -40,7 +40,7 @@ _SCAN = 1 << 24
 class Tokenizer:
     """What turns text into tokens."""
 
-    size: int  # of the vocabulary
+    size: int  # of the vocabulary: ids are less
     end: int  # token that follows each file
     encode: Callable[[list[str]], list[torch.Tensor]]  # texts to their ids
     identity: str  # what a cache of tokens depends on
@@ -242,7 +242,9 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
         return [torch.tensor(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
 
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Tokenizer(tokenizer.get_vocab_size(), end, encode, f"{digest} {end}")
+    # Not the number of its entries: ids may leave gaps.
+    size = 1 + max(tokenizer.get_vocab().values())
+    return Tokenizer(size, end, encode, f"{digest} {end}")
 
 
 def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
@@ -254,6 +256,9 @@ def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
 
 def open_tokenizer(path: str) -> tuple[Any, str]:
     """Return the tokenizer of a ``tokenizer.json``, and what the file says.
+
+    The file may also store how someone prepared batches: truncation, padding, and merges that are
+    left out at random. These are no part of the tokenizer and are switched off.
 
     Raises:
         InputError: it cannot be read, or the package tokenizers is missing.
@@ -267,12 +272,17 @@ def open_tokenizer(path: str) -> tuple[Any, str]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         # The package raises bare Exceptions.
-        return tokenizers.Tokenizer.from_str(text), text
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(
             f"the tokenizer {path} cannot be read: {why}; give a tokenizer.json, or 'bytes'"
         ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None) is not None:
+        tokenizer.model.dropout = None
+    return tokenizer, text
 
 
 def _ids_of(text: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusedops.generation.text import Text
 from fusedops.train import InputError, corpus
 from fusedops.train.config import DataConfig
 from fusedops.train.data import Sequences, permuted
@@ -103,6 +104,31 @@ def test_tokens_that_were_removed_from_the_cache_are_made_anew(tmp_path: Path) -
         corpus.open_corpus(data, cache)
     corpus.prepare(data, cache)
     assert corpus.open_corpus(data, cache).identity and tokens.exists()
+
+
+@pytest.mark.parametrize("stored", ["truncation", "padding", "dropout", "gaps"])
+def test_all_of_a_text_is_read_whatever_a_tokenizer_stores(tmp_path: Path, stored: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    gap = 70_000 if stored == "gaps" else 0
+    vocabulary = {"[PAD]": 0, "<end>": 1, "a": 2 + gap, "b": 3 + gap, "ab": 4 + gap}
+    dropout = 0.5 if stored == "dropout" else None
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")], dropout=dropout))
+    if stored == "truncation":
+        made.enable_truncation(16)
+    if stored == "padding":
+        made.enable_padding(length=300)
+    path = tmp_path / "tokenizer.json"
+    made.save(str(path))
+    (tmp_path / "a.txt").write_text("ab" * 100)
+    data = DataConfig(
+        train=(f"{tmp_path}/a.txt",), tokenizer=str(path), end_of_text="<end>", seq_len=4
+    )
+    corpus.prepare(data, tmp_path / "cache")
+    found = corpus.open_corpus(data, tmp_path / "cache")
+    tokens = torch.cat([found.train, found.validation]).tolist()
+    assert tokens == [4 + gap] * 100 + [1]
+    assert found.vocab_size == 5 + gap
+    assert Text.of(str(path)).encode("ab" * 100) == tokens[:-1]
 
 
 def test_files_of_tokens_are_mapped_as_they_are(tmp_path: Path) -> None:
