@@ -28,6 +28,7 @@ from fusedops.models import (
     save_huggingface,
     to_config,
 )
+from fusedops.models.config import describe
 from fusedops.models.huggingface.families import FAMILIES as FAMILY_ROWS
 from fusedops.models.huggingface.families import Row
 
@@ -290,9 +291,28 @@ def test_a_preset_and_its_configuration_are_the_same(name: str) -> None:
     assert to_config(from_config(config)) == values
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_entry_that_is_missing_has_their_default(name: str) -> None:
+    kind = getattr(transformers, FAMILIES[name][0])
+    values = kind(num_attention_heads=64).to_dict()
+    refused = []
+    for entry in values.keys() - {"model_type"}:
+        rest = {key: value for key, value in values.items() if key != entry}
+        try:
+            ours = from_config(rest)
+        except ValueError as error:
+            assert str(error) == f"from_config: the configuration has no {entry}"
+            refused.append(entry)
+            continue
+        assert describe(ours) == describe(from_config(kind(**rest))), entry
+    assert len(refused) < 10  # sizes
+
+
 @pytest.mark.parametrize(
     ("entry", "value", "says"),
     [
+        ("quantization_config", {"quant_method": "fp8"}, "quantization_config must be None, got"),
+        ("rope_scaling", "llama3", "rope_parameters must be a table or null, got 'llama3'"),
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type must be 'default' or"),
         ("use_sliding_window", True, "use_sliding_window must be False, got True"),
     ],

@@ -131,12 +131,12 @@ def _bert(values: Values) -> dict[str, Any]:
     }
 
 
-def _llama(values: Values, **more: Any) -> dict[str, Any]:
+def _llama(values: Values, *, kv_heads: int | None = None, **more: Any) -> dict[str, Any]:
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
             checks.fail("from_config", name, "false", values[name])
     given = {
-        "num_kv_heads": values.get("num_key_value_heads"),
+        "num_kv_heads": values.get("num_key_value_heads", kv_heads),
         "head_dim": values.get("head_dim"),
         "rotary": True,
         "norm": "rms",
@@ -148,13 +148,17 @@ def _llama(values: Values, **more: Any) -> dict[str, Any]:
     return _common(values) | given | more
 
 
+def _mistral(values: Values) -> dict[str, Any]:
+    return _llama(values, kv_heads=8)
+
+
 def _qwen3(values: Values) -> dict[str, Any]:
-    return _llama(values, qk_norm=True, head_dim=values.get("head_dim") or 128)
+    return _llama(values, kv_heads=32, qk_norm=True, head_dim=values.get("head_dim") or 128)
 
 
 def _mixtral(values: Values) -> dict[str, Any]:
     experts = values["num_local_experts"]
-    return _llama(values, num_experts=experts, top_k=values["num_experts_per_tok"])
+    return _llama(values, kv_heads=8, num_experts=experts, top_k=values["num_experts_per_tok"])
 
 
 def _qwen3_moe(values: Values) -> dict[str, Any]:
@@ -165,8 +169,8 @@ def _qwen3_moe(values: Values) -> dict[str, Any]:
     name = "num_experts" if "num_experts" in values else "num_local_experts"
     return _llama(
         values,
+        kv_heads=4,
         qk_norm=True,
-        head_dim=values.get("head_dim") or 128,
         num_experts=values[name],
         top_k=values["num_experts_per_tok"],
         intermediate_size=values["moe_intermediate_size"],
@@ -184,6 +188,7 @@ class _Family:
     # Entries of which ``Transformer`` computes one value, with that value
     computed: dict[str, Any] = field(default_factory=dict)
     causal: bool = True  # whether a token attends only itself and what is before it
+    rope_theta: float = 10000.0  # where the configuration has none
 
 
 _INITIALIZER = {"initializer_range": ("initializer_range", 0.02)}
@@ -203,8 +208,13 @@ _LLAMA_CHOICES: dict[str, tuple[str, Any]] = _INITIALIZER | {
     "attention_dropout": ("attention_dropout", 0.0),
     "pad_token_id": ("pad_token_id", None),
 }
-_MISTRAL_CHOICES = _LLAMA_CHOICES | {"sliding_window": ("sliding_window", None)}
+_MISTRAL_CHOICES = _LLAMA_CHOICES | {"sliding_window": ("sliding_window", 4096)}
 _BALANCE = {"balance_loss": ("router_aux_loss_coef", 0.001)}
+_MIXTRAL_CHOICES = (
+    _LLAMA_CHOICES
+    | _BALANCE
+    | {"norm_eps": ("rms_norm_eps", 1e-5), "sliding_window": ("sliding_window", None)}
+)
 _MOE_CHOICES = _LLAMA_CHOICES | _BALANCE | {"router_normalize": ("norm_topk_prob", False)}
 _FAMILIES = {
     "gpt2": _Family(
@@ -229,10 +239,14 @@ _FAMILIES = {
         causal=False,
     ),
     "llama": _Family("LlamaForCausalLM", _llama, _LLAMA_CHOICES),
-    "mistral": _Family("MistralForCausalLM", _llama, _MISTRAL_CHOICES),
+    "mistral": _Family("MistralForCausalLM", _mistral, _MISTRAL_CHOICES),
     "qwen3": _Family("Qwen3ForCausalLM", _qwen3, _LLAMA_CHOICES, {"use_sliding_window": False}),
     "mixtral": _Family(
-        "MixtralForCausalLM", _mixtral, _MISTRAL_CHOICES | _BALANCE, {"router_jitter_noise": 0.0}
+        "MixtralForCausalLM",
+        _mixtral,
+        _MIXTRAL_CHOICES,
+        {"router_jitter_noise": 0.0},
+        rope_theta=1e6,
     ),
     "qwen3_moe": _Family(
         "Qwen3MoeForCausalLM", _qwen3_moe, _MOE_CHOICES, {"use_sliding_window": False}
@@ -244,7 +258,7 @@ def _choices(values: Values, family: str, *, has_rotations: bool) -> dict[str, A
     """Return the fields that no size depends on; raise for what is not computed here."""
     entries = _FAMILIES[family]
     choices = {ours: values.get(*entry) for ours, entry in entries.choices.items()}
-    computed = dict(entries.computed)
+    computed = entries.computed | {"quantization_config": None}
     if family == "gpt2":  # two entries of one dropout
         computed["embd_pdrop"] = choices["dropout"]
     for name, expected in computed.items():
@@ -254,14 +268,16 @@ def _choices(values: Values, family: str, *, has_rotations: bool) -> dict[str, A
     padding = choices.get("pad_token_id")
     if padding is not None and padding < 0:  # from the end, as torch.nn.Embedding counts
         choices["pad_token_id"] = padding + values["vocab_size"]
-    rotations = _rotations(values) if has_rotations else {}
+    rotations = _rotations(values, entries.rope_theta) if has_rotations else {}
     return choices | rotations | {"causal": entries.causal}
 
 
-def _rotations(values: Values) -> dict[str, Any]:
+def _rotations(values: Values, default_theta: float) -> dict[str, Any]:
     """Return the rotations, as transformers 5 writes them or in the two entries before that."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = given.get("rope_theta") or values.get("rope_theta") or 10000.0
+    if not isinstance(given, Mapping):
+        checks.fail("from_config", "rope_parameters", "a table or null", checks.shown(given))
+    theta = given.get("rope_theta") or values.get("rope_theta") or default_theta
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return {"rope_theta": float(theta)}
