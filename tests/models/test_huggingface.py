@@ -192,6 +192,30 @@ def test_untied_bert_reads_the_bias_of_either_name(tmp_path: Path) -> None:
         assert torch.equal(tensors[f"cls.predictions.{name}"], biases.bias), name
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert", "qwen3"])
+def test_unlike_tensors_are_not_tied(name: str, tmp_path: Path) -> None:
+    theirs = _theirs(name, tie_word_embeddings=False)
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    untied = file.read_text()
+    file.write_text(json.dumps(json.loads(untied) | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match="set its tie_word_embeddings to false"):
+        load_huggingface(tmp_path)
+    with torch.no_grad():
+        expected = type(theirs).from_pretrained(tmp_path).eval()(_tokens()).logits
+        assert torch.equal(expected, theirs(_tokens()).logits)  # as the message says
+    file.write_text(untied)
+    _assert_same_logits(load_huggingface(tmp_path).eval(), theirs)
+    # Equal ones may be stored under both names.
+    tied = _theirs(name, tie_word_embeddings=True)
+    save_file(
+        {key: value.clone() for key, value in tied.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
+    tied.config.save_pretrained(tmp_path)
+    _assert_same_logits(load_huggingface(tmp_path).eval(), tied)
+
+
 def test_a_patched_model_loads() -> None:
     theirs = _theirs("mixtral")
     before = load_huggingface(theirs).state_dict()

@@ -188,3 +188,10 @@ FAMILIES = {
 }
 # What a tied head is called where a checkpoint has it all the same.
 TIED_HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
+# Names of one tensor where the head is tied.
+TIED = (
+    ("transformer.wte.weight", "lm_head.weight"),
+    ("model.embed_tokens.weight", "lm_head.weight"),
+    ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+    ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)

@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops.models.huggingface.configs import config_values, from_config, to_config
-from fusedops.models.huggingface.families import FAMILIES, TIED_HEADS, Family, Row
+from fusedops.models.huggingface.families import FAMILIES, TIED, TIED_HEADS, Family, Row
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.gathering import ParameterGatherer
 from fusedops.models.transformer import Transformer
@@ -47,8 +47,8 @@ def load_huggingface(
 
     Raises:
         ValueError: the folder has no configuration or no weights, a parameter is missing, has
-            another shape, or has no place in the model; or the configuration asks for what
-            ``Transformer`` does not compute.
+            another shape, or has no place in the model; tied parameters differ; or the
+            configuration asks for what ``Transformer`` does not compute.
         TypeError: ``source`` is neither.
         UnsupportedError: the package safetensors is missing.
 
@@ -74,6 +74,8 @@ def load_huggingface(
         ours = from_config(values)
         family = FAMILIES[values["model_type"]]
         checkpoint = _Checkpoint(weights, family)
+        if ours.tied:
+            checkpoint.check_tied()
         if dtype is None:
             dtype = checkpoint.read(next(family.rows(ours)))[0].dtype
         model = Transformer(ours, device="meta", dtype=dtype)
@@ -212,6 +214,18 @@ class _Checkpoint:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(f"load_huggingface: the checkpoint has no {missing[0]}{others}")
         return row.read([self._tensor(name) for name in row.theirs])
+
+    def check_tied(self) -> None:
+        """Raise where what should be one tensor is two unlike ones."""
+        for names in TIED:
+            if all(name in self.names for name in names):
+                one, other = map(self._tensor, names)
+                if not torch.equal(one, other.to(one)):
+                    raise ValueError(
+                        f"load_huggingface: {names[1]} must be {names[0]}, for the configuration "
+                        "ties them, got another tensor: set its tie_word_embeddings to false, "
+                        "which is how transformers computes with this checkpoint"
+                    )
 
     def _tensor(self, name: str) -> torch.Tensor:
         self.unread.discard(name)
