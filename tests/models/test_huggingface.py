@@ -224,15 +224,20 @@ def test_a_patched_model_loads() -> None:
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
-def test_saving_again_leaves_one_form_of_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [10**9, 100_000])
+def test_saving_again_leaves_files_of_the_last_call_alone(limit: int, tmp_path: Path) -> None:
     model = Transformer(TINY["tiny-llama"], dtype=torch.bfloat16)
-    save_huggingface(model, tmp_path, max_file_bytes=50_000)
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    save_huggingface(model, tmp_path)
-    found = load_huggingface(tmp_path)
-    assert next(found.parameters()).dtype == torch.bfloat16
-    assert not (tmp_path / "model.safetensors.index.json").exists()
-    assert not list(tmp_path.glob("*.part*"))
+    save_huggingface(model, tmp_path / "new", max_file_bytes=limit)
+    new = {path.name for path in (tmp_path / "new").iterdir()}
+    folder = tmp_path / "old"
+    save_huggingface(model, folder, max_file_bytes=50_000)
+    assert len(list(folder.glob("model-*.safetensors"))) > len(new) - 2
+    foreign = {"notes.txt", "model-of-mine.safetensors", "pytorch_model.bin", "tokenizer.json"}
+    for name in {*foreign, "model.safetensors.part7"}:
+        (folder / name).touch()
+    save_huggingface(model, folder, max_file_bytes=limit)
+    assert {path.name for path in folder.iterdir()} == new | foreign
+    assert next(load_huggingface(folder).parameters()).dtype == torch.bfloat16
 
 
 def test_a_sharded_model_is_gathered(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from fusedops.models.transformer import Transformer
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SHARD = "model-?????-of-?????.safetensors"
 
 
 def load_huggingface(
@@ -96,7 +97,8 @@ def save_huggingface(
         model: a ``Transformer``, or the engine of one that is sharded over processes: all of them
             call this, tensors are gathered one by one, and rank 0 writes.
         folder: where ``config.json`` and the weights go; made if it does not exist. Files of these
-            names are replaced, each in one step when it is complete.
+            names are replaced, each in one step when it is complete, and other files of weights of
+            an earlier call are removed.
         max_file_bytes: above it the weights go into several files, with an index. One tensor is
             never divided.
 
@@ -294,8 +296,12 @@ class _Writer:
                 places |= dict.fromkeys(file, name)
             sizes = {"total_size": self.total}
             self._write(_INDEX, {"metadata": sizes, "weight_map": places})
-        # An older checkpoint here may have had the other form.
-        (self.folder / (_INDEX if count == 1 else _WHOLE)).unlink(missing_ok=True)
+        # An older checkpoint here may have had the other form or more files.
+        written = {*names, *([_INDEX] if count > 1 else [])}
+        for pattern in (_WHOLE, _INDEX, _SHARD, f"{_WHOLE}.part*"):
+            for path in self.folder.glob(pattern):
+                if path.name not in written:
+                    path.unlink()
         self._write("config.json", values)
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
