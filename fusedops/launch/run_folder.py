@@ -11,6 +11,7 @@ from pathlib import Path
 from fusedops.launch.config_table import InputError
 
 _LOCK = "lock"
+_OWNER = "process "  # how the lock begins
 FAULTS = "faults"
 
 
@@ -36,10 +37,18 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
                 f"another run writes into {folder} ({owner}): wait for it, or choose another out"
             )
         os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(descriptor, f"{_OWNER}{os.getpid()} of {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a run writes into a folder, or did so once."""
+    try:
+        return (folder / _LOCK).read_bytes().startswith(_OWNER.encode())
+    except OSError:
+        return False
 
 
 def _locked(descriptor: int) -> bool:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from fusedops.launch.config_table import InputError
+from fusedops.launch.run_folder import is_run_folder
 from fusedops.train.config import DataConfig
 
 BYTES = "bytes"
@@ -32,6 +34,7 @@ CONTENT = "content-"
 _SAMPLES, _SAMPLE = 64, 1 << 16
 _log = logging.getLogger(__name__)
 _DTYPES = {"uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
+_CACHED = re.compile(r"tokens-[0-9a-f]{16}\.(bin|json|\d+\.part)")
 _FILES_AT_ONCE = 64
 _SCAN = 1 << 24
 
@@ -199,23 +202,46 @@ def _domains(data: DataConfig, entries: Sequence[str], cache: Path) -> Domains:
 
 
 def _expand(paths: Iterable[str]) -> list[Path]:
-    """Return the files that are meant, without hidden ones."""
+    """Return the files that are meant, without hidden ones and what runs wrote."""
     expanded: dict[Path, None] = {}
     for entry in paths:
         path = Path(entry).expanduser()
         if path.is_dir():
-            inside = [Path(name) for name in glob.glob("**", root_dir=path, recursive=True)]
-            files = [path / name for name in sorted(inside) if (path / name).is_file()]
+            if is_run_folder(path):
+                raise InputError(
+                    f"the corpus {entry} must not be the folder of a run, which writes into it: "
+                    "give the files or folders of the text in it, or choose another out"
+                )
+            files = _inside(path)
         elif path.is_file():
             files = [path]
         else:
-            files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-            files = [name for name in files if name.is_file()]
+            root = path
+            while glob.has_magic(str(root)):
+                root = root.parent
+            names = sorted(glob.glob(str(path), recursive=True))
+            files = _without_outputs([Path(name) for name in names], root)
         if not files:
             why = "holds no files" if path.is_dir() else "does not exist"
             raise InputError(f"the corpus {entry} {why}: correct data.train or data.validation")
         expanded.update(dict.fromkeys(files))
     return list(expanded)
+
+
+def _inside(folder: Path) -> list[Path]:
+    names = sorted(Path(name) for name in glob.glob("**", root_dir=folder, recursive=True))
+    return _without_outputs([folder / name for name in names], folder)
+
+
+def _without_outputs(paths: list[Path], root: Path) -> list[Path]:
+    """Return the files among paths, without caches of tokens and runs' folders below ``root``."""
+    folders = {path.parent for path in paths}
+    above = {folder: [folder, *folder.parents] for folder in folders}
+    runs = {place for places in above.values() for place in places if root in place.parents}
+    runs = {place for place in runs if is_run_folder(place)}
+    kept = {folder for folder in folders if runs.isdisjoint(above[folder])}
+    files = [path for path in paths if path.parent in kept and path.is_file()]
+    return [file for file in files if not _CACHED.fullmatch(file.name)]
 
 
 def _are_tokens(files: list[Path]) -> bool:
@@ -250,7 +276,8 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
 def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
     """Whether a corpus is a file of tokens without a tokenizer; it need not exist any more."""
     paths = [Path(entry).expanduser() for entry in train]
-    tokens = any(path.suffix == TOKENS or any(path.glob(f"**/*{TOKENS}")) for path in paths)
+    files = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
+    tokens = any(file.suffix == TOKENS for file in files)
     return tokens and tokenizer == BYTES
 
 

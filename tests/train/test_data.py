@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fusedops.generation.text import Text
+from fusedops.launch.run_folder import lock_run_folder
 from fusedops.train import InputError, corpus
 from fusedops.train.config import DataConfig
 from fusedops.train.data import Sequences, permuted
@@ -92,6 +93,31 @@ def test_text_that_is_not_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
     assert streams["skip"] == b"tea and tea"
     replaced = "t\ufffde".encode()
     assert replaced in streams["replace"] and len(streams["replace"]) == 11 + len(replaced)
+
+
+@pytest.mark.parametrize("entry", [".", "**/*", "{folder}", "{folder}/**/*"])
+def test_what_runs_wrote_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("books").mkdir()
+    Path("books/a.txt").write_text("one and two")
+    entry = entry.format(folder=tmp_path)
+    data = DataConfig(train=(entry,), seq_len=2)
+    for name in ("runs/a", "runs/b"):  # the second meets what the first wrote, and its own lock
+        with lock_run_folder(Path(name)):
+            for cache in (Path(name) / "cache", Path("tokens")):
+                corpus.prepare(data, cache)
+                found = corpus.open_corpus(data, cache)
+                assert bytes(torch.cat([found.train, found.validation])[:-1]) == b"one and two"
+            Path(name, "metrics.jsonl").write_text("{}")
+    assert not corpus.lacks_tokenizer(data.train, "bytes")
+    # Text in a run's folder is read where it is asked for, but not the folder itself.
+    Path("runs/a/own.txt").write_text("three")
+    for entry in ("runs/a/*.txt", f"{tmp_path}/runs/a/own.txt"):
+        assert [path.name for path in corpus._expand([entry])] == ["own.txt"]
+    with pytest.raises(InputError, match="must not be the folder of a run"):
+        corpus.prepare(DataConfig(train=("runs/a",), seq_len=2), Path("tokens"))
 
 
 def test_tokens_that_were_removed_from_the_cache_are_made_anew(tmp_path: Path) -> None:
