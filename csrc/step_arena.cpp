@@ -10,6 +10,8 @@
 #include <atomic>
 #include <mutex>
 #include <new>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace fusedops::arena {
@@ -185,8 +187,16 @@ bool StepArena::is_open_here() const {
   return open_ && owner_ == std::this_thread::get_id();
 }
 
+// A plan that an open step follows must stay where it is.
+void StepArena::check_no_step(const char* function) const {
+  if (!open_) return;
+  throw std::logic_error(std::string("StepArena.") + function +
+                         ": no step may be open, and one is: call end() first");
+}
+
 void StepArena::set_plan(int64_t id, Plan plan) {
   const std::lock_guard lock(mutex());
+  check_no_step("set_plan");
   // Buffers of the plan before would occupy places of this one.
   if (block_ == nullptr || block_->size < plan.height || block_->stream != stream_ ||
       !block_->live.empty()) {
@@ -197,11 +207,13 @@ void StepArena::set_plan(int64_t id, Plan plan) {
 
 void StepArena::drop_plan(int64_t id) {
   const std::lock_guard lock(mutex());
+  check_no_step("drop_plan");
   plans_.erase(id);
 }
 
 void StepArena::renew() {
   const std::lock_guard lock(mutex());
+  check_no_step("renew");
   use_block(0);
 }
 

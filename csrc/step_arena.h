@@ -149,7 +149,8 @@ class StepArena {
   bool end();
   bool is_open() const;       // on any thread
   bool is_open_here() const;  // on this thread
-  // Replaces or adds a plan. No step may be open.
+  // The next three throw std::logic_error while a step is open, on any thread.
+  // Replaces or adds a plan.
   void set_plan(int64_t id, Plan plan);
   void drop_plan(int64_t id);
   // Another block for the same plans: the present one has buffers that are kept.
@@ -180,6 +181,7 @@ class StepArena {
   StepArena* open_arena() const;
   void set_open_arena(StepArena* arena) const;
   void end_open_step();
+  void check_no_step(const char* function) const;
 
   std::unordered_map<int64_t, Planned> plans_;
   std::shared_ptr<Block> block_;

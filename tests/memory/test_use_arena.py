@@ -530,6 +530,26 @@ def test_the_checkpoint_of_torch_keeps_its_bits() -> None:
     arena.remove()
 
 
+def test_plans_do_not_change_while_a_step_follows_one() -> None:
+    native = torch.classes.fusedops_native.StepArena()
+    changes: dict[str, Callable[[], Any]] = {
+        "set_plan": lambda: native.set_plan(0, [4096], [0], [], 4096),
+        "drop_plan": lambda: native.drop_plan(0),
+        "renew": lambda: native.renew(),
+    }
+    changes["set_plan"]()
+    assert native.begin(0)
+    for name, change in changes.items():
+        with pytest.raises(RuntimeError, match=f"StepArena.{name}: no step may be open, and one"):
+            change()
+    kept = torch.empty(1024)  # is served by the plan, which is still there
+    assert native.contains(kept.data_ptr())
+    assert native.end()
+    for change in changes.values():
+        change()
+    native.close()
+
+
 def test_steps_go_on_where_there_is_no_memory_for_a_block() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1024))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,6 +9,7 @@
 #include <deque>
 #include <mutex>
 #include <random>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -70,6 +71,17 @@ Plan plan_of(const Record& record, std::mt19937& random) {
   return plan;
 }
 
+// While a step is open, its plan cannot be changed.
+template <typename Function>
+void check_refused(Function change) {
+  try {
+    change();
+  } catch (const std::logic_error&) {
+    return;
+  }
+  check(false, "a plan changed inside of a step");
+}
+
 void train(int seed, StepArena* arena) {
   std::mt19937 random(seed);
   std::vector<Buffer> kept;
@@ -78,6 +90,9 @@ void train(int seed, StepArena* arena) {
     std::mt19937 shapes(step % 5 == 4 ? step : 0);  // some steps differ from the others
     check(arena->begin(step % 7 == 6 ? 5 : 0), "the step does not begin");
     check(!arena->begin(0), "a step begins inside of another one");
+    check_refused([&] { arena->set_plan(0, {}); });
+    check_refused([&] { arena->drop_plan(0); });
+    check_refused([&] { arena->renew(); });
     std::vector<Buffer> live;
     for (int i = 0; i < 60; ++i) {
       if (i % 20 == 0) arena->mark();
