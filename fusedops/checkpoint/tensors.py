@@ -206,15 +206,8 @@ def _read(
 def copied(value: Any) -> Any:
     """Return a copy in the host's memory; of sharded tensors, of this rank's share."""
     if isinstance(value, DTensor):
-        local = value.to_local().detach().to("cpu", copy=True)
-        return DTensor.from_local(
-            local,
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        # Not from_local, which moves the copy back to the device of the mesh.
+        return DTensor(copied(value.to_local()), value._spec, requires_grad=False)
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint_runs import Net, Run
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fusedops.checkpoint import Checkpointer, CheckpointError
+from fusedops.checkpoint import Checkpointer, CheckpointError, tensors
 
 STEPS = 8
 
@@ -45,8 +51,6 @@ def test_saving_changes_nothing(tmp_path: Path, reference: str) -> None:
 def test_what_is_saved_in_a_thread_is_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fusedops.checkpoint import tensors
-
     run = Run(tmp_path)
     run.step(0)
     wanted = {name: each.clone() for name, each in run.model.state_dict().items()}
@@ -70,6 +74,26 @@ def test_what_is_saved_in_a_thread_is_what_was_there(
         assert torch.equal(each, wanted[name]), name
     state = fresh.optimizer.state_dict()["state"]
     assert all(int(each["step"]) == 1 for each in state.values())
+
+
+def test_the_copy_of_a_sharded_tensor_is_on_the_host_whatever_its_mesh_is(tmp_path: Path) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        # What a mesh of GPUs has, without one: tensors of another device than the host's.
+        mesh, meta = DeviceMesh("meta", [0]), TensorMeta(torch.Size([2, 3]), (3, 1), torch.float32)
+        values = torch.arange(6.0).view(2, 3)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        sharded = DTensor(values, spec, requires_grad=False)
+        copies = tensors.copied({"model": {"weight": sharded, "others": [sharded, values]}})
+        copy = copies["model"]["weight"]
+        assert copy.to_local().device.type == "cpu" and copy.placements == sharded.placements
+        assert copy.to_local().data_ptr() != values.data_ptr()
+        tensors.write(copies, tmp_path, None)
+        loaded = {"model": {"weight": torch.zeros(2, 3)}}
+        dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+        assert torch.equal(loaded["model"]["weight"], values)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_everything_that_was_given_comes_back(tmp_path: Path) -> None:
