@@ -80,7 +80,8 @@ def run_step(engine: TrainEngine, *, documents: bool = False, own_loop: bool = F
         with torch.no_grad():
             before = engine.mean_loss(engine.forward(shards), count)
         loss = engine.mean_loss(engine.step(shards, count), count)
-        torch.testing.assert_close(before, loss)
+        if not model.config.dropout:
+            torch.testing.assert_close(before, loss)
     grads = {name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()}
     norm = engine.clip(0.1)
     optimizer.step()

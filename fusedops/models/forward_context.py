@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fusedops._core import philox
 from fusedops.models.attention_core import Documents, attend
 from fusedops.models.config import TransformerConfig
 from fusedops.models.dropout_seeds import DropoutSeeds, call_index, call_seeds, with_offsets
@@ -36,6 +37,10 @@ class BatchPartition:
     # Ranks whose tokens count in the auxiliary loss of a router; ``None``: this process has all
     # tokens
     router_group: Any = None
+
+    def new_seed(self, device: torch.device) -> torch.Tensor:
+        """Draw a seed of dropout, int64 ``[2]``, the same on all ranks that run the forward."""
+        return philox.new_seed(device)
 
     def attend(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attend the tokens of the whole sequence; arguments as of ``attention_core.attend``."""

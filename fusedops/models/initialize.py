@@ -54,7 +54,7 @@ def initialize(model: nn.Module, seed: int | None = None) -> None:
         Radford et al.: Language Models are Unsupervised Multitask Learners, 2019.
     """
     if seed is None:
-        seed = int(torch.randint(0, 2**63 - 1, ()))
+        seed = int(philox.new_seed(torch.device("cpu"))[0])
     checks.integer("initialize", "seed", seed)
     config: Any = model.config
     for buffer in model.buffers():

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fusedops import ops
-from fusedops._core import checks, dtypes, philox
+from fusedops._core import checks, dtypes
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.attention_core import Documents
 from fusedops.models.config import TransformerConfig
@@ -434,7 +434,7 @@ class Transformer(nn.Module):
             token_types: ``[B, S]`` int64: BERT's segments; 0 by default.
             domains: ``[B, S]`` int64: the domain of each token, with ``domain_experts``.
             seed: of dropout, int64 ``[2]``, the same on all processes; by default two numbers of
-                torch's generator.
+                the generator of the first process of the stage.
             first_sequence: number of sequences before these in the batch that ``seed`` is for; by
                 default those of the data parallel ranks before this one.
             **options: other fields of ``ForwardContext``: ``attend``, ``kv_cache``,
@@ -449,7 +449,7 @@ class Transformer(nn.Module):
             rotary = rotary_tables(positions, config, dtype)
         seeds = None
         if self.training and (config.dropout or config.attention_dropout):
-            seed = philox.new_seed(tokens.device) if seed is None else seed
+            seed = self.partition.new_seed(tokens.device) if seed is None else seed
             seeds = self.partition.dropout_seeds(seed, tokens.shape, first_sequence, config)
         needs_ids = config.router == "hash"
         return ForwardContext(

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
 from fusedops import UnsupportedError, memory
-from fusedops._core import dtypes
+from fusedops._core import dtypes, philox
 from fusedops.models import Transformer, preset
 from fusedops.parallel import (
     context_core,
@@ -195,6 +195,15 @@ def _dropped(rank: int, kind: str) -> None:
     place = torch.tensor((2 * 8 * square, 8 * square, square))
     dropout["seed"] = torch.cat((dropout["seed"], place))
     assert_as_one_process(FUNCTIONS[kind], dist.group.WORLD, _with(case, **dropout), torch.float64)
+    # Without a seed all ranks take that of the first, however their generators were seeded.
+    torch.manual_seed(0)
+    first, results = philox.new_seed(torch.device("cpu")), []
+    for seed in (None, first):
+        torch.manual_seed(rank)
+        with_seed = _with(case, dropout_p=0.3, seed=seed)
+        results.append(in_shards(FUNCTIONS[kind], dist.group.WORLD, with_seed, torch.float64))
+    for drawn, given in zip(*results, strict=True):
+        assert torch.equal(drawn, given)
 
 
 def _with(case: Case, **more: Any) -> Case:

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import SEED, TOKENS, assert_one_process, full_tensor, tiny, token_batch
+from one_process import (
+    SEED,
+    TOKENS,
+    Step,
+    assert_one_process,
+    full_tensor,
+    run_step,
+    tiny,
+    token_batch,
+)
 from process_pool import World
 from torch import nn
 
@@ -95,6 +104,38 @@ def test_a_step_is_that_of_one_process(case: str) -> None:
     threads.run(
         lambda rank: _assert_parity(rank, name, values, not given, documents), _ranks(values)
     )
+
+
+def _seeded_step(seed: int, values: dict[str, Any], own_loop: bool) -> Step:
+    """Make a step from weights and dropout that this process's generator decides."""
+    torch.manual_seed(seed)
+    config = _config("tiny-gpt2", dropout=0.2, attention_dropout=0.2)
+    model = Transformer(config, dtype=torch.float64, device="meta")
+    return run_step(parallelize(model, ParallelConfig(**values)), own_loop=own_loop)
+
+
+@pytest.mark.parametrize(
+    ("values", "own_loop"),
+    [
+        ({"dp": 2}, True),
+        ({"dp": 2, "tp": 2, "zero": 3}, False),
+        ({"tp": 2, "sp": True}, True),
+        ({"cp": 2}, False),
+        ({"pp": 2, "microbatches": 2}, False),
+    ],
+    ids=str,
+)
+def test_ranks_that_are_seeded_differently_draw_as_the_first(
+    values: dict[str, Any], own_loop: bool
+) -> None:
+    alone = {"microbatches": values.get("microbatches", 1)}
+    expected = _seeded_step(100, alone, own_loop)
+    for step in threads.run(
+        lambda rank: _seeded_step(100 + rank, values, own_loop), _ranks(values)
+    ):
+        torch.testing.assert_close(step.loss, expected.loss)
+        for name, weight in step.weights.items():
+            torch.testing.assert_close(weight, expected.weights[name])
 
 
 # What is promised: all of these that fit 8 processes.

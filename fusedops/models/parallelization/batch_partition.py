@@ -13,6 +13,7 @@ from fusedops.models.config import TransformerConfig
 from fusedops.models.dropout_seeds import DropoutSeeds, call_seeds, with_offsets
 from fusedops.models.forward_context import BatchPartition
 from fusedops.models.parallelization.config import ParallelConfig
+from fusedops.parallel.comm.seeds import agreed_seed
 from fusedops.parallel.context import ContextCore, context_core
 from fusedops.parallel.dropout import Place
 from fusedops.parallel.mesh import Mesh
@@ -24,7 +25,7 @@ class ProcessPartition(BatchPartition):
     """The part of the batch that a process of a mesh computes."""
 
     place: Place  # of this process's tokens and heads in the whole batch, for dropout
-    # Ranks whose tokens count in the auxiliary loss of a router
+    # The ranks of the stage, whose tokens count in the auxiliary loss of a router
     router_group: dist.ProcessGroup | None = None
     tp_group: dist.ProcessGroup | None = None  # ranks that share the tokens of experts
     sequence: bool = False  # whether those tokens are sharded along the sequence already
@@ -44,6 +45,10 @@ class ProcessPartition(BatchPartition):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessPartition:
         return self  # process groups cannot be copied, and nothing here changes
+
+    def new_seed(self, device: torch.device) -> torch.Tensor:
+        """Draw the seed of a forward, that of the first rank of the stage on all of its ranks."""
+        return agreed_seed(device, self.router_group)
 
     def attend(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attend the tokens of the whole sequence, on whatever ranks of ``cp`` they are."""

@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from fusedops._core import checks, philox
+from fusedops._core import checks
 from fusedops._core.deprecation import renamed_arguments
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.config import TransformerConfig
@@ -28,6 +28,7 @@ from fusedops.models.transformer import Loss
 from fusedops.optim import AdamW, OffloadedAdamW, global_norm
 from fusedops.optim.norms import clip_coefficient, scale_gradients
 from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.seeds import agreed_seed
 
 if TYPE_CHECKING:
     from fusedops.models.parallelization.pipeline import PipelineEngine
@@ -175,8 +176,8 @@ class TrainEngine:
             scale: factor of the loss.
             computing: what forwards run in, such as ``lambda: torch.autocast("cpu")``.
             seed: of the dropout of the step, int64 ``[2]``, the same on all processes; by default
-                two numbers of torch's generator. The number of an element follows from its index
-                among all sequences of the step: neither layout nor micro-batches change it.
+                two numbers of the generator of process 0. The number of an element follows from its
+                index among all sequences of the step: neither layout nor micro-batches change it.
 
         Returns:
             For each micro-batch the loss's parts of this process, without a graph; where layers are
@@ -234,7 +235,8 @@ class TrainEngine:
         if not drops or not self.model.training:
             return [{} for _ in shards]
         if seed is None:
-            seed = philox.new_seed(shards[0].tokens.device)
+            group = None if self.mesh is None else dist.group.WORLD
+            seed = agreed_seed(shards[0].tokens.device, group)
         sizes = [len(shard.tokens) for shard in shards]
         before = [self.data_ranks * size for size in accumulate(sizes, initial=0)]
         return [

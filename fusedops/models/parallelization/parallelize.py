@@ -39,6 +39,7 @@ from fusedops.models.parallelization.tensor_parallel import apply_plan, tensor_p
 from fusedops.models.transformer import Transformer
 from fusedops.nn import MoE
 from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.seeds import agreed_seed
 from fusedops.parallel.expert.layer import split_experts
 from fusedops.parallel.mesh import Mesh, make_mesh
 
@@ -63,7 +64,8 @@ def parallelize(
         config: how.
         mesh: process groups that exist already; made by default.
         device: where a model on ``meta`` is made; the mesh's by default.
-        seed: of the first weights of a model on ``meta``, as of ``initialize``.
+        seed: of the first weights of a model on ``meta``, as of ``initialize``; by default a number
+            of the generator of process 0.
 
     Returns:
         The engine that trains it: it shards batches, runs steps, reduces losses and norms. Its
@@ -108,6 +110,8 @@ def parallelize(
     data = shard_parameters(parts, unsharded, config, mesh)
     if any(parameter.is_meta for parameter in model.parameters()):
         _allocate(parts, device, config)
+        if seed is None and mesh is not None:
+            seed = int(agreed_seed(torch.device(mesh.dense.device_type), dist.group.WORLD)[0])
         initialize(model, seed)
     # A stage may have no layer with experts.
     if "experts" in config.offload and any(isinstance(module, MoE) for module in model.modules()):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusedops._core import checks, dtypes, philox
 from fusedops.ops import _attention_math as math
+from fusedops.parallel.comm.seeds import agreed_seed
 from fusedops.parallel.context.layout import SequenceLayout, layout_of
 
 
@@ -76,7 +77,7 @@ def request(
     if dropout_p == 0.0:
         seed = None
     elif seed is None:
-        seed = philox.new_seed(query.device)
+        seed = agreed_seed(query.device, group)
     wide = dtypes.statistics_dtype(query.dtype)
     a = Request(
         query,

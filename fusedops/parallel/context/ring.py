@@ -76,8 +76,9 @@ def ring_attention(
         sinks: ``[H]``: one more score in each row's denominator. Its gradient is that of this
             rank's rows: a part of a sum over ranks.
         return_lse: also return the log-sum-exp of each row.
-        seed: of dropout, int64 ``[2]``; by default two numbers of torch's generator. ``[5]``: with
-            the indices of the scores ``[B, H, S, S]`` in a larger batch (``_core/philox.py``).
+        seed: of dropout, int64 ``[2]``, the same on all ranks; by default two numbers of the first
+            rank's generator. ``[5]``: with the indices of the scores ``[B, H, S, S]`` in a larger
+            batch (``_core/philox.py``).
 
     Returns:
         ``[B, H, S / n, Dv]`` of query's dtype, laid out in memory as ``[B, S / n, H, Dv]``; with
