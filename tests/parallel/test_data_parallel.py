@@ -9,6 +9,7 @@ import pytest
 import torch
 from one_process import full_tensor
 from process_pool import World
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,6 +20,7 @@ from fusedops.parallel.comm import collectives
 from fusedops.parallel.data.ddp import by_bytes, local_bytes
 from fusedops.parallel.data.fsdp import shard
 from fusedops.parallel.data.grad_sync import GradientSync
+from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -148,6 +150,57 @@ def _half(world: World) -> bool:
 
 def test_half_precision_is_summed_in_float32(on_ranks: OnRanks) -> None:
     assert all(on_ranks(_half))
+
+
+class _Raises(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise MemoryError
+
+
+def _interrupted(
+    rank: int, stage: int, options: dict[str, bool], failing: int, of_optimizer: bool
+) -> None:
+    """Make a step one of whose backwards raises between two buckets, and then the step again."""
+    model, data = _model(), GradientSync(stage=stage)
+    if stage:
+        shard([[model[0], model[2]], model], init_device_mesh("cpu", (RANKS,)), stage=stage)
+        data.sharded = [model]
+    else:
+        buckets = by_bytes([p for p in model.parameters() if p.requires_grad], 1)
+        data.reducers = [BucketedAllReduce(buckets, dist.group.WORLD, **options)]
+    batches, optimizer = _batches(rank), torch.optim.SGD(model.parameters())
+    owner = optimizer if of_optimizer else model
+    for i in range(failing):
+        data.begin(last=False)
+        _loss(model, batches[i]).backward()
+    data.begin(last=failing == MICROBATCHES - 1)
+    hook = model[2].register_forward_hook(lambda module, inputs, output: _Raises.apply(output))
+    with pytest.raises(MemoryError):
+        _loss(model, batches[failing]).backward()
+    hook.remove()
+    owner.zero_grad()
+    _train(model, data, rank)
+    _assert_same_gradients(model, _alone())
+
+
+@pytest.mark.parametrize("failing", range(MICROBATCHES))
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(0, {}), (0, {"overlap": False}), (0, {"ordered": True}), (1, {}), (2, {}), (3, {})],
+    ids=str,
+)
+def test_a_step_after_a_backward_that_raised_is_that_of_one_process(
+    stage: int, options: dict[str, bool], failing: int
+) -> None:
+    for of_optimizer in (False, True):  # whose zero_grad discards the incomplete gradients
+        threads.run(_interrupted, RANKS, stage, options, failing, of_optimizer)
 
 
 def _sharded(world: World, stage: int) -> dict[str, int]:

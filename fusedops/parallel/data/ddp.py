@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from fusedops._core import checks, dtypes
@@ -112,7 +113,7 @@ class BucketedAllReduce:
         self.overlap = overlap
         self.ordered = ordered
         self.synchronize = True
-        self._running = False
+        self._backward = -1  # autograd's number of the backward whose gradients are reduced
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         trained = [[p for p in bucket if p.requires_grad] for bucket in buckets]
         self._buckets = [_Bucket(i, bucket) for i, bucket in enumerate(filter(None, trained))]
@@ -123,14 +124,27 @@ class BucketedAllReduce:
             for parameter in self._bucket_of
             if group.size() > 1
         ]
+        # Gradients of earlier backwards are set aside before autograd adds the first one to them.
+        self._nodes = [
+            get_gradient_edge(p).node for p in self._bucket_of if ordered and self._hooks
+        ]
+        self._hooks += [node.register_prehook(self._begin_backward) for node in self._nodes]
 
     def begin(self, *, last: bool) -> None:
         """Prepare for a micro-batch; ``last`` tells whether it is the last one of a step."""
+        self.recover()
         self.synchronize = last or self.ordered
-        if self.ordered:
-            for parameter in self._bucket_of:
-                if parameter.grad is not None:
-                    self._earlier[parameter], parameter.grad = parameter.grad, None
+
+    def recover(self) -> None:
+        """Discard what a backward that raised has left; without one this does nothing.
+
+        All ranks must have raised: a reduction that started on some ranks alone does not end.
+        """
+        self._earlier.clear()
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+                bucket.pending = None
 
     def remove(self) -> None:
         """Remove the hooks: later backwards reduce nothing."""
@@ -146,14 +160,24 @@ class BucketedAllReduce:
         """Record a gradient, and start every bucket that is complete."""
         if not self.synchronize:
             return
-        if not self._running:
-            self._running = True
-            for bucket in self._buckets:
-                bucket.missing = set(bucket.parameters)
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self._begin_backward()
         self._bucket_of[parameter].missing.discard(parameter)
         if self.overlap:
             self._start(lambda bucket: not bucket.missing)
+
+    def _begin_backward(self, *_: Any) -> None:
+        """Prepare for the gradients of a backward, at the first of them."""
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward:
+            return
+        self._backward = backward
+        self.recover()
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.parameters)
+        for parameter in self._bucket_of if self.ordered else ():
+            if parameter.grad is not None:
+                self._earlier[parameter], parameter.grad = parameter.grad, None
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _start(self, ready: Callable[[_Bucket], bool]) -> None:
         """Start buckets in order, up to the first that is not ready."""
@@ -175,7 +199,6 @@ class BucketedAllReduce:
                 _unpack(bucket.pending.wait(), bucket.parameters)
             self._add_earlier()
         finally:
-            self._running = False
             for bucket in self._buckets:
                 bucket.pending = None
 

@@ -5,7 +5,8 @@ gradients as well, 3 weights as well. Sums of gradients are not divided by the n
 caller divides the loss by the number of all tokens.
 
 All use of FSDP2's private interface is in this file: ``gather_weights``, ``release_weights`` and
-``finish_backward`` do what its hooks do, for a backward that comes in two parts.
+``finish_backward`` do what its hooks do, for a backward that comes in two parts; ``recover`` knows
+where they were interrupted.
 """
 
 from __future__ import annotations
@@ -133,6 +134,23 @@ def release_weights(root: nn.Module) -> None:
 def finish_backward(root: nn.Module) -> None:
     """Do what FSDP2 does at the end of a backward: reduce gradients and wait for them."""
     root._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+
+
+def recover(root: nn.Module) -> None:
+    """Discard what a forward or a backward that raised has left; without one do nothing.
+
+    Gradients are discarded as well: ``zero_grad`` of the model does not reach those of sharded
+    weights while weights are gathered, and that of an optimizer not those of gathered ones.
+    """
+    context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    if not context.post_backward_final_callback_queued and context.iter_forward_root is None:
+        return
+    root.reset_iter_state()  # type: ignore[operator]
+    for group in _parameter_groups(root):
+        for parameter in group.fsdp_params:
+            parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # since the first time it was gathered
+                parameter._unsharded_param.grad = None
 
 
 def _parameter_groups(root: nn.Module) -> list[Any]:

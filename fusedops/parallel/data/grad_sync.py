@@ -26,9 +26,20 @@ class GradientSync:
         nothing; stages 2 and 3 reduce in each, because they keep gradients sharded. Stages 1 and 2
         keep weights unsharded until the backward of the last one.
         """
+        self.recover()
         for reducer in self.reducers:
             reducer.begin(last=last)
         self._set(last, sync=last or self.stage > 1, reshard=last or self.stage == 3)
+
+    def recover(self) -> None:
+        """Discard what a forward or a backward that raised on all ranks has left.
+
+        Gradients are incomplete then: make the step again after the optimizer's ``zero_grad``.
+        """
+        for reducer in self.reducers:
+            reducer.recover()
+        for root in self.sharded[-1:]:
+            fsdp.recover(root)
 
     def begin_part(self) -> None:
         """Prepare for a part of a backward that comes in two.

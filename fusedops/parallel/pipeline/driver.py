@@ -59,6 +59,9 @@ class Reduces(Protocol):
     def begin(self, *, last: bool) -> None:
         """Prepare for an undivided backward; ``last``: the stage's last one of the step."""
 
+    def recover(self) -> None:
+        """Discard what a step that raised has left."""
+
     def begin_part(self) -> None:
         """Prepare for a part of a backward."""
 
@@ -109,6 +112,8 @@ class Driver:
             device: of what is received.
             key: of a micro-batch: two with one key send tensors of the same shape and dtype.
         """
+        for sync in self.data.values():
+            sync.recover()
         self.most_alive.clear()
         _Step(self, compute, device, key).run(self._lists)
         for sync in self.data.values():
