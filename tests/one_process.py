@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models import ParallelConfig, Transformer, TransformerConfig, initialize, parallelize
@@ -89,11 +91,20 @@ def run_step(engine: TrainEngine, *, documents: bool = False, own_loop: bool = F
     return Step(loss, norm, grads, weights)
 
 
+def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Freeze the parameters whose names match."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch(name, pattern) for pattern in patterns))
+
+
 @functools.cache
-def one_process_step(config: TransformerConfig, microbatches: int, **options: bool) -> Step:
+def one_process_step(
+    config: TransformerConfig, microbatches: int, frozen: tuple[str, ...], **options: bool
+) -> Step:
     """Return the step of one process; ``options`` are those of ``run_step``."""
     model = Transformer(config, dtype=torch.float64, device="meta").to_empty(device="cpu")
     initialize(model, SEED)
+    freeze(model, frozen)
     return run_step(TrainEngine(model, ParallelConfig(microbatches=microbatches)), **options)
 
 
@@ -103,18 +114,21 @@ def assert_one_process(
     values: dict[str, Any],
     *,
     on_meta: bool = True,
+    frozen: tuple[str, ...] = (),
     **options: bool,
 ) -> list[str]:
     """Compare a step of this rank with one process; return the names of its parameters.
 
     A stage of a pipeline has some of them. A model that has values before ``parallelize`` (not
-    ``on_meta``) has other ones on each rank, of which those of rank 0 count.
+    ``on_meta``) has other ones on each rank, of which those of rank 0 count. Parameters that match
+    a pattern of ``frozen`` are not trained.
     """
-    expected = one_process_step(config, values.get("microbatches", 1), **options)
+    expected = one_process_step(config, values.get("microbatches", 1), frozen, **options)
     model = Transformer(config, dtype=torch.float64, device="meta")
     if not on_meta:
         model.to_empty(device="cpu")
         initialize(model, SEED if rank == 0 else SEED + 1)
+    freeze(model, frozen)
     step = run_step(parallelize(model, ParallelConfig(**values), seed=SEED), **options)
     torch.testing.assert_close(step.loss, expected.loss, msg=lambda text: f"loss: {text}")
     torch.testing.assert_close(step.norm, expected.norm, msg=lambda text: f"norm: {text}")

@@ -6,12 +6,18 @@ is the point.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from one_process import assert_one_process, tiny
 
 from fusedops.models import ParallelConfig, Transformer, preset
+from fusedops.models.parallelization.engine import TrainEngine
+from fusedops.models.parallelization.pipeline import PipelineEngine
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import Pending
 from fusedops.testing import threads
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev")
@@ -76,6 +82,34 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", MORE)
 def test_it_goes_with_the_other_modes(case: str) -> None:
     _assert_stages(*MORE[case])
+
+
+@pytest.mark.parametrize(
+    "frozen", [("embedding.*",), ("embedding.*", "layers.[01].*"), ("layers.[23].*", "norm.*")]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
+def test_frozen_parameters_do_not_stop_the_others(schedule: str, frozen: tuple[str, ...]) -> None:
+    values = {"pp": 2, "microbatches": 4, "pipeline_schedule": schedule}
+    threads.run(
+        lambda rank: assert_one_process(rank, _config("tiny-gpt2"), values, frozen=frozen), 2
+    )
+
+
+def test_the_norm_of_a_stage_without_gradients_is_on_the_device_of_its_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From where the backend of the group can send it, such as NCCL from a GPU."""
+    devices = []
+
+    def gather(squares: torch.Tensor, *_: Any, **options: Any) -> Pending:
+        devices.append(squares.device.type)
+        return Pending(lambda: torch.zeros(2))
+
+    monkeypatch.setattr(collectives, "all_gather", gather)
+    model: Any = Transformer(_config("tiny-gpt2"), device="meta")
+    driver: Any = SimpleNamespace(group=None)
+    PipelineEngine(model, {}, driver, None).norm()
+    assert devices == ["meta"] == [TrainEngine(model).norm().device.type]
 
 
 def _query_layer(rank: int) -> None:

@@ -308,7 +308,9 @@ class TrainEngine:
         """Return the norm of all gradients, the same on every process, which must all call this."""
         if self.pipeline is not None:
             return self.pipeline.norm()
-        return global_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        parameters = list(self.model.parameters())
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return global_norm(grads, parameters[0].device)
 
     @renamed_arguments(taken="stepped")
     def balance(self, *, stepped: bool = True) -> None:

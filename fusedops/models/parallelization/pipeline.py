@@ -147,7 +147,8 @@ class PipelineEngine:
         if self.other_end is None:
             return
         weight = self.model.embedding.tokens.weight
-        assert weight.grad is not None
+        if weight.grad is None:  # frozen
+            return
         mine = local(weight.grad)
         group = self.driver.group
         theirs = collectives.send_receive(
@@ -165,7 +166,9 @@ class PipelineEngine:
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None and not (is_copy and name == EMBEDDING)
         ]
-        mine = global_norm(grads).square()[None]
+        # Where the backend of the group can send it from, whatever has gradients here.
+        device = next(self.model.parameters()).device
+        mine = global_norm(grads, device).square()[None]
         squares = collectives.all_gather(mine, self.driver.group, label="norm").wait()
         values = squares.tolist()
         finite = all(map(math.isfinite, values))
