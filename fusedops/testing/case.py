@@ -99,8 +99,7 @@ class Space:
         rng = random.Random(seed)
         choices = (self.models, self.meshes, *self.options.values())
         while True:
-            product = itertools.product(*(range(len(values)) for values in choices))
-            for model, mesh, *chosen in _shuffled(product, self.combinations(), rng):
+            for model, mesh, *chosen in _shuffled([len(values) for values in choices], rng):
                 places = zip(self.options, chosen, strict=True)
                 case = Case(
                     mesh=dict(self.meshes[mesh]),
@@ -123,13 +122,15 @@ class Space:
         )
 
 
-def _shuffled(product: Iterator[Any], count: int, rng: random.Random) -> Iterator[Any]:
-    """Yield all of a product in a random order, or for ever single draws where it is too large."""
-    if count <= 1 << 16:
-        everything = list(product)
+def _shuffled(sizes: Sequence[int], rng: random.Random) -> Iterator[Sequence[int]]:
+    """Yield all combinations of an index below each size in a random order.
+
+    Where they are too many, yield single draws for ever.
+    """
+    if math.prod(sizes) <= 1 << 16:
+        everything = list(itertools.product(*map(range, sizes)))
         rng.shuffle(everything)
         yield from everything
         return
-    pools = [sorted(set(place)) for place in zip(*itertools.islice(product, count), strict=True)]
     while True:
-        yield tuple(rng.choice(pool) for pool in pools)
+        yield [rng.randrange(size) for size in sizes]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,22 @@ def test_what_no_case_could_have_is_an_error_before_anything_runs(
         chosen = {name: values[-1] for name, values in options.items()}
         with pytest.raises(ValueError, match=says):
             testing.replay(testing.Case(meshes[0], chosen), not_made)
+
+
+@pytest.mark.parametrize("count", [4, 18])
+def test_cases_are_drawn_without_a_list_of_too_many_combinations(count: int) -> None:
+    options = {f"option {i}": (False, True) for i in range(count)}
+    space = testing.Space([{}], options)
+    tracemalloc.start()
+    try:
+        cases = [case for case, _ in itertools.islice(space.draw(0), 64)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+    drawn = {name: {case.options[name] for case in cases} for name in options}
+    assert drawn == {name: {False, True} for name in options}
+    assert len({case.code() for case in cases[:16]}) == 16
 
 
 def test_the_former_name_of_gather_is_accepted_with_a_warning() -> None:
