@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torch import distributed as dist
 from fusedops import RoutingPlan, moe_mlp
 from fusedops._core import dtypes
 from fusedops.nn import MoE
+from fusedops.ops import moe_pack
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.async_exchange import send_rows
 from fusedops.parallel.comm import collectives
@@ -188,6 +190,22 @@ def test_float8_payload_rounds_rows_and_keeps_gradients(on_ranks: OnRanks) -> No
     on_ranks(_float8)
 
 
+def _pack_in_bounds(
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    index: torch.Tensor,
+    num_rows: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """Pack; assert before that nothing is read where a kernel on a GPU must not read."""
+    assert 0 <= int(num_rows) <= index.numel() == probs.numel() == ids.numel()
+    assert int(index.min()) >= 0 and int(index.max()) < index.numel()
+    assert int(ids.min()) >= 0 and int(ids.max()) <= NUM_EXPERTS
+    return moe_pack(input, probs, ids, index=index, num_rows=num_rows, **options)
+
+
 def _one_is_wrong(world: World, fault: str) -> str:
     """Call with something wrong on rank 2 (or with ranks that disagree) and return the error."""
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
@@ -218,9 +236,10 @@ def _one_is_wrong(world: World, fault: str) -> str:
     if fault == "divides":
         plan = RoutingPlan.from_choices(mine.ids, mine.probs, 12)
     try:
-        expert_parallel(
-            input, plan, lambda rows, _: rows, world.groups[8], chunks=chunks, reduce=reduce
-        )
+        with mock.patch.object(all_to_all, "moe_pack", _pack_in_bounds):
+            expert_parallel(
+                input, plan, lambda rows, _: rows, world.groups[8], chunks=chunks, reduce=reduce
+            )
     except (TypeError, ValueError) as error:
         # The group still works: nobody is left in a collective.
         dist.barrier(world.groups[8])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,6 @@ from fusedops.parallel.expert.metadata import (
     CallSignature,
     Metadata,
     MetadataExchange,
-    bad_plan,
     send_error,
 )
 
@@ -323,9 +323,7 @@ def start_chunks(
     check_on_all(options, input, plan)
     op, groups = options.op, options.groups
     faults = _faults(plan)
-    if input.device.type == "cpu" and bool(faults):
-        send_error(op, groups, input.device, bad_plan(op), ErrorCode.PLAN)
-        raise bad_plan(op)
+    plan = _without_rows(plan, faults)
     if grads is None:
         grads = wants_gradient(input, plan.probs)
     plans = _chunks_of(plan, options.chunks)
@@ -418,6 +416,16 @@ def _faults(plan: RoutingPlan) -> torch.Tensor:
             low, high = values.aminmax()
             wrong = wrong | (low < 0) | (high > last)
     return wrong.to(torch.int32)
+
+
+def _without_rows(plan: RoutingPlan, faults: torch.Tensor) -> RoutingPlan:
+    """Return the plan, or where it has faults one of the same shapes that sends nothing.
+
+    Rows are packed before the host knows of the faults, which would read out of bounds.
+    """
+    names = ("expert_ids", "permutation", "positions", "tokens_per_expert", "offsets")
+    fields = {name: torch.where(faults > 0, 0, getattr(plan, name)) for name in names}
+    return replace(plan, **fields)
 
 
 def _chunks_of(plan: RoutingPlan, chunks: int) -> list[RoutingPlan]:
