@@ -25,7 +25,10 @@ from one_process import (
 from process_pool import World
 from torch import nn
 
+from fusedops.checkpoint.tensors import State
+from fusedops.generation import generate
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
 
@@ -136,6 +139,65 @@ def test_ranks_that_are_seeded_differently_draw_as_the_first(
         torch.testing.assert_close(step.loss, expected.loss)
         for name, weight in step.weights.items():
             torch.testing.assert_close(weight, expected.weights[name])
+
+
+Call = Callable[[TrainEngine, Any], object]
+# What may be called between a step's backward and the optimizer's step.
+CALLS: dict[str, Call] = {
+    "forward": lambda run, shards: run.forward(shards),
+    "begin": lambda run, shards: run.begin(last=True),
+    "begin of an earlier one": lambda run, shards: run.begin(last=False),
+    "a forward without a backward": lambda run, shards: run.loss(
+        run.model(*shards[0][:2], positions=shards[0].positions), run.count(shards[0].labels)
+    ),
+    "norm": lambda run, shards: run.norm(),
+    "state_dict": lambda run, shards: run.model.state_dict(),
+    "checkpoint": lambda run, shards: State(run.model, ()).content(flat=False),
+    "generate": lambda run, shards: generate(run, [[3, 1]], tokens=2),
+}
+
+
+def _steps_with(rank: int, values: dict[str, Any], call: Call | None, moment: int) -> list[Any]:
+    """Make two steps with a call at a moment of each; return norms and weights."""
+    name = "tiny-mixtral" if "ep" in values else "tiny-llama"
+    model = Transformer(_config(name), dtype=torch.float64, device="meta")
+    run = parallelize(model, ParallelConfig(**values), seed=SEED)
+    optimizer, results = run.optimizer(lr=0.01), []
+    tokens, labels, *_ = token_batch(model.config.vocab_size, False)
+    parts = zip(tokens.chunk(2), labels.chunk(2), strict=True)
+    shards = [run.shard_batch(*map(run.rows, part)) for part in parts]
+    count = run.count(torch.stack([shard.labels for shard in shards]))
+
+    def moment_is(number: int) -> None:
+        if call is not None and number == moment:
+            call(run, shards)
+
+    for _ in range(2):
+        run.step(shards, count)
+        moment_is(0)
+        results.append(run.clip(0.1))
+        moment_is(1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return results + [full_tensor(parameter) for parameter in model.parameters()]
+
+
+def _assert_calls_change_nothing(rank: int, values: dict[str, Any]) -> None:
+    expected = _steps_with(rank, values, None, 0)
+    calls = {"begin": CALLS["begin"]} if "ep" in values else CALLS
+    for (name, call), moment in itertools.product(calls.items(), range(2)):
+        results = _steps_with(rank, values, call, moment)
+        for result, value in zip(results, expected, strict=True):
+            assert torch.equal(result, value), f"{name} at moment {moment}"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [*({"dp": 2, "zero": zero} for zero in range(4)), {"dp": 4, "ep": 2, "ep_deterministic": True}],
+    ids=str,
+)
+def test_calls_between_backward_and_step_change_no_bits(values: dict[str, Any]) -> None:
+    threads.run(_assert_calls_change_nothing, values["dp"], values | {"microbatches": 2})
 
 
 # What is promised: all of these that fit 8 processes.

@@ -214,6 +214,8 @@ class TrainEngine:
             shards: with labels; for a pipeline as many as a step has.
             computing: as of ``step``.
         """
+        for sync in self._syncs():
+            sync.recover()
         with balancing.uncounted(self.model):
             if self.pipeline is not None:
                 self._check_microbatches(shards)
@@ -306,6 +308,7 @@ class TrainEngine:
 
     def norm(self) -> torch.Tensor:
         """Return the norm of all gradients, the same on every process, which must all call this."""
+        self._release_weights()
         if self.pipeline is not None:
             return self.pipeline.norm()
         parameters = list(self.model.parameters())
@@ -343,7 +346,20 @@ class TrainEngine:
                         "step"
                     )
         kind = OffloadedAdamW if "optimizer" in self.config.offload else AdamW
-        return kind(self.model.named_parameters(), **options)
+        optimizer = kind(self.model.named_parameters(), **options)
+        optimizer.register_step_pre_hook(lambda *_: self._release_weights())
+        return optimizer
+
+    def _release_weights(self) -> None:
+        """Make the sharded parameters the model's again, after a forward without a backward."""
+        for sync in self._syncs():
+            sync.release_weights()
+
+    def _syncs(self) -> list[Any]:
+        """Return what reduces the gradients of this process: one for each stage of a pipeline."""
+        if self.pipeline is not None:
+            return list(self.pipeline.driver.data.values())
+        return [] if self.data is None else [self.data]
 
     def _sum(self, values: torch.Tensor, name: str = "data") -> torch.Tensor:
         if self.mesh is None:

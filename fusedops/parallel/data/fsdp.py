@@ -85,6 +85,8 @@ def shard(
         first.set_force_sum_reduction_for_comms(True)
         first.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
         first.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
+    if isinstance(blocks[-1], nn.Module):
+        blocks[-1].register_forward_hook(_after_forward)
 
 
 def divides(parameter: torch.Tensor, ranks: int) -> bool:
@@ -125,8 +127,19 @@ def gather_weights(root: nn.Module) -> None:
         group.wait_for_unshard()
 
 
+def _after_forward(model: nn.Module, *_: Any) -> None:
+    """Release the weights after a forward that no backward follows.
+
+    FSDP2 keeps those of the root, and with stages 1 and 2 all of them, for the backward. Until
+    then, the model's parameters would have no gradients, and the next forward would use the
+    gathered weights, whatever the optimizer does to the sharded ones.
+    """
+    if not torch.is_grad_enabled() and model._get_fsdp_state()._is_root:  # type: ignore[operator]
+        release_weights(model)
+
+
 def release_weights(root: nn.Module) -> None:
-    """Free what ``gather_weights`` gathered."""
+    """Free gathered weights: the parameters are the sharded ones again."""
     for group in _parameter_groups(root):
         group.reshard()
 

@@ -41,6 +41,11 @@ class GradientSync:
         for root in self.sharded[-1:]:
             fsdp.recover(root)
 
+    def release_weights(self) -> None:
+        """Free the weights that a forward without a backward has left gathered."""
+        for root in self.sharded[-1:]:
+            fsdp.release_weights(root)
+
     def begin_part(self) -> None:
         """Prepare for a part of a backward that comes in two.
 
