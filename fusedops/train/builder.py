@@ -31,13 +31,14 @@ from fusedops.models import (
 )
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.parallelize import parallelize
+from fusedops.models.vectors import vector_patterns
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
 from fusedops.profiler import StepRecorder
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision, resume
-from fusedops.train.config import Config, OptimizerConfig, check_parallel
+from fusedops.train.config import Config, check_parallel
 from fusedops.train.data import Sequences
 from fusedops.train.loggers import check_installed, make_loggers
 from fusedops.train.metrics import Metrics
@@ -46,6 +47,8 @@ from fusedops.train.precision import LossScale
 
 # Vocabularies are rounded up, so that tensor parallelism can divide them.
 _ROWS = 64
+
+_FORMER_NO_DECAY = ("*bias", "*norm*")  # the default before it was "vectors"
 
 
 @dataclass
@@ -185,11 +188,15 @@ def _build_corpus(
 
 
 def _build_optimizer(config: Config, parallel: TrainEngine, ranks: Ranks) -> AdamW:
-    _check_no_decay(config.optimizer.no_decay, parallel.model, ranks)
+    no_decay = config.optimizer.no_decay
+    if isinstance(no_decay, str):
+        no_decay = vector_patterns(parallel.model)
+    else:
+        _check_no_decay(no_decay, parallel.model, ranks)
     try:  # all ranks find the same mistakes
         return parallel.optimizer(
             **_options(config),
-            no_decay=config.optimizer.no_decay,
+            no_decay=no_decay,
             master_weights=config.precision.parameters != "float32",
             state_dtype=precision.dtype(config.optimizer.state_dtype),
             seed=config.seed,
@@ -326,8 +333,8 @@ def _check_no_decay(patterns: tuple[str, ...], model: Any, ranks: Ranks) -> None
     mine = [name for name, _ in model.named_parameters()]
     names = sorted({name for of_rank in ranks.gathered(mine) for name in of_rank})
     for pattern in patterns:
-        # The defaults are for all models: some have no biases.
-        if pattern in OptimizerConfig.no_decay or fnmatch.filter(names, pattern):
+        # Files that were written with the former default are for all models.
+        if pattern in _FORMER_NO_DECAY or fnmatch.filter(names, pattern):
             continue
         near = difflib.get_close_matches(pattern.strip("*"), names, cutoff=0.0)
         raise InputError(

@@ -75,13 +75,16 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Of ``fusedops.optim.AdamW``, and ``clip``: the largest norm of all gradients; 0: any."""
+    """Of ``fusedops.optim.AdamW``, and ``clip``: the largest norm of all gradients; 0: any.
+
+    ``no_decay`` has name patterns, or is ``"vectors"``: biases and the weights of norms.
+    """
 
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    no_decay: tuple[str, ...] = ("*bias", "*norm*")
+    no_decay: tuple[str, ...] | str = "vectors"
     clip: float = 1.0
     state_dtype: str = "float32"
 
@@ -91,6 +94,8 @@ class OptimizerConfig:
             checks.fail("optimizer", "betas", "two numbers in [0, 1)", self.betas)
         for name in ("eps", "weight_decay"):
             checks.finite("optimizer", name, getattr(self, name), least=0)
+        if isinstance(self.no_decay, str):
+            checks.choice("optimizer", "no_decay", self.no_decay, ("vectors",))
         checks.choice("optimizer", "state_dtype", self.state_dtype, DTYPES[:2])
         if not 0 <= self.clip < float("inf"):
             checks.fail("optimizer", "clip", "a finite number of at least 0", self.clip)

@@ -63,7 +63,7 @@ lr = 3e-3                     # default: {optimizer.lr}
 betas = [0.9, 0.95]
 eps = 1e-8
 weight_decay = 0.1
-no_decay = ["*bias", "*norm*"]
+no_decay = "vectors"          # biases and norms; or a list of name patterns, ["*norm*"]
 clip = 1.0                    # largest norm of all gradients; 0: any
 state_dtype = "float32"       # bfloat16 halves the moments, rounded at random
 

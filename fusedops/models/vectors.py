@@ -1,0 +1,45 @@
+"""Which parameters of a model are vectors: biases, and the weights of norms."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from fusedops.nn import MoE
+
+
+def vector_patterns(model: nn.Module) -> tuple[str, ...]:
+    """Return patterns that match the names of all vectors and of no other parameter.
+
+    Weight decay usually leaves vectors out: ``AdamW(..., no_decay=vector_patterns(model))``. They
+    have fewer than two dims; in the experts of an ``MoE``, whose first dim counts the experts,
+    fewer than three. Vectors of the same name in several layers share a pattern.
+
+    Args:
+        model: any module, sharded or not.
+
+    Example:
+        >>> from fusedops.models import Transformer, preset
+        >>> from fusedops.models.vectors import vector_patterns
+        >>> vector_patterns(Transformer(preset("tiny-llama"), device="meta"))
+        ('layers.*.attention_norm.weight', 'layers.*.feed_forward_norm.weight', 'norm.weight')
+    """
+    experts = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, MoE)
+        for parameter in module.experts.parameters()
+    }
+    vectors, others = [], []
+    for name, parameter in model.named_parameters():
+        is_vector = parameter.dim() - (parameter in experts) < 2
+        (vectors if is_vector else others).append(name)
+    shared = {_shared_pattern(name) for name in vectors}
+    shared -= {pattern for pattern in shared if any(fnmatchcase(o, pattern) for o in others)}
+    alone = {name for name in vectors if _shared_pattern(name) not in shared}
+    return tuple(sorted(shared | alone))
+
+
+def _shared_pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
