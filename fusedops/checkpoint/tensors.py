@@ -7,7 +7,8 @@ hold other shares of it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,13 +135,14 @@ class State:
         _read(content, loading.reader, process_group)
         for group, params in zip(_groups_of(content), mine, strict=True):
             group["params"] = params
-        set_state_dict(
-            self.model,
-            stepped,
-            model_state_dict=content["model"],
-            optim_state_dict=content.get("optimizer", {}),
-            options=StateDictOptions(flatten_optimizer_state_dict=loading.flat),
-        )
+        with self._unfrozen():
+            set_state_dict(
+                self.model,
+                stepped,
+                model_state_dict=content["model"],
+                optim_state_dict=content.get("optimizer", {}),
+                options=StateDictOptions(flatten_optimizer_state_dict=loading.flat),
+            )
         for optimizer, saved, known_names in zip(
             self.optimizers, loading.groups, names, strict=False
         ):
@@ -175,8 +177,22 @@ class State:
 
     def _content(self, optimizers: list[torch.optim.Optimizer], *, flat: bool) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        model, optimizer = get_state_dict(self.model, optimizers, options=options)
+        with self._unfrozen():
+            model, optimizer = get_state_dict(self.model, optimizers, options=options)
         return {"model": model} | ({"optimizer": optimizer} if optimizers else {})
+
+    @contextmanager
+    def _unfrozen(self) -> Iterator[None]:
+        """Let all parameters need gradients: torch leaves out the states of those that do not."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        frozen = [p for group in groups for p in group["params"] if not p.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by the names that torch's checkpoint gives them."""

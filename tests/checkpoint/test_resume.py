@@ -18,6 +18,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedops.checkpoint import Checkpointer, CheckpointError, tensors
+from fusedops.checkpoint.tensors import State
+from fusedops.optim import AdamW, OffloadedAdamW
 
 STEPS = 8
 
@@ -94,6 +96,41 @@ def test_the_copy_of_a_sharded_tensor_is_on_the_host_whatever_its_mesh_is(tmp_pa
         assert torch.equal(loaded["model"]["weight"], values)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW, OffloadedAdamW])
+def test_moments_of_frozen_parameters_come_back(tmp_path: Path, kind: Any, flat: bool) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            model(torch.full((2, 8), 1.0 + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
+        model[2].requires_grad_(False)  # of which there is no state
+        return model, kind(model.parameters(), lr=1e-2)
+
+    model, optimizer = begin()
+    train(model, optimizer, range(2))
+    model[0].requires_grad_(False)
+    train(model, optimizer, range(2, 4))
+    saved = State(model, (optimizer,))
+    tensors.write(saved.content(flat=flat), tmp_path, None)
+
+    resumed, its_optimizer = begin()
+    resumed[0].requires_grad_(False)
+    state = State(resumed, (its_optimizer,))
+    state.load(state.prepare(tmp_path, set(state.names()), saved.groups(), flat=flat), None)
+    for its_model, its in ((model, optimizer), (resumed, its_optimizer)):
+        frozen = [name for name, p in its_model.named_parameters() if not p.requires_grad]
+        assert frozen == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        its_model.requires_grad_(True)
+        train(its_model, its, range(4, 6))
+    for expected, parameter in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
 
 
 def test_everything_that_was_given_comes_back(tmp_path: Path) -> None:
