@@ -31,10 +31,12 @@ def vector_patterns(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, MoE)
         for parameter in module.experts.parameters()
     }
-    vectors, others = [], []
-    for name, parameter in model.named_parameters():
-        is_vector = parameter.dim() - (parameter in experts) < 2
-        (vectors if is_vector else others).append(name)
+    is_vector = {
+        name: parameter.dim() - (parameter in experts) < 2
+        for name, parameter in model.named_parameters()
+    }
+    vectors = [name for name in is_vector if is_vector[name]]
+    others = is_vector.keys() - vectors
     shared = {_shared_pattern(name) for name in vectors}
     shared -= {pattern for pattern in shared if any(fnmatchcase(o, pattern) for o in others)}
     alone = {name for name in vectors if _shared_pattern(name) not in shared}

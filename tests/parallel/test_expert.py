@@ -191,19 +191,13 @@ def test_float8_payload_rounds_rows_and_keeps_gradients(on_ranks: OnRanks) -> No
 
 
 def _pack_in_bounds(
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    index: torch.Tensor,
-    num_rows: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
+    input: Any, probs: Any, ids: Any, *, index: Any, num_rows: Any, **more: Any
+) -> Any:
     """Pack; assert before that nothing is read where a kernel on a GPU must not read."""
     assert 0 <= int(num_rows) <= index.numel() == probs.numel() == ids.numel()
     assert int(index.min()) >= 0 and int(index.max()) < index.numel()
     assert int(ids.min()) >= 0 and int(ids.max()) <= NUM_EXPERTS
-    return moe_pack(input, probs, ids, index=index, num_rows=num_rows, **options)
+    return moe_pack(input, probs, ids, index=index, num_rows=num_rows, **more)
 
 
 def _one_is_wrong(world: World, fault: str) -> str:

@@ -39,10 +39,12 @@ def logs(
     mesh: dict[str, int],
     record: Any = recorded,
     batch_size: int = BATCH,
+    dropout: float = 0.0,
     **options: Any,
 ) -> list[Any]:
     """Return what each rank recorded in a step."""
-    factory = partial(parity_models.small, name, num_layers=layers)
+    drops = {"dropout": dropout, "attention_dropout": dropout}
+    factory = partial(parity_models.small, name, num_layers=layers, **drops)
     batch = partial(token_batch, vocab_size=WORDS)
     subject = Subject({"": factory}, standard, batch, token_loss, adamw)
     case = Case(mesh=mesh, options=options, batch_size=batch_size, seq_len=TOKENS)
@@ -76,6 +78,17 @@ def test_tensor_parallel(ranks: int, halves: int) -> None:
     assert_within_budget(
         logs("tiny-gpt2", 3, {"tp": ranks}, overlap_microbatches=halves == 2), layer * 3 + ends
     )
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"cp": 2}], ids=str)
+def test_dropout_sends_one_seed_a_step(mesh: dict[str, int]) -> None:
+    without, seeded = (
+        logs("tiny-gpt2", 2, mesh, batch_size=4, microbatches=2, dropout=dropout)
+        for dropout in (0.0, 0.2)
+    )
+    for rank, (log, other) in enumerate(zip(seeded, without, strict=True)):
+        assert log.counts() == other.counts() | {"broadcast": 1}
+        assert log.bytes() - other.bytes() == (16 if rank == 0 else 0)
 
 
 def test_heads_that_ranks_share_add_up_their_gradients() -> None:

@@ -424,7 +424,9 @@ def _without_rows(plan: RoutingPlan, faults: torch.Tensor) -> RoutingPlan:
     Rows are packed before the host knows of the faults, which would read out of bounds.
     """
     names = ("expert_ids", "permutation", "positions", "tokens_per_expert", "offsets")
-    fields = {name: torch.where(faults > 0, 0, getattr(plan, name)) for name in names}
+    fields: dict[str, Any] = {
+        name: torch.where(faults > 0, 0, getattr(plan, name)) for name in names
+    }
     return replace(plan, **fields)
 
 
