@@ -209,6 +209,35 @@ class BackwardAutograd : public c10::OperatorKernel {
   c10::OperatorHandle composite_;
 };
 
+// X below autograd, where X writes to arguments: counts their versions up, as torch's own operators
+// do, so that a graph that saved one of them refuses it. Before the kernel runs, since one that
+// fails may have written. Tensors of inference mode have no version.
+class CountWrites : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
+    const auto& described = op.schema().arguments();
+    const auto arguments = torch::jit::last(*stack, described.size());
+    for (size_t i = 0; i < described.size(); ++i) {
+      const auto* alias = described[i].alias_info();
+      if (alias == nullptr || !alias->isWrite()) continue;
+      if (!arguments[i].isList()) {
+        count(arguments[i]);
+        continue;
+      }
+      for (const auto& element : arguments[i].toListRef()) count(element);
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+
+ private:
+  static void count(const c10::IValue& value) {
+    const auto& tensor = OpNode::tensor_or_undefined(value);
+    if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+};
+
 void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
                    std::vector<int64_t> saves, std::vector<int64_t> others,
                    std::vector<int64_t> stand_ins, std::vector<int64_t> saved_for) {
@@ -227,6 +256,10 @@ void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<in
 }  // namespace fusedops
 
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
+  m.def("count_writes(str name) -> ()", [](std::string name) {
+    fusedops::install(name, c10::DispatchKey::ADInplaceOrView,
+                      std::make_unique<fusedops::CountWrites>());
+  });
   m.def(
       "differentiate(str name, int[] inputs, int[] outputs, int[] saves, "
       "int[] others, int[] stand_ins=[], int[] saved_for=[]) -> ()",

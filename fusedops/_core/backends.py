@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -169,7 +169,7 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
     passed_over: list[tuple[str, str]] = []
     candidates = order(device)
     entries = tuning_in_force(device).entries
-    key = tuning.key(name + "_backward" * backward, tuple(_tensors(args))) if entries else None
+    key = tuning.key(name + "_backward" * backward, tuple(tensors_in(args))) if entries else None
     tuned = entries.get(key) if key else None
     if tuned is not None and key is not None:
         reason = _unsupported(kernels, tuned.backend, device, args, backward)
@@ -414,7 +414,7 @@ def _configs(kernels: Kernels) -> tuple[str, ...]:
     return tuple(offered()) if offered is not None else ()
 
 
-def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among the arguments of an op, those of lists too, in order."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -424,7 +424,7 @@ def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 def _device(args: tuple[Any, ...]) -> torch.device:
-    for tensor in _tensors(args):
+    for tensor in tensors_in(args):
         return tensor.device
     raise TypeError("resolve: args must be those of the registered op, got no torch.Tensor in them")
 
@@ -498,7 +498,7 @@ def _unsupported_gpu(device: torch.device) -> str | None:
 
 
 def _unsupported_dtype(args: tuple[Any, ...], known: tuple[torch.dtype, ...]) -> str | None:
-    for tensor in _tensors(args):
+    for tensor in tensors_in(args):
         if tensor.dtype.is_floating_point and tensor.dtype not in known:
             return f"it has no kernel for {tensor.dtype}"
     return None

@@ -365,7 +365,26 @@ def _define(name: str, schema: str, fake: Callable[..., Any]) -> Any:
     _SCHEMAS.append(name + schema)
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.fusedops, name).default
+    op = getattr(torch.ops.fusedops, name).default
+    if op._schema.is_mutable:
+        _count_writes(name, op)
+    return op
+
+
+def _count_writes(name: str, op: Any) -> None:
+    """Make an op count the versions of what it writes, as ``csrc/autograd.cpp`` describes."""
+    if extension.cpu_library() is None:
+        torch.ops.fusedops_native.count_writes(name)
+        return
+    written, _ = torch._library.utils.mutated_args_kwargs(op._schema)
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        tensors = backends.tensors_in([args[index] for index in written])
+        torch.autograd.graph.increment_version(tensors)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    _LIBRARY.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
 def _programs(
