@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cmath>
+#include <forward_list>
 #include <map>
 #include <optional>
 #include <span>
@@ -18,12 +19,17 @@
 namespace fusedops {
 namespace {
 
-// A number, or nothing where what it depends on is not known; `wrong` where it cannot be.
+// `unknown` where a number depends on what is not known, `wrong` where it has no value.
+enum class State { known, unknown, wrong };
+
 struct Number {
   int64_t value = 0;
-  bool known = false;
-  bool wrong = false;
+  State state = State::unknown;
 };
+
+Number number_if(bool known, int64_t value) {
+  return {known ? value : 0, known ? State::known : State::unknown};
+}
 
 bool is_given(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined();
@@ -47,8 +53,8 @@ struct Known {
   std::array<std::optional<int64_t>, kMostNames> sizes = {};
   std::array<std::optional<at::IntArrayRef>, kMostNames> lists = {};
   std::array<at::ScalarType, kMostNames> letters;  // Undefined: not known
-  // Lists that no tensor holds.
-  c10::SmallVector<c10::SmallVector<int64_t, 8>, 2> kept = {};
+  // Lists that no tensor holds; `lists` refers to them, so they must not move.
+  std::forward_list<c10::SmallVector<int64_t, 8>> kept = {};
   const at::Tensor* layout = nullptr;  // the first tensor that must be dense
 
   explicit Known(at::ArrayRef<c10::IValue> arguments) : arguments(arguments) {
@@ -68,9 +74,14 @@ int64_t integer_of(const c10::IValue& value) {
   return value.isInt() ? value.toInt() : value.toSymInt().expect_int();
 }
 
+// As in Python the first operand that is not known or is wrong decides, and `and` and `or` look at
+// the second one only where they need it.
 Number compute(Operation operation, Number a, Number b) {
-  Number result{0, a.known && b.known, a.wrong || b.wrong};
-  if (!result.known) return result;
+  if (a.state != State::known) return a;
+  if (operation == Operation::both && !a.value) return {0, State::known};
+  if (operation == Operation::either && a.value) return {1, State::known};
+  if (b.state != State::known) return b;
+  Number result{0, State::known};
   bool overflows = false;
   switch (operation) {
     case Operation::add:
@@ -114,15 +125,13 @@ Number compute(Operation operation, Number a, Number b) {
       result.value = a.value != b.value;
       break;
     case Operation::both:
-      result.value = a.value && b.value;
-      break;
     case Operation::either:
-      result.value = a.value || b.value;
+      result.value = b.value != 0;
       break;
     default:
       overflows = true;
   }
-  result.wrong |= overflows;
+  if (overflows) result.state = State::wrong;
   return result;
 }
 
@@ -137,7 +146,7 @@ struct Contract::Rules {
   Number evaluate(const Expression& code, const Known& known) const {
     std::array<Number, kMostDepth> stack;
     size_t top = 0;
-    const auto push = [&](int64_t value) { stack[top++] = {value, true, false}; };
+    const auto push = [&](int64_t value) { stack[top++] = {value, State::known}; };
     for (size_t at = 0; at < code.size();) {
       const auto operation = static_cast<Operation>(code[at++]);
       switch (operation) {
@@ -146,7 +155,7 @@ struct Contract::Rules {
           break;
         case Operation::size: {
           const auto& size = known.sizes[code[at++]];
-          stack[top++] = {size.value_or(0), size.has_value(), false};
+          stack[top++] = number_if(size.has_value(), size.value_or(0));
           break;
         }
         case Operation::argument:
@@ -161,23 +170,26 @@ struct Contract::Rules {
         case Operation::given:
           push(is_given(known.argument(code[at++])));
           break;
-        case Operation::itemsize:
-          push(static_cast<int64_t>(known.argument(code[at++]).toTensor().element_size()));
+        case Operation::itemsize: {
+          const auto& value = known.argument(code[at++]);
+          const bool given = is_given(value);
+          stack[top++] = number_if(given, given ? value.toTensor().element_size() : 0);
           break;
+        }
         case Operation::len: {
           const auto& list = known.lists[code[at++]];
-          stack[top++] = {list ? static_cast<int64_t>(list->size()) : 0, list.has_value(), false};
+          stack[top++] = number_if(list.has_value(), list ? list->size() : 0);
           break;
         }
         case Operation::item: {
           const auto& list = known.lists[code[at++]];
-          const Number given = stack[top - 1];
-          const int64_t count = list ? static_cast<int64_t>(list->size()) : 0;
-          const int64_t index = given.value + (given.value < 0 ? count : 0);
+          Number& number = stack[top - 1];
+          if (!list) number = {};
+          if (number.state != State::known) break;
+          const auto count = static_cast<int64_t>(list->size());
+          const int64_t index = number.value + (number.value < 0 ? count : 0);
           const bool inside = index >= 0 && index < count;
-          const bool is_known = list.has_value() && given.known;
-          stack[top - 1] = {inside ? (*list)[index] : 0, is_known,
-                            given.wrong || (is_known && !inside)};
+          number = inside ? Number{(*list)[index], State::known} : Number{0, State::wrong};
           break;
         }
         case Operation::count:
@@ -185,9 +197,10 @@ struct Contract::Rules {
           break;
         case Operation::select: {
           top -= 2;
-          const Number condition = stack[top - 1];
-          stack[top - 1] = condition.value ? stack[top] : stack[top + 1];
-          stack[top - 1].known &= condition.known;
+          Number& condition = stack[top - 1];
+          if (condition.state == State::known) {
+            condition = condition.value ? stack[top] : stack[top + 1];
+          }
           break;
         }
         case Operation::unknown:
@@ -278,12 +291,13 @@ struct Contract::Rules {
       if (each.kind == SizeKind::name) {
         auto& name = known.sizes[each.name];
         if (!name && !each.broadcast) name = size;
-        wanted = {name.value_or(0), name.has_value(), false};
+        wanted = number_if(name.has_value(), name.value_or(0));
       } else {
         wanted = evaluate(each.expression, known);
       }
-      if (wanted.wrong) return false;
-      if (wanted.known && size != wanted.value && !(each.broadcast && size == 1)) return false;
+      if (wanted.state == State::wrong) return false;
+      if (wanted.state == State::known && size != wanted.value && !(each.broadcast && size == 1))
+        return false;
     }
     return true;
   }
@@ -347,8 +361,8 @@ struct Contract::Rules {
   bool allows(const Definition& step, Known& known) const {
     if (!step.is_list) {
       const auto number = evaluate(step.expression, known);
-      if (number.known) known.sizes[step.name] = number.value;
-      return !number.wrong;
+      if (number.state == State::known) known.sizes[step.name] = number.value;
+      return number.state != State::wrong;
     }
     const auto &first = known.lists[step.first], &second = known.lists[step.second];
     if (!first || !second) return true;
@@ -358,14 +372,13 @@ struct Contract::Rules {
       wide.push_back((*second)[i] == 1 ? (*first)[i] : (*second)[i]);
     }
     if (!broadcasts(*first, wide) || !broadcasts(*second, wide)) return false;
-    known.kept.push_back(std::move(wide));
-    known.lists[step.name] = known.kept.back();
+    known.lists[step.name] = known.kept.emplace_front(std::move(wide));
     return true;
   }
 
   bool allows(const Expression& step, Known& known) const {
     const auto number = evaluate(step, known);
-    return !number.wrong && (!number.known || number.value != 0);
+    return number.state == State::unknown || (number.state == State::known && number.value != 0);
   }
 
   static bool allows(const Range& step, Known& known) {
@@ -442,12 +455,10 @@ bool Contract::allows(at::ArrayRef<c10::IValue> arguments) const {
     if (!is_float(type)) return false;
     known.letters[name] = type;
   }
-  known.kept.reserve(rules_->lists.size() + 2);  // what refers to them must not move
   for (const auto& [name, place] : rules_->lists) {
     c10::SmallVector<int64_t, 8> sizes;
     for (const auto& each : arguments[place].toListRef()) sizes.push_back(integer_of(each));
-    known.kept.push_back(std::move(sizes));
-    known.lists[name] = known.kept.back();
+    known.lists[name] = known.kept.emplace_front(std::move(sizes));
   }
   return rules_->allows(rules_->steps, known);
 }

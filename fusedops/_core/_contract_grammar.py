@@ -142,7 +142,7 @@ class _Builder:
             return None
         if expression[0] in _COMPARISONS:
             return Requirement(name, expression, rule)
-        return Definition(name, expression)
+        return Definition(name, expression, rule)
 
     def _step(self, name: str, kind: str, rule: str | Collection[str]) -> Any:
         if not isinstance(rule, str):

@@ -43,7 +43,8 @@ gaps between elements, and the strides of the first dense tensor of this index.
 
 An expression has ``+ - * // %``, comparisons, ``and``, ``or``, ``a if c else b``, ``len(list)``,
 ``list[i]`` with an expression for ``i``, ``given(argument)``, ``itemsize(tensor)`` and
-``name == "word"``.
+``name == "word"``. The first operand that is not known, or that has no value (a division by zero,
+an index outside of a list), decides; ``and``, ``or`` and ``if`` look at no more than they need.
 
 For other arguments: an expression that must be true, ``lo <= x < hi`` for a float, a collection of
 words for a string. A key that is not an argument is a name: a comparison is a requirement, any
@@ -134,6 +135,7 @@ class Definition:
 
     name: str
     expression: Expression
+    text: str
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,9 @@ class Bindings:
 
 class _UnknownError(Exception):
     """An expression names what is not known: nothing is asked."""
+
+
+_NO_VALUE = (ZeroDivisionError, IndexError)  # what an expression raises that cannot be computed
 
 
 @dataclass(frozen=True)
@@ -354,6 +359,8 @@ class Program:
                 known.sizes[step.name] = _value(step.expression, known)
         except _UnknownError:
             pass
+        except _NO_VALUE:
+            self._refuse(step, known)
 
     def _broadcast(self, name: str, first: Any, second: Any) -> tuple[Any, ...]:
         wide = tuple(a if _holds(b == 1) else b for a, b in zip(first, second, strict=False))
@@ -366,15 +373,16 @@ class Program:
             holds = _holds(_value(step.expression, known))
         except _UnknownError:
             return
-        except (ZeroDivisionError, IndexError):
+        except _NO_VALUE:
             holds = False
         if not holds:
-            given = {
-                name: value for (_, name), value in zip(self.arguments, known.args, strict=True)
-            }
-            given |= known.sizes | known.lists
-            values = (_shown(word, given[word]) for word in _names(step) if word in given)
-            checks.fail(self.op, step.name, f"such that {step.text}", ", ".join(values))
+            self._refuse(step, known)
+
+    def _refuse(self, step: Definition | Requirement, known: Bindings) -> None:
+        given = {name: value for (_, name), value in zip(self.arguments, known.args, strict=True)}
+        given |= known.sizes | known.lists
+        values = (_shown(word, given[word]) for word in _names(step.text) if word in given)
+        checks.fail(self.op, step.name, f"such that {step.text}", ", ".join(values))
 
     def _check_range(self, step: Range, known: Bindings) -> None:
         value = known.args[step.argument]
@@ -481,7 +489,7 @@ def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: Bindings) -
             value = _value(rule.expression, Bindings(known.args, bound, lists))
         except _UnknownError:
             continue
-        except IndexError:
+        except _NO_VALUE:
             return False
         if not (size is value or _holds(size == value) or (rule.broadcast and _holds(size == 1))):
             return False
@@ -506,6 +514,8 @@ def _value(expression: Expression, known: Bindings) -> Any:
     if kind == "given":
         return known.args[operands[0]] is not None
     if kind == "itemsize":
+        if known.args[operands[0]] is None:
+            raise _UnknownError
         return known.args[operands[0]].dtype.itemsize
     if kind in ("len", "item"):
         sizes = known.lists.get(operands[0])
@@ -515,8 +525,12 @@ def _value(expression: Expression, known: Bindings) -> Any:
     if kind == "if":
         condition, then, otherwise = operands
         return _value(then if _holds(_value(condition, known)) else otherwise, known)
-    first, second = (_value(operand, known) for operand in operands)
-    return _COMPUTE[kind](first, second)
+    first, second = operands
+    if kind == "and":
+        return _holds(_value(first, known)) and _holds(_value(second, known))
+    if kind == "or":
+        return _holds(_value(first, known)) or _holds(_value(second, known))
+    return _COMPUTE[kind](_value(first, known), _value(second, known))
 
 
 _COMPUTE: dict[str, Any] = {
@@ -531,8 +545,6 @@ _COMPUTE: dict[str, Any] = {
     ">=": lambda a, b: a >= b,
     "==": lambda a, b: a == b,
     "!=": lambda a, b: a != b,
-    "and": lambda a, b: _holds(a) and _holds(b),
-    "or": lambda a, b: _holds(a) or _holds(b),
 }
 
 
@@ -546,12 +558,12 @@ def _rendered(sizes: tuple[SizeRule, ...], known: Bindings) -> str:
             continue
         try:
             value = _value(rule.expression, known)
-        except _UnknownError:
+        except (_UnknownError, *_NO_VALUE):
             value = rule.text
         parts.append(f"1 or {value}" if rule.broadcast else str(value))
     return f"[{', '.join(parts)}]"
 
 
-def _names(step: Requirement) -> list[str]:
-    words = re.findall(r"[A-Za-z_]\w*", re.sub(r"'\w*'|\"\w*\"", "", step.text))
+def _names(text: str) -> list[str]:
+    words = re.findall(r"[A-Za-z_]\w*", re.sub(r"'\w*'|\"\w*\"", "", text))
     return list(dict.fromkeys(words))

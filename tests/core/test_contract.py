@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import fusedops
-from fusedops._core import _contract_grammar, backends, contract, extension
+from fusedops._core import _contract_code, _contract_grammar, backends, contract, extension
 from fusedops.specs import MultiTensorSpec, all_specs, multi_tensor_specs, tensors_in
 from fusedops.specs.comparison import floating, fresh, incoming
 from fusedops.specs.recorder import RecordOps
@@ -37,6 +39,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 BF16, F64 = torch.bfloat16, torch.float64
 NAN = float("nan")
 LEN = "len(list) >= 1"
+ITEM = "k == itemsize(z)"
 
 
 def case(words: str | None, *args: Any, others: str = "", **rules: Any) -> Any:
@@ -138,10 +141,74 @@ CASES = [
     case(
         "w must be on cpu, the device of x", tensor(3), tensor(3).to("meta"), x="T [n]", w="T [n]"
     ),
+    case(
+        None,
+        tensor(3, 2),
+        tensor(1, 2),
+        x="T [*a, m]",
+        w="T [*b, m]",
+        c="broadcast(a, b)",
+        d="broadcast(b, c)",
+        e="broadcast(d, a)",
+        f="broadcast(e, b)",
+        g="broadcast(c, f)",
+        h="c[0] + d[0] + e[0] + f[0] + g[0] == 15",
+    ),
+    case(None, tensor(3), 8, None, others="int k, Tensor? z", x="T [n]", z="T [n]", k=ITEM),
+    case(
+        "k must be",
+        tensor(3),
+        8,
+        tensor(3),
+        others="int k, Tensor? z",
+        x="T [n]",
+        z="T [n]",
+        k=ITEM,
+    ),
+    case(
+        r"w must be of shape \[n // k\]",
+        tensor(3),
+        tensor(3),
+        0,
+        others="int k",
+        x="T [n]",
+        w="T [n // k]",
+    ),
+    case("part must be such that n // k", tensor(3), 0, others="int k", x="T [n]", part="n // k"),
 ]
+# What decides where one operand cannot be computed (k // 0) or is not known (m), for k = 1.
+CASES += [
+    case(
+        None if allowed else "k must be such",
+        tensor(3),
+        1,
+        0,
+        others="int k, int zero",
+        x="T [n]",
+        k=rule,
+    )
+    for rule, allowed in {
+        "k == 1 or k // zero": True,
+        "k // zero or k == 1": False,
+        "k != 1 and k // zero": False,
+        "zero == 0 or zero > 0 and k % zero == 0": True,
+        "k // zero + m": False,
+        "m + k // zero": True,
+        "k == 1 or m": True,
+        "k != 1 or m": True,
+        "k != 1 and m": False,
+        "m and k != 1": True,
+        "1 if k // zero else 1": False,
+        "1 if m else k // zero": True,
+        "1 if k else k // zero": True,
+        "k // zero if k else 1": False,
+    }.items()
+]
+rules_and_calls = pytest.mark.parametrize(("rules", "arguments", "args", "words"), CASES)
+_TRIED = torch.library.Library("fusedops", "FRAGMENT")
 
 
-@pytest.mark.parametrize(("rules", "arguments", "args", "words"), CASES)
+@rules_and_calls
 def test_rules_mean_what_they_say(
     rules: contract.Rules, arguments: Any, args: Sequence[Any], words: str | None
 ) -> None:
@@ -151,6 +218,34 @@ def test_rules_mean_what_they_say(
     else:
         with pytest.raises((TypeError, ValueError), match=f"op: ({words})"):
             checked.check(args)
+
+
+@native
+@rules_and_calls
+def test_rules_mean_the_same_in_cpp(
+    rules: contract.Rules,
+    arguments: Any,
+    args: Sequence[Any],
+    words: str | None,
+    request: pytest.FixtureRequest,
+) -> None:
+    name = re.sub(r"\W", "_", request.node.name)
+    verdicts = []
+    schema = ", ".join(f"{kind} {argument}" for kind, argument in arguments)
+    _TRIED.define(f"{name}({schema}) -> ()")
+    _TRIED.define(f"{name}_choose({schema}) -> ()")
+    _TRIED.impl(
+        f"{name}_choose",
+        lambda *_: verdicts.append(torch.ops.fusedops_native.take_verdict()),
+        "CPU",
+    )
+    checked = program(rules, *arguments)
+    torch.ops.fusedops_native.contract(name, *_contract_code.encode(checked))
+    torch.ops.fusedops_native.route(name)
+    # Some calls do not get past the dispatcher: None is no tensor, a meta tensor has no kernel.
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        getattr(torch.ops.fusedops, name)(*args)
+    assert verdicts == [1] if words is None else verdicts in ([2], [])
 
 
 def test_what_is_not_given_is_not_asked() -> None:
