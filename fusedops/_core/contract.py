@@ -430,7 +430,9 @@ def _has_no_gaps(tensor: torch.Tensor) -> bool:
 
 
 def _shown(name: str, value: Any) -> str:
-    """Return a value for a message; of a long list, or one of tensors, its length."""
+    """Return a value for a message: a tensor's dtype, the length of a long list or of tensors."""
+    if isinstance(value, torch.Tensor):
+        return f"{name}.dtype = {value.dtype}"
     is_list = isinstance(value, (list, tuple))
     if is_list and (len(value) > _MOST_SHOWN or any(isinstance(x, torch.Tensor) for x in value)):
         return f"len({name}) = {len(value)}"

@@ -35,7 +35,7 @@ def forward(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int]) ->
     packed = payload.contiguous()
     num_cols = like.shape[-1]
     rows = like.new_empty((packed.shape[0], num_cols))
-    if packed.shape[0] == 0:
+    if rows.numel() == 0:
         return rows
     block = min(_MAX_BLOCK, triton.next_power_of_2(num_cols))
     with _launch.device_of(packed):

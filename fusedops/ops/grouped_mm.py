@@ -10,6 +10,7 @@ never read. Kernels: ``csrc/cpu/product/grouped_mm.*`` and ``csrc/cpu/gemm/gemm.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,13 +156,13 @@ def check_into(op: str, name: str, into: Any, owner: str, weight: torch.Tensor) 
 def bounds(op: str, offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
     """Return begin and end of each group as numbers (the reference alone does so)."""
     ends = offsets.tolist()
-    begins = [0, *ends[:-1]]
-    for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+    groups = list(itertools.pairwise([0, *ends]))
+    for index, (begin, end) in enumerate(groups):
         if end < begin:
             checks.fail(op, "offsets", "non-decreasing", f"{end} after {begin} at index {index}")
     if ends and ends[-1] > rows:
         checks.fail(op, "offsets", f"at most the {rows} rows of input", ends[-1])
-    return list(zip(begins, ends, strict=True))
+    return groups
 
 
 def grouped_product(

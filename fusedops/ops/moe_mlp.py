@@ -292,6 +292,7 @@ _ARGUMENTS: dict[str, str | tuple[str, ...]] = {
     "probs": "stat(T) [tokens, top_k]",
     "permutation": "int32 [tokens * top_k]",
     "offsets": "int32 [experts]",
+    "experts": "experts >= 1",
     "w2": "T [experts, inner, columns]",
     "w1": "T [experts, features, inner * (1 + gated)]",
     "b1": "T [experts, inner * (1 + gated)]",

@@ -254,6 +254,7 @@ _OP = define_op(
     "(Tensor logits, Tensor? weights, Tensor? z_weight, Tensor? mask, str score) -> (Tensor loss)",
     contract={
         "logits": "T [tokens, experts]",
+        "experts": "experts >= 1",
         "weights": "stat(T) [sequences, experts]",
         "sequences": "sequences >= 1 and tokens % sequences == 0",
         "z_weight": "stat(T) []",
