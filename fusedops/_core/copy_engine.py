@@ -77,16 +77,19 @@ def finish_all(engine: CopyEngine, copies: Iterable[Callable[[], Any]]) -> None:
     tickets: list[Any] = []
     failed: CopyError | None = None
     try:
-        for start in copies:
-            tickets.append(start())
+        try:
+            for start in copies:
+                tickets.append(start())
+        finally:
+            for ticket in tickets:
+                try:
+                    engine.finish(ticket)
+                except CopyError as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
     finally:
-        for ticket in tickets:
-            try:
-                engine.finish(ticket)
-            except CopyError as error:
-                failed = failed or error
-    if failed is not None:
-        raise failed
+        del failed  # its traceback refers to this frame: a cycle would keep the memory
 
 
 class CudaCopyEngine:

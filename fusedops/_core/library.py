@@ -19,7 +19,6 @@ own. Without it, the same is done here in Python.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 import re
@@ -38,6 +37,7 @@ from fusedops._core import (
     extension,
     sharding,
 )
+from fusedops._core.autocast import autocast_kernel
 from fusedops._core.contract import Gradients, Program, Rules
 
 _NAMESPACE = "fusedops"
@@ -342,8 +342,11 @@ def _explaining(op: Callable[..., Any], check: Callable[..., None]) -> Callable[
             return op(*args)
         except Exception as error:
             refusal = error
-        check(*args)
-        raise refusal
+        try:
+            check(*args)
+            raise refusal
+        finally:
+            del refusal  # its traceback refers to this frame: a cycle would keep the arguments
 
     return call
 
@@ -542,29 +545,7 @@ def _autocast(name: str, rule: str, native: bool) -> None:
         if rule == "norm" and device == "cpu":
             continue
         key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
-        _LIBRARY.impl(name, _autocast_kernel(op, rule, device, key), key.name)
-
-
-def _autocast_kernel(op: Any, rule: str, device: str, key: Any) -> Callable[..., Any]:
-    def eligible(arg: Any) -> bool:
-        return (
-            isinstance(arg, torch.Tensor)
-            and arg.device.type == device
-            and arg.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        )
-
-    def kernel(*args: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            if rule == "lower":
-                target = torch.get_autocast_dtype(device)
-            elif rule == "norm":
-                target = torch.float32
-            else:
-                dtypes_given = (arg.dtype for arg in args if eligible(arg))
-                target = functools.reduce(torch.promote_types, dtypes_given)
-            return op(*(arg.to(target) if eligible(arg) else arg for arg in args))
-
-    return kernel
+        _LIBRARY.impl(name, autocast_kernel(op, rule, device, key), key.name)
 
 
 def _backward_arguments(schema: _Schema, gradient: Gradient) -> list[tuple[str, str]]:
