@@ -6,7 +6,6 @@ import contextlib
 import gc
 import importlib
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,7 +38,11 @@ def needed(module: str, package: str, by: str) -> Any:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls right after a module has been imported, once."""
+    """Calls right after a module has been imported, once.
+
+    A lookup need not be followed by an import, and an import may fail: only one that succeeds takes
+    the finder away.
+    """
 
     def __init__(self, module: str, call: Callable[[], None]) -> None:
         self.module = module
@@ -48,14 +51,17 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != self.module:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_call(module: Any) -> None:
                 execute(module)
-                self.call()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.call()
 
             spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

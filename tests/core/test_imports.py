@@ -1,0 +1,99 @@
+"""What waits for the import of another package runs after it: once, and after success only."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusedops._core import imports
+
+FAILS_ONCE = """
+import sys
+sys.tries = getattr(sys, "tries", 0) + 1
+if sys.tries == 1:
+    raise OSError("once")
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Give a function that writes a module in a package and returns its name."""
+
+    def write(code: str) -> str:
+        folder = tmp_path / "waited_for"
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+        (folder / "module.py").write_text(code)
+        return "waited_for.module"
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield write
+    for name in ("waited_for", "waited_for.module"):
+        sys.modules.pop(name, None)
+
+
+def test_a_lookup_is_no_import(package: Callable[[str], str]) -> None:
+    name, calls = package(""), list[str]()
+    imports.after(name, lambda: calls.append("call"))
+    for _ in range(2):
+        assert importlib.util.find_spec(name) is not None
+    assert calls == []
+    importlib.import_module(name)
+    assert calls == ["call"]
+    importlib.reload(sys.modules[name])
+    assert calls == ["call"]
+    imports.after(name, lambda: calls.append("at once"))
+    assert calls == ["call", "at once"]
+
+
+def test_an_import_that_fails_may_be_repeated(
+    package: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, calls = package(FAILS_ONCE), list[str]()
+    monkeypatch.setattr(sys, "tries", 0, raising=False)
+    imports.after(name, lambda: calls.append("call"))
+    with pytest.raises(OSError, match="once"):
+        importlib.import_module(name)
+    assert calls == []
+    importlib.import_module(name)
+    assert calls == ["call"]
+
+
+def test_several_wait_for_one_module(package: Callable[[str], str]) -> None:
+    name, calls = package(""), list[str]()
+    waiting = [lambda: calls.append("first"), lambda: calls.append("second")]
+    for call in (*waiting, waiting[0]):
+        imports.after(name, call)
+    importlib.util.find_spec(name)
+    importlib.import_module(name)
+    assert sorted(calls) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "importlib.util.find_spec('torch.distributed.tensor')",
+        "torch._logging.set_logs(modules={'torch.distributed.tensor': logging.DEBUG})",
+    ],
+)
+def test_rules_for_sharded_tensors_survive_a_lookup(before: str) -> None:
+    code = f"""
+        import importlib.util, logging, torch, fusedops
+        from fusedops._core import sharding
+        assert len(sharding._WAITING) > 40
+        {before}
+        import torch.distributed.tensor
+        print(len(sharding._WAITING))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "0", done.stderr
