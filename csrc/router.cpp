@@ -6,6 +6,7 @@
 // float16 and float64, no backend was requested and no tuning table prefers another one for these
 // sizes; otherwise fusedops::X_choose, which is Python, knows the rest
 // (fusedops/_core/backends.py), and has the words of a refusal.
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
@@ -143,8 +144,14 @@ class Autocast : public c10::OperatorKernel {
                   torch::jit::Stack* stack) const {
     c10::impl::ExcludeDispatchKeyGuard without_autocast(key_);
     const size_t count = op.schema().arguments().size();
-    const auto dtype = wanted(torch::jit::last(*stack, count));
-    for (size_t i = 0; i < count; ++i) {
+    const auto arguments = torch::jit::last(*stack, count);
+    // With rounding "hf" a norm keeps the dtypes, as the models do.
+    const auto is_hf = [](const auto& value) {
+      return value.isString() && value.toStringView() == "hf";
+    };
+    const bool keeps = rule_ == "norm" && std::any_of(arguments.begin(), arguments.end(), is_hf);
+    const auto dtype = wanted(arguments);
+    for (size_t i = 0; i < count && !keeps; ++i) {
       auto& value = torch::jit::peek(*stack, i, count);
       if (value.isTensor() && eligible(value.toTensor())) {
         value = at::autocast::cached_cast(dtype, value.toTensor(), device_);

@@ -21,7 +21,6 @@ from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math
 from fusedops.ops._norm_math import (
     default_eps,
-    in_float32,
     norm_gradients,
     normalize_rms,
     offset,
@@ -90,8 +89,6 @@ def rms_norm(
     """
     normalized_shape = plain_sizes(normalized_shape)
     _check(input, normalized_shape, weight, eps, weight_offset, rounding)
-    if input.is_cuda and rounding == "torch" and torch.is_autocast_enabled("cuda"):
-        input, weight = in_float32(input), in_float32(weight)
     eps = default_eps(input, eps)
     return _OP(input, normalized_shape, weight, eps, weight_offset, rounding)[0]
 
@@ -167,6 +164,7 @@ _OP = define_op(
         saves=("input", "weight", "rstd"),
         reference=_backward_reference,
     ),
+    autocast="norm",
     triton="fusedops.kernels.rms_norm",
     shard=_shard,
 )
