@@ -190,8 +190,11 @@ class _Recorder(TorchDispatchMode):
         raise NotRepeatable(f"it calls a torch operator with {value!r}")
 
     def launch(self, kernel: Any, arguments: dict[str, Any], grid: Sequence[int]) -> None:
-        """Note a launch of a compiled kernel, with its arguments by name and one to three sizes."""
-        if self._nested:
+        """Note a launch of a compiled kernel, with its arguments by name and one to three sizes.
+
+        Triton's launcher skips one of no programs, which the driver refuses; so does a plan.
+        """
+        if self._nested or 0 in grid:
             return
         try:
             self._steps.append(self._launched(kernel, arguments, grid))

@@ -290,6 +290,28 @@ def test_a_launch_that_fails_names_the_error(gpu: stand_in_cuda.Gpu) -> None:
         torch.ops.fusedops.gelu(x, "none")
 
 
+def test_a_launch_of_no_programs_is_skipped(
+    gpu: stand_in_cuda.Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Triton's launcher: the driver refuses a grid with a 0."""
+    from fusedops.kernels import gelu
+
+    def launcher(x: torch.Tensor, approximate: str) -> torch.Tensor:
+        output = torch.empty_like(x)
+        options = {"ACTIVATION": gelu.GELU_VARIANTS[approximate], **gelu._LAUNCH}
+        for programs in (1, 0):
+            gelu._forward_kernel[(programs,)](x, output, x.numel(), **options)
+        return output
+
+    monkeypatch.setattr(backends, "_implementation", lambda *_: launcher)
+    x = torch.randn(5, 32, dtype=torch.bfloat16)
+    for _ in range(3):
+        gpu.clear()
+        torch.ops.fusedops.gelu(x, "none")
+        assert len(gpu.launches()) == 1
+    assert sum(torch.ops.fusedops_native.planned_counts("gelu")) == 1
+
+
 def test_another_tuning_table_forgets_the_plans(gpu: stand_in_cuda.Gpu) -> None:
     x = torch.randn(5, 32, dtype=torch.bfloat16)
     for _ in range(3):
