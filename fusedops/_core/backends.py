@@ -169,7 +169,7 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
     passed_over: list[tuple[str, str]] = []
     candidates = order(device)
     entries = tuning_in_force(device).entries
-    key = tuning.key(name + "_backward" * backward, tuple(tensors_in(args))) if entries else None
+    key = tuning.key(name + "_backward" * backward, args) if entries else None
     tuned = entries.get(key) if key else None
     if tuned is not None and key is not None:
         reason = _unsupported(kernels, tuned.backend, device, args, backward)

@@ -108,11 +108,12 @@ def size_class(elements: int) -> int:
     return max(int(elements), 1).bit_length() - 1
 
 
-def key(op: str, args: Sequence[Any]) -> Key:
-    """Return what a table calls this call of a registered op.
+def key(op: str, args: Sequence[Any]) -> Key | None:
+    """Return what a table calls this call of a registered op; ``None`` where it has no tensor.
 
     Dtype and size class are those of the first tensor argument that is no single number: the
-    incoming gradient of a loss is one, and says nothing of the work.
+    incoming gradient of a loss is one, and says nothing of the work. Tensors in lists do not count,
+    here and in ``csrc/router.cpp``.
 
     Example:
         >>> key("gelu", (torch.ones(4, 8), "none"))
@@ -126,8 +127,7 @@ def key(op: str, args: Sequence[Any]) -> Key:
         if elements != 1:
             return op, arg.dtype, size_class(elements)
         first = arg if first is None else first
-    assert first is not None
-    return op, first.dtype, 0
+    return None if first is None else (op, first.dtype, 0)
 
 
 def label(backend: str, config: str | None) -> str:

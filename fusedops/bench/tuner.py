@@ -165,11 +165,12 @@ def measure_case(
             value = part.prepare()
             with OperatorCalls() as recorded:
                 part.run(value)
-        if len(recorded.calls) != 1:
+        keys = [tuning.key(*call) for call in recorded.calls]
+        if len(keys) != 1 or keys[0] is None:
             ops = ", ".join(op for op, _ in recorded.calls) or "none"
             notes.append(f"not one op is called but {ops}: left out")
             continue
-        measured = _compare(spec.name, tuning.key(*recorded.calls[0]), part, device, clock, plan)
+        measured = _compare(spec.name, keys[0], part, device, clock, plan)
         if measured is not None:
             calls.append(measured)
     return calls, notes

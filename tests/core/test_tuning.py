@@ -305,7 +305,21 @@ def test_the_gradient_of_a_loss_does_not_set_the_size() -> None:
     }
     one = torch.ones(1)
     assert tuning.key("gelu", (one, "none")) == ("gelu", torch.float32, 0)
-    assert tuning.key("gelu", (None, one.double(), torch.ones(0)))[1:] == (torch.float32, 0)
+    empty = torch.ones(0)
+    assert tuning.key("gelu", (None, one.double(), empty)) == ("gelu", torch.float32, 0)
+
+
+@native
+def test_tensors_in_lists_do_not_count_on_either_side() -> None:
+    """Not as the first tensor of a call, nor where there is no other."""
+    tensors = [torch.ones(4)]
+    assert tuning.key("square_sums", (tensors,)) is None
+    by_first = ("square_sums", torch.float32, tuning.size_class(4))
+    fusedops.reset_counters()
+    with backends.use_tuning(CPU, {by_first: replace(prefer("torch")[KEY], op="square_sums")}):
+        assert fusedops.resolve("square_sums", tensors).backend == "cpp"
+        torch.ops.fusedops.square_sums(tensors)
+    assert fusedops.counters() == {("square_sums", "cpp"): 1}
 
 
 @native
