@@ -510,8 +510,11 @@ class Checkpointer:
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # no frame refers to its own exception, which would keep its memory
 
     def _agree(self, problem: str | None) -> str | None:
         """Return the problems of all ranks, ``None`` where no rank has one."""

@@ -536,9 +536,13 @@ class OffloadedAdamW(AdamW):
             bucket.arrived = {slot: GradientSnapshot.of(slot.param, mark) for slot in slots}
             self._begin(bucket, factor, steps=steps)
         self._finish([bucket for bucket, _ in chosen])
-        for bucket, _ in chosen:
-            if bucket.job is not None and bucket.job.error is not None:
-                raise bucket.job.error
+        failed = [bucket for bucket, _ in chosen if bucket.job is not None and bucket.job.error]
+        errors = [bucket.job.error for bucket in failed if bucket.job is not None]
+        for bucket in failed:
+            bucket.forget()
+        if errors:
+            # Not from a variable: its traceback refers to this frame, and would keep the gradients.
+            raise errors.pop(0)
 
     def _sums(self, members: list[Member], chosen: ChosenSlots) -> torch.Tensor:
         """Return the sum of squares of each member's local gradient, on the host."""

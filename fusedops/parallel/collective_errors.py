@@ -137,8 +137,12 @@ class ErrorVote:
         """Raise on every rank if one reports an error."""
         self.second_hop()
         self._receive()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback refers to this frame: a cycle would keep the tensors
 
     def _send(self) -> None:
         group, self._sender = self._remaining.pop(0)

@@ -292,8 +292,11 @@ def vote_on_output(
     hosts = hosts_of(groups)
     if hosts is not None:
         return output, ErrorVote("moe_combine", hosts, problem)
-    if problem is not None:
-        raise problem
+    try:
+        if problem is not None:
+            raise problem
+    finally:
+        del problem  # its traceback refers to this frame: a cycle would keep the tensors
     return output, None
 
 

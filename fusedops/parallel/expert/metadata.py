@@ -120,13 +120,15 @@ class MetadataExchange:
 
     def _raise(self, own_code: int, received: list[list[int]]) -> None:
         """Raise if a rank must; ``received`` has the numbers of all ranks, column by column."""
-        if self._error is not None:
-            raise self._error
-        if own_code != ErrorCode.NONE:
-            raise bad_plan(self._op)
-        error = error_of(self._op, received[0])
-        if error is not None:
-            raise error
+        error, self._error = self._error, None
+        if error is None and own_code != ErrorCode.NONE:
+            error = bad_plan(self._op)
+        error = error or error_of(self._op, received[0])
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback refers to this frame: a cycle would keep the tensors
         for name, values in zip(CallSignature._fields, received[_SIGNATURE:_ROWS], strict=True):
             if len(set(values)) > 1:
                 shown = [_VALUES[name][value] if name in _VALUES else value for value in values]
