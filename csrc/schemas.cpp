@@ -119,19 +119,19 @@ TORCH_LIBRARY(fusedops_cpp, m) {
   m.def(
       "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing,"
       " float z_loss, float softcap, str reduction, ScalarType dtype)"
-      " -> (Tensor loss, Tensor count, Tensor lse)");
+      " -> (Tensor loss, Tensor count, Tensor statistics)");
   m.def(
-      "cross_entropy_backward(Tensor? grad_loss, Tensor logits, Tensor target, Tensor lse,"
+      "cross_entropy_backward(Tensor? grad_loss, Tensor logits, Tensor target, Tensor statistics,"
       " Tensor count, int ignore_index, float label_smoothing, float z_loss, float softcap,"
       " str reduction, ScalarType dtype, bool[] output_mask) -> Tensor");
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias,"
       " int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction,"
       " int chunk_size, bool keep_logits, int all_classes)"
-      " -> (Tensor loss, Tensor count, Tensor lse, Tensor logits)");
+      " -> (Tensor loss, Tensor count, Tensor statistics, Tensor logits)");
   m.def(
       "linear_cross_entropy_backward(Tensor? grad_loss, Tensor hidden, Tensor weight,"
-      " Tensor target, Tensor? bias, Tensor lse, Tensor logits, int ignore_index,"
+      " Tensor target, Tensor? bias, Tensor statistics, Tensor logits, int ignore_index,"
       " float label_smoothing, float z_loss, float softcap, str reduction, int chunk_size,"
       " bool keep_logits, int all_classes, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
   m.def(

@@ -6,7 +6,7 @@ across threads; a row whose maximum lies far above the guess (2^90 in the sum) i
 term of the maximum is kept separate from the sum, so that a loss near zero keeps its digits.
 
 A row may come in pieces of the classes (``linear_cross_entropy``): its sums are then carried in
-three numbers per row.
+four numbers per row.
 
 Backward: tiles of one row, the logits once and their gradient once, row constants from memory.
 Losses are added by one program in a fixed order. No atomics: the same bits in every run.
@@ -56,31 +56,31 @@ def _capped(x, softcap, CAPPED: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _load_capped(x_ptr, col, num_cols, softcap, CAPPED: tl.constexpr):
-    """Return ``y`` at columns, -inf and 0 outside: one for the sum, one for the mean."""
+    """Return ``y`` at columns, -inf outside."""
     mask = col < num_cols
     if CAPPED:
         x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
         y, _ = _capped(x, softcap, CAPPED, x_ptr.dtype.element_ty)
-        y = tl.where(mask, y, float("-inf"))
+        return tl.where(mask, y, float("-inf"))
     else:
-        y = tl.load(x_ptr + col, mask=mask, other=float("-inf")).to(tl.float32)
-    return y, tl.where(mask, y, 0.0)
+        return tl.load(x_ptr + col, mask=mask, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _sum_row(
     x_ptr, num_cols, guess, softcap, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return sum exp(y - guess), the maximum and the sum of y (0 unless ``SMOOTH``)."""
+    """Return sum exp(y - guess), the maximum and sum (y - guess) (0 unless ``SMOOTH``)."""
     total = tl.zeros((BLOCK,), tl.float32)
     values = tl.zeros((BLOCK,), tl.float32)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     for first in range(0, num_cols, BLOCK):
-        y, value = _load_capped(x_ptr, first + tl.arange(0, BLOCK), num_cols, softcap, CAPPED)
+        col = first + tl.arange(0, BLOCK)
+        y = _load_capped(x_ptr, col, num_cols, softcap, CAPPED)
         total += exp(y - guess)
         largest = tl.maximum(largest, y)
         if SMOOTH:
-            values += value
+            values += tl.where(col < num_cols, y - guess, 0.0)
     return tl.sum(total, axis=0), tl.max(largest, axis=0), tl.sum(values, axis=0)
 
 
@@ -89,7 +89,7 @@ def _sums_kernel(
     x_ptr,
     target_ptr,
     loss_ptr,
-    lse_ptr,
+    statistics_ptr,
     largest_ptr,
     others_ptr,
     values_ptr,
@@ -109,16 +109,19 @@ def _sums_kernel(
     BLOCK: tl.constexpr,
 ):
     # Of classes first_class ... first_class + num_cols. The state of a row between pieces: its
-    # maximum, the sum of all exponentials but the maximum's relative to it, the sum of y, y_target.
+    # maximum, the sum of all exponentials but the maximum's and the sum of y, both relative to it,
+    # and y_target.
     row = tl.program_id(0)
     target = tl.load(target_ptr + row)
+    statistics = statistics_ptr + 2 * tl.cast(row, tl.int64)
     if target == ignore_index:
         if LAST:
             tl.store(loss_ptr + row, 0.0)
-            tl.store(lse_ptr + row, 0.0)
+            tl.store(statistics, 0.0)
+            tl.store(statistics + 1, 0.0)
     else:
         x_row = x_ptr + tl.cast(row, tl.int64) * num_cols
-        y, _ = _load_capped(x_row, tl.arange(0, BLOCK), num_cols, softcap, CAPPED)
+        y = _load_capped(x_row, tl.arange(0, BLOCK), num_cols, softcap, CAPPED)
         guess = tl.max(y, axis=0)
         guess = tl.where(guess > float("-inf"), guess, 0.0)
         total, largest, values = _sum_row(x_row, num_cols, guess, softcap, CAPPED, SMOOTH, BLOCK)
@@ -132,6 +135,8 @@ def _sums_kernel(
         own = exp(largest - guess)
         others = tl.where(own > 0.0, (total - own) / own, total)
         others = tl.where(others < 0.0, 0.0, others)
+        if SMOOTH:
+            values += tl.where(largest > float("-inf"), guess - largest, 0.0) * num_cols
         column = target - first_class
         here = (column >= 0) & (column < num_cols)
         label = tl.load(x_row + column, mask=here, other=0.0).to(tl.float32)
@@ -139,33 +144,39 @@ def _sums_kernel(
         if not FIRST:
             before = tl.load(largest_ptr + row)
             others_before = tl.load(others_ptr + row)
-            values += tl.load(values_ptr + row)
             label = tl.where(here, label, tl.load(label_ptr + row))
             # The smaller maximum and its others join the others. (-inf) - (-inf) is no share.
             above = before > largest
             some = tl.minimum(before, largest) > float("-inf")
-            share = tl.where(some, tl.exp(-tl.abs(before - largest)), 0.0)
+            gap = before - largest
+            share = tl.where(some, tl.exp(-tl.abs(gap)), 0.0)
             others = tl.where(
                 above,
                 others_before + (others + 1.0) * share,
                 others + (others_before + 1.0) * share,
             )
+            if SMOOTH:
+                gap = tl.where(some, gap, 0.0)
+                values += tl.load(values_ptr + row) + tl.minimum(gap, 0.0) * first_class
+                values -= tl.maximum(gap, 0.0) * num_cols
             largest = tl.maximum(before, largest)
         if LAST:
             # log(1 + others), and the maximum taken off the target's logit before it is added: a
             # loss near zero keeps its digits.
             spread = tl.where(others < 1e-3, others - 0.5 * others * others, tl.log(1.0 + others))
             lse = largest + spread
-            loss = (largest - label) + spread
+            loss = tl.where(target >= 0, largest - label, 0.0)
             if SMOOTH:
-                loss += smoothing * (label - values / all_classes)
+                loss = (1.0 - smoothing) * loss - smoothing * (values / all_classes)
+            loss += spread
             loss += z_loss * lse * lse
             # -1, where the classes are a part of all: one of another part.
             inside = (target < num_classes) & (
                 (target >= 0) | ((target == -1) & (all_classes != num_classes))
             )
             tl.store(loss_ptr + row, tl.where(inside, loss, float("nan")))
-            tl.store(lse_ptr + row, lse)
+            tl.store(statistics, largest)
+            tl.store(statistics + 1, 1.0 + others)
         else:
             tl.store(largest_ptr + row, largest)
             tl.store(others_ptr + row, others)
@@ -193,7 +204,7 @@ def _total_kernel(
 def _backward_kernel(
     x_ptr,
     target_ptr,
-    lse_ptr,
+    statistics_ptr,
     dloss_ptr,
     dx_ptr,
     dloss_stride,
@@ -216,7 +227,9 @@ def _backward_kernel(
     if target == ignore_index:
         tl.store(dx_ptr + offset, tl.zeros((BLOCK,), dx_ptr.dtype.element_ty), mask=mask)
     else:
-        lse = tl.load(lse_ptr + row)
+        statistics = statistics_ptr + 2 * tl.cast(row, tl.int64)
+        largest, total = tl.load(statistics), tl.load(statistics + 1)
+        scale = (1.0 + 2.0 * z_loss * (largest + tl.log(total))) * reciprocal(total)
         dloss = tl.load(dloss_ptr + tl.cast(row, tl.int64) * dloss_stride)
         # Outside the classes: NaN, as the loss is.
         inside = (target < num_classes) & (
@@ -225,7 +238,7 @@ def _backward_kernel(
         dloss = tl.where(inside, dloss, float("nan"))
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         y, slope = _capped(x, softcap, CAPPED, x_ptr.dtype.element_ty)
-        dx = exp(y - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / all_classes
+        dx = exp(y - largest) * scale - smoothing / all_classes
         dx = tl.where(col == target - first_class, dx - (1.0 - smoothing), dx)
         dx = dx * slope * dloss
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -255,7 +268,7 @@ class Pieces:
         self._all_classes = num_classes if all_classes is None else all_classes
         rows = target.numel()
         self.loss = target.new_empty(rows, dtype=torch.float32)
-        self.lse = torch.empty_like(self.loss)
+        self._statistics = self.loss.new_empty((rows, 2))
         self._state = self.loss.new_empty((4, rows if several else 1))
 
     def add(self, logits: torch.Tensor, first_class: int) -> None:
@@ -268,7 +281,7 @@ class Pieces:
             logits,
             self.target,
             self.loss,
-            self.lse,
+            self._statistics,
             *self._state,
             num_cols,
             self.num_classes,
@@ -285,7 +298,7 @@ class Pieces:
     def finish(
         self, shape: Sequence[int], reduction: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return loss, count and log-sum-exp as the ops do; ``shape`` is the target's."""
+        """Return loss, count and statistics as the ops do; ``shape`` is the target's."""
         total, count = self.loss.new_empty(()), self.loss.new_empty(())
         _total_kernel[(1,)](
             self.loss,
@@ -298,14 +311,14 @@ class Pieces:
             **_OPTIONS,
         )
         loss = self.loss.view(shape) if reduction == "none" else total
-        return loss, count, self.lse.view(shape)
+        return loss, count, self._statistics.view(*shape, 2)
 
 
 def logits_gradient(
     grad_loss: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor,
-    lse: torch.Tensor,
+    statistics: torch.Tensor,
     out: torch.Tensor,
     *,
     first_class: int,
@@ -324,7 +337,7 @@ def logits_gradient(
     _backward_kernel[(rows, triton.cdiv(num_cols, block))](
         logits,
         target,
-        lse,
+        statistics,
         grad_loss,
         out,
         1 if grad_loss.dim() == 1 else 0,
@@ -346,15 +359,15 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with _launch.device_of(x):
         pieces = Pieces(target.reshape(-1), x.shape[1], call.options)
         pieces.add(x, 0)
-        loss, count, lse = pieces.finish(target.shape, call.reduction)
+        loss, count, statistics = pieces.finish(target.shape, call.reduction)
         if call.reduction == "mean":
             loss = loss / count
-        return loss.to(call.dtype), count, lse
+        return loss.to(call.dtype), count, statistics
 
 
 def backward(*args: Any) -> torch.Tensor | None:
     """Launch the backward; arguments and results are those of ``cross_entropy_backward``."""
-    grad_loss, call, (lse, count), output_mask = of_backward(CrossEntropy, args)
+    grad_loss, call, (statistics, count), output_mask = of_backward(CrossEntropy, args)
     if not output_mask[0]:
         return None
     x = rows_of(call.logits)
@@ -365,7 +378,7 @@ def backward(*args: Any) -> torch.Tensor | None:
             incoming / count if call.reduction == "mean" else incoming,
             x,
             call.target.reshape(-1),
-            lse.reshape(-1),
+            statistics.contiguous(),
             grad,
             first_class=0,
             num_classes=x.shape[1],
@@ -407,7 +420,7 @@ def _sums_launch(num_cols: int, *, smooth: bool, capped: bool) -> dict[str, Any]
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    sums = ("loss", "lse", "largest", "others", "values", "label", "dloss", "total", "count")
+    sums = ("loss", "statistics", "largest", "others", "values", "label", "dloss", "total", "count")
     types = {f"{name}_ptr": "*fp32" for name in sums} | {"target_ptr": "*i64"}
     types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
     options = _options(_BLOCK)

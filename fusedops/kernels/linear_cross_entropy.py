@@ -40,7 +40,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``linear_cross_entropy_backward``."""
-    grad_loss, call, (lse, kept), output_mask = of_backward(LinearCrossEntropy, args)
+    grad_loss, call, (statistics, kept), output_mask = of_backward(LinearCrossEntropy, args)
     hidden, weight = call.hidden, call.weight
     x, num_classes = rows_of(hidden), weight.shape[0]
     grad_hidden: torch.Tensor | None = None
@@ -58,7 +58,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
                 grad_rows,
                 logits,
                 call.target.reshape(-1),
-                lse.reshape(-1),
+                statistics.contiguous(),
                 grad,
                 first_class=chunk.start,
                 num_classes=num_classes,

@@ -2,14 +2,17 @@
 
 With y the logits, soft-capped if asked, V classes, t the target, s the label smoothing:
 
-    lse  = log sum_j exp(y_j)
-    loss = lse - (1 - s) * y_t - s * mean(y) + z_loss * lse^2
-    dy_j = softmax(y)_j * (1 + 2 * z_loss * lse) - (1 - s) * [j == t] - s / V
+    m    = max_j y_j,   S = sum_j exp(y_j - m),   lse = m + log S
+    loss = log S - (1 - s) * (y_t - m) - s * mean(y - m) + z_loss * lse^2
+    dy_j = exp(y_j - m) / S * (1 + 2 * z_loss * lse) - (1 - s) * [j == t] - s / V
 
-A row whose target is ``ignore_index`` has loss 0, gradient 0 and is not counted.
+A row whose target is ``ignore_index`` has loss 0, gradient 0 and is not counted. The statistics of
+a row are m and S: the rounding of lse in one number would be a relative error of the softmax that
+grows with lse.
 
-Where the classes are a part of V, the target is -1 if it is in another part: y_t is then 0, mean(y)
-the sum over the part divided by V, and lse that of the part; the gradient takes lse of them all.
+Where the classes are a part of V, the target is -1 if it is in another part: y_t - m is then 0,
+mean(y - m) the sum over the part divided by V, and m and S those of the part; the gradient takes
+those of them all.
 """
 
 from __future__ import annotations
@@ -111,36 +114,29 @@ def capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 def row_losses(
     y: torch.Tensor, target: torch.Tensor, options: LossOptions, all_classes: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return loss and log-sum-exp per row (0 where ignored) and the count of rows not ignored.
+    """Return loss and statistics per row (0 where ignored) and the count of rows not ignored.
 
     A target outside the classes gives NaN. The count has the dtype of the losses.
     """
     valid = target != options.ignore_index
-    lse = torch.where(valid, torch.logsumexp(y, -1), 0.0)
-    count = valid.sum(dtype=lse.dtype)
-    if all_classes > 0:
-        loss = _part_loss(y, lse, target, options, all_classes)
-        return torch.where(valid, loss, 0.0), lse, count
-    inside = (target >= 0) & (target < y.shape[-1])
-    logs = torch.log_softmax(y, -1)  # NaN where an infinity makes the log-sum-exp infinite
-    label = logs.gather(-1, torch.where(inside, target, 0).unsqueeze(-1)).squeeze(-1)
-    label = torch.where(inside, label, math.nan)
-    loss = (options.label_smoothing - 1.0) * label + options.z_loss * lse.square()
-    if options.label_smoothing > 0.0:
-        loss = loss - options.label_smoothing * logs.mean(-1)
-    return torch.where(valid, loss, 0.0), lse, count
-
-
-def _part_loss(
-    y: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, options: LossOptions, all_classes: int
-) -> torch.Tensor:
-    """Return the loss of rows whose classes are a part of all."""
+    largest = y.amax(-1)
+    shifted = y - largest.unsqueeze(-1)  # NaN where the largest is infinite
+    total = shifted.exp().sum(-1)
+    log_total = total.log()
     here = (target >= 0) & (target < y.shape[-1])
-    label = y.gather(-1, torch.where(here, target, 0).unsqueeze(-1)).squeeze(-1)
-    loss = lse - (1.0 - options.label_smoothing) * torch.where(here, label, 0.0)
+    label = shifted.gather(-1, torch.where(here, target, 0).unsqueeze(-1)).squeeze(-1)
+    label = torch.where(here, label, 0.0 if all_classes > 0 else math.nan)
+    loss = log_total - (1.0 - options.label_smoothing) * label
     if options.label_smoothing > 0.0:
-        loss = loss - options.label_smoothing * y.sum(-1) / all_classes
-    return loss + options.z_loss * lse.square() if options.z_loss > 0.0 else loss
+        loss = loss - options.label_smoothing * shifted.sum(-1) / (all_classes or y.shape[-1])
+    if options.z_loss > 0.0:
+        loss = loss + options.z_loss * (largest + log_total).square()
+    statistics = torch.stack((largest, total), -1)
+    return (
+        torch.where(valid, loss, 0.0),
+        torch.where(valid.unsqueeze(-1), statistics, 0.0),
+        valid.sum(dtype=loss.dtype),
+    )
 
 
 def logits_gradient(
@@ -149,12 +145,12 @@ def logits_gradient(
     target: torch.Tensor,
     options: LossOptions,
     all_classes: int = 0,
-    lse: torch.Tensor | None = None,
+    statistics: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the gradient of the logits in accumulation dtype; differentiable.
 
     ``grad_loss`` is one number, or one per row. Everything is computed from ``logits``: it is the
-    second derivative too. Only for a part of the classes the log-sum-exp of all must be given.
+    second derivative too. Only for a part of the classes the statistics of all must be given.
     """
     y = capped(logits, options.softcap)
     valid = target != options.ignore_index
@@ -162,10 +158,14 @@ def logits_gradient(
     if all_classes > 0:
         inside = inside | (target == -1)
     index = torch.where(here, target, 0).unsqueeze(-1)
-    lse = torch.logsumexp(y, -1, keepdim=True) if lse is None else lse.unsqueeze(-1)
+    if statistics is None:
+        softmax, lse = torch.softmax(y, -1), torch.logsumexp(y, -1, keepdim=True)
+    else:
+        largest, total = statistics.unsqueeze(-2).unbind(-1)
+        softmax, lse = torch.exp(y - largest) / total, largest + total.log()
     share = (1.0 - options.label_smoothing) * here.to(y.dtype).unsqueeze(-1)
     hit = torch.zeros_like(y).scatter(-1, index, share)
-    grad = torch.exp(y - lse) * (1.0 + 2.0 * options.z_loss * lse) - hit
+    grad = softmax * (1.0 + 2.0 * options.z_loss * lse) - hit
     if options.label_smoothing > 0.0:
         grad = grad - options.label_smoothing / (all_classes or y.shape[-1])
     if options.softcap != 0.0:

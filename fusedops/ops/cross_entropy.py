@@ -2,9 +2,9 @@
 
     loss = log sum_j exp(y_j) - y_target,   y = logits, or softcap * tanh(logits / softcap)
 
-with label smoothing and z-loss. The forward reads the logits once and keeps one number per row; the
-backward reads them once and writes their gradient once. Kernels: ``csrc/cpu/loss/cross_entropy.*``,
-``kernels/cross_entropy.py``.
+with label smoothing and z-loss. The forward reads the logits once and keeps two numbers per row;
+the backward reads them once and writes their gradient once. Kernels:
+``csrc/cpu/loss/cross_entropy.*``, ``kernels/cross_entropy.py``.
 """
 
 from __future__ import annotations
@@ -65,12 +65,14 @@ def cross_entropy(
 
     Note:
         Arithmetic is float32 (float64 for float64), sums of exponentials and of losses are float64
-        on the CPU; a loss is rounded once. A row's result does not depend on the other rows, and no
-        result on the number of threads. Saves ``logits``, ``target``, one number per row and a
-        count; the backward recomputes the softmax and writes a new tensor. Twice differentiable.
-        Rows may be sharded, classes may not (the vocabulary is replicated). The logits of an
-        ignored row may have any value: its gradient is 0, where torch's may be NaN.
-        Backends: cpp, triton, torch. Under autocast the logits keep their dtype.
+        on the CPU; a loss is rounded once. What is added to all logits of a row changes neither its
+        loss (but for the z-loss) nor its gradient by more than the rounding of the logits. A row's
+        result does not depend on the other rows, and no result on the number of threads. Saves
+        ``logits``, ``target``, two numbers per row and a count; the backward recomputes the
+        softmax and writes a new tensor. Twice differentiable. Rows may be sharded, classes may not
+        (the vocabulary is replicated). The logits of an ignored row may have any value: its
+        gradient is 0, where torch's may be NaN. Backends: cpp, triton, torch. Under autocast the
+        logits keep their dtype.
 
     Reference:
         Szegedy et al.: Rethinking the Inception Architecture, arXiv:1512.00567 (label smoothing);
@@ -121,19 +123,19 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if checks.readable(target):
         math_of.check_range("cross_entropy", target, logits.shape[-1], call.ignore_index)
     y = math_of.capped(logits, call.softcap)
-    loss, lse, count = math_of.row_losses(y, target, call.options)
+    loss, statistics, count = math_of.row_losses(y, target, call.options)
     loss = loss if call.reduction == "none" else loss.sum()
-    return math_of.reduce_loss(loss, count, call.dtype, call.reduction), count, lse
+    return math_of.reduce_loss(loss, count, call.dtype, call.reduction), count, statistics
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = CrossEntropy(*args)
     logits, target = call.logits, call.target
-    statistics = dtypes.statistics_dtype(logits.dtype)
+    wide = dtypes.statistics_dtype(logits.dtype)
     return (
         logits.new_empty(target.shape if call.reduction == "none" else (), dtype=call.dtype),
-        logits.new_empty((), dtype=statistics),
-        logits.new_empty(target.shape, dtype=statistics),
+        logits.new_empty((), dtype=wide),
+        logits.new_empty((*target.shape, 2), dtype=wide),
     )
 
 
@@ -176,14 +178,14 @@ _OP = define_op(
     "cross_entropy",
     "(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss,"
     " float softcap, str reduction, ScalarType dtype)"
-    " -> (Tensor loss, Tensor count, Tensor lse)",
+    " -> (Tensor loss, Tensor count, Tensor statistics)",
     contract={
         "logits": "T [*rows, classes]",
         "classes": "classes >= 1",
         "target": "int64 [*rows]",
         "loss": "dtype [*rows] | []",
         "count": "stat(T) []",
-        "lse": "stat(T) [*rows]",
+        "statistics": "stat(T) [*rows, 2]",
         "label_smoothing": "0 <= label_smoothing <= 1",
         "z_loss": "0 <= z_loss < inf",
         "softcap": "0 <= softcap < inf",
@@ -194,7 +196,7 @@ _OP = define_op(
     gradient=Gradient(
         inputs=("logits",),
         outputs=("loss",),
-        saves=("logits", "target", "lse", "count"),
+        saves=("logits", "target", "statistics", "count"),
         reference=_backward_reference,
     ),
     triton="fusedops.kernels.cross_entropy",

@@ -9,7 +9,7 @@ gradient of ``hidden``, in a float32 buffer of its size. Chunks of rows would ac
 ``[num_classes, hidden_size]`` in float32, read and written once a chunk, or (as others did, and
 diverged) in low precision.
 
-The forward saves one number per row. The backward recomputes the logits, chunk by chunk. This is
+The forward saves two numbers per row. The backward recomputes the logits, chunk by chunk. This is
 one product more than a loss on complete logits; gradients are computed only if they are requested,
 for any incoming gradient. The logits are saved instead if they take no more memory than the weight,
 on the CPU if they take up to 512 MiB, or as ``recompute`` requests. Kernels:
@@ -182,28 +182,28 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
         math_of.check_range("linear_cross_entropy", target, classes, call.ignore_index, least=least)
     _, _, logits = _logits(call)
     y = math_of.capped(logits, call.softcap)
-    loss, lse, count = math_of.row_losses(y, target, call.options, call.all_classes)
-    kept = logits if call.keep_logits else lse.new_empty((*target.shape, 0))
-    return (loss if call.reduction == "none" else loss.sum()), count, lse, kept
+    loss, statistics, count = math_of.row_losses(y, target, call.options, call.all_classes)
+    kept = logits if call.keep_logits else logits.new_empty((*target.shape, 0))
+    return (loss if call.reduction == "none" else loss.sum()), count, statistics, kept
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = LinearCrossEntropy(*args)
     hidden, target = call.hidden, call.target
-    statistics = dtypes.statistics_dtype(hidden.dtype)
+    wide = dtypes.statistics_dtype(hidden.dtype)
     kept = (*target.shape, call.weight.shape[0] if call.keep_logits else 0)
     return (
-        hidden.new_empty(target.shape if call.reduction == "none" else (), dtype=statistics),
-        hidden.new_empty((), dtype=statistics),
-        hidden.new_empty(target.shape, dtype=statistics),
-        hidden.new_empty(kept, dtype=statistics),
+        hidden.new_empty(target.shape if call.reduction == "none" else (), dtype=wide),
+        hidden.new_empty((), dtype=wide),
+        hidden.new_empty((*target.shape, 2), dtype=wide),
+        hidden.new_empty(kept, dtype=wide),
     )
 
 
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # What was kept is not used: this is also the second derivative. But a part of the classes does
-    # not know the log-sum-exp of all, and has no second derivative.
-    grad_loss, call, (lse, _), output_mask = of_backward(LinearCrossEntropy, args)
+    # not know the statistics of all, and has no second derivative.
+    grad_loss, call, (statistics, _), output_mask = of_backward(LinearCrossEntropy, args)
     h, w, logits = _logits(call)
     ignored = (call.target == call.ignore_index).unsqueeze(-1)
     h = h.masked_fill(ignored, 0.0)  # whatever it holds, of which 0 times may be NaN
@@ -213,7 +213,7 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
         call.target,
         call.options,
         call.all_classes,
-        lse if call.all_classes > 0 else None,
+        statistics if call.all_classes > 0 else None,
     )
     rows, dtype = rows_of(grad), call.weight.dtype
     grad_hidden = grad_weight = grad_bias = None
@@ -239,7 +239,8 @@ _OP = define_op(
     "linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index,"
     " float label_smoothing, float z_loss, float softcap, str reduction, int chunk_size,"
-    " bool keep_logits, int all_classes) -> (Tensor loss, Tensor count, Tensor lse, Tensor logits)",
+    " bool keep_logits, int all_classes) -> (Tensor loss, Tensor count, Tensor statistics,"
+    " Tensor logits)",
     contract={
         "hidden": "T [*rows, features]",
         "weight": "T [classes, features]",
@@ -248,7 +249,7 @@ _OP = define_op(
         "bias": "T [classes]",
         "loss": "stat(T) [*rows] | []",
         "count": "stat(T) []",
-        "lse": "stat(T) [*rows]",
+        "statistics": "stat(T) [*rows, 2]",
         "logits": "stat(T) [*rows, classes if keep_logits else 0]",
         "label_smoothing": "0 <= label_smoothing <= 1",
         "z_loss": "0 <= z_loss < inf",
@@ -262,7 +263,7 @@ _OP = define_op(
     gradient=Gradient(
         inputs=("hidden", "weight", "bias"),
         outputs=("loss",),
-        saves=("hidden", "weight", "target", "bias", "lse", "logits"),
+        saves=("hidden", "weight", "target", "bias", "statistics", "logits"),
         reference=_backward_reference,
     ),
     autocast="lower",

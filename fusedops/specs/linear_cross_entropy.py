@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.specs import _peers, cross_entropy
-from fusedops.specs.make import randint, randn
+from fusedops.specs.make import common_offset, randint, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -55,6 +55,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         classes: int,
         ignored: tuple[int, ...] = (),
         bias: bool = False,
+        offset: float = 0.0,
         **options: Any,
     ) -> Sample:
         target = randint(*rows, high=classes, device=device)
@@ -62,11 +63,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
             target.view(-1)[row] = options.get("ignore_index", -100)
         weight = new(classes, hidden_size, scale=2.0 * max(hidden_size, 1) ** -0.5, key="w")
         options.setdefault("recompute", True)
-        args = (new(*rows, hidden_size), weight, target, new(classes, key="b") if bias else None)
+        shift = new(classes, shift=offset, key="b") if bias else None
+        args = (new(*rows, hidden_size), weight, target, shift)
         return Sample(name, args, options)
 
     none: dict[str, Any] = {"reduction": "none"}
     every: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 3.0}
+    smooth = {"label_smoothing": 0.1}
+    large = common_offset(dtype)
     embedding = new(10, 19, key="e").detach().t().requires_grad_()
     return [
         call("rows", (7,), 12, 19, **none),
@@ -78,6 +82,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         call("softcap", (6,), 8, 13, (1,), bias=True, softcap=2.0, chunk_size=12, **none),
         call("everything", (2, 4), 8, 13, (1, 6), bias=True, chunk_size=5, **every),
         call("everything_rows", (9,), 8, 13, (1, 6), bias=True, chunk_size=5, **every, **none),
+        call("offset", (7,), 12, 19, (2,), bias=True, offset=1e3, chunk_size=5),
+        call("large_offset", (7,), 12, 19, bias=True, offset=large, recompute=False, **smooth),
+        call("negative_offset", (7,), 12, 19, bias=True, offset=-large, chunk_size=5, **smooth),
         call("kept", (2, 4), 8, 13, (1, 6), bias=True, chunk_size=5, recompute=False, **every),
         call("kept_rows", (9,), 8, 70, (8,), chunk_size=32, recompute=False, **none),
         call("few_rows", (3,), 32, 41, (1,), chunk_size=16, recompute=None),

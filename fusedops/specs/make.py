@@ -23,6 +23,11 @@ def randn(
     return values.to(device=device, dtype=dtype).requires_grad_(grad)
 
 
+def common_offset(dtype: torch.dtype) -> float:
+    """Return what all values of a row may have in common: 1e6, or what ``dtype`` can hold."""
+    return min(1e6, torch.finfo(dtype).max / 4)
+
+
 def randint(*shape: int, high: int, device: torch.device, key: str = "") -> torch.Tensor:
     """Return int64 values in [0, high), drawn on the CPU from a seed of shape and ``key``."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{shape}{high}{key}".encode()))

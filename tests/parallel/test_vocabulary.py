@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "again": {"recompute": True, "chunk_size": 5, "reduction": "sum"},
     "smoothing": {"label_smoothing": 0.2, "reduction": "none", "bias": True},
     "all": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "ignore_index": -1},
+    "offset": {"label_smoothing": 0.1, "bias": True, "recompute": True},
     "class_ignored": {"ignore_index": 4},
 }
 
@@ -46,8 +47,11 @@ def _losses(world: World, ranks: int, dtype: torch.dtype) -> None:
     hidden = torch.randn(B, S, H).to(dtype)
     target = torch.randint(V, (B, S))
     target[0, 0], target[0, 1], target[1, 3] = 0, V - 1, 4
-    for options in CASES.values():
+    for name, options in CASES.items():
         plain = LinearCrossEntropyLoss(H, V, dtype=dtype, **options)
+        if name == "offset":
+            with torch.no_grad():
+                plain.bias += 1e6
         labels = target.clone()
         labels[1, :2] = plain.ignore_index
         eager = _results(plain, hidden, labels)
@@ -79,7 +83,7 @@ def _copy(plain: LinearCrossEntropyLoss, options: dict[str, Any]) -> LinearCross
     return other
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_split_losses_equal_the_whole_ones(
     on_ranks: OnRanks, ranks: int, dtype: torch.dtype

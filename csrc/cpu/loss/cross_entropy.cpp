@@ -42,34 +42,35 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& logits,
   const int64_t rows = targets.numel(), classes = x.size(-1);
   const auto* target_data = targets.const_data_ptr<int64_t>();
   const int64_t count = count_targets("cross_entropy", target_data, rows, classes, ignore_index);
-  const auto statistics = statistics_type(x);
-  auto lse = at::empty(target.sizes(), x.options().dtype(statistics));
+  auto shape = target.sizes().vec();
+  shape.push_back(2);
+  auto statistics = at::empty(shape, x.options().dtype(statistics_type(x)));
   std::vector<RowSums> sums(rows);
   const CrossEntropySums arguments{data(x), classes, nullptr, target_data, sums.data(),
                                    rows,    classes, 0,       options,     dtype_of(x)};
   FUSEDOPS_CALL_ISA(cross_entropy_sums, arguments);
   auto loss = finish_loss(sums.data(), targets, classes, count, options, reduction_of(reduction),
-                          dtype, lse);
-  return {loss, number(count, statistics), lse};
+                          dtype, statistics);
+  return {loss, number(count, statistics.scalar_type()), statistics};
 }
 
 at::Tensor backward(const std::optional<at::Tensor>& grad_loss, const at::Tensor& logits,
-                    const at::Tensor& target, const at::Tensor& lse, const at::Tensor& count,
+                    const at::Tensor& target, const at::Tensor& statistics, const at::Tensor& count,
                     int64_t ignore_index, double label_smoothing, double z_loss, double softcap,
                     std::string_view reduction, at::ScalarType /*dtype*/,
                     std::array<bool, 1> output_mask) {
   if (!output_mask[0]) return {};
   const auto x = logits.contiguous();
   const auto targets = target.contiguous();
-  const auto lse_dense = lse.contiguous();
-  auto grad = grad_loss->to(lse.scalar_type()).contiguous();
+  const auto dense_statistics = statistics.contiguous();
+  auto grad = grad_loss->to(statistics.scalar_type()).contiguous();
   if (reduction_of(reduction) == Reduction::mean) grad = grad.div(count);
   const int64_t rows = targets.numel(), classes = x.size(-1);
   count_targets("cross_entropy", targets.const_data_ptr<int64_t>(), rows, classes, ignore_index);
   auto grad_logits = at::empty(x.sizes(), x.options());
   const CrossEntropyBackward arguments{data(x),
                                        targets.const_data_ptr<int64_t>(),
-                                       data(lse_dense),
+                                       data(dense_statistics),
                                        data(grad),
                                        grad.dim() == 0 && target.dim() > 0 ? 0 : 1,
                                        mutable_data(grad_logits),

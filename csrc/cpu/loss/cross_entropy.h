@@ -21,7 +21,7 @@ struct LossOptions {
   double softcap;  // 0: none
 };
 
-// What is known of a row so far: sum_j exp(y_j - base), sum_j y_j, and y of the target.
+// What is known of a row so far: sum_j exp(y_j - base), sum_j (y_j - base), and y of the target.
 //
 // The term of the largest y is kept apart from the sum, rounded in the same way: what the others
 // add to it is then right also where it is next to nothing, and a loss is never below zero.
@@ -29,38 +29,48 @@ struct RowSums {
   double base = 0;
   double exponentials = 0;
   double values = 0;
+  double columns = 0;  // that were summed
   double largest = -std::numeric_limits<double>::infinity();
   double own = 0;  // the term of `largest`; 0 while there is no finite y
-  double label = 0;
+  double label = std::numeric_limits<double>::infinity();  // while the target was not met
 
-  double log_sum() const {
-    if (!(own > 0)) return base + std::log(exponentials);
+  // What the others add to the term of the largest; NaN for a row of infinities.
+  double others() const {
     const double others = exponentials - own;
-    return largest + std::log1p((others < 0 ? 0 : others) / own);
+    return (others < 0 ? 0 : others) / own;
   }
 
+  // Of y - largest, but for the z-loss: the loss of y where the target is among the columns.
   double loss(const LossOptions& o, int64_t classes) const {
-    const double lse = log_sum();
-    double loss = lse - (1 - o.label_smoothing) * label;
+    const double log_others = std::log1p(others());
+    double loss = log_others;
+    if (label <= largest) loss += (1 - o.label_smoothing) * (largest - label);
     // Kept apart: without smoothing a class of logit -inf costs nothing.
-    if (o.label_smoothing > 0) loss -= o.label_smoothing * values / static_cast<double>(classes);
-    if (o.z_loss > 0) loss += o.z_loss * lse * lse;
+    if (o.label_smoothing > 0) {
+      const double sum = values + (base - largest) * columns;
+      loss -= o.label_smoothing * sum / static_cast<double>(classes);
+    }
+    if (o.z_loss > 0) loss += o.z_loss * (largest + log_others) * (largest + log_others);
     return loss;
   }
 };
 
-// The numbers of a row's gradient: dy_j = softmax(y)_j * scale + shift, plus `label` at the target.
+// The numbers of a row's gradient: dy_j = exp(y_j - largest) * scale + shift, plus `label` at the
+// target. `sum` is that of the exponentials: a logarithm of it added to `largest` would be rounded
+// to the digits of `largest`.
 struct RowGradient {
-  double lse;
+  double largest;
   double scale;
   double shift;
   double label;
 
-  RowGradient(double grad, double lse, const LossOptions& o, int64_t classes)
-      : lse(lse),
-        scale(grad * (1 + 2 * o.z_loss * lse)),
+  RowGradient(double grad, double largest, double sum, const LossOptions& o, int64_t classes)
+      : largest(largest),
+        scale(grad / sum),
         shift(o.label_smoothing > 0 ? -grad * o.label_smoothing / static_cast<double>(classes) : 0),
-        label(-grad * (1 - o.label_smoothing)) {}
+        label(-grad * (1 - o.label_smoothing)) {
+    if (o.z_loss > 0) scale *= 1 + 2 * o.z_loss * (largest + std::log(sum));
+  }
 };
 
 // Adds `columns` classes of each row that is not ignored to its sums.
@@ -80,7 +90,7 @@ struct CrossEntropySums {
 struct CrossEntropyBackward {
   const void* logits;        // [rows, columns]
   const int64_t* target;     // [rows]
-  const void* lse;           // [rows], accumulation dtype
+  const void* statistics;    // [rows, 2], accumulation dtype: largest y and sum of exponentials
   const void* grad_loss;     // [rows] or one number, accumulation dtype
   int64_t grad_loss_stride;  // 1 or 0
   void* grad_logits;         // [rows, columns]

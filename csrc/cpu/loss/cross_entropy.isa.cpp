@@ -47,10 +47,10 @@ inline double largest_lane(const at::vec::Vectorized<A>& vector) {
 template <typename A>
 constexpr A kNone = -std::numeric_limits<A>::infinity();
 
-// exp(y - base)
+// exp(shifted), shifted = y - base
 template <typename T>
-inline Vec<T> term(const Vec<T>& y, double base) {
-  return exp2_of<T>((y - Vec<T>(static_cast<Acc<T>>(base))) * Vec<T>(static_cast<Acc<T>>(kLog2E)));
+inline Vec<T> term(const Vec<T>& shifted) {
+  return exp2_of<T>(shifted * Vec<T>(static_cast<Acc<T>>(kLog2E)));
 }
 
 struct BlockSums {
@@ -65,33 +65,31 @@ inline BlockSums sum_block(const T* x, int64_t columns, double base, double soft
   using V = Vec<T>;
   constexpr int W = V::size();
   const A cap = static_cast<A>(softcap);
+  const V reference(static_cast<A>(base));
   V sum[kUnroll], values[kUnroll], largest[kUnroll];
   for (int k = 0; k < kUnroll; ++k) {
     sum[k] = values[k] = V(A(0));
     largest[k] = V(kNone<A>);
   }
   const auto add = [&](int k, const V& y) {
+    const V shifted = y - reference;
     largest[k] = larger(largest[k], y);
-    sum[k] = sum[k] + term<T>(y, base);
+    values[k] = values[k] + shifted;
+    sum[k] = sum[k] + term<T>(shifted);
   };
   int64_t c = 0;
   for (; c + kUnroll * W <= columns; c += kUnroll * W) {
 #pragma GCC unroll 4
     for (int k = 0; k < kUnroll; ++k) {
-      const V y = capped<A, kCapped>(load_vec(x + c + k * W), cap);
-      values[k] = values[k] + y;
-      add(k, y);
+      add(k, capped<A, kCapped>(load_vec(x + c + k * W), cap));
     }
   }
-  for (; c + W <= columns; c += W) {
-    const V y = capped<A, kCapped>(load_vec(x + c), cap);
-    values[0] = values[0] + y;
-    add(0, y);
-  }
+  for (; c + W <= columns; c += W) add(0, capped<A, kCapped>(load_vec(x + c), cap));
   if (c < columns) {
     const V y = capped<A, kCapped>(load_vec(x + c, columns - c), cap);
-    values[0] = values[0] + y;
+    const V before = values[0];
     add(0, V::set(V(kNone<A>), y, columns - c));
+    values[0] = V::set(before, values[0], columns - c);
   }
   return {sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3])),
           sum_lanes((values[0] + values[1]) + (values[2] + values[3])),
@@ -109,14 +107,17 @@ void sum_row(const T* x, int64_t columns, double softcap, RowSums& s) {
         (!settled && block.largest > kNone<double> && block.largest < s.base - kRange);
     if (wrong) {
       if (settled) s.exponentials *= std::exp(s.base - block.largest);
+      if (s.columns > 0) s.values += (s.base - block.largest) * s.columns;
       s.base = block.largest;
       block = sum_block<T, kCapped>(x + c, count, s.base, softcap);
     }
     s.exponentials += block.exponentials;
     s.values += block.values;
+    s.columns += static_cast<double>(count);
     if (block.largest > s.largest) {
       s.largest = block.largest;
-      s.own = first_lane(term<T>(Vec<T>(static_cast<Acc<T>>(s.largest)), s.base));
+      const auto above = static_cast<Acc<T>>(s.largest) - static_cast<Acc<T>>(s.base);
+      s.own = first_lane(term<T>(Vec<T>(above)));
     }
   }
 }
@@ -159,9 +160,9 @@ void backward(const CrossEntropyBackward& a) {
         continue;
       }
       const A grad = static_cast<const A*>(a.grad_loss)[row * a.grad_loss_stride];
-      const A lse = static_cast<const A*>(a.lse)[row];
-      const GradientOfRow<T, kCapped> gradient(RowGradient(grad, lse, a.options, columns),
-                                               a.options.softcap);
+      const A* statistics = static_cast<const A*>(a.statistics) + 2 * row;
+      const RowGradient numbers(grad, statistics[0], statistics[1], a.options, columns);
+      const GradientOfRow<T, kCapped> gradient(numbers, a.options.softcap);
       for_each_aligned_vector<V::size()>(dx, columns, [&](int64_t c, int64_t count, auto full) {
         store_or_stream(stream, dx + c, gradient.at(load_vec(x + c, count, full)), count, full);
       });

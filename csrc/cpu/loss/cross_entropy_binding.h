@@ -29,17 +29,19 @@ inline int64_t count_targets(const char* op, const int64_t* target, int64_t rows
   return count;
 }
 
-// Loss and log-sum-exp of each row from its sums, 0 where ignored. Without `loss` the losses are
-// added in order, in double, and their sum is returned.
+// Loss and statistics (largest y, sum of the exponentials relative to it) of each row from its
+// sums, 0 where ignored. Without `loss` the losses are added in order, in double, and their sum is
+// returned.
 template <typename A>
 inline double finish_rows(const RowSums* sums, const int64_t* target, int64_t rows, int64_t classes,
-                          const LossOptions& options, A* loss, A* lse) {
+                          const LossOptions& options, A* loss, A* statistics) {
   std::vector<double> kept(loss == nullptr ? rows : 0);
   parallel_rows(rows, 512, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const bool ignored = target[row] == options.ignore_index;
       const double value = ignored ? 0.0 : sums[row].loss(options, classes);
-      lse[row] = ignored ? A(0) : static_cast<A>(sums[row].log_sum());
+      statistics[2 * row] = ignored ? A(0) : static_cast<A>(sums[row].largest);
+      statistics[2 * row + 1] = ignored ? A(0) : static_cast<A>(1 + sums[row].others());
       if (loss == nullptr)
         kept[row] = value;
       else
@@ -68,22 +70,22 @@ inline Reduction reduction_of(std::string_view name) {
 }
 
 // The loss in dtype `type`: [rows], their sum, or that divided by `count`. Each step is rounded as
-// torch operations would; `lse` [rows] is written.
+// torch operations would; `statistics` [rows, 2] is written.
 inline at::Tensor finish_loss(const RowSums* sums, const at::Tensor& target, int64_t classes,
                               int64_t count, const LossOptions& options, Reduction reduction,
-                              at::ScalarType type, const at::Tensor& lse) {
-  const auto finish = [&]<typename A>(A* lse_data) {
-    const auto rows =
-        reduction == Reduction::none ? at::empty(lse.sizes(), lse.options()) : at::Tensor();
+                              at::ScalarType type, const at::Tensor& statistics) {
+  const auto finish = [&]<typename A>(A* statistics_data) {
+    const auto rows = reduction == Reduction::none ? at::empty(target.sizes(), statistics.options())
+                                                   : at::Tensor();
     auto total = static_cast<A>(
-        finish_rows(sums, target.const_data_ptr<int64_t>(), lse.numel(), classes, options,
-                    rows.defined() ? rows.mutable_data_ptr<A>() : nullptr, lse_data));
+        finish_rows(sums, target.const_data_ptr<int64_t>(), target.numel(), classes, options,
+                    rows.defined() ? rows.mutable_data_ptr<A>() : nullptr, statistics_data));
     if (rows.defined()) return rows.to(type);
     if (reduction == Reduction::mean) total /= static_cast<A>(count);
     return number(total, type);
   };
-  return lse.scalar_type() == at::kDouble ? finish(lse.mutable_data_ptr<double>())
-                                          : finish(lse.mutable_data_ptr<float>());
+  return statistics.scalar_type() == at::kDouble ? finish(statistics.mutable_data_ptr<double>())
+                                                 : finish(statistics.mutable_data_ptr<float>());
 }
 
 }  // namespace fusedops

@@ -67,7 +67,7 @@ class GradientOfRow {
 
  public:
   GradientOfRow(const RowGradient& row, double softcap)
-      : lse_(static_cast<A>(row.lse)),
+      : largest_(static_cast<A>(row.largest)),
         scale_(static_cast<A>(row.scale)),
         shift_(static_cast<A>(row.shift)),
         label_(static_cast<A>(row.label)),
@@ -87,12 +87,12 @@ class GradientOfRow {
       y = bounded.value * V(softcap_);
       slope = bounded.slope;
     }
-    const V p = exp2_of<Exp>((y - lse_) * V(static_cast<A>(kLog2E)));
+    const V p = exp2_of<Exp>((y - largest_) * V(static_cast<A>(kLog2E)));
     const V grad = at::vec::fmadd(p, scale_, shift);
     return kCapped ? grad * slope : grad;
   }
 
-  V lse_, scale_, shift_;
+  V largest_, scale_, shift_;
   A label_, softcap_;
 };
 

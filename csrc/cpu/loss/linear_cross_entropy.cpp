@@ -109,31 +109,34 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
                        options,     dtype_of(logits)};
                    FUSEDOPS_CALL_ISA(cross_entropy_sums, arguments);
                  });
-  auto lse = at::empty({rows.count}, wide);
-  const auto type = lse.scalar_type();
+  auto statistics = at::empty({rows.count, 2}, wide);
+  const auto type = statistics.scalar_type();
   const auto loss = finish_loss(sums.data(), rows.target, all_classes > 0 ? all_classes : classes,
-                                rows.count, options, kind, type, lse);
+                                rows.count, options, kind, type, statistics);
+  auto statistics_shape = target.sizes().vec();
+  statistics_shape.push_back(2);
   return {kind == Reduction::none ? rows.spread(loss, target.sizes()) : loss,
-          number(rows.count, type), rows.spread(lse, target.sizes()), kept};
+          number(rows.count, type), rows.spread(statistics, statistics_shape), kept};
 }
 
-std::vector<RowGradient> row_gradients(const at::Tensor& grad_loss, const at::Tensor& lse,
+std::vector<RowGradient> row_gradients(const at::Tensor& grad_loss, const at::Tensor& statistics,
                                        const LossOptions& options, int64_t classes) {
-  // In double, which both dtypes fit: two numbers per row.
-  const auto grads = grad_loss.to(at::kDouble), sums = lse.to(at::kDouble);
+  // In double, which both dtypes fit: three numbers per row.
+  const auto grads = grad_loss.to(at::kDouble), wide = statistics.to(at::kDouble);
   const double* grad = grads.const_data_ptr<double>();
+  const double* of_rows = wide.const_data_ptr<double>();
   const int64_t stride = grads.numel() == 1 ? 0 : 1;
   std::vector<RowGradient> rows;
-  rows.reserve(lse.numel());
-  for (int64_t row = 0; row < lse.numel(); ++row) {
-    rows.emplace_back(grad[row * stride], sums.const_data_ptr<double>()[row], options, classes);
+  rows.reserve(wide.size(0));
+  for (int64_t row = 0; row < wide.size(0); ++row) {
+    rows.emplace_back(grad[row * stride], of_rows[2 * row], of_rows[2 * row + 1], options, classes);
   }
   return rows;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
     const Optional& grad_loss, const at::Tensor& hidden, const at::Tensor& weight,
-    const at::Tensor& target, const Optional& bias, const at::Tensor& lse,
+    const at::Tensor& target, const Optional& bias, const at::Tensor& statistics,
     const at::Tensor& kept_logits, int64_t ignore_index, double label_smoothing, double z_loss,
     double softcap, std::string_view reduction, int64_t chunk_size, bool keep_logits,
     int64_t all_classes, std::array<bool, 3> output_mask) {
@@ -145,8 +148,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   const auto grads = reduction_of(reduction) == Reduction::none
                          ? rows.pick(grad_loss->contiguous().view(-1))
                          : *grad_loss;
-  const auto gradient = row_gradients(grads, rows.pick(lse.contiguous().view(-1)), options,
-                                      all_classes > 0 ? all_classes : classes);
+  const auto gradient = row_gradients(grads, rows.pick(statistics.contiguous().view({-1, 2})),
+                                      options, all_classes > 0 ? all_classes : classes);
   const auto kept = kept_logits.contiguous();
   const auto grad_logits = at::empty({rows.count, widest}, rows.x.options());
   at::Tensor grad_hidden, sums, grad_weight, grad_bias, partials;

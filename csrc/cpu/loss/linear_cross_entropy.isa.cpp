@@ -1,9 +1,9 @@
 // Epilogues of linear_cross_entropy (interface: linear_cross_entropy.h).
 //
 // Forward: the sums of a chunk are stored unrounded, and cross_entropy.isa.cpp walks them.
-// Backward: with the log-sum-exp known a logit's gradient needs nothing but the logit, so that it
-// is made on the tile of sums in L1; what is written is the operand of the two products that
-// follow. Logits that were kept are walked row by row.
+// Backward: with the statistics of a row known a logit's gradient needs nothing but the logit, so
+// that it is made on the tile of sums in L1; what is written is the operand of the two products
+// that follow. Logits that were kept are walked row by row.
 #include "linear_cross_entropy.h"
 
 #include "../../common/parallel.h"
