@@ -63,9 +63,31 @@ def _softmax(x):
 
 @triton.jit
 def _sigmoid(x):
+    """Return sigmoid(x) without overflow, and sigmoid(-x)."""
     t = tl.exp(-tl.abs(x))
     large = 1.0 / (1.0 + t)
-    return tl.where(x < 0.0, t * large, large)
+    return tl.where(x < 0.0, t * large, large), tl.where(x < 0.0, large, t * large)
+
+
+@triton.jit
+def relative_sigmoid(x):
+    """Return sigmoid(x), relative to exp(largest x) where a row is negative, and sigmoid(-x).
+
+    Divided by their sum they are the normalised sigmoids, and neither underflows.
+    """
+    peak = tl.maximum(tl.minimum(tl.max(x, axis=1), 0.0), -3.4028234663852886e38)[:, None]
+    e = tl.exp(-tl.abs(x) - peak)
+    t = e * tl.exp(peak)
+    large = 1.0 / (1.0 + t)
+    return tl.where(x < 0.0, e * large, large), tl.where(x < 0.0, large, t * large)
+
+
+@triton.jit
+def _normalized_sigmoid(x):
+    """Return sigmoid(x) divided by its sum over the last axis, 0 in a row of -inf; sigmoid(-x)."""
+    s, falling = relative_sigmoid(x)
+    total = tl.sum(s, axis=1)[:, None]
+    return s / tl.where(total == 0.0, 1.0, total), falling
 
 
 @triton.jit
@@ -167,7 +189,7 @@ def _forward_kernel(
     values = x
     if (not NORMALIZE and not SIGMOID) or BIAS or SUMS or CHOICE == "all":
         if SIGMOID:
-            values = _sigmoid(x)
+            values, _ = _sigmoid(x)
         else:
             values = _softmax(x)
     ids = tl.full((BLOCK_T, BLOCK_K), 0, tl.int32) + place
@@ -203,9 +225,10 @@ def _forward_kernel(
             value = tl.max(tl.where(col == chosen[:, None], source, float("-inf")), axis=1)
             weights = tl.where(place == j, value[:, None], weights)
         if SIGMOID:
-            weights = tl.where(place < top_k, _sigmoid(weights), 0.0)
             if NORMALIZE:
-                weights = weights / (tl.sum(weights, axis=1) + 1e-20)[:, None]
+                weights, _ = _normalized_sigmoid(weights)
+            else:
+                weights, _ = _sigmoid(weights)
         elif NORMALIZE:
             weights = _softmax(weights)
     tl.store(ids_ptr + slots, ids, mask=real)
@@ -262,13 +285,12 @@ def _backward_kernel(
         part = s * grad
     elif SIGMOID:
         dx = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
-        s = tl.where(real, _sigmoid(chosen), 0.0)
-        part = s * (1.0 - s)
         if NORMALIZE:
-            total = tl.sum(s, axis=1)[:, None] + 1e-20
-            part = part * (grad - tl.sum(grad * s, axis=1)[:, None] / total) / total
+            s, falling = _normalized_sigmoid(chosen)
+            grad -= tl.sum(grad * s, axis=1)[:, None]
         else:
-            part = part * grad
+            s, falling = _sigmoid(chosen)
+        part = s * falling * grad
     else:
         dx = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
         s = _softmax(chosen)

@@ -15,15 +15,8 @@ import triton.language as tl
 
 from fusedops.kernels import _launch
 from fusedops.kernels._moe_arguments import RouterLossArguments
-from fusedops.kernels.moe_route import MAX_EXPERTS
+from fusedops.kernels.moe_route import MAX_EXPERTS, relative_sigmoid
 from fusedops.kernels.moe_route import supports as supports
-
-
-@triton.jit
-def _sigmoid(x):
-    t = tl.exp(-tl.abs(x))
-    large = 1.0 / (1.0 + t)
-    return tl.where(x < 0.0, t * large, large)
 
 
 @triton.jit
@@ -101,7 +94,7 @@ def _forward_kernel(
     p, lse = _softmax(x, there)
     if BALANCE:
         if SIGMOID:
-            p = tl.where(there, _sigmoid(x), 0.0)
+            p, _ = relative_sigmoid(x)
             p = p / tl.sum(p, axis=1)[:, None]
         loss += tl.sum(p * w, axis=1)
     if Z:
@@ -146,9 +139,9 @@ def _backward_kernel(
     if BALANCE:
         slope = p
         if SIGMOID:
-            s = tl.where(there, _sigmoid(x), 0.0)
-            p = s / tl.sum(s, axis=1)[:, None]
-            slope = p * (1.0 - s)
+            p, falling = relative_sigmoid(x)
+            p = p / tl.sum(p, axis=1)[:, None]
+            slope = p * falling
         dx += slope * (w - tl.sum(p * w, axis=1)[:, None])
     dx = tl.where(counts[:, None], dx * tl.load(grad_ptr), 0.0)
     tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=real)

@@ -7,6 +7,7 @@ Everything works on logits that ``prepare`` has widened.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from fusedops._core import dtypes, philox
 from fusedops.kernels._moe_arguments import RouteOptions
@@ -33,6 +34,14 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
         return x
     dead = (x == -torch.inf).all(-1, keepdim=True)
     return torch.softmax(x.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+
+
+def normalized_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return sigmoids divided by their sum over the last dim.
+
+    As a softmax of their logarithms: where all sigmoids underflow their quotients do not.
+    """
+    return softmax(F.logsigmoid(x))
 
 
 def scores(x: torch.Tensor, score: str) -> torch.Tensor:
@@ -79,9 +88,8 @@ def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: RouteOptions)
     """Return the weight of each choice before dropping."""
     ids = expert_ids.long()
     if rule.score == "sigmoid":
-        chosen = torch.sigmoid(x.gather(1, ids))
-        if rule.normalize:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        chosen = x.gather(1, ids)
+        chosen = normalized_sigmoid(chosen) if rule.normalize else torch.sigmoid(chosen)
     elif rule.normalize:
         # softmax over all, divided by its sum over the chosen: softmax over the chosen.
         chosen = softmax(x.gather(1, ids))
@@ -100,7 +108,7 @@ def gradient(
         softmax over the chosen   dx_i = s_i (g_i - sum_chosen g s)
         softmax over all          dx_i = s_i ([i chosen] g_i - sum_chosen g s)
         sigmoid                   dx_i = s_i (1 - s_i) g_i
-        sigmoid, normalised       dx_i = s_i (1 - s_i) / S (g_i - sum_chosen g s / S),  S = sum s
+        sigmoid, normalised       dx_i = w_i (1 - s_i) (g_i - sum_chosen g w),  w = s / sum_chosen s
     """
     ids = expert_ids.long()
     g = grad_probs.to(x.dtype) * rule.scaling
@@ -113,10 +121,9 @@ def gradient(
     if rule.score == "softmax":
         s = softmax(chosen)
         dx = s * (g - (g * s).sum(-1, keepdim=True))
+    elif rule.normalize:
+        w = normalized_sigmoid(chosen)
+        dx = w * torch.sigmoid(-chosen) * (g - (g * w).sum(-1, keepdim=True))
     else:
-        s = torch.sigmoid(chosen)
-        if rule.normalize:
-            total = s.sum(-1, keepdim=True) + 1e-20
-            g = (g - (g * s).sum(-1, keepdim=True) / total) / total
-        dx = s * (1.0 - s) * g
+        dx = torch.sigmoid(chosen) * torch.sigmoid(-chosen) * g
     return zeros.scatter_add(1, ids, dx)

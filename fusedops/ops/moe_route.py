@@ -56,7 +56,8 @@ def moe_route(
         top_k: number of experts of a token (1: Switch); with ``expert_choice`` the average number.
         score: ``"softmax"`` (over all experts) or ``"sigmoid"``.
         normalize: divide the weights of the chosen experts by their sum. For a softmax this is the
-            softmax over the chosen experts.
+            softmax over the chosen experts. They sum to 1 also where all sigmoids of a token
+            underflow: nothing is added to the sum (models often add 1e-20).
         bias: ``[E]`` floating, added to the scores for the choice only: it does not change weights
             and has no gradient (loss-free balancing, see ``update_balancing_bias``).
         num_groups: divide the experts into this number of groups of adjacent experts (it must

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
@@ -53,7 +54,8 @@ def moe_router_loss(
             the ``T`` tokens, so that the loss is ``k`` times as large: ``E^2 mean_e(mean_t onehot
             mean_t p)`` as PanGu's router has it (uniform top-1 gives 1.0), and transformers'
             ``load_balancing_loss_func``.
-        score: ``"softmax"``, or ``"sigmoid"``, divided by its sum (DeepSeek-V3).
+        score: ``"softmax"``, or ``"sigmoid"``, divided by its sum (DeepSeek-V3), also where all
+            sigmoids of a token underflow: nothing is added to the sum.
         num_sequences: number of sequences of equal length among the tokens, each with its own
             balance loss; the result is their mean. It must divide ``T``.
         mask: ``[T]`` bool; tokens with ``False`` (padding) have no effect, whatever their logits
@@ -197,8 +199,7 @@ def _check(
 def _scores(x: torch.Tensor, score: str) -> torch.Tensor:
     if score == "softmax":
         return torch.softmax(x, -1)
-    s = torch.sigmoid(x)
-    return s / s.sum(-1, keepdim=True)
+    return torch.softmax(F.logsigmoid(x), -1)  # where all sigmoids underflow this does not
 
 
 def _per_token(weights: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -221,7 +222,7 @@ def _reference(*args: Any) -> torch.Tensor:
 
 
 def _backward_reference(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
-    """Softmax: dx = p (w - sum w p); sigmoid: dx = s (1 - s) / S (w - sum w p), S = sum s."""
+    """Softmax: dx = p (w - sum w p); sigmoid s: dx = p (1 - s) (w - sum w p)."""
     *inputs, output_mask = args
     if not output_mask[0]:
         return None
@@ -230,11 +231,11 @@ def _backward_reference(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | N
     grad = torch.zeros_like(x)
     if weights is not None:
         p, w = _scores(x, score), _per_token(weights, len(x))
-        slope = p if score == "softmax" else p * (1.0 - torch.sigmoid(x))
+        slope = p if score == "softmax" else p * torch.sigmoid(-x)
         grad = grad + slope * (w - (w * p).sum(-1, keepdim=True))
     if z_weight is not None:
         lse = x.logsumexp(-1, keepdim=True)
-        grad = grad + 2.0 * z_weight * lse * torch.exp(x - lse)
+        grad = grad + 2.0 * z_weight * lse * torch.softmax(x, -1)
     grad = grad * grad_loss
     if mask is not None:
         grad = grad.masked_fill(~mask[:, None], 0.0)

@@ -28,6 +28,28 @@ def common_offset(dtype: torch.dtype) -> float:
     return min(1e6, torch.finfo(dtype).max / 4)
 
 
+# Where exponentials of float32 underflow, overflow or saturate; exact in every dtype.
+_EXTREMES = (-110.0, -90.0, -60.0, 60.0, 90.0, 110.0)
+
+
+def with_extremes(values: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    """Return the values with extreme ones among them, ``scale`` times -110 to 110.
+
+    Of a matrix the first row has the lowest two alone, the second the highest two, others one of
+    all six among ordinary values. A vector has all of them, by turns.
+    """
+    rows = values.detach().clone().reshape(-1, values.shape[-1])
+    extremes = scale * torch.tensor(_EXTREMES, dtype=rows.dtype, device=rows.device)
+    columns = torch.arange(rows.shape[1], device=rows.device)
+    if values.dim() == 1:
+        rows[0] = extremes[columns % 6]
+    else:
+        rows[0], rows[1] = extremes[columns % 2], extremes[columns % 2 + 4]
+        for number, row in enumerate(rows[2:]):
+            row[number % len(row)] = extremes[number % 6]
+    return rows.view(values.shape).requires_grad_(values.requires_grad)
+
+
 def randint(*shape: int, high: int, device: torch.device, key: str = "") -> torch.Tensor:
     """Return int64 values in [0, high), drawn on the CPU from a seed of shape and ``key``."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{shape}{high}{key}".encode()))

@@ -126,6 +126,16 @@ def distinct(
     return values.to(device=device, dtype=dtype).requires_grad_()
 
 
+# Sigmoids and softmaxes of all of a row, or of some, underflow or saturate; none are equal.
+_EXTREME_LOGITS = (
+    (-110.0, -100.0, -90.0, -75.0, -60.0),
+    (-95.0, -110.0, -90.0, -100.0, -105.0),
+    (60.0, -1.0, 2.0, -110.0, 0.5),
+    (-90.0, 90.0, 1.0, -2.0, 0.0),
+    (3.0, -60.0, -110.0, 1.0, 110.0),
+)
+
+
 def _reference(*args: Any, **kwargs: Any) -> RoutingPlan:
     with backends.use_backend("torch"):
         return moe_route(*args, **kwargs)
@@ -143,6 +153,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     capacity: dict[str, Any] = {"capacity_factor": 0.75}
     by_weight: dict[str, Any] = {**capacity, "drop_policy": "probability"}
     rounds: dict[str, Any] = {**capacity, "drop_policy": "rounds"}
+    extremes = torch.tensor(_EXTREME_LOGITS, device=device, dtype=dtype).requires_grad_()
     deepseek = {**sigmoid, **groups, "group_score": "top2_sum", "bias": bias(32)}
     by_experts = {"expert_choice": True, "capacity_factor": 2.0, "score": "sigmoid"}
     return [
@@ -153,6 +164,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("all_experts", (new(6, 7), 7), {"scaling": 0.5}),
         Sample("many_choices", (new(5, 61), 40), {"normalize": True}),
         Sample("sigmoid", (new(17, 9), 3), {"score": "sigmoid"}),
+        Sample("extremes", (extremes, 2)),
+        Sample("extremes_normalized", (extremes, 2), {"normalize": True}),
+        Sample("extremes_sigmoid", (extremes, 2), {"score": "sigmoid"}),
+        Sample("extremes_sigmoid_normalized", (extremes, 3), sigmoid),
         Sample("sigmoid_bias", (new(17, 16), 3), {**sigmoid, "bias": bias(16)}),
         Sample("softmax_bias", (new(9, 6), 2), {"bias": bias(6)}),
         Sample("softmax_bias_normalized", (new(9, 6), 2), {"bias": bias(6), "normalize": True}),

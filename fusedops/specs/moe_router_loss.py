@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fusedops.ops import RoutingPlan, moe_router_loss
 from fusedops.specs import _routing
-from fusedops.specs.make import randint, randn
+from fusedops.specs.make import common_offset, randint, randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -58,8 +58,8 @@ def _of_counted(
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def new(tokens: int, experts: int) -> torch.Tensor:
-        return randn(tokens, experts, device=device, dtype=dtype)
+    def new(tokens: int, experts: int, shift: float = 0.0) -> torch.Tensor:
+        return randn(tokens, experts, device=device, dtype=dtype, shift=shift)
 
     def ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
         return _routing.choices("random", tokens, top_k, experts, device)[0]
@@ -78,6 +78,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("squared", call(12, 2, 4), {"form": "squared"}),
         Sample("plan_with_dropped_slots", (new(18, 6), plan)),
         Sample("sigmoid", call(20, 4, 16), {"score": "sigmoid", "balance": 0.5, "z": 0.1}),
+        Sample("extremes", (with_extremes(new(12, 5)), ids(12, 2, 5)), {"z": 1e-3}),
+        Sample(
+            "extremes_sigmoid", (with_extremes(new(12, 5)), ids(12, 2, 5)), {"score": "sigmoid"}
+        ),
+        Sample("offset", (new(12, 5, common_offset(dtype)), ids(12, 2, 5)), {"z": 1e-9}),
         Sample("sequences", call(24, 2, 7), {"num_sequences": 4}),
         Sample(
             "sequences_masked", call(24, 2, 7), {"num_sequences": 4, "mask": mask(24), "z": 0.5}

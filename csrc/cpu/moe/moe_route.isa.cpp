@@ -148,9 +148,8 @@ class Block {
       const A* x = columns_.data();
       return ColumnSoftmax<A>(x, o_.experts).apply(x, scores_.data(), o_.experts);
     }
-    for (int64_t e = 0; e < o_.experts; ++e) {
-      store<A>(scores_.data() + e * L, logistic<A>(load(columns_.data() + e * L)));
-    }
+    std::copy_n(columns_.data(), o_.experts * L, scores_.data());
+    column_sigmoid(scores_.data(), o_.experts, false);
   }
 
   void make_keys(const A* values) {
@@ -211,14 +210,7 @@ class Block {
       ColumnSoftmax<A>(over, whole ? o_.experts : slots).apply(x, x, slots);
       return;
     }
-    Lanes<A> total = all(A(1e-20));
-    for (int64_t j = 0; j < slots; ++j) {
-      const Lanes<A> weight = logistic<A>(load(x + j * L));
-      store<A>(x + j * L, weight);
-      total += weight;
-    }
-    if (!o_.normalize) return;
-    for (int64_t j = 0; j < slots; ++j) store<A>(x + j * L, load(x + j * L) / total);
+    column_sigmoid(x, slots, o_.normalize);
   }
 
   const MoeRouteOptions& o_;
@@ -290,7 +282,7 @@ class ChosenBackward {
   static constexpr int64_t L = kLanes<A>;
 
   explicit ChosenBackward(const MoeRouteBackward& a)
-      : a_(a), x_(L * a.options.top_k), g_(x_.size()), factors_(x_.size(), A(1)) {}
+      : a_(a), x_(L * a.options.top_k), g_(x_), falling_(x_.size(), A(1)), factors_(falling_) {}
 
   void operator()(int64_t first, int64_t count) {
     const MoeRouteOptions& o = a_.options;
@@ -322,34 +314,30 @@ class ChosenBackward {
   }
 
  private:
-  // Logits become their gradients.
-  void differentiate() {
+  // Logits become their gradients. (Inlined, GCC 12 fails in its SLP pass.)
+  [[gnu::noinline]] void differentiate() {
     const MoeRouteOptions& o = a_.options;
     const int64_t slots = o.top_k;
     A* x = x_.data();
     const A* g = g_.data();
     if (o.sigmoid) {
-      for (int64_t j = 0; j < slots; ++j) store<A>(x + j * L, logistic<A>(load(x + j * L)));
+      column_sigmoid(x, slots, o.normalize, falling_.data());
     } else {
       ColumnSoftmax<A>(x, slots).apply(x, x, slots);
     }
-    Lanes<A> along{}, total{};
-    for (int64_t j = 0; j < slots && o.normalize; ++j) {
-      along += load(g + j * L) * load(x + j * L);
-      total += load(x + j * L);
+    Lanes<A> along{};
+    if (o.normalize) {
+      for (int64_t j = 0; j < slots; ++j) along += load(g + j * L) * load(x + j * L);
     }
-    const bool divides = o.sigmoid && o.normalize;
-    total = divides ? total + A(1e-20) : all(A(1));
-    along /= total;
     for (int64_t j = 0; j < slots; ++j) {
       const Lanes<A> s = load(x + j * L);
-      const Lanes<A> slope = o.sigmoid ? s * (A(1) - s) / total : s;
-      store<A>(x + j * L, slope * (load(g + j * L) - along));
+      store<A>(x + j * L, s * load(falling_.data() + j * L) * (load(g + j * L) - along));
     }
   }
 
   const MoeRouteBackward& a_;
-  std::vector<A> x_, g_, factors_;  // [top_k, L]
+  // [top_k, L]; of a softmax `falling_` stays 1.
+  std::vector<A> x_, g_, falling_, factors_;
 };
 
 // Softmax over all experts: every logit has a gradient.

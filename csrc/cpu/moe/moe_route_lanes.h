@@ -100,12 +100,34 @@ inline Lanes<A> exp_of(const Lanes<A>& x) {
   return load(values);
 }
 
-// 1 / (1 + exp(-x)) without overflow.
+// `count` rows of logits of one element per token become their sigmoids, with `normalize` divided
+// by their sum down the rows (a column of -inf gives 0); sigmoid(-x) goes to `falling` unless it is
+// null. To be divided they are relative to exp(largest x) where a column is negative: they do not
+// underflow.
 template <typename A>
-inline Lanes<A> logistic(const Lanes<A>& x) {
-  const Lanes<A> t = exp_of<A>(x < A(0) ? x : -x);
-  const Lanes<A> large = A(1) / (A(1) + t);
-  return x < A(0) ? t * large : large;
+inline void column_sigmoid(A* x, int64_t count, bool normalize, A* falling = nullptr) {
+  constexpr int64_t L = kLanes<A>;
+  Lanes<A> peak{}, scale = all(A(1)), sum{};
+  if (normalize) {
+    peak = all(std::numeric_limits<A>::lowest());
+    for (int64_t c = 0; c < count; ++c) {
+      const Lanes<A> value = load(x + c * L);
+      peak = value > peak ? value : peak;
+    }
+    peak = peak < A(0) ? peak : all(A(0));
+    scale = peak < A(0) ? exp_of<A>(peak) : scale;
+  }
+  for (int64_t c = 0; c < count; ++c) {
+    const Lanes<A> value = load(x + c * L);
+    const Lanes<A> e = exp_of<A>((value < A(0) ? value : -value) - peak);
+    const Lanes<A> t = e * scale, large = A(1) / (A(1) + t);
+    const Lanes<A> rising = value < A(0) ? e * large : large;
+    store<A>(x + c * L, rising);
+    if (falling != nullptr) store<A>(falling + c * L, value < A(0) ? large : t * large);
+    sum += rising;
+  }
+  sum = sum == A(0) ? all(A(1)) : sum;
+  for (int64_t c = 0; c < count && normalize; ++c) store<A>(x + c * L, load(x + c * L) / sum);
 }
 
 // Softmax down `count` rows of one element per token; a column of -inf gives 0.

@@ -27,7 +27,8 @@ class Row {
         width_((input.experts + W - 1) / W * W),
         x_(width_, -std::numeric_limits<A>::infinity()),
         e_(width_),
-        s_(width_, A(0)) {}
+        s_(width_, A(0)),
+        falling_(width_) {}
 
   // Returns the loss of a token and keeps what its gradient needs.
   A loss(int64_t token) {
@@ -59,7 +60,7 @@ class Row {
     A total = sum;
     if (in_.sigmoid) {
       scores = s_.data();
-      total = logistic();
+      total = logistic(std::min(peak, A(0)));
     }
     inverse_sum_ = A(1) / total;
     V products(A(0));
@@ -80,7 +81,7 @@ class Row {
       V value = in_.z_weight != 0.0 ? e * z : V(A(0));
       if (w_ != nullptr) {
         const V s = V::loadu(s_.data() + c);
-        const V slope = in_.sigmoid ? s * (V(A(1)) - s) : e;
+        const V slope = in_.sigmoid ? s * V::loadu(falling_.data() + c) : e;
         const V w = load_vec(w_ + c, count, full);
         value = at::vec::fmadd(slope * balance, w - along, value);
       }
@@ -89,15 +90,21 @@ class Row {
   }
 
  private:
-  // Sigmoids into s_; returns their sum. Lanes behind the last are 0: their logits are -inf.
-  A logistic() {
+  // Sigmoids into s_, relative to exp(reference), and those of -x into falling_; returns the sum of
+  // the first. The reference is 0, or the largest x where all are negative: their quotients do not
+  // underflow. Lanes behind the last are 0: their logits are -inf.
+  A logistic(A reference) {
+    const V scale(std::exp(reference));
     V sums(A(0));
     for (int64_t c = 0; c < width_; c += W) {
       const V x = V::loadu(x_.data() + c);
-      const V t = exp_of<A>(x.abs().neg());
+      const V e = exp_of<A>(x.abs().neg() - V(reference));
+      const V t = e * scale;
       const V large = V(A(1)) / (V(A(1)) + t);
-      const V s = V::blendv(large, t * large, x < V(A(0)));
+      const V negative = x < V(A(0));
+      const V s = V::blendv(large, e * large, negative);
       s.store(s_.data() + c);
+      V::blendv(t * large, large, negative).store(falling_.data() + c);
       sums = sums + s;
     }
     return sum_lanes(sums);
@@ -105,7 +112,7 @@ class Row {
 
   const MoeRouterLossInput& in_;
   const int64_t width_;
-  Scratch<A> x_, e_, s_;  // [experts, padded]
+  Scratch<A> x_, e_, s_, falling_;  // [experts, padded]
   const A* w_ = nullptr;
   A inverse_ = 0, inverse_sum_ = 0, lse_ = 0, along_ = 0;
 };
