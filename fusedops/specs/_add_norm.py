@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops._core import dtypes
-from fusedops.specs.make import randn
+from fusedops.specs.make import common_offset, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, bad_changes
 
 LIMITS = (
@@ -52,8 +52,11 @@ def samples(device: torch.device, dtype: torch.dtype, *, takes_bias: bool) -> li
     """Return the calls of either op."""
     call = functools.partial(arguments, takes_bias=takes_bias, device=device, dtype=dtype)
     mixed = (call(6, 40)[0], *call(6, 40, dtype=dtypes.statistics_dtype(dtype))[1:])
+    shifted, *others = call(7, 33)
+    shifted = (shifted.detach() + common_offset(dtype)).requires_grad_()
     return [
         Sample("rows", call(7, 33)),
+        Sample("offset", (shifted, *others)),
         Sample("three_dims", call(2, 3, 64), {"eps": 1e-3}),
         Sample("two_normalized_dims", call(5, 4, 6, dims=2)),
         Sample("no_parameters", call(4, 17)[:3]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BenchCase, Sample
 
 
@@ -22,6 +22,7 @@ def samples(new: Callable[..., torch.Tensor]) -> list[Sample]:
         Sample("plain", (new(5, 24), new(5, 24, key="up"))),
         Sample("chunks", chunks(4, 3, 21)),
         Sample("wide", (new(3, 5, 17, scale=8.0), new(3, 5, 17, key="up"))),
+        Sample("extremes", (with_extremes(new(8, 6)), with_extremes(new(8, 6, key="up")))),
         Sample("scalar", (new(), new(key="up"))),
         Sample("one_element", (new(1), new(1, key="up"))),
         Sample("several_blocks", (new(3, 4099), new(3, 4099, key="up"))),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusedops.ops.attention import attention
 from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -91,6 +91,12 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
             new(*shared, size if value_size is None else value_size, key="v"),
         )
 
+    def with_common(tensor: torch.Tensor) -> torch.Tensor:
+        """Return queries or keys that share a feature: their scores have an offset of 3400."""
+        same = torch.zeros_like(tensor)
+        same[..., 0] = 98.0
+        return torch.where(same > 0.0, same, tensor.detach()).requires_grad_()
+
     def keep(*shape: int) -> torch.Tensor:
         return plain(*shape, grad=False, key="mask") > -0.3
 
@@ -132,6 +138,15 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("dropout", (*qkv(), None, 0.3), random=True),
         Sample("dropout_causal", (*qkv(1, 2, 40, 40), None, 0.5, True), random=True),
         Sample("dropout_of_all", (*qkv(), None, 1.0), random=True),
+        Sample("extremes", (*qkv(), with_extremes(new(5, 7, key="bias")))),
+        Sample("extreme_sinks", qkv(2, 6), {"sinks": with_extremes(plain(6, key="sinks"))}),
+        Sample("offset", (*qkv(), new(5, 7, key="bias", shift=100.0))),
+        Sample(
+            "offset_of_scores_and_sinks",
+            (*map(with_common, qkv()[:2]), qkv()[2]),
+            {"sinks": plain(2, key="sinks", shift=3396.0)},
+        ),
+        Sample("offset_of_scores", (*map(with_common, qkv()[:2]), qkv()[2])),
         Sample("one_query", qkv(2, 4, 1, 9, key_heads=2), {"enable_gqa": True}),
         Sample("one_query_with_keys_to_keep", (*qkv(2, 4, 1, 37), keep(2, 1, 1, 37))),
         Sample("one_query_with_a_bias", (*qkv(2, 2, 1, 37), new(2, 2, 1, 37, key="bias"))),

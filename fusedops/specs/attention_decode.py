@@ -11,7 +11,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.ops.attention_decode import attention_decode
 from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -98,6 +98,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("softcap_and_scale", call((12, 3)), {"softcap": 2.0, "scale": 0.5}),
         Sample("alibi", call((12, 3)), {"alibi_slopes": slopes}),
         Sample("sinks_and_log_sum_exp", call((12, 3)), {"sinks": sinks, "return_lse": True}),
+        Sample("extreme_sinks", call((12, 3), heads=6), {"sinks": with_extremes(sinks.repeat(3))}),
         Sample("no_batch", call(())),
     ]
 

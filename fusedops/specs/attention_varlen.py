@@ -10,7 +10,7 @@ import torch
 from fusedops.ops.attention_varlen import attention_varlen
 from fusedops.specs import _peers
 from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -102,6 +102,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
             "alibi_per_batch", call((3, 6)), {"alibi_slopes": torch.stack([slopes, 2 * slopes])}
         ),
         Sample("sinks", call((3, 6)), {**causal, "sinks": plain(2, key="sinks")}),
+        Sample("extreme_sinks", call((3, 6), heads=6), {"sinks": with_extremes(plain(6, key="s"))}),
         Sample("log_sum_exp", call((3, 6)), {**causal, "return_lse": True}),
         Sample("dropout", call((3, 6)), {"dropout_p": 0.3}, random=True),
         Sample("no_tokens", call((0, 0))),

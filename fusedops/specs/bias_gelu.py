@@ -9,7 +9,7 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.specs import depth
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -26,6 +26,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
     return [
         *samples,
+        *(
+            Sample(f"extremes_{name}", (with_extremes(new(8, 6)), new(6, key="bias"), name))
+            for name in GELU_VARIANTS
+        ),
         Sample("wide", (new(9, 130, scale=5.0), new(130, key="bias")), {"approximate": "tanh"}),
         Sample("default", (new(2, 3, 64), new(64, key="bias"))),
         Sample("one_row", (new(129), new(129, key="bias"), "fast")),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.specs import _peers
-from fusedops.specs.make import common_offset, randint, randn
+from fusedops.specs.make import common_offset, randint, randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -79,6 +79,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         call("ignore_class", (7,), 5, (2,), ignore_index=3),
         call("large_logits", (5,), 70, scale=40.0, **none),
         call("shifted", (5,), 70, shift=-60.0, **none),
+        Sample("extremes", (with_extremes(new(9, 33)), randint(9, high=33, device=device)), none),
         call("offset", (5,), 70, shift=1e3),
         call("large_offset", (5,), 70, shift=common_offset(dtype), label_smoothing=0.1),
         call(

@@ -10,7 +10,7 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE, GELU_VARIANTS
 from fusedops.ops.geglu import geglu
 from fusedops.specs import _glu, _peers, depth
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -38,7 +38,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         for approximate in GELU_VARIANTS
         for name, shape, scale in (("rows", (7, 33), 1.0), ("wide", (3, 5, 17), 6.0))
     ]
-    return [*variants, *_glu.samples(new)]
+    extremes = [
+        Sample(f"extremes_{name}", (with_extremes(new(8, 6)), new(8, 6, key="up"), name))
+        for name in GELU_VARIANTS
+    ]
+    return [*variants, *extremes, *_glu.samples(new)]
 
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:

@@ -10,7 +10,7 @@ import torch
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.gelu import gelu
 from fusedops.specs import depth
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -27,6 +27,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
     return [
         *samples,
+        *(
+            Sample(f"extremes_{approximate}", (with_extremes(new(8, 6)), approximate))
+            for approximate in GELU_VARIANTS
+        ),
         Sample("default", (new(4, 64),)),
         Sample("positional", (new(4, 64), "fast")),
         Sample("scalar", (new(),)),

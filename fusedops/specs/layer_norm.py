@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.specs import _peers, depth
-from fusedops.specs.make import randn
+from fusedops.specs.make import common_offset, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -24,6 +24,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
     return [
         Sample("rows", (new(7, 33), (33,), weight, bias)),
+        Sample("offset", (new(7, 33, shift=1e3), (33,), weight, bias)),
+        Sample("large_offset", (new(7, 33, shift=common_offset(dtype)), (33,), weight, bias)),
         Sample("three_dims", call(2, 3, 64), {"eps": 1e-3}),
         Sample("two_normalized_dims", call(5, 4, 6, dims=2)),
         Sample("no_parameters", (new(4, 17), (17,))),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_act import linear_act
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -46,10 +46,12 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     call = functools.partial(_call, device=device, dtype=dtype)
     activations = [call(name, (7,), 33, 18, name, bias=name != "silu") for name in ACTIVATIONS]
     plain = new(17, 12, scale=0.25, key="w")
+    extremes = new(5, 12), plain, with_extremes(new(17, key="b"))
     conv1d = new(12, 17, scale=0.25, key="w").detach().t().requires_grad_()
     return [
         Sample("default", (new(5, 12), plain, new(17, key="b"))),
         *activations,
+        *(Sample(f"extremes_{name}", extremes, {"activation": name}) for name in ACTIVATIONS),
         Sample("conv1d_weight", (new(5, 12), conv1d, new(17, key="b"))),
         call("three_dims", (2, 3), 20, 9, "gelu"),
         call("one_row", (), 40, 11, "gelu_tanh"),

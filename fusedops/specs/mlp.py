@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.mlp import mlp
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -56,7 +56,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         new(*shape, scale=0.25, key=f"{shape}").detach().t().requires_grad_()
         for shape in ((9, 21), (21, 10))
     ]
+    rows, first, bias, *second = call("rows", (7,), (12, 19, 10)).args
+    extremes = rows, first, with_extremes(bias), *second
     return [
+        *(Sample(f"extremes_{name}", extremes, {"activation": name}) for name in ("gelu", "silu")),
         call("rows", (7,), (12, 19, 10)),
         call("recompute", (7,), (12, 19, 10), "gelu", recompute=True),
         *(call(name, (5,), (11, 18, 9), name) for name in ("identity", "relu", "relu2", "silu")),

@@ -15,7 +15,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.specs import _hf_experts, _routing
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -107,10 +107,15 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         bias: bool = False,
         transposed: bool = False,
         gated: bool = True,
+        extremes: bool = False,
         **options: bool,
     ) -> Sample:
         plan = _routing.plan(*routing, device=device, dtype=dtype, pattern=pattern, key=name)
         args = _arguments(plan, *sizes, dtype, gated=gated, bias=bias, transposed=transposed)
+        if extremes:
+            gate, up = args[4].detach().chunk(2, -1)
+            bias1 = torch.cat((with_extremes(gate), up), -1).requires_grad_()
+            args = (*args[:4], bias1, args[5])
         return Sample(name, args, {"activation": activation, "gated": gated, **options})
 
     patterns = [pattern for pattern in _routing.PATTERNS if pattern != "random"]
@@ -120,6 +125,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         call("kept", bias=True, recompute=False),
         *(call(pattern, (8, 2, 4), pattern=pattern, bias=True) for pattern in patterns),
         call("interleaved", bias=True, interleaved=True),
+        call("extremes", (9, 2, 3), (6, 8, 5), bias=True, extremes=True),
         call("gpt_oss", (6, 2, 3), (6, 19, 5), "swiglu_oai", bias=True, interleaved=True),
         call("oai_halves", activation="swiglu_oai", transposed=True),
         call("plain", activation="gelu", bias=True, gated=False),

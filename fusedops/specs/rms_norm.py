@@ -12,7 +12,7 @@ from fusedops._core import dtypes
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.specs import _peers, depth
 from fusedops.specs.layer_norm import bad_inputs_of_norms
-from fusedops.specs.make import randn
+from fusedops.specs.make import common_offset, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -44,6 +44,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     wide_weight = new(33, dtype=dtypes.statistics_dtype(dtype), key="weight", shift=1.0)
     return [
         Sample("rows", (new(7, 33), (33,), weight)),
+        Sample("offset", (new(7, 33, shift=common_offset(dtype)), (33,), weight)),
         Sample("three_dims", (new(2, 3, 64), (64,), new(64, shift=1.0)), {"eps": 1e-3}),
         Sample("two_normalized_dims", (new(5, 4, 6), (4, 6), new(4, 6, shift=1.0))),
         Sample("no_weight", (new(4, 17), (17,))),

@@ -10,7 +10,7 @@ import torch
 
 from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
 from fusedops.specs import depth
-from fusedops.specs.make import randn
+from fusedops.specs.make import common_offset, randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -79,6 +79,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [
         Sample("additive", (new(5, 2, 4, 9, scale=2.0), new(4, 9)), {"scale": 0.3}),
         Sample("plain", (new(7, 33, scale=3.0),)),
+        Sample("extremes", (with_extremes(new(2, 5, 33)), None, 0.5)),
+        Sample("extremes_additive", (new(2, 5, 33), with_extremes(new(5, 33, key="mask")))),
+        Sample("offset", (new(7, 33, shift=common_offset(dtype)),)),
+        Sample("offset_long", (new(2, 2, 17001, shift=-common_offset(dtype)), None, 2.0**-8)),
         Sample("no_mask", (new(2, 3, 5, 37), None, 0.125)),
         Sample("causal", (new(2, 3, 6, 6), None, 0.5, True)),
         Sample("causal_more_keys", (new(2, 4, 19), None, 1.0, True)),
