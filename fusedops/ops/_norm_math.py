@@ -100,7 +100,7 @@ def normalize(input: torch.Tensor, normalized_shape: Sequence[int], eps: float) 
     dims = tuple(range(-len(normalized_shape), 0))
     mean = x.mean(dims, keepdim=True)
     centred = x - mean
-    # What the mean was rounded by counts where it is large beside the deviations.
+    # Where the mean is much larger than the deviations its rounding would count.
     centred = centred - centred.mean(dims, keepdim=True)
     rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
     return Normalized(centred * rstd, mean, rstd)

@@ -140,7 +140,6 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("dropout_of_all", (*qkv(), None, 1.0), random=True),
         Sample("extremes", (*qkv(), with_extremes(new(5, 7, key="bias")))),
         Sample("extreme_sinks", qkv(2, 6), {"sinks": with_extremes(plain(6, key="sinks"))}),
-        Sample("offset", (*qkv(), new(5, 7, key="bias", shift=100.0))),
         Sample(
             "offset_of_scores_and_sinks",
             (*map(with_common, qkv()[:2]), qkv()[2]),

@@ -69,7 +69,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
     none: dict[str, Any] = {"reduction": "none"}
     every: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 3.0}
-    smooth = {"label_smoothing": 0.1}
+    smooth: dict[str, Any] = {"label_smoothing": 0.1}
     large = common_offset(dtype)
     embedding = new(10, 19, key="e").detach().t().requires_grad_()
     return [

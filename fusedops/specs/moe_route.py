@@ -47,6 +47,8 @@ def _eager(
         kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)
         return _plan(ids, probs, experts, kept, capacity)
     keys = scores if bias is None else scores + bias.to(scores.dtype)
+    if bias is None and group_score == "max":
+        keys = wide  # the same order, also of scores that underflow or saturate
     if num_groups is not None:
         groups = keys.view(tokens, num_groups, -1)
         ranks = groups.amax(-1) if group_score == "max" else groups.topk(2, dim=-1)[0].sum(-1)
