@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.ops.linear_glu import linear_glu
-from fusedops.specs.make import randn
+from fusedops.specs.make import randn, with_extremes
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, bad_changes
 
 
@@ -44,9 +44,12 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     call = functools.partial(_call, device=device, dtype=dtype)
     plain = new(17, 12, scale=0.25, key="gate")
     transposed = new(12, 17, scale=0.25, key="up").detach().t().requires_grad_()
+    same = torch.eye(6, device=device, dtype=dtype).requires_grad_()
+    extremes = with_extremes(new(9, 6)), same, new(6, 6, scale=0.25, key="up")
     return [
         Sample("default", (new(5, 12), plain, new(17, 12, scale=0.25, key="up"))),
         *(call(name, (7,), 33, 18, name) for name in ACTIVATIONS),
+        *(Sample(f"extremes_{name}", extremes, {"activation": name}) for name in ("silu", "gelu")),
         Sample("one_transposed_weight", (new(5, 12), plain, transposed)),
         call("three_dims", (2, 3), 20, 9, "gelu"),
         call("one_row", (), 40, 11, "gelu_tanh"),

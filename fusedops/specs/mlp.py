@@ -59,8 +59,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     rows, first, bias, *second = call("rows", (7,), (12, 19, 10)).args
     extremes = rows, first, with_extremes(bias), *second
     return [
-        *(Sample(f"extremes_{name}", extremes, {"activation": name}) for name in ("gelu", "silu")),
         call("rows", (7,), (12, 19, 10)),
+        *(Sample(f"extremes_{name}", extremes, {"activation": name}) for name in ("gelu", "silu")),
         call("recompute", (7,), (12, 19, 10), "gelu", recompute=True),
         *(call(name, (5,), (11, 18, 9), name) for name in ("identity", "relu", "relu2", "silu")),
         call("no_biases", (6,), (11, 18, 9), "gelu_tanh", (False, False)),
