@@ -10,12 +10,12 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator
-from functools import cache
 from types import CodeType
 from typing import Any
 
 from torch import nn
 
+from fusedops.integrations.hf.class_table import weakly_cached
 from fusedops.integrations.hf.original_code import with_inner
 from fusedops.integrations.hf.rules.rule import rule_of
 
@@ -36,7 +36,7 @@ def only_read(model: nn.Module) -> dict[nn.Module, str]:
     return {child: cls for child, cls in readers.items() if child not in called}
 
 
-@cache
+@weakly_cached
 def _read_children(cls: Any) -> frozenset[str]:
     """Return the attributes of which the forward of ``cls`` reads parameters, and nothing else."""
     read: set[str] = set()

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import nn
 
+from fusedops.integrations.hf.class_table import is_entry, weakly_cached
+
 # The opcodes whose argument is a variable of the function, and those whose argument is a place.
 _VARIABLES = {*dis.haslocal, *dis.hasfree}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
@@ -113,9 +115,7 @@ class _Comparison:
 
     def _other_classes(self, mine: type, theirs: type) -> bool:
         """Return whether two classes that code reads have the same bases and own attributes."""
-        if mine.__bases__ != theirs.__bases__ and not all(
-            self.values(*pair) for pair in zip(mine.__bases__, theirs.__bases__, strict=False)
-        ):
+        if not self.values(mine.__bases__, theirs.__bases__):
             return False
         inner = _Comparison(mine, theirs)
         inner._same |= self._same
@@ -176,14 +176,14 @@ def _argument_names(code: CodeType) -> tuple[str, ...]:
 def _frame(code: CodeType) -> tuple[Any, ...]:
     """Return the names and kinds of a code's arguments, and how many variables it closes over.
 
-    Handlers of exceptions are no instructions, but a table of the code.
+    Handlers of exceptions are no instructions, but a table of the code (from Python 3.11 on).
     """
     kinds = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
-    flags, handlers = code.co_flags & _FLAGS, code.co_exceptiontable
+    flags, handlers = code.co_flags & _FLAGS, getattr(code, "co_exceptiontable", b"")
     return *kinds, flags, handlers, _argument_names(code), len(code.co_freevars)
 
 
-@functools.cache
+@weakly_cached
 def _steps(code: CodeType) -> tuple[tuple[str, Any], ...]:
     """Return operation and argument of each instruction; variables and places have numbers.
 
@@ -231,7 +231,7 @@ def own_attribute(cls: type, name: str) -> Any:
 def _own_names(cls: type) -> set[str]:
     hidden = {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__"}
     hidden |= {"__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
-    return set(vars(cls)) - hidden
+    return {name for name in vars(cls) if name not in hidden and not is_entry(name)}
 
 
 def operations(cls: type[nn.Module]) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusedops.integrations.hf.class_table import weakly_cached
 from fusedops.integrations.hf.original_code import with_globals, with_inner
 from fusedops.integrations.hf.same_code import own_attribute
 from fusedops.integrations.hf.torch_operations import (
@@ -166,7 +167,7 @@ def _further_inputs(function: FunctionType) -> tuple[tuple[str, ...], tuple[str,
 _FORBIDDEN_OPERATIONS = {
     *("CONTAINS_OP", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "DELETE_ATTR", "IMPORT_NAME"),
     *("DELETE_SUBSCR", "DELETE_GLOBAL", "YIELD_VALUE", "SETUP_FINALLY", "BEFORE_WITH"),
-    *("PUSH_EXC_INFO", "LOAD_BUILD_CLASS", "RAISE_VARARGS"),
+    *("PUSH_EXC_INFO", "LOAD_BUILD_CLASS", "RAISE_VARARGS", "SETUP_WITH", "LOAD_SPECIAL"),
 }
 # Attributes of torch that ask for the state of the process, change it, or draw numbers.
 _FORBIDDEN_NAMES = {
@@ -196,7 +197,7 @@ def _is_runnable(function: Any, *, is_method: bool = False) -> bool:
     )
 
 
-@functools.cache
+@weakly_cached
 def _has_expression(function: FunctionType, is_method: bool) -> bool:
     for part in with_inner(function.__code__):
         for step in dis.get_instructions(part):
@@ -216,7 +217,7 @@ def _has_expression(function: FunctionType, is_method: bool) -> bool:
     return True
 
 
-@functools.cache
+@weakly_cached
 def _compared_with_none(function: FunctionType) -> frozenset[str] | None:
     """Return the attributes that a function compares with ``None``.
 
@@ -244,7 +245,7 @@ def _compared_with_none(function: FunctionType) -> frozenset[str] | None:
             continue
         if compared.opname == "LOAD_ATTR":
             names.add(compared.argval)
-        elif compared.opname != "LOAD_FAST" or compared.argval not in with_default:
+        elif not compared.opname.startswith("LOAD_FAST") or compared.argval not in with_default:
             return None
     return frozenset(names)
 

@@ -66,8 +66,8 @@ def _remember_linear(original: type[nn.Linear], paths: tuple[Path, ...]) -> None
     """Let the rules do the work of a class that is a linear layer by its code."""
     adds_no_bias = recognition.is_linear(paths)
     if adds_no_bias is not None:
-        LINEARS[original] = adds_no_bias
         remember(original)
+        LINEARS[original] = adds_no_bias
 
 
 def _batched_experts_rule(

@@ -23,6 +23,7 @@ from transformers.integrations import moe
 from fusedops._core import dtypes
 from fusedops._core.activation import FAST_GELU_SLOPE
 from fusedops.integrations.hf import symbolic
+from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import context_obstacle, name_of, with_inner
 from fusedops.integrations.hf.rules import transformers_modules  # noqa: F401 (its activations)
 from fusedops.integrations.hf.rules.activations import activation_obstacle, known_activation
@@ -161,7 +162,7 @@ def _gate_function(module: Any) -> Any:
 
 
 # Class of experts -> its own gate, and what that is by its code.
-_OWN_GATES: dict[type, tuple[Any, ClampedGate | None]] = {}
+_OWN_GATES: ClassTable[tuple[Any, ClampedGate | None]] = ClassTable("gate")
 
 
 def _clamped_gate(module: Any) -> Gate | None:

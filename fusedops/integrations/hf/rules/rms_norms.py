@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
@@ -41,7 +42,7 @@ class NormKind:
 
 
 # Every class that has a rule and every patched one: those that ``add_norm`` may bypass.
-_KINDS: dict[type, NormKind] = {}
+_KINDS: ClassTable[NormKind] = ClassTable("norm")
 
 
 class _RMSNorm(nn.Module):
@@ -105,10 +106,11 @@ def _as_model(normed: torch.Tensor, kind: NormKind, dtype: torch.dtype) -> torch
 def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind) -> PatchRule:
     """Return the rule for a family's root-mean-square norm, which computes ``kind``."""
     patched = subclass(original, _RMSNorm, module_name, kind=kind)
-    _KINDS[original] = _KINDS[patched] = kind
-    return PatchRule(
+    rule = PatchRule(
         original, patched, ("rms_norm",), "O1", probe_norm, note=lambda norm: "known by its code"
     )
+    _KINDS[original] = _KINDS[patched] = kind
+    return rule
 
 
 def probe_norm(norm: Any) -> None:

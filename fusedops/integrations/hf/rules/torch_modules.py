@@ -17,6 +17,7 @@ from torch import nn
 
 from fusedops import nn as fused
 from fusedops._core.architecture import is_by_intel
+from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules import activations
@@ -166,7 +167,8 @@ class CrossEntropyLoss(fused.CrossEntropyLoss):
 
 # Class of a linear layer -> whether its bias is part of the product; ``by_code.py`` adds those that
 # are linear layers by their code.
-LINEARS: dict[type, bool] = {nn.Linear: True, Linear: True}
+LINEARS: ClassTable[bool] = ClassTable("linear")
+LINEARS[nn.Linear] = LINEARS[Linear] = True
 # Classes whose weight is [in, out] -> why the product of one must not be done without calling it.
 TRANSPOSED: dict[type, Callable[[str, Any], str | None]] = {}
 

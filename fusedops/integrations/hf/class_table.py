@@ -1,0 +1,72 @@
+"""Values by class that live as long as their class.
+
+A dictionary would keep every class alive that was patched once, and what a rule knows of a class
+refers to it. So each value is an attribute of its class. Derived classes have none of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+_PREFIX = "_fusedops_"
+
+
+class _Entry:
+    """A value, and the class that it belongs to."""
+
+    def __init__(self, cls: type, value: Any) -> None:
+        self.cls = cls
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        """Become ``None`` where a class is pickled by value: other processes read it again."""
+        return type(None), ()
+
+
+class ClassTable(Generic[T]):
+    """A mapping from classes to values."""
+
+    def __init__(self, name: str) -> None:
+        """Create an empty table; ``name`` is a different one for each table."""
+        self._name = f"{_PREFIX}{name}"
+
+    def get(self, cls: type) -> T | None:
+        """Return the value of a class, or ``None``."""
+        entry = getattr(cls, self._name, None)
+        return entry.value if entry is not None and entry.cls is cls else None
+
+    def __contains__(self, cls: object) -> bool:
+        entry = getattr(cls, self._name, None)
+        return entry is not None and entry.cls is cls
+
+    def __getitem__(self, cls: type) -> T:
+        if cls not in self:
+            raise KeyError(cls)
+        value: T = getattr(cls, self._name).value
+        return value
+
+    def __setitem__(self, cls: type, value: T) -> None:
+        type.__setattr__(cls, self._name, _Entry(cls, value))  # a metaclass may refuse it
+
+
+def is_entry(name: str) -> bool:
+    """Return whether an attribute of a class is the value of a table."""
+    return name.startswith(_PREFIX)
+
+
+def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
+    """Cache the results by the first argument, a class, function or code, while that lives."""
+    results: weakref.WeakKeyDictionary[Any, dict[Any, T]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def cached(key: Any, *args: Any) -> T:
+        of_key = results.setdefault(key, {})
+        if args not in of_key:
+            of_key[args] = function(key, *args)
+        return of_key[args]
+
+    return cached
