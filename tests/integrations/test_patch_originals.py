@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -91,17 +92,28 @@ def places() -> Iterator[Any]:
             yield pytest.param(rule, place, id=label)
 
 
+def other_value(known: Any) -> Any:
+    """Return what may be put in the place of a function or value."""
+    if isinstance(known, CodeType):
+        return known.replace(co_name="other")
+    if isinstance(known, (tuple, dict)):
+        return type(known)()
+    return (lambda *args, **kwargs: None) if callable(known) else object()
+
+
 @pytest.mark.parametrize(("rule", "place"), places())
 def test_every_rule_asks_for_every_place(
     monkeypatch: pytest.MonkeyPatch, rule: Any, place: original_code.CodePlace
 ) -> None:
     """The original's method is called, whatever the patched class would do."""
-    assert place.known is not None
+    assert original_code.replaced(rule.places) is None
+    monkeypatch.setattr(place.owner, place.name, other_value(place.known))
+    reason = original_code.replaced(rule.places)
+    assert reason is not None and f".{place.name} " in reason
     instance, called = rule.patched.__new__(rule.patched), []
     nn.Module.__init__(instance)
     for method in rule.methods:
         monkeypatch.setattr(rule.original, method, lambda *args, **kwargs: called.append(args))
-    monkeypatch.setattr(place.owner, place.name, lambda *args, **kwargs: called.append(args))
     for method in rule.methods:
         getattr(instance, method)(torch.zeros(2, 4))
     assert [args[0] for args in called] == [instance] * len(rule.methods)

@@ -10,6 +10,8 @@ are read from the code of the original, once, when its rule is made.
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+
+from fusedops._core.checks import UnsupportedError
+from fusedops.integrations.hf.class_table import ClassTable
+from fusedops.integrations.hf.same_code import own_attribute
 
 _num_modes = torch._C._len_torch_function_stack
 _innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
@@ -48,13 +54,14 @@ class CodePlace(NamedTuple):
 
     owner: Any  # a module or a class
     name: str  # of the attribute
-    known: Any  # its value when it was read first, or ``None`` if that was a replacement already
+    # Its value when it was read first, or ``None`` if that was another library's function already
+    known: Any
 
 
 Places = tuple[CodePlace, ...]
 
 # What the classes are made of whose instances a fused forward may bypass.
-KNOWN: dict[type, Places] = {}
+KNOWN: ClassTable[Places] = ClassTable("places")
 
 
 def replaced(places: Places) -> str | None:
@@ -64,19 +71,26 @@ def replaced(places: Places) -> str | None:
     for one place, 200 for two and 270 for three, on a Zen 4 core that others used too.
     """
     for owner, name, known in places:
-        if getattr(owner, name) is not known:
-            reason = _replacement(owner, name)
+        if getattr(owner, name, None) is not known:
+            reason = _replacement(owner, name, known)
             if reason is not None:
                 return reason
     return None
 
 
-def _replacement(owner: Any, name: str) -> str | None:
-    replacement = name_of(getattr(owner, name))
-    if replacement in _EQUIVALENT:
-        return None
-    where = "F" if owner is F else owner.__name__.rpartition(".")[2]
-    return f"{where}.{name} was replaced by {replacement}"
+_NUMBERS = (bool, int, float, str)
+_DEFAULTS = ("__defaults__", "__kwdefaults__")  # Dynamo makes other tuples and dictionaries of them
+
+
+def _replacement(owner: Any, name: str, known: Any) -> str | None:
+    value = getattr(owner, name, None)
+    where = "F" if owner is F else getattr(owner, "__name__", type(owner).__name__)
+    where = where.rpartition(".")[2]
+    if isinstance(value, _NUMBERS) or name in _DEFAULTS:
+        same = type(value) is type(known) and value == known
+        return None if same else f"{where}.{name} was {known!r} when its rule was made"
+    replacement = name_of(value)
+    return None if replacement in _EQUIVALENT else f"{where}.{name} was replaced by {replacement}"
 
 
 def name_of(function: Any) -> str:
@@ -129,31 +143,32 @@ def remember(cls: type[nn.Module], places: Places | None = None) -> None:
     KNOWN[cls] = places_of(cls) if places is None else places
 
 
-def places_of(cls: type[nn.Module], *methods: str) -> Places:
+def places_of(cls: type[nn.Module], *methods: str, copied: bool = False) -> Places:
     """Return what the forward of ``cls`` is made of: itself, its file's functions, those of ``F``.
 
-    Functions that the forward's own functions call are not looked for, classes of modules are.
+    Values of the file count as well, methods of the class, and what the functions that are called
+    are made of, as far as they belong to the same library.
 
     Args:
         cls: the class.
         *methods: further methods that count, in addition to ``forward``.
+        copied: whether what runs in their place has their code: it reads the values of the file and
+            calls other methods and functions as the original does, so that these may change.
+
+    Raises:
+        UnsupportedError: code of the class has other globals than those of a module.
     """
-    places: dict[CodePlace, None] = {}
+    reading = _Reading(follows=not copied)
     for name in dict.fromkeys(("forward", *methods)):
-        method = getattr(cls, name)
-        places[CodePlace(cls, name, _known(method, _root(cls)))] = None
-        places.update(dict.fromkeys(_used(inspect.unwrap(method))))
-    return tuple(places)
+        reading.add_method(cls, name)
+    return tuple(reading.places.values())
 
 
 def global_function(module_name: str, name: str) -> Places:
     """Return the place of a function of a module, and those of what it is made of."""
-    module = sys.modules[module_name]
-    function = getattr(module, name)
-    return (
-        CodePlace(module, name, _known(function, _root(module))),
-        *_used(inspect.unwrap(function)),
-    )
+    module, reading = sys.modules[module_name], _Reading(follows=True)
+    reading.add(module, name, getattr(module, name))
+    return tuple(reading.places.values())
 
 
 def functions(*names: str) -> Places:
@@ -161,18 +176,73 @@ def functions(*names: str) -> Places:
     return tuple(_function(name) for name in names)
 
 
-def _used(function: Any) -> Iterator[CodePlace]:
-    names = list(names_in(function.__code__))
-    if "functional" in names or function.__globals__.get("F") is F:
-        yield from functions(*(name for name in names if inspect.isroutine(vars(F).get(name))))
-    module = sys.modules[function.__globals__["__name__"]]
-    for name in names:
-        value = vars(module).get(name)
-        if inspect.isclass(value) and issubclass(value, nn.Module):
-            yield CodePlace(module, name, value)
-            yield from places_of(value)
-        elif callable(value) and not inspect.isclass(value):
-            yield CodePlace(module, name, _known(value, _root(module)))
+class _Reading:
+    """Collects the places of methods and functions.
+
+    Torch's own files are constant but for their functions.
+    """
+
+    def __init__(self, *, follows: bool) -> None:
+        self.places: dict[tuple[int, str], CodePlace] = {}
+        self._follows = follows
+
+    def add_method(self, cls: type[nn.Module], name: str) -> None:
+        """Add a method of a class, with what it is made of."""
+        method = getattr(cls, name)
+        if self._adds(cls, name, _known(method, _root(cls))):
+            self._add_code(cls, inspect.unwrap(method))
+
+    def add(self, module: ModuleType, name: str, value: Any) -> None:
+        """Add a global of a module, with what it is made of."""
+        follows = self._follows and _root(module) != "torch"
+        if inspect.isclass(value):
+            is_layer = issubclass(value, nn.Module)
+            if (is_layer or follows) and self._adds(module, name, value) and is_layer:
+                self.add_method(value, "forward")
+        elif callable(value):
+            function = inspect.unwrap(value)
+            is_new = self._adds(module, name, _known(value, _root(module)))
+            if is_new and follows and _root_of(function) == _root(module):
+                self._add_code(nn.Module, function)
+            elif is_new and follows and isinstance(value, nn.Module):  # an activation
+                for attribute in vars(value).keys() & set(names_in(_code_of(type(value).forward))):
+                    self._adds(value, attribute, vars(value)[attribute])
+        elif follows:
+            self._adds(module, name, value)
+
+    def _adds(self, owner: Any, name: str, known: Any) -> bool:
+        """Add a place, and return whether it is a new one."""
+        place = CodePlace(owner, name, known)
+        return self.places.setdefault((id(owner), name), place) is place
+
+    def _add_code(self, cls: type[nn.Module], function: Any) -> None:
+        """Add what a function is made of; ``cls`` has the methods that it names."""
+        names = list(names_in(function.__code__))
+        module = sys.modules.get(function.__globals__.get("__name__", ""))
+        if module is None or vars(module) is not function.__globals__:
+            raise UnsupportedError(f"{function.__qualname__} is code of no module")
+        values = {name: vars(module)[name] for name in names if name in vars(module)}
+        if "functional" in names or any(value is F for value in values.values()):
+            for place in functions(*(n for n in names if inspect.isroutine(vars(F).get(n)))):
+                self._adds(*place)
+        if _root(module) != "torch":
+            for name in ("__code__", *_DEFAULTS):
+                if getattr(function, name) is not None:
+                    self._adds(function, name, getattr(function, name))
+        for name, value in values.items():
+            self.add(module, name, value)
+        for name in names if self._follows else ():
+            method: Any = own_attribute(cls, name)
+            if isinstance(method, FunctionType):
+                self.add_method(cls, name)
+            elif isinstance(method, property) and self._adds(cls, name, method):
+                getter: Any = method.fget
+                self._add_code(cls, inspect.unwrap(getter))
+
+
+def _code_of(function: Any) -> CodeType:
+    code: CodeType = inspect.unwrap(function).__code__
+    return code
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -187,6 +257,19 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from with_inner(constant)
+
+
+def global_names(code: CodeType) -> set[str]:
+    """Return the names of globals that ``code`` and the code inside it read."""
+    return {step.argval for part in with_inner(code) for step in _steps(part) if _is_global(step)}
+
+
+def _steps(code: CodeType) -> list[dis.Instruction]:
+    return [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
+
+
+def _is_global(step: dis.Instruction) -> bool:
+    return step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 def with_globals(
@@ -206,42 +289,55 @@ def with_globals(
     return copy
 
 
-def namespace(module_name: str, user: str) -> dict[str, Any]:
-    """Return the globals for code of a file in which some functions are replaced.
+def with_others(function: Any, others: dict[str, Any], user: str) -> FunctionType | None:
+    """Return a function of the same code that reads others in the place of some globals.
 
-    They are those of a module of their own, which torch.compile looks for under its name. Several
-    rules change code of one file, one the attention and another the loss, and the code of both
-    reads ``F``: neither may read that of the other.
+    The others are globals of the same file under further names, so that the code finds all else in
+    its file with the values of the time of the call, and assigns to globals there.
 
     Args:
-        module_name: holds the patched classes of the file.
-        user: the module of the rule.
-    """
-    name = f"{module_name}.__{user.rpartition('.')[2]}__"
-    if name not in sys.modules:
-        module = sys.modules[name] = ModuleType(name)
-        vars(module)["__builtins__"] = vars(sys.modules[module_name])["__builtins__"]
-    return vars(sys.modules[name])
+        function: the function, maybe one that decorators wrap, which are copied then.
+        others: name of a global -> what stands for it.
+        user: the module of the rule; several of them change code of one file.
 
-
-def with_inner_globals(function: Any, namespace: dict[str, Any]) -> FunctionType | None:
-    """Return ``with_globals`` of a function that decorators wrap, in copies of these decorators.
-
-    ``None`` if one of them does not hold what it wraps as one value of its closure.
+    Returns:
+        ``None`` if a decorator does not hold what it wraps as one value of its closure, or if the
+        code reads an attribute of the name of such a global.
     """
     wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is None:
-        return with_globals(function, namespace)
-    cells = list(function.__closure__ or ())
-    holds = [i for i, cell in enumerate(cells) if _contents(cell) is wrapped]
-    inner = with_inner_globals(wrapped, namespace) if len(holds) == 1 else None
-    if inner is None:
+    if wrapped is not None:
+        cells = list(function.__closure__ or ())
+        holds = [i for i, cell in enumerate(cells) if _contents(cell) is wrapped]
+        inner = with_others(wrapped, others, user) if len(holds) == 1 else None
+        if inner is None:
+            return None
+        cells[holds[0]] = CellType(inner)
+        copy = with_globals(function, function.__globals__, tuple(cells))
+        vars(copy).update(vars(function))
+        copy.__wrapped__ = inner  # type: ignore[attr-defined]
+        return copy
+    names = {name: f"__fusedops_{user.rpartition('.')[2]}_{name}__" for name in others}
+    code = _renamed(function.__code__, names)
+    if code is None:
         return None
-    cells[holds[0]] = CellType(inner)
-    copy = with_globals(function, function.__globals__, tuple(cells))
-    vars(copy).update(vars(function))
-    copy.__wrapped__ = inner  # type: ignore[attr-defined]
+    function.__globals__.update({names[name]: other for name, other in others.items()})
+    copy = with_globals(function, function.__globals__)
+    copy.__code__ = code
     return copy
+
+
+def _renamed(code: CodeType, names: dict[str, str]) -> CodeType | None:
+    """Return code with other names of globals; ``None`` if one is that of an attribute as well."""
+    if any(step.argval in names and not _is_global(step) for step in _steps(code)):
+        if any(step.argval in names and _is_global(step) for step in _steps(code)):
+            return None
+        names = {}
+    constants = [
+        _renamed(constant, names) if isinstance(constant, CodeType) else constant
+        for constant in code.co_consts
+    ]
+    renamed = tuple(names.get(name, name) for name in code.co_names)
+    return code.replace(co_names=renamed, co_consts=tuple(constants))
 
 
 def _contents(cell: CellType) -> Any:
@@ -261,84 +357,67 @@ def own_methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
     return methods
 
 
-def globals_read(function: FunctionType) -> dict[str, Any]:
-    """Return the globals that a function may read: an attribute may have the name of one."""
-    names = {name for name in names_in(function.__code__) if not name.startswith("__")}
-    return {key: function.__globals__[key] for key in names & function.__globals__.keys()}
-
-
 def methods_with(
-    cls: type[nn.Module],
-    module_name: str,
-    calls: set[str],
-    replacement: Callable[[Any], Any],
+    cls: type[nn.Module], calls: set[str], replacement: Callable[[Any], Any]
 ) -> dict[str, FunctionType]:
     """Return the methods of a class that call some functions, with others in their place.
 
     Args:
         cls: the class.
-        module_name: holds the patched class, with its ``namespace`` for this replacement.
         calls: names of these functions.
         replacement: returns what stands for a global, or ``None``.
     """
-    ours = namespace(module_name, replacement.__module__)
     methods = {}
     for name, method in own_methods(cls).items():
         takes_input = len(inspect.signature(inspect.unwrap(method)).parameters) > 1
-        changed = with_other(method, ours, calls, replacement) if takes_input else None
+        changed = with_other(method, calls, replacement) if takes_input else None
         if changed is not None:
             methods[name] = changed
     return methods
 
 
 def with_other(
-    function: Any, ours: dict[str, Any], calls: set[str], replacement: Callable[[Any], Any]
+    function: Any, calls: set[str], replacement: Callable[[Any], Any]
 ) -> FunctionType | None:
     """Return a function of the same code that calls others instead of some, or ``None``.
 
     Args:
         function: the function, maybe one that decorators wrap.
-        ours: the globals that it reads; what it reads in its own module is put there.
         calls: names of the functions to replace.
         replacement: returns what stands for a global, or ``None``.
     """
     code: Any = inspect.unwrap(function)
-    names = set(names_in(code.__code__))
-    read = globals_read(code)
-    replaced_by = {key: replacement(value) for key, value in read.items()}
-    if not names & calls or set(replaced_by.values()) <= {None}:
+    if calls.isdisjoint(names_in(code.__code__)):
         return None
-    changed = with_inner_globals(function, ours)
-    if changed is not None:
-        ours.update({k: v if replaced_by[k] is None else replaced_by[k] for k, v in read.items()})
-    return changed
+    read = global_names(code.__code__) & code.__globals__.keys()
+    replaced_by = {name: replacement(code.__globals__[name]) for name in read}
+    others = {name: other for name, other in replaced_by.items() if other is not None}
+    return with_others(function, others, replacement.__module__) if others else None
 
 
 def copies_of_torch(
     name: str, of_nn: dict[str, Any], of_functional: dict[str, Any]
 ) -> tuple[ModuleType, ...]:
-    """Return copies of ``torch``, ``torch.nn`` and ``torch.nn.functional`` that differ in values.
+    """Return modules that are ``torch``, ``torch.nn`` and its ``functional`` but for some values.
 
     Args:
         name: of the module that uses them.
         of_nn: what differs in ``torch.nn``.
         of_functional: what differs in ``torch.nn.functional``.
     """
-    copies = tuple(copy_of_module(module, name) for module in (torch, nn, F))
-    vars(copies[0])["nn"], vars(copies[1])["functional"] = copies[1:]
-    vars(copies[1]).update(of_nn)
-    vars(copies[2]).update(of_functional)
-    return copies
+    functional = copy_of_module(F, name, of_functional)
+    of_torch = copy_of_module(nn, name, {"functional": functional, **of_nn})
+    return copy_of_module(torch, name, {"nn": of_torch}), of_torch, functional
 
 
-def copy_of_module(module: ModuleType, name: str) -> ModuleType:
-    """Return a module with the same contents, which is imported under the name of its user.
+def copy_of_module(module: ModuleType, name: str, others: dict[str, Any]) -> ModuleType:
+    """Return a module that has ``others``, and all else of a module as that has it at the time.
 
-    torch.compile imports a function's module by the name in its globals.
+    It can be imported under the name of its user, as torch.compile does.
     """
     name_of_copy = f"{name}.{module.__name__}"
     copy = sys.modules[name_of_copy] = ModuleType(name_of_copy, module.__doc__)
-    vars(copy).update({key: value for key, value in vars(module).items() if key != "__name__"})
+    vars(copy).update(others, __getattr__=functools.partial(getattr, module))
     return copy
 
 
@@ -365,3 +444,10 @@ def _root(owner: Any) -> str:
     """Return the name of the package that ``owner``, a class or a module, belongs to."""
     name = owner.__module__ if inspect.isclass(owner) else owner.__name__
     return name.partition(".")[0]
+
+
+def _root_of(function: Any) -> str | None:
+    """Return the name of the package that a function belongs to; ``None`` if it has no code."""
+    if not isinstance(function, FunctionType):
+        return None
+    return str(function.__globals__.get("__name__", "")).partition(".")[0]

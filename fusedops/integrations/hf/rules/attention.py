@@ -326,9 +326,7 @@ def attention_rule(
         rotary: whether its ``apply_rotary_pos_emb`` is Llama's or GPT-NeoX's: pairs are halves.
         half_tables: as in ``forward_with_rotary``.
     """
-    forward = (
-        forward_with_rotary(original, module_name, half_tables=half_tables) if rotary else None
-    )
+    forward = forward_with_rotary(original, half_tables=half_tables) if rotary else None
     methods = {} if forward is None else {"forward": forward}
     known = Implementations.of(original, eager=eager)
     return PatchRule(

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf import patched
+from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import (
     functions,
-    globals_read,
-    namespace,
     replaced,
     with_globals,
     with_other,
@@ -50,15 +48,14 @@ def processor_rule(original: type[nn.Module], module_name: str) -> PatchRule | N
     code = _calling_fused(forward.__code__)
     if code is None:
         return None
-    ours = namespace(module_name, "calls_of_processors")
-    ours.update(globals_read(forward))
-    fused = with_globals(forward, ours)
+    fused = with_globals(forward, forward.__globals__)
     fused.__code__ = code
     return PatchRule(
         original,
         subclass(original, _Caller, module_name, forward=fused),
         ("attention",),
         "O3",
+        copies_code=True,
         obstacle=_obstacle,
         applies=lambda module: callable(getattr(module, _ATTRIBUTE, None)),
         note=lambda module: f"the attention that its {type(module.processor).__name__} calls",
@@ -127,7 +124,7 @@ class _Caller(nn.Module):
         return processor if fused is None or replaced(_PLACES) else fused(processor)
 
 
-_CLASSES: dict[type, tuple[Any, type | None]] = {}
+_CLASSES: ClassTable[tuple[Any, type | None]] = ClassTable("processor")
 
 
 def _fused_class(cls: type) -> type | None:
@@ -143,8 +140,7 @@ def _fused_class(cls: type) -> type | None:
 def _made(cls: type, call: Any) -> type | None:
     if not isinstance(call, FunctionType):
         return None
-    ours = namespace(patched.module_of(call), __name__)
-    fused = with_other(call, ours, {ATTENTION, _DISPATCH}, _replacement)
+    fused = with_other(call, {ATTENTION, _DISPATCH}, _replacement)
     if fused is None:
         return None
 
@@ -176,8 +172,7 @@ def _dispatch() -> Any:
     names = ("_active_backend", "_checks_enabled", "_backends")
     if stock is None or not all(hasattr(registry, name) for name in names):
         return None
-    ours = namespace(patched.module_of(stock), __name__)
-    native = with_other(stock, ours, {ATTENTION}, fused_in_torch)
+    native = with_other(stock, {ATTENTION}, fused_in_torch)
     if native is None:
         return None
 

@@ -1,9 +1,8 @@
 """Attention of modules whose own code calls ``F.scaled_dot_product_attention``.
 
 Replacing the function in torch would change every model of the process. Instead the methods of the
-patched class that call it have the same code with other globals: those of the module that holds the
-class, where ``F``, ``nn`` and ``torch`` are copies of torch's modules that differ in this function,
-and in ``multi_head_attention_forward``, which calls it.
+patched class that call it have the same code, for which ``F``, ``nn`` and ``torch`` are modules
+that differ from torch's in this function and in ``multi_head_attention_forward``, which calls it.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ def functional_attention_rule(original: type[nn.Module], module_name: str) -> Pa
 
     Args:
         original: the class.
-        module_name: holds the patched class, and the globals that its code reads.
+        module_name: holds the patched class.
     """
-    methods = original_code.methods_with(
-        original, module_name, {ATTENTION, _MULTI_HEAD}, fused_in_torch
-    )
+    methods = original_code.methods_with(original, {ATTENTION, _MULTI_HEAD}, fused_in_torch)
     if not methods:
         return None
     return PatchRule(
@@ -42,6 +39,7 @@ def functional_attention_rule(original: type[nn.Module], module_name: str) -> Pa
         ("attention",),
         "O3",
         methods=tuple(methods),
+        copies_code=True,
         note=_note,
     )
 
@@ -74,10 +72,14 @@ def _attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any
 @functools.cache
 def _copies() -> tuple[Any, ...]:
     """Return ``torch``, ``torch.nn``, its ``functional`` and that function, with the fused one."""
-    copies = original_code.copies_of_torch(__name__, of_nn={}, of_functional={ATTENTION: _attend})
-    functional = vars(copies[2])
-    functional[_MULTI_HEAD] = original_code.with_globals(F.multi_head_attention_forward, functional)
+    of_functional: dict[str, Any] = {ATTENTION: _attend, _MULTI_HEAD: _multi_head_forward()}
+    copies = original_code.copies_of_torch(__name__, of_nn={}, of_functional=of_functional)
     return *copies, _attend
+
+
+def _multi_head_forward() -> Any:
+    theirs, others = F.multi_head_attention_forward, {ATTENTION: _attend}
+    return original_code.with_others(theirs, others, __name__) or theirs
 
 
 def multi_head_attention(*args: Any, **options: Any) -> torch.Tensor:
@@ -143,9 +145,7 @@ def _is_plain(module: Any, query: torch.Tensor) -> bool:
 
 def _multi_head_rule() -> PatchRule:
     original, module_name = nn.MultiheadAttention, patched.module_of(nn.MultiheadAttention)
-    methods = original_code.methods_with(
-        original, module_name, {ATTENTION, _MULTI_HEAD}, fused_in_torch
-    )
+    methods = original_code.methods_with(original, {ATTENTION, _MULTI_HEAD}, fused_in_torch)
     return PatchRule(
         original,
         subclass(original, _MultiHead, module_name, general_forward=methods["forward"]),

@@ -2,9 +2,9 @@
 
 It is a function of the family's file that the attention's ``forward`` calls by its global name.
 Replacing it there would change every model of the process, and rewriting the forward would
-tie it to one version of transformers. Instead the patched class gets the same code with other
-globals: those of the module that holds the class, where the name stands for the fused op. The
-rule sees to it that the original runs where one of the names means something else by now.
+tie it to one version of transformers. Instead the patched class gets the same code, for which the
+name stands for the fused op. The rule sees to it that the original runs where one of the names
+means something else by now.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.original_code import names_in, namespace, with_inner_globals
+from fusedops.integrations.hf.original_code import names_in, with_others
 from fusedops.integrations.hf.renamed_arguments import only_renames
 from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.rotary_embedding import rotary_embedding
@@ -28,13 +28,12 @@ _INTERLEAVED = "apply_rotary_pos_emb_interleave"
 
 
 def forward_with_rotary(
-    original: type[nn.Module], module_name: str, *, half_tables: bool = False
+    original: type[nn.Module], *, half_tables: bool = False
 ) -> FunctionType | None:
     """Return ``original.forward`` with the fused op for its ``apply_rotary_pos_emb``.
 
     Args:
         original: an attention class.
-        module_name: name of the module that will hold the patched class.
         half_tables: whether its cosines and sines hold each angle once (GPT-OSS), not twice.
 
     Returns:
@@ -46,12 +45,11 @@ def forward_with_rotary(
     names = set(names_in(forward.__code__))
     if _NAME not in names:
         return None
-    ours, theirs = namespace(module_name, __name__), forward.__globals__
-    ours.update({name: theirs[name] for name in names & theirs.keys()})
-    ours[_NAME] = _fused(theirs[_NAME], _whole_tables if half_tables else _as_given)
+    theirs = forward.__globals__
+    others = {_NAME: _fused(theirs[_NAME], _whole_tables if half_tables else _as_given)}
     if _INTERLEAVED in names:
-        ours[_INTERLEAVED] = _fused(theirs[_INTERLEAVED], _deinterleaved)
-    return with_inner_globals(original.forward, ours)
+        others[_INTERLEAVED] = _fused(theirs[_INTERLEAVED], _deinterleaved)
+    return with_others(original.forward, others, __name__)
 
 
 def _fused(original: Callable[..., Any], prepared: Callable[..., Any]) -> Callable[..., Any]:

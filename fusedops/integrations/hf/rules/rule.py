@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,6 +76,8 @@ class PatchRule:
     # Whether the original runs where an instance has an obstacle, or where the ops have no kernels
     # for the first argument; otherwise ``methods`` find that out themselves
     guarded: bool = False
+    # Whether these have the code of ``original`` with a few other globals
+    copies_code: bool = False
     # What these methods of ``original`` are made of, read when the rule is made
     places: Places = field(init=False)
     # Makes the rule for a class with the same methods, of class and module name; see ``copyable``
@@ -85,7 +87,7 @@ class PatchRule:
     def __post_init__(self) -> None:
         """Let the patched class know its rule, and ask first whether the original is as it was."""
         patched, original = self.patched, self.original
-        places = places_of(original, *self.methods)
+        places = places_of(original, *self.methods, copied=self.copies_code)
         remember(original, places)
         remember(patched, places)
         setattr(patched, "fused_rule", self)  # noqa: B010 (nn.Module has no such attribute)
@@ -198,8 +200,7 @@ def subclass(
     Args:
         original: the class.
         forward: a class with the fused forward, whose ``super().forward`` will be the original's.
-        module_name: name of the module of which the new class becomes a global: pickling looks
-            there.
+        module_name: name of the module in which pickling finds the new class.
         **attributes: of the class.
     """
     method = forward.forward
@@ -210,11 +211,13 @@ def subclass(
         "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
     }
     patched = type(original.__name__, (forward, original), body)
-    setattr(sys.modules[module_name], original.__name__, patched)
+    module = sys.modules[module_name]
+    if "__getattr__" not in vars(module):  # else it finds the class by the rule of the original
+        setattr(module, original.__name__, patched)
     return patched
 
 
-def bypass_obstacle(name: str, child: Any, classes: Iterable[type]) -> str | None:
+def bypass_obstacle(name: str, child: Any, classes: Container[type]) -> str | None:
     """Return why the work of ``child`` must not be done without calling it, or ``None``.
 
     Args:

@@ -1,7 +1,7 @@
 """Attention that a module's own code writes out: matmul, scale, mask, softmax, dropout, matmul.
 
-The methods that contain such products keep their code and get other globals, in which ``torch`` is
-a copy whose products of matrices may be deferred (``deferred_scores.py``). All else is torch's: it
+The methods that contain such products keep their code, for which ``torch`` is a module whose
+products of matrices may be deferred (``deferred_scores.py``). All else is torch's: it
 finds the deferred scores by ``__torch_function__``, wherever the code hands them. The copies defer
 nothing by themselves. The patched class's ``forward`` opens a scope for one call, so that its
 methods are torch's whenever anything else calls them: torch.compile, export, tracing, and calls
@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf import original_code
+from fusedops.integrations.hf.class_table import weakly_cached
 from fusedops.integrations.hf.renamed_arguments import only_renames
 from fusedops.integrations.hf.rules import matrix_products
 from fusedops.integrations.hf.rules.deferred_scores import (
@@ -103,10 +104,10 @@ def written_attention_rule(original: type[nn.Module], module_name: str) -> Patch
     if not _writes_attention(methods, forward):
         return None
     names = [name for name, method in methods.items() if _has_products(method) and _takes(method)]
-    deferring = {name: _with_deferral(methods[name], module_name) for name in names}
+    deferring = {name: _with_deferral(methods[name]) for name in names}
     run = deferring.get("forward", forward)
     if run is forward and _reads(forward, _EAGER):
-        run = _with_deferral(forward, module_name)
+        run = _with_deferral(forward)
     outcome = Outcome()
     patched_methods = {**deferring, "forward": _forward(original, run, outcome)}
     return PatchRule(
@@ -117,6 +118,7 @@ def written_attention_rule(original: type[nn.Module], module_name: str) -> Patch
         obstacle=partial(_obstacle, outcome=outcome, asks_registry=_reads(forward, _EAGER)),
         note=partial(_note, outcome=outcome),
         methods=("forward", *(name for name in names if name != "forward")),
+        copies_code=True,
     )
 
 
@@ -230,7 +232,7 @@ def _opaque_child(module: nn.Module) -> str | None:
     return None
 
 
-@functools.cache
+@weakly_cached
 def _calls_function(cls: Any) -> bool:
     """Return whether a class's own forward applies an ``autograd.Function``."""
     forwards = (vars(base).get("forward") for base in cls.__mro__)
@@ -267,7 +269,7 @@ def _has_products(function: FunctionType) -> bool:
     return _num_products(function) > 0
 
 
-@functools.cache
+@weakly_cached
 def _num_products(function: FunctionType) -> int:
     """Return how many products of matrices are in code that calls torch's functions for some.
 
@@ -278,28 +280,31 @@ def _num_products(function: FunctionType) -> int:
     code: Any = inspect.unwrap(function)
     steps = list(dis.get_instructions(code))
     names = Counter(step.argval for step in steps)
-    operators = sum(step.opname == "BINARY_OP" and step.argrepr == "@" for step in steps)
+    operators = sum(
+        step.opname == "BINARY_MATRIX_MULTIPLY"  # until Python 3.10
+        or (step.opname == "BINARY_OP" and step.argrepr == "@")
+        for step in steps
+    )
     values = [code.__globals__.get(name) for name in code.__code__.co_names]
     if not any(value is known for value in values for known in (torch, *_PRODUCTS.values())):
         return 0
     return operators + sum(names[name] for name in _PRODUCTS)
 
 
-def _with_deferral(function: FunctionType, module_name: str) -> FunctionType:
+def _with_deferral(function: FunctionType) -> FunctionType:
     """Return a function of the same code whose products may be deferred."""
-    namespace = original_code.namespace(module_name, __name__)
     code: Any = inspect.unwrap(function)
-    theirs = code.__globals__
-    for name in set(original_code.names_in(code.__code__)) & theirs.keys():
-        value = theirs[name]
+    theirs, others = code.__globals__, {}
+    for name in original_code.global_names(code.__code__) & theirs.keys():
+        value = others[name] = theirs[name]
         if value is torch:
-            value = _copy_of_torch()
+            others[name] = _copy_of_torch()
         elif name == _EAGER and isinstance(value, FunctionType) and _has_products(value):
-            value = _with_deferral(value, module_name)
+            others[name] = _with_deferral(value)
         elif isinstance(value, _CALLABLE):
-            value = _deferred_function(value)
-        namespace[name] = value
-    return original_code.with_inner_globals(function, namespace) or function
+            others[name] = _deferred_function(value)
+    others = {name: other for name, other in others.items() if other is not theirs[name]}
+    return original_code.with_others(function, others, __name__) or function
 
 
 def _deferred_function(value: Any) -> Any:
@@ -372,11 +377,8 @@ _DEFERRED |= {
 @functools.cache
 def _copy_of_torch() -> ModuleType:
     """Return a copy of ``torch`` whose products may be deferred."""
-    name = f"{__name__}.torch"
-    copy = sys.modules[name] = ModuleType(name, torch.__doc__)
-    vars(copy).update({key: value for key, value in vars(torch).items() if key != "__name__"})
-    vars(copy).update({function.__name__: deferred for function, deferred in _DEFERRED.items()})
-    return copy
+    others = {function.__name__: deferred for function, deferred in _DEFERRED.items()}
+    return original_code.copy_of_module(torch, __name__, others)
 
 
 def _obstacle(module: Any, outcome: Outcome, *, asks_registry: bool) -> str | None:

@@ -1,8 +1,8 @@
 """The rule for models that compute a cross-entropy in their own forward.
 
 BART, T5, BERT and most home-made models end with torch's cross-entropy of all logits, where nothing
-could be replaced on its own. The patched class's methods that name it have the same code with other
-globals, in which ``CrossEntropyLoss`` and ``cross_entropy`` are the fused op's.
+could be replaced on its own. The patched class's methods that name it have the same code, for which
+``CrossEntropyLoss`` and ``cross_entropy`` are the fused op's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def written_loss_rule(original: type[nn.Module], module_name: str) -> PatchRule 
 
     Args:
         original: the class.
-        module_name: holds the patched class, and the globals that its code reads.
+        module_name: holds the patched class.
     """
-    methods = original_code.methods_with(original, module_name, _NAMES, _replacement)
+    methods = original_code.methods_with(original, _NAMES, _replacement)
     if not methods:
         return None
     return PatchRule(
@@ -42,6 +42,7 @@ def written_loss_rule(original: type[nn.Module], module_name: str) -> PatchRule 
         "O2",
         applies=_has_vocabulary,
         methods=tuple(methods),
+        copies_code=True,
         note=lambda module: "the cross-entropy in its own code: no softmax of the logits in memory",
     )
 
