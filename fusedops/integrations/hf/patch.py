@@ -278,6 +278,8 @@ def _report(model: nn.Module, level: str) -> PatchReport:
         elif module in uncalled:
             reason = _ONLY_READ.format(uncalled[module])
             entries.append(ModuleReport(name, type(module).__name__, False, reason=reason))
+        elif (refusal := tables.refusal_of_class(type(module))) is not None:
+            entries.append(ModuleReport(name, type(module).__name__, False, reason=refusal))
         elif (original := _rule_for(module, rules)) is not None and original.applies(module):
             entries.append(_entry_of_refused(name, module, original, level))
         elif not any(True for _ in module.children()) and not isinstance(module, nn.Identity):

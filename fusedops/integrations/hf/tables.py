@@ -14,14 +14,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import sys
 from typing import Any
 
 from torch import nn
 
 from fusedops.integrations.hf import families, patched
+from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.families import FAMILIES
-from fusedops.integrations.hf.original_code import names_in, with_inner
+from fusedops.integrations.hf.original_code import name_of, names_in, with_inner
 from fusedops.integrations.hf.rules.rule import PatchRule
 from fusedops.integrations.hf.same_code import operations, same_function, same_methods
 
@@ -35,7 +37,15 @@ _TABLES = {
     "fusedops.integrations.megatron.rules": "megatron.core.transformer.mlp",
 }
 
-_BY_CODE: dict[type, PatchRule | None] = {}
+_LOG = logging.getLogger("fusedops")
+
+# The rule of a class without a table, or why there is none although there might be.
+_BY_CODE: ClassTable[PatchRule | str | None] = ClassTable("rule")
+
+# The newest Python whose bytecode the rules know how to read.
+_NEWEST_PYTHON = (3, 14)
+# Where classes come from that may do something for each class that is derived from them.
+_BASES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
 
 
 def rules() -> dict[type, PatchRule]:
@@ -66,6 +76,25 @@ def rule_of_class(cls: type) -> PatchRule | None:
     if not _has_own_code(cls):
         return None
     if cls not in _BY_CODE:
+        _BY_CODE[cls] = _made(cls, ruled)
+    rule = _BY_CODE[cls]
+    return rule if isinstance(rule, PatchRule) else None
+
+
+def refusal_of_class(cls: type) -> str | None:
+    """Return why ``rule_of_class`` made no rule of a class whose code it did not read."""
+    refusal = _BY_CODE.get(cls)
+    return refusal if isinstance(refusal, str) else None
+
+
+def _made(cls: type, ruled: dict[type, PatchRule]) -> PatchRule | str | None:
+    """Return the rule of a class without a table, or the reason why none could be made."""
+    if sys.version_info[:2] > _NEWEST_PYTHON:
+        return "its code is that of a later Python than the rules know"
+    makes = _makes_of_each_class(cls)
+    if makes is not None:
+        return f"{makes} acts for each class that is derived from it"
+    try:
         rule = None
         # One that is derived from a class with a rule was made to differ.
         if "transformers.modeling_utils" in sys.modules and ruled.keys().isdisjoint(cls.__mro__):
@@ -75,8 +104,20 @@ def rule_of_class(cls: type) -> PatchRule | None:
                 or _of_registry(cls)
                 or _of_experts_registry(cls)
             )
-        _BY_CODE[cls] = rule or _of_own_code(cls)
-    return _BY_CODE[cls]
+        return rule or _of_own_code(cls)
+    except Exception as error:  # a class may do anything where it is looked at
+        reason = f"its code could not be read: {type(error).__name__}: {error}"
+        _LOG.warning("fusedops.patch: %s is not replaced: %s", name_of(cls), reason)
+        return reason
+
+
+def _makes_of_each_class(cls: type) -> str | None:
+    """Return whose code runs when a class is derived from ``cls``: registries of users."""
+    bases = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
+    for base in (type(cls), *bases):
+        if base.__module__.partition(".")[0] not in _BASES:
+            return base.__name__
+    return None
 
 
 def _has_own_code(cls: type) -> bool:

@@ -40,7 +40,7 @@ class _Finder(MetaPathFinder, Loader):
         vars(module)["__builtins__"] = vars(builtins)  # code with these globals looks there
 
         def patched_class(name: str) -> Any:
-            if not name.startswith("_"):
+            if not name.startswith("__"):
                 original = getattr(importlib.import_module(source), name, None)
                 rule = tables().rule_of_class(original) if isinstance(original, type) else None
                 if rule is not None:

@@ -1,0 +1,238 @@
+"""``patch`` takes any class: it is replaced or left alone, with a reason, and never kept alive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+import weakref
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from patch_testing import assert_close
+from torch import nn
+from written_modules import written
+
+import fusedops
+from fusedops.integrations.hf import tables
+from fusedops.integrations.hf.same_code import same_methods
+
+_LAYER = """
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+"""
+_ATTENDS = "F.scaled_dot_product_attention(x, x, x)"
+FEED_FORWARD = f"""{_LAYER}
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+"""
+
+CODES = {
+    "names itself": f"""
+class Layer(nn.Module):
+    {_LAYER}
+    @staticmethod
+    def split(x):
+        return x
+    def forward(self, x):
+        assert isinstance(self, Layer)
+        return Layer.split(self.down(self.up({_ATTENDS})))
+""",
+    "super of itself": f"""
+class Layer(nn.Module):
+    {_LAYER}
+    def extra_repr(self):
+        return super(Layer, self).extra_repr()
+    def forward(self, x):
+        super(Layer, self).extra_repr()
+        return {_ATTENDS}
+""",
+    "two that name one another": f"""
+class Other(nn.Module):
+    def forward(self, x):
+        return x if isinstance(x, Layer) else {_ATTENDS}
+
+class Layer(nn.Module):
+    {_LAYER}
+    def forward(self, x):
+        return x if isinstance(x, Other) else {_ATTENDS}
+""",
+    "keyword of subclasses": f"""
+class Base(nn.Module):
+    def __init_subclass__(cls, *, tag):
+        super().__init_subclass__()
+
+class Layer(Base, tag="layer"):
+    {FEED_FORWARD}
+""",
+    "metaclass": f"""
+class Meta(type):
+    def __new__(meta, name, bases, body, *, tag):
+        return super().__new__(meta, name, bases, body)
+    def __init__(cls, name, bases, body, *, tag):
+        super().__init__(name, bases, body)
+
+class Layer(nn.Module, metaclass=Meta, tag="layer"):
+    {FEED_FORWARD}
+""",
+    "method made by exec": f"""
+class Layer(nn.Module):
+    {_LAYER}
+    exec("def forward(self, x): return {_ATTENDS}", {{"F": F}}, locals())
+""",
+    "forward that is no function": f"""
+import functools
+
+class Forward:
+    def __call__(self, x):
+        return {_ATTENDS}
+
+class Layer(nn.Module):
+    {_LAYER}
+    forward = Forward()
+""",
+    "global without a hash": f"""
+class Odd(list):
+    __hash__ = None
+    def __call__(self, x):
+        return x
+
+ODD = Odd()
+class Layer(nn.Module):
+    {_LAYER}
+    def forward(self, x):
+        return self.down(F.silu(self.up(ODD(x))))
+""",
+    "class that refuses attributes": f"""
+class Meta(type):
+    def __setattr__(cls, name, value):
+        raise TypeError("frozen")
+
+class Layer(nn.Module, metaclass=Meta):
+    {FEED_FORWARD}
+""",
+    "not importable": f"""
+class Layer(nn.Module):
+    {FEED_FORWARD}
+
+Layer.__name__ = "Local"
+""",
+    "underscore": f"""
+class _Layer(nn.Module):
+    {FEED_FORWARD}
+
+Layer = _Layer
+""",
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("name", CODES)
+def test_a_class_is_replaced_or_left_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, level: str
+) -> None:
+    module = written(monkeypatch, CODES[name])
+    stock = nn.Sequential(module.Layer())
+    rows = torch.linspace(-1, 1, 64).view(2, 4, 8)
+    model = copy.deepcopy(stock)
+    fusedops.patch(model, level=level)
+    assert_close(model(rows), stock(rows))
+    if name != "not importable":  # pickling is by the name of the class
+        assert_close(pickle.loads(pickle.dumps(model))(rows), stock(rows))
+
+
+def test_a_registry_of_classes_does_not_see_the_patched_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = f"""
+class Base(nn.Module):
+    classes = []
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        Base.classes.append(cls)
+
+class Layer(Base):
+    {FEED_FORWARD}
+"""
+    module = written(monkeypatch, source)
+    report = fusedops.patch(nn.Sequential(module.Layer()))
+    assert module.Base.classes == [module.Layer]
+    assert report["0"].reason == "Base acts for each class that is derived from it"
+
+
+def test_an_error_while_a_class_is_read_is_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(cls: type, name: str) -> None:
+        raise ZeroDivisionError("odd")
+
+    by_code = sys.modules["fusedops.integrations.hf.rules.by_code"]
+    monkeypatch.setattr(by_code, "rule_by_code", fails)
+    module = written(monkeypatch, f"class Layer(nn.Module):\n    {FEED_FORWARD}")
+    for _ in range(2):
+        report = fusedops.patch(nn.Sequential(module.Layer()))
+        assert report["0"].reason == "its code could not be read: ZeroDivisionError: odd"
+    assert len(caplog.records) == 1
+
+
+def test_code_of_a_later_python_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_NEWEST_PYTHON", (3, 9))
+    module = written(monkeypatch, f"class Layer(nn.Module):\n    {FEED_FORWARD}")
+    report = fusedops.patch(nn.Sequential(module.Layer()))
+    assert report["0"].reason == "its code is that of a later Python than the rules know"
+
+
+def test_code_without_a_table_of_handlers_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.10 has none."""
+
+    class Code:
+        def __init__(self, code: CodeType) -> None:
+            self._code = code
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "co_exceptiontable":
+                raise AttributeError(name)
+            return getattr(self._code, name)
+
+    same_code = sys.modules["fusedops.integrations.hf.same_code"]
+    frame = same_code._frame(Code(same_methods.__code__))
+    assert frame[:4] == same_code._frame(same_methods.__code__)[:4]
+
+
+def test_classes_with_more_bases_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+class Mixin:
+    pass
+class Kind(nn.Module):
+    pass
+class Layer(nn.Module):
+    def forward(self, x):
+        return Kind()
+"""
+    one, other = (written(monkeypatch, source) for _ in range(2))
+    assert same_methods(one.Layer, other.Layer, "forward")
+    other.Kind = type("Kind", (nn.Module, other.Mixin), {"__module__": other.__name__})
+    one.Kind = type("Kind", (nn.Module,), {"__module__": one.__name__})
+    assert not same_methods(one.Layer, other.Layer, "forward")
+
+
+@pytest.mark.parametrize("unpatches", [True, False], ids=["unpatched", "deleted"])
+@pytest.mark.parametrize("name", CODES)
+def test_a_class_is_collected(
+    monkeypatch: pytest.MonkeyPatch, name: str, *, unpatches: bool
+) -> None:
+    with monkeypatch.context() as context:
+        cls = written(context, CODES[name]).Layer
+        model = nn.Sequential(cls())
+        fusedops.patch(model, level="O3")
+        model(torch.zeros(2, 4, 8))
+        if unpatches:
+            fusedops.unpatch(model)
+    alive = weakref.ref(cls)
+    del model, cls
+    gc.collect()
+    assert alive() is None
