@@ -167,8 +167,18 @@ def seed() -> None:
         triton_interpreter_strict.restart()
 
 
-@pytest.fixture(autouse=True)
+# Tests of these folders that need the own products ask for them.
+_SHIPPED_DISPATCH = ("integrations", "clients")
+
+
+@pytest.fixture
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let patched linear layers of all dtypes be fused: in float32 the processor decides."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     monkeypatch.setattr(torch_modules, "_SERVED", dtypes)
+
+
+@pytest.fixture(autouse=True)
+def own_products_elsewhere(request: pytest.FixtureRequest) -> None:
+    if request.path.parent.name not in _SHIPPED_DISPATCH:
+        request.getfixturevalue("own_products")

@@ -23,10 +23,10 @@ from torch import nn
 import fusedops
 from fusedops._core import dtypes
 from fusedops.integrations import describe
-from fusedops.integrations.hf.rules import torch_modules
+from fusedops.integrations.hf.rules.torch_modules import torchs_product_is_faster
 
-# Linear layers of all dtypes are fused in these tests: in float32 the processor decides.
-torch_modules._SERVED = (torch.float32, torch.bfloat16, torch.float16)
+# Ops with a product: on some processors torch's product of float32 runs in their place.
+PRODUCTS = ("linear_act", "linear_glu", "mlp")
 
 STEPS = 10
 BATCH = 4
@@ -130,6 +130,8 @@ class Trial:
         for found, theirs, truth in zip(patched, stock, exact, strict=True):
             assert_same(found.trained, theirs.trained, truth.trained, self.dtype)
             for op, per_backward in self.ops.items():
+                if op in PRODUCTS and torchs_product_is_faster(torch.empty(0, dtype=self.dtype)):
+                    continue
                 wanted, ran = per_backward * self.backwards, found.calls[op + self.suffix]
                 assert ran == wanted, f"{op} ran {ran} times, not {wanted}: {found.calls}"
         return Outcome(self.family, processes, patched[0].calls, patched[0].aside)

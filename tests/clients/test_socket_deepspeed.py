@@ -20,6 +20,8 @@ import deepspeed
 
 from fusedops.integrations import deepspeed as socket
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 RANKS = 2
 STEPS = 10
 STAGES = (0, 1, 2, 3)

@@ -19,6 +19,8 @@ import lightning.pytorch as lightning
 
 from fusedops.integrations.lightning import FusedOps
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 STEPS = 10
 
 

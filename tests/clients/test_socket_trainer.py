@@ -21,6 +21,8 @@ import transformers
 from fusedops.integrations.accelerate import prepare
 from fusedops.integrations.trainer import FusedOpsCallback, use_fused_kernels
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 STEPS = 10
 
 

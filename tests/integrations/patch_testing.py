@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import fusedops
 from fusedops._core import dtypes
-from fusedops.integrations.hf.tables import _TABLES
+from fusedops.integrations.hf.families import FAMILIES
+from fusedops.integrations.hf.rules.rule import PatchRule
+from fusedops.integrations.hf.tables import _TABLES, _rules_of_family
 
 Loss = Callable[[nn.Module], torch.Tensor]
 
@@ -124,8 +126,14 @@ def train(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
 
-def installed_rules() -> Iterator[Any]:
-    """Yield the rules of the tables whose library is installed."""
-    for table, needed in _TABLES.items():
-        if importlib.util.find_spec(needed.partition(".")[0]) is not None:
-            yield from importlib.import_module(table).RULES
+TABLES = (*_TABLES, *FAMILIES)
+
+
+def rules_of(table: str) -> tuple[PatchRule, ...]:
+    """Return the rules of a table, or of a family of transformers, if its library is installed."""
+    if table in FAMILIES:
+        pytest.importorskip(f"transformers.models.{table}.modeling_{table}")
+        return _rules_of_family(table)
+    pytest.importorskip(_TABLES[table])
+    rules: tuple[PatchRule, ...] = importlib.import_module(table).RULES
+    return rules

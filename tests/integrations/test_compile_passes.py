@@ -146,6 +146,7 @@ REPLACED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, int]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.usefixtures("own_products")
 def test_what_is_replaced_has_the_same_values(name: str, dtype: torch.dtype) -> None:
     function, counts = REPLACED[name]
     fused, passes = compiled(function)
@@ -287,6 +288,7 @@ def test_autocast_around_all_of_it() -> None:
     torch.testing.assert_close(result, function(X), atol=0.05, rtol=0.05)
 
 
+@pytest.mark.usefixtures("own_products")
 def test_bodies_of_checkpointing_are_rewritten() -> None:
     fused, passes = compiled(lambda x: checkpoint(mlp, x, F.gelu, use_reentrant=False))
     x, other = X.clone().requires_grad_(), X.clone().requires_grad_()
@@ -296,6 +298,7 @@ def test_bodies_of_checkpointing_are_rewritten() -> None:
     torch.testing.assert_close(x.grad, other.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("own_products")
 def test_one_graph_serves_all_sizes() -> None:
     fused, passes = compiled(lambda x: glu(rms(x, SCALE)))
     for rows in (3, 5, 8):
@@ -322,6 +325,7 @@ def test_tensors_of_another_class_are_left() -> None:
     assert not passes.counts
 
 
+@pytest.mark.usefixtures("own_products")
 def test_inductor_calls_them_and_keeps_the_code(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))

@@ -131,6 +131,7 @@ def loss(module: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @each_module
+@pytest.mark.usefixtures("own_products")
 def test_training_matches_stock(name: str, autocast: bool) -> None:
     patched, stock = pair(name)
     with counted() as calls:

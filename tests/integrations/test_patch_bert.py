@@ -29,6 +29,7 @@ def test_training_matches_stock(level: str, autocast: bool) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "quick_gelu", "relu", "silu"])
+@pytest.mark.usefixtures("own_products")
 def test_every_known_activation(activation: str, autocast: bool) -> None:
     patched, stock = BERT.pair(hidden_act=activation)
     entries = describe(patched)
@@ -50,6 +51,7 @@ def test_unknown_activation_is_kept_and_reported() -> None:
     assert_same_training(patched, stock, loss)
 
 
+@pytest.mark.usefixtures("own_products")
 def test_which_ops_run() -> None:
     patched, _ = BERT.pair()
     with counted() as calls:
@@ -64,6 +66,7 @@ def test_which_ops_run() -> None:
     assert calls == expected | {f"{op}_backward": count for op, count in expected.items()}
 
 
+@pytest.mark.usefixtures("own_products")
 def test_classifier_with_pooler() -> None:
     patched, stock = replace(BERT, name="BertForSequenceClassification").pair()
     labels = torch.tensor([0, 1])

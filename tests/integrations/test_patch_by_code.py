@@ -45,6 +45,7 @@ def loss(module: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"norm no weight"}))
+@pytest.mark.usefixtures("own_products")
 def test_training_matches_stock(name: str, autocast: bool) -> None:
     patched, stock = patched_pair(module_of(name))
     assert type(patched) is not type(stock)
@@ -122,6 +123,7 @@ def test_an_attribute_may_be_none() -> None:
 
 
 @pytest.mark.parametrize("cls", [home_made.NanoGPTMLP, home_made.TimmMlp])
+@pytest.mark.usefixtures("own_products")
 def test_dropout_draws_what_stock_draws(cls: type[nn.Module]) -> None:
     torch.manual_seed(0)
     patched, stock = patched_pair(cls(0.5))
@@ -135,6 +137,7 @@ def test_dropout_draws_what_stock_draws(cls: type[nn.Module]) -> None:
     assert calls["mlp"] == 1
 
 
+@pytest.mark.usefixtures("own_products")
 def test_a_second_argument_is_added() -> None:
     patched, stock = patched_pair(home_made.ConvertedMLP())
     with counted() as calls:
@@ -147,6 +150,7 @@ def test_a_second_argument_is_added() -> None:
     assert calls["mlp"] == 2
 
 
+@pytest.mark.usefixtures("own_products")
 def test_what_stands_in_the_way_is_told() -> None:
     model = nn.ModuleDict({"a": home_made.TimmMlp(activation=nn.Mish), "b": home_made.TimmMlp()})
     model.b.fc2.register_forward_hook(lambda *args: None)

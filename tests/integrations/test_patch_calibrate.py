@@ -222,6 +222,7 @@ def test_under_autocast_that_is_what_is_measured() -> None:
     assert lower.endswith("machine, float32 under autocast to bfloat16, 1024x32")
 
 
+@pytest.mark.usefixtures("own_products")
 def test_a_block_that_loses_leaves_its_children_to_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -294,6 +295,7 @@ def test_time_is_not_kept_for_what_is_hopeless(monkeypatch: pytest.MonkeyPatch) 
     assert shares.take("layer") == pytest.approx(2.0)
 
 
+@pytest.mark.usefixtures("own_products")
 def test_what_would_take_too_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TimeShares, "expected", lambda self, size: 9.5 if size > 10**5 else 0.0)
     runs = []
@@ -401,6 +403,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("choice", ["measured", "all stock"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("own_products")
 def test_whatever_wins_the_model_trains_the_same(
     family: str, choice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

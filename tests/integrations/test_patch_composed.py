@@ -128,6 +128,7 @@ LAYERS: dict[type[nn.Module], str] = {
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("cls", LAYERS, ids=lambda cls: cls.__name__)
+@pytest.mark.usefixtures("own_products")
 def test_training_matches_stock(cls: type[nn.Module], autocast: bool) -> None:
     torch.manual_seed(0)
     patched, stock = patched_pair(cls())
@@ -164,6 +165,7 @@ def test_compiled_without_a_break() -> None:
         torch.testing.assert_close(compiled(rows()), stock(rows()))
 
 
+@pytest.mark.usefixtures("own_products")
 def test_a_slope_that_is_no_activation_of_ours_is_left_alone() -> None:
     assert type(patched_pair(OtherSlope())[0]) is OtherSlope
     for slope in (1.0, 1.702):
@@ -180,6 +182,7 @@ def test_a_slope_that_is_no_activation_of_ours_is_left_alone() -> None:
     assert calls["linear_glu"] == 0
 
 
+@pytest.mark.usefixtures("own_products")
 def test_an_unknown_activation_is_no_failure() -> None:
     module = GatedByModule()
     report = fusedops.patch(module)
@@ -307,6 +310,7 @@ class SquareLinear(nn.Linear):
         (SquareLinear, False, 0),
     ],
 )
+@pytest.mark.usefixtures("own_products")
 def test_a_class_derived_from_linear_is_known_by_its_code(
     cls: type[nn.Linear], bias: bool, count: int
 ) -> None:

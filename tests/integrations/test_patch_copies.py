@@ -81,6 +81,7 @@ def test_training_matches_stock(name: str, autocast: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.usefixtures("own_products")
 def test_ops_run_and_the_report_names_what_is_copied(name: str) -> None:
     model = _model(name)
     report = fusedops.patch(model)

@@ -46,6 +46,7 @@ def _patched() -> nn.Module:
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.usefixtures("own_products")
 def test_distributed_data_parallel() -> None:
     model = _patched()
     wrapped = DistributedDataParallel(model)
@@ -58,6 +59,7 @@ def test_distributed_data_parallel() -> None:
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("inner", ["blocks", "mlps"])
+@pytest.mark.usefixtures("own_products")
 def test_fully_shard(inner: str) -> None:
     model = _patched()
     mesh = init_device_mesh("cpu", (1,))

@@ -39,6 +39,7 @@ def test_norms_alone_match_stock(family: Family) -> None:
 
 
 @of_each_family
+@pytest.mark.usefixtures("own_products")
 def test_every_op_of_the_family_runs(family: Family) -> None:
     patched, _ = family.pair()
     with counted() as calls:
@@ -49,6 +50,7 @@ def test_every_op_of_the_family_runs(family: Family) -> None:
 
 
 @of_each_family
+@pytest.mark.usefixtures("own_products")
 def test_strict_accepts_the_family(family: Family) -> None:
     report = fusedops.patch(family.model(), strict=True)
     assert not report.failed
@@ -130,6 +132,7 @@ def test_pickles(family: Family) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("Gemma2", "eager"), ("Mixtral", None)])
+@pytest.mark.usefixtures("own_products")
 def test_compiles_into_one_graph_with_every_op(name: str, options: str | None) -> None:
     family = FAMILIES[name]
     patched, stock = family.pair(**({"attn_implementation": options} if options else {}))

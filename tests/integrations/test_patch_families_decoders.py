@@ -138,6 +138,7 @@ def test_opt_variants(before: bool) -> None:
     assert torch.equal(patched(IDS).logits, patched(IDS).logits)
 
 
+@pytest.mark.usefixtures("own_products")
 def test_opt_calls_the_feed_forward_children_that_have_hooks() -> None:
     patched, stock = DENSE["OPT"].pair()
     shapes: dict[nn.Module, torch.Size] = {}
@@ -181,6 +182,7 @@ class _Adapted(nn.Module):
         return self.base(x) * self.scale
 
 
+@pytest.mark.usefixtures("own_products")
 def test_adapted_projections_are_called_and_the_gate_is_still_one_op() -> None:
     patched, stock = DENSE["Llama"].pair()
     for model in (patched, stock):

@@ -31,6 +31,7 @@ def test_training_matches_stock(family: Family, autocast: bool) -> None:
 
 
 @of_each_family
+@pytest.mark.usefixtures("own_products")
 def test_every_op_of_the_family_runs(family: Family) -> None:
     patched, _ = family.pair()
     with counted() as calls:
@@ -40,6 +41,7 @@ def test_every_op_of_the_family_runs(family: Family) -> None:
 
 
 @of_each_family
+@pytest.mark.usefixtures("own_products")
 def test_strict_accepts_the_family_and_the_report_names_its_modules(family: Family) -> None:
     report = fusedops.patch(family.model(), strict=True)
     assert not report.failed
@@ -193,6 +195,7 @@ def test_t5_with_another_gate(gate: str, is_fused: bool) -> None:
     assert_same_training(patched, stock, family.loss)
 
 
+@pytest.mark.usefixtures("own_products")
 def test_whisper_in_training_calls_the_second_product_after_its_inner_dropout() -> None:
     family = FAMILIES["WhisperForConditionalGeneration"]
     patched, stock = family.pair(activation_dropout=1.0)

@@ -213,6 +213,7 @@ TYPES = {
 @pytest.mark.ci
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", TYPES)
+@pytest.mark.usefixtures("own_products")
 def test_training_matches_stock(name: str, autocast: bool) -> None:
     patched, stock = TYPES[name].pair()
     with counted() as calls:

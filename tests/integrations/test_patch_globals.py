@@ -280,6 +280,7 @@ SCALE = 1.0
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("own_products")
 def test_a_patched_module_follows_what_it_reads(
     monkeypatch: pytest.MonkeyPatch, name: str, level: str
 ) -> None:

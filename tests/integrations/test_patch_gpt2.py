@@ -79,6 +79,7 @@ def test_training_matches_stock(level: str, autocast: bool) -> None:
         "linear",
     ],
 )
+@pytest.mark.usefixtures("own_products")
 def test_every_known_activation(activation: str, autocast: bool) -> None:
     patched, stock = pair(activation_function=activation)
     assert describe(patched)["transformer.h.0.mlp"].op == "mlp"
@@ -88,6 +89,7 @@ def test_every_known_activation(activation: str, autocast: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", ["gelu_10", "tanh", "mish"])
+@pytest.mark.usefixtures("own_products")
 def test_unknown_activation_is_kept_and_reported(activation: str) -> None:
     stock = gpt2(activation_function=activation)
     patched = copy.deepcopy(stock)
@@ -109,6 +111,7 @@ def test_strict_names_what_cannot_be_replaced_and_leaves_the_model() -> None:
     fusedops.patch(gpt2(), strict=True)
 
 
+@pytest.mark.usefixtures("own_products")
 def test_which_ops_run() -> None:
     patched, _ = pair()
     with counted() as calls:
@@ -126,6 +129,7 @@ def test_which_ops_run() -> None:
     assert calls == expected | backward
 
 
+@pytest.mark.usefixtures("own_products")
 def test_report_tells_op_and_backend_of_every_module() -> None:
     report = fusedops.patch(gpt2())
     kept = {entry.name for entry in report.kept}
@@ -183,6 +187,7 @@ def test_embeddings_stay_tied_and_parameters_the_same_objects() -> None:
 
 
 @pytest.mark.parametrize("child", ["c_fc", "act", "c_proj"])
+@pytest.mark.usefixtures("own_products")
 def test_a_hook_inside_the_mlp_fires_and_the_mlp_steps_aside(child: str) -> None:
     patched, stock = pair()
     seen = {}
@@ -273,6 +278,7 @@ class _Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.usefixtures("own_products")
 def test_an_adapter_in_a_childs_place_is_called(when: str) -> None:
     patched, stock = gpt2(), gpt2()
     if when == "after":
@@ -339,6 +345,7 @@ def test_a_hook_on_attention_sees_its_output_after_dropout() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.usefixtures("own_products")
 def test_gradient_checkpointing_repeats_the_dropout(use_reentrant: bool) -> None:
     patched, _ = pair(dropout=0.5)
     whole = gradients(patched, loss)
@@ -353,6 +360,7 @@ def test_gradient_checkpointing_repeats_the_dropout(use_reentrant: bool) -> None
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1.0])
+@pytest.mark.usefixtures("own_products")
 def test_compiles_into_one_graph(dropout: float) -> None:
     patched, stock = pair(dropout=dropout)
     torch._dynamo.reset()

@@ -39,6 +39,7 @@ def batches() -> list[encode_minilm.Batch]:
 
 
 @needs_model
+@pytest.mark.usefixtures("own_products")
 def test_embeddings_are_those_of_stock(
     stock: nn.Module, batches: list[encode_minilm.Batch]
 ) -> None:

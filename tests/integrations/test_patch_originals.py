@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from patch_testing import assert_close, counted, installed_rules
+from patch_testing import TABLES, assert_close, counted, rules_of
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -58,6 +58,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("make", "owner", "name"), MODULES.values(), ids=MODULES)
+@pytest.mark.usefixtures("own_products")
 def test_torch_modules_step_aside(
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[], nn.Module],
@@ -84,14 +85,6 @@ def test_torch_modules_step_aside(
     assert calls
 
 
-def places() -> Iterator[Any]:
-    """Yield every rule of every family, with each place that it looks at."""
-    for rule in installed_rules():
-        for place in rule.places:
-            label = f"{rule.original.__name__}, {place.owner.__name__}.{place.name}"
-            yield pytest.param(rule, place, id=label)
-
-
 def other_value(known: Any) -> Any:
     """Return what may be put in the place of a function or value."""
     if isinstance(known, CodeType):
@@ -101,15 +94,20 @@ def other_value(known: Any) -> Any:
     return (lambda *args, **kwargs: None) if callable(known) else object()
 
 
-@pytest.mark.parametrize(("rule", "place"), places())
-def test_every_rule_asks_for_every_place(
-    monkeypatch: pytest.MonkeyPatch, rule: Any, place: original_code.CodePlace
-) -> None:
+@pytest.mark.parametrize("table", TABLES)
+def test_every_rule_asks_for_every_place(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
     """The original's method is called, whatever the patched class would do."""
-    assert original_code.replaced(rule.places) is None
-    monkeypatch.setattr(place.owner, place.name, other_value(place.known))
-    reason = original_code.replaced(rule.places)
-    assert reason is not None and f".{place.name} " in reason
+    for rule in rules_of(table):
+        assert original_code.replaced(rule.places) is None
+        for place in rule.places:
+            with monkeypatch.context() as patches:
+                patches.setattr(place.owner, place.name, other_value(place.known))
+                reason = original_code.replaced(rule.places)
+                assert reason is not None and f".{place.name} " in reason
+                _assert_the_original_is_called(patches, rule)
+
+
+def _assert_the_original_is_called(monkeypatch: pytest.MonkeyPatch, rule: PatchRule) -> None:
     instance, called = rule.patched.__new__(rule.patched), []
     nn.Module.__init__(instance)
     for method in rule.methods:

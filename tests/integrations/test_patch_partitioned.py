@@ -114,6 +114,7 @@ def test_patch_and_describe_know_the_shapes(name: str) -> None:
 
 @pytest.mark.parametrize("order", ["patched first", "partitioned first"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "OPT", "Mixtral", "GPT2", "BertForMaskedLM"])
+@pytest.mark.usefixtures("own_products")
 def test_training_where_hooks_gather(name: str, order: str) -> None:
     stock = gpt2() if name == "GPT2" else FAMILIES[name].model()
     total = getattr(FAMILIES.get(name), "loss", loss)

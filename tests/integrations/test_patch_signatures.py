@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from patch_testing import installed_rules
+from patch_testing import TABLES, rules_of
 from torch import nn
 
 from fusedops._core.checks import UnsupportedError
@@ -24,18 +24,17 @@ from fusedops.integrations.hf.rules import attention, experts, losses
 Calls = list[tuple[Any, ...]]
 
 
-def methods() -> Iterator[Any]:
-    """Yield every replaced method of every rule."""
-    for rule in installed_rules():
-        for name in rule.methods:
-            if rule.places:
-                yield pytest.param(rule, name, id=f"{rule.original.__name__}.{name}")
-
-
-@pytest.mark.parametrize(("rule", "name"), methods())
+@pytest.mark.parametrize("table", TABLES)
 def test_every_keyword_is_known_or_runs_the_original(
-    monkeypatch: pytest.MonkeyPatch, rule: Any, name: str
+    monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
+    for rule in rules_of(table):
+        for name in rule.methods if rule.places else ():
+            with monkeypatch.context() as patches:
+                _assert_keywords_are_known(patches, rule, name)
+
+
+def _assert_keywords_are_known(monkeypatch: pytest.MonkeyPatch, rule: PatchRule, name: str) -> None:
     theirs = inspect.signature(getattr(rule.original, name)).parameters
     ours = inspect.signature(getattr(rule.patched, name)).parameters
     instance, called = _instance_of(monkeypatch, rule, name)

@@ -64,6 +64,7 @@ def test_training_matches_stock(make: Callable[[], nn.Module], autocast: bool) -
         (lambda: nn.LayerNorm(32, elementwise_affine=False), {"layer_norm": 1}),
     ],
 )
+@pytest.mark.usefixtures("own_products")
 def test_which_ops_run(make: Callable[[], nn.Module], expected: dict[str, int]) -> None:
     model = make()
     fusedops.patch(model)
@@ -83,6 +84,7 @@ def test_a_linear_layer_alone_stays_with_torch_where_that_is_as_fast() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("own_products")
 def test_one_row_has_the_bits_that_it_has_in_a_batch(dtype: torch.dtype) -> None:
     """Decoding: weights come from memory there, and are read once, without being packed."""
     patched, stock = (model.to(dtype) for model in patched_pair(feed_forward(nn.Tanh())))
@@ -94,6 +96,7 @@ def test_one_row_has_the_bits_that_it_has_in_a_batch(dtype: torch.dtype) -> None
     assert torch.equal(found, patched(batch)[:1])
 
 
+@pytest.mark.usefixtures("own_products")
 def test_the_report_knows_what_runs_inside_a_sequence() -> None:
     model = nn.Sequential(nn.LayerNorm(48), *feed_forward(nn.GELU()), nn.GELU())
     report = fusedops.patch(model)
@@ -192,6 +195,7 @@ def test_shared_module_is_patched_once() -> None:
     assert calls == {"layer_norm": 2}
 
 
+@pytest.mark.usefixtures("own_products")
 def test_meta_model_is_patched_and_runs_when_materialised() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 8))
@@ -366,6 +370,7 @@ class _Shared(nn.Module):
         return self.caller(x) * self.inner.weight.sum()
 
 
+@pytest.mark.usefixtures("own_products")
 def test_layers_that_nobody_calls_are_not_reported_as_replaced() -> None:
     model = nn.Sequential(_Window(), nn.Linear(8, 8), _Shared())
     report = fusedops.patch(model)

@@ -82,6 +82,7 @@ FUSED: dict[str, Callable[[Call, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore")  # prototypes of torch, of which it warns
 @pytest.mark.parametrize("kind", [*ORIGINAL, *FUSED])
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+@pytest.mark.usefixtures("own_products")
 def test_torch_modules_do_what_the_stock_ones_do(make: Callable[[], nn.Module], kind: str) -> None:
     torch.manual_seed(0)
     run, rows, stock = (ORIGINAL | FUSED)[kind], torch.randn(4, 8), make()

@@ -152,6 +152,7 @@ def test_unpatch_under_mixed_precision_of_accelerate() -> None:
     reset(reset_partial_state=True)
 
 
+@pytest.mark.usefixtures("own_products")
 def test_a_forward_of_somebody_else_on_the_instance_is_reported() -> None:
     model = DENSE["Llama"].model()
     fusedops.patch(model)

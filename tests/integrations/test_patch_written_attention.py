@@ -55,6 +55,7 @@ def test_a_training_step_matches_stock(name: str) -> None:
     assert_same_training(patched, stock, step_of(name))
 
 
+@pytest.mark.usefixtures("own_products")
 def test_a_model_that_is_not_a_number_in_float64_matches_stock() -> None:
     patched, stock = pair_of("prophetnet")
     with counted() as calls:
