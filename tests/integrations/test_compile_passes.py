@@ -1,7 +1,11 @@
 """What ``compile_passes`` replaces in captured graphs, and what it leaves."""
 
+import ast
 import math
+import shutil
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
+from fusedops.integrations.graph import passes as graph_passes
 from fusedops.integrations.graph.passes import CompilePasses
+from fusedops.integrations.hf.rules import torch_modules
 
 W = torch.linspace(-1.5, 2.0, 16 * 24).reshape(24, 16).sin()
 V = torch.linspace(0.5, 3.0, 16 * 24).reshape(24, 16).cos()
@@ -342,6 +348,49 @@ def test_inductor_calls_them_and_keeps_the_code(tmp_path: Any, monkeypatch: Any)
         )
         assert hits["autograd_cache_hit"] - before == expected
     assert str(CompilePasses.__str__(fusedops.compile_passes())).startswith("CompilePasses: no")
+
+
+def test_the_cache_key_holds_every_source_that_decides(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = Path(fusedops.__file__).parent
+    for source in package.rglob("*.py"):
+        copied = tmp_path / source.relative_to(package)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copied)
+    monkeypatch.setattr(graph_passes, "_PACKAGE", tmp_path)
+
+    def key() -> str:
+        graph_passes._sources.cache_clear()
+        return graph_passes._GraphPass(("norm",), Counter()).uuid()
+
+    before, needed = key(), {path.relative_to(package) for path in imported(package)}
+    for source in sorted(needed):
+        text = (tmp_path / source).read_bytes()
+        (tmp_path / source).write_bytes(text + b"#")
+        assert key() != before, source
+        (tmp_path / source).write_bytes(text)
+    assert key() == before
+    monkeypatch.setattr(torch_modules, "_SERVED", ())
+    assert key() != before
+    monkeypatch.undo()
+    graph_passes._sources.cache_clear()
+
+
+def imported(package: Path) -> set[Path]:
+    """Return the sources of the package that its rewrites import, and those that these import."""
+    sources: set[Path] = set()
+    names = [graph_passes.__name__]
+    while names:
+        name = names.pop().removeprefix(f"{package.name}.").replace(".", "/")
+        files = (package / f"{name}.py", package / name / "__init__.py")
+        for file in set(filter(Path.exists, files)) - sources:
+            sources.add(file)
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fusedops"):
+                    names += [f"{node.module}.{alias.name}" for alias in node.names]
+                    names.append(str(node.module))
+    return sources
 
 
 def random_function(seed: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from fusedops._core import checks
 from fusedops.integrations.graph import functions, norms, products, rotary
 from fusedops.integrations.graph.match import Match, apply
 from fusedops.integrations.graph.reader import GraphReader, bodies, value_of
+from fusedops.integrations.hf.rules import torch_modules
 
 # In the order in which they are tried: larger parts first.
 _REWRITES: dict[str, Callable[[GraphReader, fx.Node], Match | None]] = {
@@ -97,10 +99,24 @@ class _GraphPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Return what identifies these rewrites in Inductor's caches."""
-        digest = hashlib.sha256(",".join(self._rewrites).encode())
-        for source in sorted(Path(__file__).parent.glob("*.py")):
-            digest.update(source.read_bytes())
-        return digest.hexdigest()
+        # Whether a product is rewritten is a matter of the processor.
+        chosen = f"{','.join(self._rewrites)} {torch_modules._SERVED} {_sources()}"
+        return hashlib.sha256(chosen.encode()).hexdigest()
+
+
+_PACKAGE = Path(__file__).parents[2]
+_PARTS = ("_core", "integrations", "kernels", "nn", "ops")
+# What decides about rewrites lies in these parts of the package; the first has its version.
+_DECIDING = ("__init__.py", *(f"{name}/**/*.py" for name in _PARTS))
+
+
+@functools.cache
+def _sources() -> str:
+    """Return what identifies the code that decides; 20 ms once."""
+    digest = hashlib.sha256()
+    for source in sorted(path for pattern in _DECIDING for path in _PACKAGE.glob(pattern)):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 def _write_as_linear(graph: fx.Graph) -> None:
