@@ -20,6 +20,7 @@ from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     copyable,
     global_hooks,
+    plain_weight,
     runs_here,
     subclass,
 )
@@ -34,7 +35,8 @@ class _LayerNorm(nn.Module):
         """Return the normalised and scaled input."""
         dtype = hidden_states.dtype
         # T5 has float32 statistics for float64 too, the op has not.
-        if not runs_here(hidden_states) or dtype != self.weight.dtype or dtype == torch.float64:
+        fits = plain_weight(self.weight) and dtype == self.weight.dtype != torch.float64
+        if not fits or not runs_here(hidden_states):
             return super().forward(hidden_states)
         shape, eps = self.weight.shape, self.variance_epsilon
         return rms_norm(hidden_states, shape, self.weight, eps, rounding="hf")

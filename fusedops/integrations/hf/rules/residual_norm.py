@@ -24,6 +24,7 @@ from fusedops.integrations.hf.rules.rule import (
     global_hooks,
     rule_of,
     subclass,
+    weight_obstacle,
 )
 from fusedops.integrations.hf.rules.torch_modules import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
@@ -52,7 +53,10 @@ def add_norm(
 
 def norm_obstacle(name: str, norm: Any) -> str | None:
     """Return why ``add_norm`` must not do the work of ``norm``, or ``None``."""
-    return bypass_obstacle(name, norm, _NORMS)
+    reason = bypass_obstacle(name, norm, _NORMS)
+    if reason is None and weight_obstacle(norm) is not None:
+        reason = f"{name}: {weight_obstacle(norm)}"
+    return reason
 
 
 def dropout_obstacle(name: str, dropout: Any) -> str | None:

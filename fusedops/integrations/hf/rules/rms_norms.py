@@ -17,6 +17,7 @@ from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
+    plain_weight,
     runs_here,
     subclass,
 )
@@ -93,6 +94,8 @@ def _fits(weight: torch.Tensor, dtype: torch.dtype) -> bool:
 
     They normalise in float32 whatever the input is, the op float64 in float64.
     """
+    if not plain_weight(weight):
+        return False
     if dtype in (torch.float16, torch.bfloat16):
         return weight.dtype in (dtype, torch.float32)
     return dtype == weight.dtype == torch.float32

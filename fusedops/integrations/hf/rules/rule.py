@@ -271,9 +271,10 @@ def on_known_device(tensor: torch.Tensor) -> bool:
 def runs_here(input: torch.Tensor) -> bool:
     """Return whether the ops have kernels for ``input``: its device, its kind of dtype, its layout.
 
-    Nested, sparse, MKLDNN, quantised, complex and integer tensors are torch's.
+    Nested, sparse, MKLDNN, quantised, complex and integer tensors are torch's, and those of classes
+    that override torch's functions.
     """
-    return (
+    return (plain_weight(input) or _has_torchs_functions(type(input))) and (
         (input.is_cpu or input.is_cuda or input.is_meta)
         and input.is_floating_point()
         and not input.is_nested
@@ -281,8 +282,14 @@ def runs_here(input: torch.Tensor) -> bool:
     )
 
 
+def _has_torchs_functions(kind: Any) -> bool:
+    """Return whether a subclass of tensors takes torch's functions as torch does."""
+    own = getattr(kind.__torch_function__, "__func__", None)
+    return own is torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
 def plain_weight(weight: torch.Tensor) -> bool:
-    """Return whether ``weight`` is stored as it seems: quantised ones override torch functions."""
+    """Return whether a tensor is stored as it seems: quantised ones override torch functions."""
     kind = type(weight)
     if kind is nn.Parameter or kind is torch.Tensor:
         return True
@@ -291,7 +298,7 @@ def plain_weight(weight: torch.Tensor) -> bool:
 
 def weight_obstacle(module: Any) -> str | None:
     """Return why the weight of ``module`` cannot be read directly, or ``None``."""
-    if plain_weight(module.weight):
+    if module.weight is None or plain_weight(module.weight):
         return None
     return f"its weight is a {type(module.weight).__name__}"
 

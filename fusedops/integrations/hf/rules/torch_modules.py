@@ -108,7 +108,8 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised input."""
         # Of two dtypes torch makes a third way of computing it, with the sums of neither.
-        if not runs_here(x) or (self.weight is not None and self.weight.dtype != x.dtype):
+        fits = self.weight is None or (plain_weight(self.weight) and self.weight.dtype == x.dtype)
+        if not fits or not runs_here(x):
             return super().forward(x)
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
@@ -306,6 +307,7 @@ RULES = (
         ("layer_norm",),
         "O1",
         partial(_probe_norm, layer_norm),
+        weight_obstacle,
         guarded=True,
     ),
     PatchRule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", partial(_probe_norm, rms_norm)),
