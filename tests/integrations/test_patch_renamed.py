@@ -108,9 +108,8 @@ def test_the_new_name_is_known_by_place_and_by_keyword(home: str) -> None:
     assert known.positional == 4 and not known.foreign, "foreign ones run the original"
 
 
-@pytest.mark.usefixtures("own_products")
-def test_rotary_embedding_is_fused_under_the_decorator_of_the_old_name(home: str) -> None:
-    fused = forward_with_rotary(_Attention, home)
+def test_rotary_embedding_is_fused_under_the_decorator_of_the_old_name() -> None:
+    fused = forward_with_rotary(_Attention)
     assert fused is not None
     rows = _rows()
     expected = _Attention()(*rows)
@@ -121,7 +120,6 @@ def test_rotary_embedding_is_fused_under_the_decorator_of_the_old_name(home: str
     torch.testing.assert_close(actual[:2], expected[:2])
 
 
-@pytest.mark.usefixtures("own_products")
 def test_a_wrapper_of_somebody_else_stays_in_front() -> None:
     @functools.wraps(_Attention.forward)
     def logged(*args: Any, **kwargs: Any) -> Any:
@@ -129,4 +127,4 @@ def test_a_wrapper_of_somebody_else_stays_in_front() -> None:
 
     assert only_renames(_Attention.forward) and not only_renames(logged)
     other = type("_Attention", (nn.Module,), {"forward": logged})
-    assert forward_with_rotary(other, __name__) is None
+    assert forward_with_rotary(other) is None
