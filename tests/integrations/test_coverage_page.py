@@ -32,6 +32,5 @@ def test_a_row_says_how_each_rule_is_known(name: str, task: str, expected: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_products")
 def test_the_page_is_of_this_code() -> None:
     assert coverage_page.page() == coverage_page.PAGE.read_text()
