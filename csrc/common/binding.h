@@ -41,6 +41,12 @@ inline at::Tensor dense(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() && tensor->defined() ? tensor->contiguous() : at::Tensor();
 }
 
+// A gradient as the kernels read it: dense, of the dtype of the data; or undefined.
+inline at::Tensor gradient(const std::optional<at::Tensor>& grad, const at::Tensor& data) {
+  return grad.has_value() && grad->defined() ? grad->to(data.scalar_type()).contiguous()
+                                             : at::Tensor();
+}
+
 // Dropout with probability p from a dense seed tensor of this machine, or none.
 inline Dropout dropout_of(const at::Tensor& seed, double p) {
   TORCH_CHECK(seed.defined() || p == 0.0 || p == 1.0, "dropout with p = ", p, " needs a seed");

@@ -54,6 +54,15 @@ struct NormBackwardInputs {
   std::array<bool, 4> wanted;  // gradients of input, residual, weight and bias
 };
 
+// What was normalised, dense, as the kernels read it: in the dtype of the gradient where that has
+// more digits (float32 of half-precision rows, rounded before a float32 weight).
+inline at::Tensor normalized_of(const NormBackwardInputs& in) {
+  const bool given = in.grad_output.has_value() && in.grad_output->defined();
+  const auto type = in.normalized.scalar_type();
+  const bool wider = given && in.grad_output->element_size() > in.normalized.element_size();
+  return in.normalized.to(wider ? in.grad_output->scalar_type() : type).contiguous();
+}
+
 // The gradient of input is left out where it is that of residual (see Gradient.same).
 struct NormGradients {
   at::Tensor input;

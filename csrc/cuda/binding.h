@@ -39,12 +39,6 @@ inline Type align_parameters(const at::Tensor& data, at::Tensor& weight, at::Ten
   return type_of(weight.defined() ? weight : bias.defined() ? bias : data);
 }
 
-// A gradient as the kernels read it: dense, of the dtype of the data; or undefined.
-inline at::Tensor gradient(const std::optional<at::Tensor>& grad, const at::Tensor& data) {
-  return grad.has_value() && grad->defined() ? grad->to(data.scalar_type()).contiguous()
-                                             : at::Tensor();
-}
-
 // The part of a shape before the normalised dimensions.
 inline at::IntArrayRef leading_sizes(const at::Tensor& tensor, at::IntArrayRef normalized_shape) {
   return tensor.sizes().slice(0, tensor.dim() - normalized_shape.size());

@@ -69,7 +69,7 @@ NormResults run_norm(const NormInputs& in) {
 
 NormGradients run_norm_backward(const NormBackwardInputs& in) {
   const c10::cuda::CUDAGuard guard(in.normalized.device());
-  const auto x = in.normalized.contiguous();
+  const auto x = normalized_of(in);
   const auto dy = gradient(in.grad_output, x);
   const auto ds = gradient(in.grad_summed, x);
   const auto seed_dense = dense(in.seed);
@@ -77,9 +77,10 @@ NormGradients run_norm_backward(const NormBackwardInputs& in) {
   auto w = dense(in.weight);
   at::Tensor no_bias;
   const auto parameter_type = align_parameters(x, w, no_bias);
-  const auto parameter = x.options().dtype(w.defined() ? w.scalar_type() : x.scalar_type());
+  const auto dtype = in.normalized.scalar_type();
+  const auto parameter = x.options().dtype(w.defined() ? w.scalar_type() : dtype);
   // As wanted_gradients() in fusedops/ops/_residual.py: not what is the same, not what is nothing.
-  const bool same = in.wanted[1] && dropout.threshold == 0 && in.input_dtype == x.scalar_type();
+  const bool same = in.wanted[1] && dropout.threshold == 0 && in.input_dtype == dtype;
   NormGradients grads;
   if (in.wanted[0] && !same) grads.input = at::empty(x.sizes(), x.options().dtype(in.input_dtype));
   if (in.wanted[1]) grads.residual = at::empty(x.sizes(), x.options());
@@ -122,6 +123,7 @@ NormGradients run_norm_backward(const NormBackwardInputs& in) {
   const bool adds = in.wanted[1] || ds.defined() || dropout.threshold != 0 ||
                     in.input_dtype != x.scalar_type() || !dy.defined();
   C10_CUDA_CHECK(adds ? add_norm_backward(arguments, stream) : norm_backward(arguments, stream));
+  if (grads.residual.defined()) grads.residual = grads.residual.to(dtype);
   return grads;
 }
 

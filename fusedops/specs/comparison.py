@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,11 @@ def fresh(sample: Sample, dtype: torch.dtype | None = None) -> Sample:
 
 
 def incoming(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Return the incoming gradients: the same values for every backend and dtype."""
+    """Return the incoming gradients: the same for every backend, with all digits of the output."""
     generator = torch.Generator().manual_seed(7)
     return [
-        torch.randn(output.shape, generator=generator).bfloat16().to(output) for output in outputs
+        torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+        for output in outputs
     ]
 
 
@@ -58,6 +59,7 @@ def run(
     function: Callable[..., Any],
     sample: Sample,
     incoming: Callable[[tuple[torch.Tensor, ...]], list[torch.Tensor]] = incoming,
+    rounded_to: Sequence[torch.dtype] | None = None,
 ) -> ComparisonResult:
     """Call ``function`` on the sample and differentiate all outputs with respect to all leaves.
 
@@ -67,11 +69,16 @@ def run(
         function: the op, or what it is compared with.
         sample: the call.
         incoming: gives the incoming gradients of the floating outputs.
+        rounded_to: the dtypes that incoming gradients are rounded to first, for a call that is
+            compared with one whose outputs have these dtypes.
     """
     seed_generators(11)
     outputs = tensors_in(function(*sample.args, **sample.kwargs))
     leaves, wide = sample.leaves, floating(outputs)
-    pairs = [pair for pair in zip(wide, incoming(wide), strict=True) if pair[0].requires_grad]
+    given = incoming(wide)
+    if rounded_to is not None:
+        given = [grad.to(dtype).to(grad) for grad, dtype in zip(given, rounded_to, strict=True)]
+    pairs = [pair for pair in zip(wide, given, strict=True) if pair[0].requires_grad]
     grads: tuple[torch.Tensor, ...] = ()
     if leaves:
         differentiable, given = zip(*pairs, strict=True)
@@ -79,17 +86,27 @@ def run(
     return ComparisonResult([output.detach() for output in outputs], list(grads))
 
 
+def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
+    """Return the dtypes of the floating outputs of a call."""
+    with torch.no_grad():
+        outputs = _on_reference(spec.op, *sample.args, **sample.kwargs)
+    return [output.dtype for output in floating(outputs)]
+
+
 def truth(spec: Spec, sample: Sample) -> ComparisonResult:
     """Run the sample in float64: eager torch, or the reference for a random call."""
-    return baseline(spec, fresh(sample, torch.float64))
+    return baseline(spec, fresh(sample, torch.float64), output_dtypes(spec, sample))
 
 
-def baseline(spec: Spec, sample: Sample) -> ComparisonResult:
-    """Run the sample in eager torch in its own dtype; a random call on the reference."""
-    if not sample.random:
-        return run(spec.eager, sample)
-    with backends.use_backend("torch"):
-        return run(spec.op, sample)
+def baseline(
+    spec: Spec, sample: Sample, rounded_to: Sequence[torch.dtype] | None = None
+) -> ComparisonResult:
+    """Run the sample in eager torch in its own dtype; a random call on the reference.
+
+    ``rounded_to`` has the dtypes of the incoming gradients, where outputs do not have them.
+    """
+    function = functools.partial(_on_reference, spec.op) if sample.random else spec.eager
+    return run(function, sample, rounded_to=rounded_to)
 
 
 def difference_from_truth(actual: ComparisonResult, spec: Spec, sample: Sample) -> str | None:
@@ -124,8 +141,9 @@ def difference_of_mixture(spec: Spec, sample: Sample, *, loose: bool = False) ->
     got = run(spec.op, sample)
     with backends.use_backend("torch"):
         reference = run(spec.op, fresh(sample))
+    given = [output.dtype for output in floating(reference.outputs)]
     try:
-        least = baseline(spec, fresh(sample, sample.least_dtype))
+        least = baseline(spec, fresh(sample, sample.least_dtype), given)
     except TypeError:  # some tensor must have the dtype that it has
         least = reference
     base = ComparisonResult(
@@ -201,9 +219,10 @@ def differences_where_not_finite(
     functions = spec.non_finite or (spec.eager,)
     if sample.random:
         functions = (functools.partial(_on_reference, spec.op),)
+    given = output_dtypes(spec, sample)
     pairs = [
         (
-            run(function, fresh(sample, torch.float64), incoming),
+            run(function, fresh(sample, torch.float64), incoming, given),
             run(function, fresh(sample), incoming),
         )
         for function in functions

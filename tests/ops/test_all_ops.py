@@ -143,7 +143,7 @@ def test_second_derivatives_in_float16_are_those_of_float64(spec: Spec) -> None:
     def twice(call: Sample) -> list[torch.Tensor]:
         seed_generators(11)
         outputs = floating(spec.op(*call.args, **call.kwargs))
-        given = [each.requires_grad_() for each in incoming(outputs)]
+        given = [each.half().to(each).requires_grad_() for each in incoming(outputs)]
         grads = torch.autograd.grad(outputs, call.leaves, given, create_graph=True)
         total = sum(grad.double().square().sum() for grad in grads)
         return list(torch.autograd.grad(total, [*call.leaves, *given], allow_unused=True))

@@ -53,18 +53,18 @@ NormResults run_norm(const NormInputs& in) {
 }
 
 NormGradients run_norm_backward(const NormBackwardInputs& in) {
-  const auto x = in.normalized.contiguous();
-  auto dy = dense(in.grad_output);
-  if (dy.defined()) dy = dy.to(x.scalar_type());
-  const auto ds = dense(in.grad_summed);
+  const auto x = normalized_of(in);
+  const auto dy = gradient(in.grad_output, x);
+  const auto ds = gradient(in.grad_summed, x);
   auto w = dense(in.weight);
   at::Tensor no_bias;
   const auto parameter_dtype = align_parameters(x, w, no_bias);
   const auto seed = dense(in.seed);
   const auto dropout = row_dropout_of(seed, in.dropout_p);
-  const auto parameter_options = x.options().dtype(w.defined() ? w.scalar_type() : x.scalar_type());
+  const auto dtype = in.normalized.scalar_type();
+  const auto parameter_options = x.options().dtype(w.defined() ? w.scalar_type() : dtype);
   NormGradients grads;
-  const bool differs = !in.wanted[1] || dropout.active() || in.input_dtype != x.scalar_type();
+  const bool differs = !in.wanted[1] || dropout.active() || in.input_dtype != dtype;
   if (in.wanted[0] && differs) {
     grads.input = at::empty(x.sizes(), x.options().dtype(in.input_dtype));
   }
@@ -105,6 +105,7 @@ NormGradients run_norm_backward(const NormBackwardInputs& in) {
         .parameter_dtype = parameter_dtype};
     FUSEDOPS_CALL_ISA(norm_backward, arguments);
   }
+  if (grads.residual.defined()) grads.residual = grads.residual.to(dtype);
   return grads;
 }
 
