@@ -252,7 +252,7 @@ def backward(
             assert total is not None
             only_input = (True, False, False)
             dx = bias_dropout_add.backward(total, None, seed, dropout_p, input_dtype, only_input)[0]
-            dx = total.clone() if dx is None else dx
+            dx = total.clone(memory_format=torch.contiguous_format) if dx is None else dx
         if not wants_residual:
             total = None
         elif grad_normed is None:

@@ -1,0 +1,150 @@
+"""Incoming gradients of every dtype and layout, of one output at a time, to one argument at a time.
+
+What a backward returns must be what its fake says, since Inductor reads memory by the fake's
+strides; and all digits of an incoming gradient count, whatever the dtype of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from covering import covering
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusedops
+from fusedops._core.generators import seed_generators
+from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs.comparison import floating, fresh, incoming, run
+from fusedops.specs.recorder import RecordOps
+
+CPU = torch.device("cpu")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def each_sample(backend: str, most: int, size: int, *marks: Any) -> Iterator[Any]:
+    """Yield samples in float32 that meet every option; those of most elements are left out."""
+    for spec in all_specs().values():
+        found = [each for each in spec.samples(CPU, torch.float32) if each.leaves]
+        small = [each for each in found if max(t.numel() for t in each.tensors) <= size]
+        chosen = covering(small or found[:1])[:most] if found else []
+        for sample in (each for each in found if each.name in chosen):
+            name = f"{backend}-{spec.name}-{sample.name}"
+            yield pytest.param(backend, spec, sample, id=name, marks=marks)
+
+
+each_run = pytest.mark.parametrize(
+    ("backend", "spec", "sample"),
+    [
+        *each_sample("cpp", 99, 10_000),
+        *each_sample("torch", 99, 10_000),
+        *each_sample("triton", 2, 500, pytest.mark.interpreter),
+    ],
+)
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values with the dims in memory in the reverse order."""
+    dims = tuple(reversed(range(tensor.dim())))
+    return tensor.permute(dims).contiguous().permute(dims)
+
+
+def with_gradients_of(sample: Sample, indices: set[int]) -> Sample:
+    """Return the call with only these of its leaves requiring a gradient."""
+    chosen = {id(leaf) for index, leaf in enumerate(sample.leaves) if index in indices}
+    return sample.map(lambda t: t.detach().clone().requires_grad_(id(t) in chosen))
+
+
+def subsets_of_leaves(sample: Sample) -> list[set[int]]:
+    """Return all leaves, each alone, and all but each."""
+    everything = set(range(len(sample.leaves)))
+    alone = [{index} for index in everything]
+    missing = [everything - only for only in alone]
+    return [subset for subset in (everything, *alone, *missing) if subset]
+
+
+def described(result: Any) -> list[Any]:
+    """Return shape, dtype and strides of each tensor; a dim of one element has no stride."""
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [
+        value
+        if value is None
+        else (
+            tuple(value.shape),
+            value.dtype,
+            [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+            if value.numel()
+            else [],
+        )
+        for value in results
+    ]
+
+
+@each_run
+def test_gradients_are_laid_out_as_the_fakes_say(backend: str, spec: Spec, sample: Sample) -> None:
+    for subset in subsets_of_leaves(sample):
+        call = with_gradients_of(sample, subset)
+        with fusedops.use_backend(backend):
+            outputs = floating(spec.op(*call.args, **call.kwargs))
+        for index, (output, grad) in enumerate(zip(outputs, incoming(outputs), strict=True)):
+            if not output.requires_grad:
+                continue
+            with RecordOps() as recorded, fusedops.use_backend(backend):
+                torch.autograd.grad(
+                    output, call.leaves, transposed(grad), retain_graph=True, allow_unused=True
+                )
+            for func, args in recorded.calls:
+                with torch.no_grad(), fusedops.use_backend(backend):
+                    result = func(*args)
+                with torch.no_grad(), FakeTensorMode() as mode:
+                    fake = func(
+                        *(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args)
+                    )
+                where = f"{func}, gradients of {subset}, incoming that of output {index}"
+                assert described(result) == described(fake), where
+
+
+def wide_outputs(spec: Spec, sample: Sample) -> Iterator[Sample]:
+    """Yield the call with some of its tensors in half precision, where an output is float32."""
+    tensors = [tensor for tensor in sample.tensors if tensor.is_floating_point()]
+    for half in HALF:
+        for kept in (None, *tensors):
+
+            def change(tensor: torch.Tensor, half=half, kept=kept) -> torch.Tensor:
+                if not tensor.is_floating_point() or tensor is kept:
+                    return tensor
+                return tensor.detach().to(half).requires_grad_(tensor.requires_grad)
+
+            call = sample.map(change)
+            try:
+                outputs = floating(spec.op(*call.args, **call.kwargs))
+            except TypeError:  # the op does not take such a mixture
+                continue
+            if any(out.dtype == torch.float32 and out.requires_grad for out in outputs):
+                yield call
+
+
+@each_run
+def test_all_digits_of_incoming_gradients_count(backend: str, spec: Spec, sample: Sample) -> None:
+    """Gradients that differ past half precision alone give different results, as the reference's.
+
+    Rounding an incoming float32 gradient to the dtype of the inputs would make them the same.
+    """
+
+    def differing(call: Sample, backend: str) -> list[bool]:
+        half = call.least_dtype
+        with fusedops.use_backend(backend):
+            exact = run(spec.op, fresh(call))
+            outputs = floating(exact.outputs)
+            rounded = run(spec.op, fresh(call), rounded_to=[half] * len(outputs))
+        return [not torch.equal(*pair) for pair in zip(exact.grads, rounded.grads, strict=True)]
+
+    for call in wide_outputs(spec, sample):
+        seed_generators(11)
+        mine, reference = differing(call, backend), differing(call, "torch")
+        for leaf, found, wanted in zip(call.leaves, mine, reference, strict=True):
+            # In half precision the result's own rounding may hide the difference.
+            assert found or not wanted or leaf.dtype != torch.float32, f"{leaf.dtype} {leaf.shape}"
+        assert any(mine) or not any(reference)
