@@ -144,11 +144,16 @@ def _reference(*args: Any) -> torch.Tensor:
     if quantized:
         data, scales = quantize(data)
         payload[:, scale_at : scale_at + 4] = scales.view(torch.uint8)
-    data = data.contiguous().view(torch.uint8)
+    data = _bytes_of(data)
     payload[:, : data.shape[1]] = data
-    payload[:, probs_at:ids_at] = probs.contiguous().view(torch.uint8)
-    payload[:, ids_at:scale_at] = ids.contiguous().view(torch.uint8)
+    payload[:, probs_at:ids_at] = _bytes_of(probs)
+    payload[:, ids_at:scale_at] = _bytes_of(ids)
     return torch.where(real[:, None], payload, 0)
+
+
+def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each row; a view needs the last stride to be 1 in a single column too."""
+    return rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 _OP = define_op(

@@ -1,0 +1,62 @@
+"""Results depend on the values of the operands alone: not on strides, not on what memory held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fusedops
+from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs.comparison import ComparisonResult, fresh, incoming, run
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def each_sample(*dtypes: torch.dtype) -> Any:
+    chosen = [
+        pytest.param(spec, sample, id=f"{spec.name}-{sample.name}-{str(dtype)[6:]}")
+        for spec in all_specs().values()
+        for dtype in dtypes
+        for sample in spec.samples(CPU, dtype)
+    ]
+    return pytest.mark.parametrize(("spec", "sample"), chosen)
+
+
+def assert_same_bits(got: ComparisonResult, want: ComparisonResult) -> None:
+    pairs = zip(got.outputs + got.grads, want.outputs + want.grads, strict=True)
+    for index, (mine, other) in enumerate(pairs):
+        assert torch.equal(bytes_of(mine), bytes_of(other)), f"result {index}"
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+
+
+def with_odd_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with strides that say nothing, those of dims of one element, changed."""
+    strides = [
+        stride if size > 1 else 3
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    odd = tensor.detach().clone().as_strided(tensor.shape, strides)
+    return odd.requires_grad_(tensor.requires_grad)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@each_sample(torch.float32)
+def test_strides_of_dims_of_one_element_say_nothing(
+    spec: Spec, sample: Sample, backend: str
+) -> None:
+    dense = fresh(sample).map(lambda t: t.detach().contiguous().requires_grad_(t.requires_grad))
+    if not any(1 in tensor.shape for tensor in dense.tensors):
+        pytest.skip("no dim of one element")
+    with fusedops.use_backend(backend):
+        odd = run(
+            spec.op,
+            dense.map(with_odd_strides),
+            lambda outputs: [with_odd_strides(grad) for grad in incoming(outputs)],
+        )
+        assert_same_bits(odd, run(spec.op, dense))
