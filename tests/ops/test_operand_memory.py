@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import deterministic
 
 import fusedops
+from fusedops._core.generators import seed_generators
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import ComparisonResult, fresh, incoming, run
 
@@ -60,3 +63,36 @@ def test_strides_of_dims_of_one_element_say_nothing(
             lambda outputs: [with_odd_strides(grad) for grad in incoming(outputs)],
         )
         assert_same_bits(odd, run(spec.op, dense))
+
+
+@pytest.fixture
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    """New tensors, and the kernels' workspaces, are full of NaN."""
+    assert deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@each_sample(*DTYPES)
+def test_nothing_is_read_that_was_not_written(
+    spec: Spec, sample: Sample, uninitialized_memory_is_nan: None
+) -> None:
+    with fusedops.use_backend("cpp"):
+        poisoned = run(spec.op, fresh(sample))
+        torch.use_deterministic_algorithms(False)
+        assert_same_bits(poisoned, run(spec.op, fresh(sample)))
+
+
+def test_blocks_of_queries_without_keys_read_nothing(uninitialized_memory_is_nan: None) -> None:
+    seed_generators(3)
+    query, key, value = (torch.randn(1, 2, rows, 16) for rows in (160, 56, 56))
+    sinks = torch.tensor([-104.0, 0.3], requires_grad=True)
+    with fusedops.use_backend("cpp"):
+        output, lse = fusedops.attention(
+            query, key, value, window=(0, 0), sinks=sinks, return_lse=True
+        )
+        (grad,) = torch.autograd.grad(lse[:, :, 56:].sum(), sinks)
+    assert torch.equal(lse[0, :, 56:], sinks.detach()[:, None].expand(2, 104))
+    assert torch.equal(output[:, :, 56:], torch.zeros(1, 2, 104, 16))
+    assert torch.equal(grad, torch.full((2,), 104.0))

@@ -2,8 +2,11 @@
 #include "workspace.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
+
+#include <ATen/Context.h>
 
 namespace fusedops {
 namespace {
@@ -23,6 +26,13 @@ struct Buffer {
 
 thread_local Buffer buffers[kSlots];
 
+// As torch fills the tensors of torch.empty: for tests that no kernel reads what it did not write.
+bool fills_uninitialized_memory() {
+  const auto& context = at::globalContext();
+  return C10_UNLIKELY(context.deterministicAlgorithms()) &&
+         context.deterministicFillUninitializedMemory();
+}
+
 }  // namespace
 
 void* workspace(Workspace slot, size_t bytes) {
@@ -36,6 +46,7 @@ void* workspace(Workspace slot, size_t bytes) {
     if (buffer.memory == nullptr) throw std::bad_alloc();
     buffer.bytes = rounded;
   }
+  if (fills_uninitialized_memory()) std::memset(buffer.memory.get(), 0xff, bytes);
   return buffer.memory.get();
 }
 

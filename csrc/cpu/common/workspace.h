@@ -12,7 +12,8 @@ namespace fusedops {
 enum class Workspace { packed_a, packed_b, panel_b, tiles, partial_sums, attention };
 
 // At least `bytes` bytes, 64-byte aligned, uninitialised, valid until this thread's next request
-// for the same `slot`. Throws std::bad_alloc.
+// for the same `slot`. Throws std::bad_alloc. Under torch.use_deterministic_algorithms with
+// torch.utils.deterministic.fill_uninitialized_memory the bytes are those of NaN.
 void* workspace(Workspace slot, size_t bytes);
 
 }  // namespace fusedops
