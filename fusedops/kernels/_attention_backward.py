@@ -113,6 +113,7 @@ def backward(
         shared = call.arguments() | call.strides("do", do)
         shared |= {"do_ptr": do, "lse_ptr": lse, "scale": call.scale}
         shared |= {"PARTS": lse_parts.numel() > 0}
+        shared |= {"ONE_KEY": call.one_key and grad_lse is None}
         shared |= {"parts_ptr": lse_parts.contiguous() if lse_parts.numel() else lse}
         arguments, sizes, options = blocks("queries", call, shared)
         num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])

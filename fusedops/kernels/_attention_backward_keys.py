@@ -27,6 +27,7 @@ from fusedops.kernels._attention_device import (
     stretch,
     within,
     without_nan,
+    without_rounding,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED
 
@@ -88,6 +89,7 @@ def keys_kernel(
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     PARTS: tl.constexpr,
+    ONE_KEY: tl.constexpr,
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -257,6 +259,11 @@ def keys_kernel(
                 else:
                     delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)
                 ds = p * (dp - delta[None, :])
+                if ONE_KEY:
+                    if PARTS:
+                        ds = without_rounding(ds, s - lse[None, :], (lse + top)[None, :])
+                    else:
+                        ds = without_rounding(ds, s - lse[None, :], lse[None, :])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)

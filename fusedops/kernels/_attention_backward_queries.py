@@ -31,6 +31,7 @@ from fusedops.kernels._attention_device import (
     stretch,
     within,
     without_nan,
+    without_rounding,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED
 
@@ -94,6 +95,7 @@ def queries_kernel(
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     PARTS: tl.constexpr,
+    ONE_KEY: tl.constexpr,
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -246,6 +248,8 @@ def queries_kernel(
                     exact += tl.sum(p * dp, 1)
                 if walk == 1:
                     ds = p * (dp - delta[:, None])
+                    if ONE_KEY:
+                        ds = without_rounding(ds, s - lse[:, None], (lse + top)[:, None])
                 if walk == 1 and WANTS_SCORES:
                     store = exists[:, None]
                     if part != 1:

@@ -314,3 +314,14 @@ def load_twice(pointers, exists):
     tile = tl.load(pointers[None, :] + tl.zeros((2, 1), tl.int32), mask=exists[None, :], other=0.0)
     loaded, _ = tl.split(tl.trans(tile))
     return loaded
+
+
+@triton.jit
+def without_rounding(ds, exponent, lse):
+    """Return the gradients of scores that are alone in their rows: 0, and no rounding of delta's.
+
+    The softmax of one score is constant. A score whose weight, ``2 ** exponent``, is less than 1 is
+    not alone: its log-sum-exp is one of more keys than there are here. NaN stays NaN.
+    """
+    alone = exponent >= -0.00004 * (1.0 + tl.abs(lse))
+    return tl.where(alone, ds * 0.0, ds)

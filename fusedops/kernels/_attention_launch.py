@@ -166,6 +166,11 @@ class AttentionCall:
         return self.mask is not None and self.mask.dtype != torch.bool
 
     @property
+    def one_key(self) -> bool:
+        """Whether no query may attend more than one key."""
+        return self.max_keys == 1 or self.left == self.right == 0
+
+    @property
     def folds(self) -> bool:
         """Whether the maximum may be taken of the bare products: nothing but a positive factor."""
         bare = self.slopes is None and self.softcap == 0.0 and not self.additive

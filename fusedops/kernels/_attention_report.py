@@ -25,7 +25,10 @@ from fusedops.kernels._attention_launch import (
 
 _CHIPS = (80, 90, 100, 120)
 _KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
-_OFF = ("LEFT", "PER_QUERY", "ALIBI", "SINKS", "PARTS", "SOFTCAP", "VARLEN", "WANTS_SCORES")
+_OFF = (
+    *("LEFT", "PER_QUERY", "ALIBI", "SINKS", "PARTS", "SOFTCAP", "VARLEN"),
+    *("ONE_KEY", "WANTS_SCORES"),
+)
 _ON = ("RIGHT", "KEEPS", "FOLD", "WANTS_KEY", "WANTS_VALUE", "WANTS_QUERY")
 _PLAIN: dict[str, Any] = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
 _PLAIN |= {"MASK": "none", "DROPOUT": "none", "DELTA": "given", "PRECISION": "ieee"}

@@ -75,10 +75,11 @@ def run(
     seed_generators(11)
     outputs = tensors_in(function(*sample.args, **sample.kwargs))
     leaves, wide = sample.leaves, floating(outputs)
-    given = incoming(wide)
+    received = incoming(wide)
     if rounded_to is not None:
-        given = [grad.to(dtype).to(grad) for grad, dtype in zip(given, rounded_to, strict=True)]
-    pairs = [pair for pair in zip(wide, given, strict=True) if pair[0].requires_grad]
+        both = zip(received, rounded_to, strict=True)
+        received = [grad.to(dtype).to(grad) for grad, dtype in both]
+    pairs = [pair for pair in zip(wide, received, strict=True) if pair[0].requires_grad]
     grads: tuple[torch.Tensor, ...] = ()
     if leaves:
         differentiable, given = zip(*pairs, strict=True)

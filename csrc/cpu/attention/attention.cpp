@@ -4,6 +4,7 @@
 #include "attention.h"
 
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include <ATen/ExpandUtils.h>
@@ -228,6 +229,7 @@ at::Tensor as_laid_out(const at::Tensor& tensor, const at::Tensor& like) {
 struct Incoming {
   at::Tensor grad;   // of the output, of its dtype
   at::Tensor delta;  // [heads, rows] or [batch, heads, rows]
+  bool has_lse;      // whether the log-sum-exp has a gradient
 };
 
 // grad_lse and lse have the dims (batch,) heads, rows; output and its gradient those and a size.
@@ -236,11 +238,11 @@ Incoming incoming(const Optional& grad_output, const Optional& grad_lse, const a
   const auto given = grad_output.has_value() && grad_output->defined()
                          ? grad_output->to(output.scalar_type())
                          : at::zeros_like(output);
-  Incoming in{with_dense_heads(given), at::empty(lse.sizes(), lse.options())};
   const auto by_output = with_dense_heads(output);
   const auto from_lse = grad_lse.has_value() && grad_lse->defined()
                             ? grad_lse->to(lse.scalar_type()).contiguous()
                             : at::Tensor();
+  Incoming in{with_dense_heads(given), at::empty(lse.sizes(), lse.options()), from_lse.defined()};
   AttentionDelta arguments{};
   arguments.output = data(by_output);
   at::Tensor rest;
@@ -275,9 +277,10 @@ at::Tensor sinks_gradient(const at::Tensor& sinks, const at::Tensor& lse, const 
     using A = decltype(kind);
     const A* s = sinks.const_data_ptr<A>();
     for (int64_t i = 0; i < count; ++i) {
+      const A origin = dense_lse.const_data_ptr<A>()[i];
+      if (origin == -std::numeric_limits<A>::infinity()) continue;  // nothing was attended
       const int64_t head = i / rows % heads;
-      grad.mutable_data_ptr<A>()[head] -=
-          std::exp(s[head] - dense_lse.const_data_ptr<A>()[i]) * delta.const_data_ptr<A>()[i];
+      grad.mutable_data_ptr<A>()[head] -= std::exp(s[head] - origin) * delta.const_data_ptr<A>()[i];
     }
   };
   sinks.scalar_type() == at::kDouble ? sum(double()) : sum(float());
@@ -312,6 +315,7 @@ Gradients backward(const Optional& grad_output, const Optional& grad_lse, const 
   auto call =
       dense_call(in, sequences, dense_lse, drop, {scale, softcap, window_left, window_right});
   call.output = heads_of(from.grad, 1, 2);
+  call.lse_has_gradient = from.has_lse;
   call.grad_query = heads_of(dq, 1, 2);
   call.grad_key = heads_of(dk, 1, 2);
   call.grad_value = heads_of(dv, 1, 2);
@@ -443,6 +447,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> varlen_backward(
   auto call = p.call;
   call.sequences = sequences.data();
   call.output = heads_of(from.grad, 1, 0);
+  call.lse_has_gradient = from.has_lse;
   call.grad_query = heads_of(dq, 1, 0);
   call.grad_key = heads_of(dk, 1, 0);
   call.grad_value = heads_of(dv, 1, 0);

@@ -62,10 +62,14 @@ struct AttentionCall {
   int64_t dropout_head_stride;  // from a head to the next in the counting of dropout
   int64_t dropout_row_stride;
   double scale;
-  double softcap;        // 0: none
-  int64_t window_left;   // -1: unbounded
-  int64_t window_right;  // -1: unbounded
+  double softcap;         // 0: none
+  int64_t window_left;    // -1: unbounded
+  int64_t window_right;   // -1: unbounded
+  bool lse_has_gradient;  // backward
   DType dtype;
+
+  // Query heads that read one key head.
+  int64_t groups() const { return key_heads == 0 ? 0 : heads / key_heads; }
 };
 
 // sum over the head of output * grad_output - grad_lse, for each row.

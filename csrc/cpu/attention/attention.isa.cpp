@@ -37,7 +37,7 @@ class Forward {
         key_panel_(panel_elements<Policy, Operand::left>(steps_)),
         value_panel_(panel_elements<Policy, Operand::left>(kKeys / Policy::kPair)),
         value_panels_((call.value_size + R - 1) / R),
-        groups_(call.heads / call.key_heads) {}
+        groups_(call.groups()) {}
 
   void run() const {
     const int64_t units = call_.sequence_count * call_.key_heads;
@@ -149,7 +149,7 @@ class Forward {
     for (int64_t key = range.begin / kKeys * kKeys; key < range.end; key += kKeys) {
       const int64_t from = std::max<int64_t>(0, range.begin - key) / R * R;
       const int64_t count = std::min(kKeys, range.end - key) - from;
-      if (!options.set_keys(key + from, count)) continue;
+      if (count <= 0 || !options.set_keys(key + from, count)) continue;
       multiply_keys(m, (key + from) / R, count);
       options.apply(m.scores, nullptr, 0, count);
       const A factor = options.plain() ? options.factor() : A(1);

@@ -9,11 +9,10 @@
 // stands; dV and dK take P^T and dS^T as left operands, which one transposition in registers makes
 // of a tile.
 //
-// A task is one key head of one sequence: it packs keys and values once, goes over the queries of
-// all query heads that read them, and sums their gradients in this order. Keys are cut into chunks
-// of kChunkKeys whatever the number of threads: the gradient of a query is the sum over chunks, in
-// order, of sums over blocks. With few key heads, chunks are tasks of their own that leave partial
-// gradients; the same sums in the same order, the same bits.
+// A task is one key head of one sequence: it packs keys and values once, and sums the gradients of
+// the queries that read them in order. Keys are cut into chunks of kChunkKeys whatever the number
+// of threads: a query's gradient is the sum over chunks, in order, of sums over blocks. With few
+// key heads, chunks are tasks that leave partial gradients: the same sums in the same order.
 #include <memory>
 
 #include <ATen/Parallel.h>
@@ -44,7 +43,7 @@ class Backward {
  public:
   explicit Backward(const AttentionCall& call)
       : call_(call),
-        groups_(call.heads / call.key_heads),
+        groups_(call.groups()),
         steps_(steps_of<Policy>(call.size)),
         value_steps_(steps_of<Policy>(call.value_size)),
         panels_((call.size + W - 1) / W),
@@ -65,22 +64,19 @@ class Backward {
     const int64_t units = call_.sequence_count * call_.key_heads;
     const int64_t threads = at::get_num_threads();
     chunks_ = std::max<int64_t>(1, (most_columns + kChunkKeys - 1) / kChunkKeys);
-    const auto unit_of = [&](int64_t unit) -> const AttentionSequence& {
-      return call_.sequences[unit / call_.key_heads];
+    const auto run_chunks = [&](int64_t unit, int64_t first, int64_t last, A* partial) {
+      const auto& sequence = call_.sequences[unit / call_.key_heads];
+      run_unit(sequence, unit % call_.key_heads, first, last, partial);
     };
     if (threads == 1 || work < 1e5) {
       const typename Policy::Scope scope;
-      for (int64_t unit = 0; unit < units; ++unit) {
-        run_unit(unit_of(unit), unit % call_.key_heads, 0, chunks_, nullptr);
-      }
+      for (int64_t unit = 0; unit < units; ++unit) run_chunks(unit, 0, chunks_, nullptr);
       return;
     }
     if (units >= 2 * threads || chunks_ == 1) {
       share_tasks(units, [&](const auto& next) {
         const typename Policy::Scope scope;
-        for (int64_t unit = next(); unit >= 0; unit = next()) {
-          run_unit(unit_of(unit), unit % call_.key_heads, 0, chunks_, nullptr);
-        }
+        for (int64_t unit = next(); unit >= 0; unit = next()) run_chunks(unit, 0, chunks_, nullptr);
       });
       return;
     }
@@ -91,7 +87,7 @@ class Backward {
       for (int64_t task = next(); task >= 0; task = next()) {
         const int64_t unit = task / chunks_, chunk = task % chunks_;
         A* partial = partials.get() + (unit * chunks_ + chunk) * groups_ * rows_ * call_.size;
-        run_unit(unit_of(unit), unit % call_.key_heads, chunk, chunk + 1, partial);
+        run_chunks(unit, chunk, chunk + 1, partial);
       }
     });
     share_tasks(units * groups_, [&](const auto& next) {
@@ -307,10 +303,9 @@ class Backward {
           run_tile(sequence, head, row, half, tile0 + tile, key + first, tile * R, here,
                    options[half], m);
         } else {
-          std::fill_n(m.left_p + tile * left_panel() + half * W / Policy::kPair * R,
-                      W / Policy::kPair * R, Packed(0));
-          std::fill_n(m.left_ds + tile * left_panel() + half * W / Policy::kPair * R,
-                      W / Policy::kPair * R, Packed(0));
+          const int64_t at = tile * left_panel() + half * W / Policy::kPair * R;
+          std::fill_n(m.left_p + at, W / Policy::kPair * R, Packed(0));
+          std::fill_n(m.left_ds + at, W / Policy::kPair * R, Packed(0));
         }
       }
       if (any && sequence.grad_query != nullptr) {
@@ -346,8 +341,7 @@ class Backward {
     const bool capped = call_.softcap != 0.0;
     options.apply(s, capped ? m.tanh : nullptr, offset, here);
     const A factor = options.plain() ? options.factor() : A(1);
-    // The log-sum-exp may be in two parts: its maximum may be -1e9, where one number has no place
-    // for the sum.
+    // The log-sum-exp may be in two parts: at -1e9 one number has no place for the sum.
     const A* origins = m.statistics + 2 * kQueries + half * W;
     const A* keep = options.keep(offset);
     A* p = m.dp;  // P^T takes the place of dP^T, dS^T that of S^T
@@ -369,6 +363,7 @@ class Backward {
         store(s + j * W + part, ds);
       }
     }
+    if (options.one_key()) remove_rounding(s, p, here, m.statistics + half * W);
     if (sequence.grad_scores != nullptr)
       store_scores(sequence, head, row, half, first + offset, here, s);
     if (capped) {
@@ -378,8 +373,7 @@ class Backward {
       }
     }
     if constexpr (Policy::kPair == 2) {
-      // Steps that the last queries do not fill: the zeros after them are read with them, and 0
-      // times what a key or the memory for dropout holds may be NaN.
+      // The zeros of steps that the last queries do not fill: 0 times what a key holds may be NaN.
       const int64_t lane = sequence.rows - row - half * W;
       const int64_t whole = steps_of<Policy>(lane) * Policy::kPair;
       for (int j = 0; lane < whole && lane < W && j < here; ++j) {
@@ -393,6 +387,18 @@ class Backward {
     }
     if (sequence.grad_key != nullptr) {
       pack_left_tile(s, here, m.left_ds + offset / R * left_panel() + step * R);
+    }
+  }
+
+  // The softmax of one score is constant: its gradient is 0, not what delta's rounding leaves. A
+  // weight below 1 tells of keys that are not here, of which the log-sum-exp may be as well.
+  void remove_rounding(A* s, const A* kept, int here, const A* statistics) const {
+    const A one = static_cast<A>(call_.dropout.scale);
+    const A slack = std::sqrt(std::numeric_limits<A>::epsilon()) / 8;
+    for (int64_t i = 0; i < here * W; i += n) {
+      const V<A> lse = load(statistics + i % W) + load(statistics + 2 * kQueries + i % W);
+      const V<A> least = one - one * slack * (A(1) + larger(lse, -lse)), ds = load(s + i);
+      store(s + i, load(kept + i) >= least ? ds * A(0) : ds);
     }
   }
 
@@ -454,8 +460,7 @@ class Backward {
                         : V<Packed>{};
       }
       transpose<16>(v);
-      // Each store runs over the next one's place, and the last into the panel's spare end, or the
-      // other half's beginning, which is written later.
+      // Each store runs over the next place; the last into a spare end, or what is written later.
       for (int step = 0; step < 15; ++step) store_vector(to + step * R, v[step]);
       store_first<R>(to + 15 * R, v[15]);
 #endif

@@ -27,7 +27,7 @@ class FewQueries {
 
  public:
   explicit FewQueries(const AttentionCall& call)
-      : call_(call), groups_(call.heads / call.key_heads), stride_(rounded_up(call.value_size, n)) {
+      : call_(call), groups_(call.groups()), stride_(rounded_up(call.value_size, n)) {
     for (int64_t s = 0; s < call.sequence_count; ++s) {
       rows_ = std::max(rows_, call.sequences[s].rows);
       chunks_ = std::max(chunks_, (call.sequences[s].columns + kChunk - 1) / kChunk);
