@@ -44,6 +44,17 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bits of a dense tensor as another dtype, whatever its strides are.
+
+    ``tensor.contiguous().view(dtype)`` raises where a dimension of one element has another stride
+    than that of a new tensor.
+    """
+    dense = tensor.contiguous()
+    strides = torch._prims_common.make_contiguous_strides_for(dense.shape)
+    return dense.as_strided(dense.shape, strides).view(dtype)
+
+
 def error_budget(
     eager: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, *, depth: int = 1
 ) -> torch.Tensor:

@@ -102,6 +102,8 @@ def backward(
         new_heads_inside(tensor) if needed else None
         for tensor, needed in ((query, wants_query), (key, wants_key), (value, wants_value))
     )
+    if query.shape[1] == 0:  # no program divides key heads among query heads
+        dk, dv = (None if grad is None else grad.zero_() for grad in (dk, dv))
     ds = _new_scores(call) if wants_mask else None
     kind = "given"
     if query.dtype != torch.float32 and (wants_mask or wants_sinks):
@@ -134,7 +136,7 @@ def backward(
             )
         arguments, sizes, options = blocks("keys", call, shared)
         num_blocks = triton.cdiv(call.max_keys, sizes["BLOCK_N"])
-        programs = num_blocks * key.shape[1] * call.sequences
+        programs = num_blocks * key.shape[1] * call.sequences if query.shape[1] else 0
         walks = [(wants_key, wants_value)]
         if wants_key and wants_value and max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) > 128:
             # The registers hold one gradient of so large heads: a product more, and no spills.

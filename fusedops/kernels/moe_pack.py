@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops._core import dtypes
 from fusedops.kernels import _launch
 from fusedops.kernels._moe_arguments import PackArguments
 
@@ -148,7 +149,7 @@ def forward(*args: Any) -> torch.Tensor:
     x = input if input.stride(1) == 1 or num_cols == 1 else input.contiguous()
     integer = _INTEGERS[input.element_size()]
     top_k = probs.shape[1]
-    bits = probs.contiguous().view(torch.int32)
+    bits = dtypes.bits(probs, torch.int32)
     block = min(_MAX_BLOCK, triton.next_power_of_2(num_cols))
     with _launch.device_of(input):
         _pack_kernel[(rows,)](

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops._core import dtypes
 from fusedops.kernels import _launch
 
 _MAX_BLOCK = 2048
@@ -41,7 +42,7 @@ def forward(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int]) ->
     with _launch.device_of(packed):
         _unpack_kernel[(packed.shape[0],)](
             packed,
-            packed.view(torch.int32),
+            dtypes.bits(packed, torch.int32),
             rows,
             num_cols,
             layout[2],

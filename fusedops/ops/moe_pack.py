@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import checks
+from fusedops._core import checks, dtypes
 from fusedops._core.library import define_op
 from fusedops.kernels._moe_arguments import PackArguments
 from fusedops.ops._moe_payload import PayloadLayout, quantize
@@ -144,16 +144,11 @@ def _reference(*args: Any) -> torch.Tensor:
     if quantized:
         data, scales = quantize(data)
         payload[:, scale_at : scale_at + 4] = scales.view(torch.uint8)
-    data = _bytes_of(data)
+    data = dtypes.bits(data, torch.uint8)
     payload[:, : data.shape[1]] = data
-    payload[:, probs_at:ids_at] = _bytes_of(probs)
-    payload[:, ids_at:scale_at] = _bytes_of(ids)
+    payload[:, probs_at:ids_at] = dtypes.bits(probs, torch.uint8)
+    payload[:, ids_at:scale_at] = dtypes.bits(ids, torch.uint8)
     return torch.where(real[:, None], payload, 0)
-
-
-def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each row; a view needs the last stride to be 1 in a single column too."""
-    return rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 _OP = define_op(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils import deterministic
 
 import fusedops
+from fusedops._core import env
 from fusedops._core.generators import seed_generators
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import ComparisonResult, fresh, incoming, run
@@ -18,12 +20,14 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def each_sample(*dtypes: torch.dtype) -> Any:
+def each_sample(*dtypes: torch.dtype, with_one: bool = False) -> Any:
+    """Run a test with every sample, or with those that have a dim of one element."""
     chosen = [
         pytest.param(spec, sample, id=f"{spec.name}-{sample.name}-{str(dtype)[6:]}")
         for spec in all_specs().values()
         for dtype in dtypes
         for sample in spec.samples(CPU, dtype)
+        if not with_one or any(1 in tensor.shape for tensor in sample.tensors)
     ]
     return pytest.mark.parametrize(("spec", "sample"), chosen)
 
@@ -48,20 +52,30 @@ def with_odd_strides(tensor: torch.Tensor) -> torch.Tensor:
     return odd.requires_grad_(tensor.requires_grad)
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
-@each_sample(torch.float32)
+def reachable(sample: Sample) -> contextlib.AbstractContextManager[None]:
+    if not env.triton_interpreted():
+        return contextlib.nullcontext()
+    import triton_interpreter_strict
+
+    return triton_interpreter_strict.reachable(list(sample.tensors))
+
+
+@pytest.mark.parametrize(
+    "backend", ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
+@each_sample(torch.float32, with_one=True)
 def test_strides_of_dims_of_one_element_say_nothing(
     spec: Spec, sample: Sample, backend: str
 ) -> None:
     dense = fresh(sample).map(lambda t: t.detach().contiguous().requires_grad_(t.requires_grad))
-    if not any(1 in tensor.shape for tensor in dense.tensors):
-        pytest.skip("no dim of one element")
-    with fusedops.use_backend(backend):
+    call = dense.map(with_odd_strides)
+    with fusedops.use_backend(backend), reachable(call):
         odd = run(
             spec.op,
-            dense.map(with_odd_strides),
+            call,
             lambda outputs: [with_odd_strides(grad) for grad in incoming(outputs)],
         )
+    with fusedops.use_backend(backend):
         assert_same_bits(odd, run(spec.op, dense))
 
 

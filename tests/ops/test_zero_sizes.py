@@ -30,10 +30,18 @@ Outcome = list[torch.Tensor] | str
 
 
 def _calls(name: str, count: int | None) -> Iterator[tuple[str, Call]]:
-    """Yield operator and arguments of the forward calls that an op's first samples make."""
+    """Yield operator and arguments of the forward calls that an op's first samples make.
+
+    Samples with large values are left out: their rounding is compared elsewhere.
+    """
     spec = all_specs()[name]
+    samples = [
+        sample
+        for sample in spec.samples(CPU, torch.float32)
+        if "extreme" not in sample.name and not sample.name.startswith("offset")
+    ]
     with RecordOps() as recorder:
-        for sample in map(fresh, spec.samples(CPU, torch.float32)[:count]):
+        for sample in map(fresh, samples[:count]):
             spec.op(*sample.args, **sample.kwargs)
     for func, args in recorder.calls:
         yield func._opname, list(args)
@@ -45,7 +53,8 @@ def _zeroed(program: contract.Program, args: Call, most: int) -> Iterator[Call]:
     defined = {step.name for step in program.steps if isinstance(step, contract.Definition)}
     names = sorted(known.sizes.keys() - defined)
     for some in itertools.combinations_with_replacement(names, most):
-        yield _resized(program, known, dict.fromkeys(some, 0), {})
+        with contextlib.suppress(ValueError):  # another size would be negative
+            yield _resized(program, known, dict.fromkeys(some, 0), {})
     others = {name for kind, name in program.arguments if kind in ("int[]", "bool[]")}
     lists = {name: sizes for name, sizes in known.lists.items() if name not in others | defined}
     for sizes in sorted(set(lists.values())):
@@ -80,6 +89,8 @@ def _resized(
                 if contract._match(sizes, tensor.shape, dataclasses.replace(known))
             )
             shape = _shape(next(matching), tensor.shape, new)
+            if any(size < 0 for size in shape):
+                raise ValueError(shape)
             cut = tensor.detach()[tuple(slice(size) for size in shape)]
             fits = cut.shape == torch.Size(shape)
             args[rule.argument] = cut.clone() if fits else tensor.new_zeros(shape)
