@@ -218,7 +218,7 @@ class Parameter {
   const A* values_;
 };
 
-// x * x, rounded: the compiler must not contract it with the addition that follows.
+// Products that are rounded: the compiler must not contract them with the addition that follows.
 inline float square(float x) {
   float product = x * x;
 #if defined(__x86_64__)
@@ -236,29 +236,30 @@ inline double square(double x) {
 }
 
 template <typename A>
-inline at::vec::Vectorized<A> square(const at::vec::Vectorized<A>& x) {
+inline at::vec::Vectorized<A> rounded_product(const at::vec::Vectorized<A>& x,
+                                              const at::vec::Vectorized<A>& y) {
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<A, float>) {
-    __m512 product = x * x;
+    __m512 product = x * y;
     asm("" : "+v"(product));
     return product;
   } else {
-    __m512d product = x * x;
+    __m512d product = x * y;
     asm("" : "+v"(product));
     return product;
   }
 #elif defined(CPU_CAPABILITY_AVX2)
   if constexpr (std::is_same_v<A, float>) {
-    __m256 product = x * x;
+    __m256 product = x * y;
     asm("" : "+x"(product));
     return product;
   } else {
-    __m256d product = x * x;
+    __m256d product = x * y;
     asm("" : "+x"(product));
     return product;
   }
 #else
-  return x * x;
+  return x * y;
 #endif
 }
 
@@ -286,7 +287,8 @@ inline __attribute__((always_inline)) Acc<T> sum_squares(const T* x, int64_t col
   const auto add_strip = [&](int64_t strip) {
     for (int n = 0; n < N; ++n) {
       const int64_t c = strip * kStrip + n * W;
-      level[0][n] = level[0][n] + square(load_vec(x + c));
+      const V values = load_vec(x + c);
+      level[0][n] = level[0][n] + rounded_product(values, values);
       __builtin_prefetch(x + prefetch_distance<T>(columns) + c, 0, 2);
       interleaved(c, int64_t{W}, std::true_type());
     }
@@ -477,8 +479,9 @@ inline __attribute__((always_inline)) void with_row_gradient(const NormBackward&
   write([&](int64_t c, int64_t count, auto full) {
     __builtin_prefetch(dy + ahead + c, 0, 2);
     __builtin_prefetch(x + ahead + c, 0, 2);
-    const V h = load_vec(dy + c, count, full) * load_vec(weight + c, count, full);
-    // h - mean(h) first: it is exactly 0 where the row is constant.
+    // h - mean(h) first, and h rounded as in the mean: it is exactly 0 where the row is constant.
+    const V h =
+        rounded_product<Acc<T>>(load_vec(dy + c, count, full), load_vec(weight + c, count, full));
     return at::vec::fmadd(load_vec(x + c, count, full) - mean, along, h - across) * rstd;
   });
 }
