@@ -30,7 +30,8 @@ MOST_TENSORS = 4
 
 def _kind(sample: Sample) -> tuple[object, ...]:
     """What tells samples of one op apart here: which arguments are tensors, and their options."""
-    places = tuple(type(arg).__name__ for arg in (*sample.args, *sample.kwargs.values()))
+    values = (*sample.args, *sample.kwargs.values())
+    places = tuple(value if isinstance(value, str) else type(value).__name__ for value in values)
     return places, tuple(sample.kwargs), tuple(tensor.dtype for tensor in sample.tensors)
 
 
