@@ -123,6 +123,13 @@ class Bucket:
         """Drop the gradients that arrived, and the last job."""
         self.arrived, self.job = {}, None
 
+    def take_error(self) -> Exception | None:
+        """Return the error of the last job, and drop that job."""
+        error = None if self.job is None else self.job.error
+        if error is not None:
+            self.forget()
+        return error
+
     def written(self) -> None:
         """Update the snapshots of gradients that have been written to ``grad`` since."""
         if self.job is not None:

@@ -536,11 +536,7 @@ class OffloadedAdamW(AdamW):
             bucket.arrived = {slot: GradientSnapshot.of(slot.param, mark) for slot in slots}
             self._begin(bucket, factor, steps=steps)
         self._finish([bucket for bucket, _ in chosen])
-        errors = []
-        for bucket, _ in chosen:
-            if bucket.job is not None and bucket.job.error is not None:
-                errors.append(bucket.job.error)
-                bucket.forget()
+        errors = list(filter(None, (bucket.take_error() for bucket, _ in chosen)))
         if errors:
             # Not from a variable: its traceback refers to this frame, and would keep the gradients.
             raise errors.pop(0)
