@@ -68,6 +68,22 @@ def test_packed_sequences_of_one_token_have_no_gradient(backend: str, dtype: tor
 
 
 @each_backend
+def test_a_sink_is_a_rival(backend: str) -> None:
+    inputs = [leaf(name, 1, 1, 3, 8, dtype=torch.float32) for name in "qkv"]
+
+    def grads(dtype: torch.dtype, name: str) -> list[torch.Tensor]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
+        sinks = torch.tensor([-9.0], dtype=dtype)
+        with fusedops.use_backend(name):
+            output = fusedops.attention(*leaves, window=(0, 0), sinks=sinks)
+            return list(torch.autograd.grad(output, leaves, torch.ones_like(output).cumsum(-1)))
+
+    exact, base = grads(torch.float64, "torch"), grads(torch.float32, "torch")
+    for i, actual in enumerate(grads(torch.float32, backend)):
+        assert_close(actual, exact[i], base[i], f"gradient {i}")
+
+
+@each_backend
 def test_keys_that_are_elsewhere_are_rivals(backend: str) -> None:
     """Each of two keys with the log-sum-exp of both, as ranks of a ring differentiate them."""
     if backend == "torch":
