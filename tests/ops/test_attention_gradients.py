@@ -73,7 +73,7 @@ def test_a_sink_is_a_rival(backend: str) -> None:
 
     def grads(dtype: torch.dtype, name: str) -> list[torch.Tensor]:
         leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
-        sinks = torch.tensor([-9.0], dtype=dtype)
+        sinks = torch.tensor([-10.5], dtype=dtype)
         with fusedops.use_backend(name):
             output = fusedops.attention(*leaves, window=(0, 0), sinks=sinks)
             return list(torch.autograd.grad(output, leaves, torch.ones_like(output).cumsum(-1)))
