@@ -167,7 +167,7 @@ class AttentionCall:
 
     @property
     def one_key(self) -> bool:
-        """Whether no query may attend more than one key, and there is no sink beside it."""
+        """Whether no query may attend more than one key, and there is no sink."""
         return self.sinks is None and (self.max_keys == 1 or self.left == self.right == 0)
 
     @property

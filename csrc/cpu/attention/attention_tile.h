@@ -256,8 +256,8 @@ class Scores {
             std::clamp<int64_t>(place + rows + right_, 0, sequence_.columns)};
   }
 
-  // Whether the gradients of scores are 0: no query may attend more than one key, there is no sink
-  // beside it, and nothing but the output has a gradient.
+  // Whether the gradients of scores are 0: no query may attend more than one key, there are no
+  // sinks, and nothing but the output has a gradient.
   bool one_key() const {
     return !call_.lse_has_gradient && call_.sinks == nullptr &&
            (sequence_.columns == 1 || (left_ == 0 && right_ == 0));
