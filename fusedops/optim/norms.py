@@ -16,19 +16,17 @@ from fusedops.optim import _shards
 _EPS = 1e-6
 
 
-def global_norm(
-    tensors: Iterable[torch.Tensor], device: torch.device | str | None = None
-) -> torch.Tensor:
+def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm of all elements of all tensors.
 
     Args:
         tensors: floating tensors, of any shapes, dtypes and devices; a DTensor counts with all its
             shards, and each process of its mesh must call this.
-        device: of the result; by default that of the first tensor, and the CPU without tensors.
 
     Returns:
-        float64, no dimensions. inf or NaN if and only if an
-        element is (of float64 elements also where the sum of squares exceeds its range).
+        float64, no dimensions, on the device of the first tensor (without tensors, the CPU). inf or
+        NaN if and only if an element is (of float64 elements also where the sum of squares exceeds
+        its range).
 
     Raises:
         TypeError: an element is not a dense floating tensor.
@@ -48,7 +46,7 @@ def global_norm(
     for tensor in every:
         checks.tensor("global_norm", "each of tensors", tensor)
     if not every:
-        return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
         every = [_shards.summed(tensor) for tensor in every]
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -58,8 +56,7 @@ def global_norm(
         for members in by_device.values():
             sums = square_sums([_shards.local(member) for member in members])
             totals.append(total(sums, members))
-        norm = _added(torch.stack([part.to(totals[0].device) for part in totals])).sqrt()
-        return norm if device is None else norm.to(device)
+        return _added(torch.stack([part.to(totals[0].device) for part in totals])).sqrt()
 
 
 def total(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -119,7 +116,7 @@ def clip_grad_norm_(
         checks.fail("clip_grad_norm_", "max_norm", "at least 0", max_norm)
     every = _listed("clip_grad_norm_", "parameters", parameters)
     grads = [parameter.grad for parameter in every if parameter.grad is not None]
-    norm = global_norm(grads, every[0].device if every else None)
+    norm = global_norm(grads)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be "

@@ -313,7 +313,7 @@ class TrainEngine:
             return self.pipeline.norm()
         parameters = list(self.model.parameters())
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return global_norm(grads, parameters[0].device)
+        return global_norm(grads).to(parameters[0].device)
 
     @renamed_arguments(taken="stepped")
     def balance(self, *, stepped: bool = True) -> None:

@@ -168,7 +168,7 @@ class PipelineEngine:
         ]
         # Where the backend of the group can send it from, whatever has gradients here.
         device = next(self.model.parameters()).device
-        mine = global_norm(grads, device).square()[None]
+        mine = global_norm(grads).to(device).square()[None]
         squares = collectives.all_gather(mine, self.driver.group, label="norm").wait()
         values = squares.tolist()
         finite = all(map(math.isfinite, values))
