@@ -125,7 +125,7 @@ def sequence_layer_recomputation(
 def vocabulary_ends(ranks: int, activation: int, statistics: int, *, sequence: bool) -> Budget:
     """Return the budget of an embedding and a loss over a sharded vocabulary.
 
-    ``statistics`` is the bytes that a rank sends for its vocabulary: two numbers per token.
+    ``statistics`` is the bytes that a rank sends for its vocabulary: four numbers per token.
     """
     said = Budget({"all_gather": 1}, statistics * (ranks - 1))
     if not sequence:

@@ -128,7 +128,7 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     if config.sp:
         budget += budgets.all_reduces(tp, _replicated(model, layers, stages, layout.stages))
     if layout.stages - 1 in stages:
-        statistics = layout.tokens(model) * 2 * _STATISTIC
+        statistics = layout.tokens(model) * 4 * _STATISTIC
         budget += Budget({"all_gather": 1}, statistics * (tp - 1))
     return budget
 

@@ -135,10 +135,10 @@ def _loss_traffic(world: World) -> Any:
     return forward, backward
 
 
-def test_a_loss_sends_two_numbers_a_token(on_ranks: OnRanks) -> None:
+def test_a_loss_sends_four_numbers_a_token(on_ranks: OnRanks) -> None:
     forward, backward = on_ranks(_loss_traffic)[0]
     assert forward.counts() == {"all_gather": 1}
-    assert forward.bytes() == 8 * B * S
+    assert forward.bytes() == 16 * B * S
     assert backward.counts() == {"all_reduce": 1}
     assert backward.bytes() == B * S * H * 4
 

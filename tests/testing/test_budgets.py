@@ -22,7 +22,7 @@ from fusedops.testing.standard import standard
 
 BATCH, TOKENS, HIDDEN, WORDS, BYTES = 2, 16, 16, 19, 8  # of float64
 ACTIVATION = BATCH * TOKENS * HIDDEN * BYTES
-STATISTICS = BATCH * TOKENS * 2 * BYTES
+STATISTICS = BATCH * TOKENS * 4 * BYTES
 
 
 def recorded(rank: int, subject: Subject, case: Case) -> collectives.Log:
