@@ -41,7 +41,8 @@ def normalized_sigmoid(x: torch.Tensor) -> torch.Tensor:
 
     As a softmax of their logarithms: where all sigmoids underflow their quotients do not.
     """
-    return softmax(F.logsigmoid(x))
+    # Not logsigmoid, whose form in ONNX is the logarithm of a sigmoid that underflows.
+    return softmax(-F.softplus(-x, threshold=40.0))
 
 
 def scores(x: torch.Tensor, score: str) -> torch.Tensor:

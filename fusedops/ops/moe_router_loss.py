@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.kernels._moe_arguments import RouterLossArguments
+from fusedops.ops._route_math import normalized_sigmoid
 from fusedops.ops._routing_plan import RoutingPlan
 
 _FORMS = ("switch", "squared")
@@ -199,7 +199,7 @@ def _check(
 def _scores(x: torch.Tensor, score: str) -> torch.Tensor:
     if score == "softmax":
         return torch.softmax(x, -1)
-    return torch.softmax(F.logsigmoid(x), -1)  # where all sigmoids underflow this does not
+    return normalized_sigmoid(x)
 
 
 def _per_token(weights: torch.Tensor, tokens: int) -> torch.Tensor:
