@@ -165,9 +165,12 @@ class Layer(Base):
     {FEED_FORWARD}
 """
     module = written(monkeypatch, source)
-    report = fusedops.patch(nn.Sequential(module.Layer()))
+    model = nn.Sequential(module.Layer())
+    stock, rows = copy.deepcopy(model), torch.randn(5, 8)
+    report = fusedops.patch(model)
+    assert report["0"].replaced and isinstance(model[0], module.Layer)
     assert module.Base.classes == [module.Layer]
-    assert report["0"].reason == "Base acts for each class that is derived from it"
+    assert_close(model(rows), stock(rows))
 
 
 def test_an_error_while_a_class_is_read_is_its_reason(

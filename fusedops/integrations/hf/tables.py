@@ -24,7 +24,7 @@ from fusedops.integrations.hf import families, patched
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.families import FAMILIES
 from fusedops.integrations.hf.original_code import name_of, names_in, with_inner
-from fusedops.integrations.hf.rules.rule import PatchRule
+from fusedops.integrations.hf.rules.rule import PatchRule, registering_bases
 from fusedops.integrations.hf.same_code import operations, same_function, same_methods
 
 # Module with RULES -> the module that must be loaded for its classes to exist.
@@ -44,8 +44,6 @@ _BY_CODE: ClassTable[PatchRule | str | None] = ClassTable("rule")
 
 # The newest Python whose bytecode the rules know how to read.
 _NEWEST_PYTHON = (3, 14)
-# Where classes come from that may do something for each class that is derived from them.
-_BASES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
 
 
 def rules() -> dict[type, PatchRule]:
@@ -112,12 +110,16 @@ def _made(cls: type, ruled: dict[type, PatchRule]) -> PatchRule | str | None:
 
 
 def _makes_of_each_class(cls: type) -> str | None:
-    """Return whose code runs when a class is derived from ``cls``: registries of users."""
-    bases = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
-    for base in (type(cls), *bases):
-        if base.__module__.partition(".")[0] not in _BASES:
-            return base.__name__
-    return None
+    """Return whose code would have to run when a class is derived from ``cls``.
+
+    That of a metaclass of a user; or of a base of a user, where one of transformers has work too.
+    """
+    users, metaclass = registering_bases(cls), type(cls)
+    if metaclass.__module__.partition(".")[0] not in ("abc", "builtins", "torch", "transformers"):
+        return metaclass.__name__
+    named = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
+    works = any(base.__module__.startswith("transformers.") for base in named)
+    return users[0].__name__ if users and works else None
 
 
 def _has_own_code(cls: type) -> bool:
