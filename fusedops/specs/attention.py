@@ -92,9 +92,13 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         )
 
     def with_common(tensor: torch.Tensor) -> torch.Tensor:
-        """Return queries or keys that share a feature: their scores have an offset of 3400."""
+        """Return queries or keys that share a feature: their scores have an offset of 1109.
+
+        Times log2(e) it has the same exponent: kernels round scores in base 2, eager torch in base
+        e.
+        """
         same = torch.zeros_like(tensor)
-        same[..., 0] = 98.0
+        same[..., 0] = 56.0
         return torch.where(same > 0.0, same, tensor.detach()).requires_grad_()
 
     def keep(*shape: int) -> torch.Tensor:
@@ -143,7 +147,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample(
             "offset_of_scores_and_sinks",
             (*map(with_common, qkv()[:2]), qkv()[2]),
-            {"sinks": plain(2, key="sinks", shift=3396.0)},
+            {"sinks": plain(2, key="sinks", shift=1109.0)},
         ),
         Sample("offset_of_scores", (*map(with_common, qkv()[:2]), qkv()[2])),
         Sample("one_query", qkv(2, 4, 1, 9, key_heads=2), {"enable_gqa": True}),
