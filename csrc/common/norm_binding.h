@@ -54,13 +54,15 @@ struct NormBackwardInputs {
   std::array<bool, 4> wanted;  // gradients of input, residual, weight and bias
 };
 
-// What was normalised, dense, as the kernels read it: in the dtype of the gradient where that has
-// more digits (float32 of half-precision rows, rounded before a float32 weight).
+// What was normalised, dense, as the kernels read it: in float32 where half-precision rows were
+// rounded before a float32 weight, so that output and gradient have more digits than the rows.
 inline at::Tensor normalized_of(const NormBackwardInputs& in) {
-  const bool given = in.grad_output.has_value() && in.grad_output->defined();
-  const auto type = in.normalized.scalar_type();
-  const bool wider = given && in.grad_output->element_size() > in.normalized.element_size();
-  return in.normalized.to(wider ? in.grad_output->scalar_type() : type).contiguous();
+  const auto is_float = [](const std::optional<at::Tensor>& tensor) {
+    return tensor.has_value() && tensor->defined() && tensor->scalar_type() == at::kFloat;
+  };
+  const bool is_wide =
+      in.normalized.element_size() == 2 && is_float(in.grad_output) && is_float(in.weight);
+  return in.normalized.to(is_wide ? at::kFloat : in.normalized.scalar_type()).contiguous();
 }
 
 // The gradient of input is left out where it is that of residual (see Gradient.same).
