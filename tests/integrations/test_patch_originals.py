@@ -333,6 +333,8 @@ def test_what_a_base_puts_around_each_forward_stays_around_the_fused_one() -> No
     acted = []
 
     class Base(nn.Module):
+        __module__ = "transformers.modeling_layers"
+
         def __init_subclass__(cls) -> None:
             super().__init_subclass__()
             inner = cls.forward
