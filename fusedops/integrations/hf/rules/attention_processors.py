@@ -54,7 +54,7 @@ def processor_rule(original: type[nn.Module], module_name: str) -> PatchRule | N
 
 
 def _reads_own_processor(forward: FunctionType) -> bool:
-    """Return whether code reads ``self.processor``, and ``processor`` of nothing else."""
+    """Return whether code reads ``self.processor``, and neither its type nor another's."""
     steps = [step for step in dis.get_instructions(forward) if step.opname not in _NO_OPERATION]
     owners = {
         owner.argval
@@ -62,7 +62,8 @@ def _reads_own_processor(forward: FunctionType) -> bool:
         if step.argval == _ATTRIBUTE and step.opcode in dis.hasname
     }
     first = forward.__code__.co_varnames[0]
-    return not hasattr(forward, "__wrapped__") and owners == {first}
+    asks_type = "type" in forward.__code__.co_names
+    return not hasattr(forward, "__wrapped__") and owners == {first} and not asks_type
 
 
 _NO_OPERATION = ("CACHE", "PUSH_NULL", "EXTENDED_ARG")

@@ -108,8 +108,10 @@ def block_rule(
 
 
 def _plan(module: Any, children: tuple[str, ...]) -> Plan:
-    reason = module._obstacle()
     ops = ("moe_route", "moe_mlp")
+    if not isinstance(module, SparseBlock):  # not patched yet, and neither are its children
+        return Plan(ops, children)
+    reason = module._obstacle()
     if reason is not None:
         return Plan(ops, note=f"router and experts apart: {reason}")
     return Plan(ops, children, None if known_gate(module.experts) is not None else OWN_GATE)
