@@ -240,7 +240,7 @@ class _Reading:
             is_layer = issubclass(value, nn.Module)
             if (is_layer or follows) and self._adds(module, name, value) and is_layer:
                 self.add_method(value, "forward")
-        elif callable(value):
+        elif callable(value) and (self._follows or _is_torchs(value)):
             is_new = self._adds(module, name, _known(value, _root(module)))
             if is_new and follows:
                 self._add_function(value)
@@ -523,6 +523,10 @@ def _root(owner: Any) -> str:
     """Return the name of the package that ``owner``, a class or a module, belongs to."""
     name = owner.__module__ if inspect.isclass(owner) else owner.__name__
     return name.partition(".")[0]
+
+
+def _is_torchs(function: Any) -> bool:
+    return str(getattr(function, "__module__", None)).partition(".")[0] == "torch"
 
 
 def _root_of(function: Any) -> str | None:

@@ -333,7 +333,10 @@ def is_plain(tensor: Any) -> bool:
 
 def parameter_obstacle(name: str, module: Any) -> str | None:
     """Return why the own parameters of ``module`` cannot be read directly, or ``None``."""
-    for parameter_name, parameter in module._parameters.items():
-        if parameter is not None and not is_plain(parameter):
-            return f"{name}.{parameter_name} is a {type(parameter).__name__}"
+    own, tensors = module.__dict__, module._parameters
+    if "weight" in own or "bias" in own:  # assigned after the parameter was deleted
+        tensors = tensors | {key: own[key] for key in ("weight", "bias") if key in own}
+    for tensor_name, tensor in tensors.items():
+        if tensor is not None and not is_plain(tensor):
+            return f"{name}.{tensor_name} is a {type(tensor).__name__}"
     return None
