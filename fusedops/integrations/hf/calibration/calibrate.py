@@ -28,6 +28,7 @@ from fusedops._core.timer import BriefClock, Clock, TimingPlan, Variant, clock_f
 from fusedops.integrations.hf.calibration.inputs import UnknownError, inputs, width
 from fusedops.integrations.hf.calibration.replay import Recording, called
 from fusedops.integrations.hf.calibration.timing import TimeShares
+from fusedops.integrations.hf.original_code import is_plain
 from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
@@ -35,7 +36,6 @@ from fusedops.integrations.hf.rules.rule import (
     absorbed,
     global_hooks,
     hooks_obstacle,
-    is_plain,
     rule_of,
 )
 
