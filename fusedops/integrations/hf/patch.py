@@ -139,8 +139,8 @@ def _examined(
         if calibrate is not False:
             with step.unchanged():
                 findings = calibration.calibrate(model, recorder, known)
-            if not isinstance(calibrate, bool) and not findings.keys() <= known.keys():
-                file.write(calibrate, known | findings)
+            if not isinstance(calibrate, bool):
+                file.write(calibrate, findings)
             report = _report(model, report.level)
     gradients = step.run()
     missing = stock_gradients - gradients

@@ -41,10 +41,7 @@ BUDGET = 2.0
 MARGIN = 0.05
 ROUNDS = 5
 _STOCK, _PATCHED = "stock", "patched"
-
-# What distinguishes two modules of one class, in addition to the shapes of their parameters.
-_SETTINGS = (int, float, str, bool)
-_PLACE = ("layer_idx", "layer_id", "training")
+_NO_SETTINGS = ("layer_idx", "layer_id", "training")
 
 
 @dataclass(frozen=True)
@@ -53,14 +50,9 @@ class CalibrationFinding:
 
     # Time of the stock module divided by the patched one's, median of the rounds
     speed_up: float | None = None
-    sure: bool = False  # whether the stock module won in three rounds of four, measured twice
+    stock_wins: bool = False  # whether the stock module is to stay
     where: str = ""  # dtype and shape of the first input, ``"bfloat16, 8x512x768"``
     problem: str = ""  # why it was not measured
-
-    @property
-    def stock_wins(self) -> bool:
-        """Whether the stock module is to stay."""
-        return self.speed_up is not None and self.sure and self.speed_up * (1 + MARGIN) < 1
 
     def __str__(self) -> str:
         if self.speed_up is None:
@@ -95,16 +87,12 @@ class _ModuleCall:
 
 
 class Recorder:
-    """Records the first call of modules in the example step.
-
-    Args:
-        modules: those of which calls are recorded.
-    """
+    """Records the first call of each of some modules in the example step."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = tuple(modules)
         self.keys: dict[nn.Module, str] = {}
-        self.calls: dict[str, _ModuleCall | str] = {}  # by key; or why it cannot be repeated
+        self.calls: dict[str, _ModuleCall] = {}  # by key
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -126,13 +114,10 @@ class Recorder:
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         autocast = autocast_dtype(like(module).device)
         key = self.keys[module] = _key(module, shapes, autocast, trains)
-        if key in self.calls:
-            return
-        where = f"{_dtype(module, autocast)}, {(shapes or ['no tensors'])[0]}"
-        try:
-            self.calls[key] = _ModuleCall(copied((args, kwargs)), trains, autocast, where)
-        except Exception as error:  # any object may be an input
-            self.calls[key] = f"its inputs cannot be copied: {error}".partition("\n")[0]
+        if key not in self.calls:
+            where = f"{_dtype(module, autocast)}, {(shapes or ['no tensors'])[0]}"
+            with contextlib.suppress(Exception):  # any object may be an input
+                self.calls[key] = _ModuleCall(copied((args, kwargs)), trains, autocast, where)
 
 
 def calibrate(
@@ -146,22 +131,19 @@ def calibrate(
         known: findings by key that are not measured.
 
     Returns:
-        The findings of all modules by key.
+        The findings by key, those that were known included.
     """
     deadline = time.perf_counter() + BUDGET
-    findings: dict[str, CalibrationFinding] = {}
+    findings = dict(known)
     decided: set[nn.Module] = set()
     while modules := _to_decide(model, decided):
         decided.update(modules)
         for module in sorted(modules, key=lambda part: sum(map(torch.numel, part.parameters()))):
-            key, problem = recorder.keys.get(module), _problem(module)
-            if key is None or problem is not None:
-                problem = problem or "the example step does not call it"
-                _FINDINGS[module] = CalibrationFinding(problem=problem)
-                continue
-            if key not in findings:
-                findings[key] = known.get(key) or _measured(module, recorder.calls[key], deadline)
-            finding = _FINDINGS[module] = findings[key]
+            key = recorder.keys.get(module, "")
+            finding = _refusal(module, recorder) or findings.get(key)
+            if finding is None:
+                finding = findings[key] = _measured(module, recorder.calls[key], deadline)
+            _FINDINGS[module] = finding
             if finding.stock_wins:
                 module.__class__ = _stock_class(module)
     return findings
@@ -188,24 +170,21 @@ def _key(module: nn.Module, inputs: list[str], autocast: torch.dtype | None, tra
     settings = [
         f"{name}={value}"
         for name, value in sorted(vars(module).items())
-        if isinstance(value, _SETTINGS) and not name.startswith("_") and name not in _PLACE
+        if isinstance(value, (int, float, str)) and name[0] != "_" and name not in _NO_SETTINGS
     ]
-    machine = architecture(device)
-    if device.type == "cpu":
-        machine += f", {torch.get_num_threads()} threads"
-    if (requested := backends.requested()) is not None:
-        machine += f", {requested} asked for"
-    return "; ".join(
-        (
-            f"{cls.__module__}.{cls.__qualname__}",
-            " ".join(shapes),
-            " ".join(settings),
-            f"inputs {' '.join(inputs)}",
-            _dtype(module, autocast),
-            f"{'training' if module.training else 'evaluation'}{' with backward' * trains}",
-            machine,
-        )
+    parts = (
+        f"{cls.__module__}.{cls.__qualname__}",
+        " ".join(shapes),
+        " ".join(settings),
+        f"inputs {' '.join(inputs)}",
+        _dtype(module, autocast),
+        "training" if module.training else "evaluation",
+        "forward and backward" if trains else "forward",
+        f"{architecture(device)}, {torch.get_num_threads()} threads",
+        f"backend {backends.requested() or 'automatic'}",
+        f"torch {'.'.join(torch.__version__.split('.')[:2])}",
     )
+    return "; ".join(parts)
 
 
 def _dtype(module: nn.Module, autocast: torch.dtype | None) -> str:
@@ -214,35 +193,24 @@ def _dtype(module: nn.Module, autocast: torch.dtype | None) -> str:
     return own if autocast is None else f"{own} under autocast to {lower}"
 
 
-def _problem(module: nn.Module) -> str | None:
-    """Return why this module, whatever others of its class may, must not be run, or ``None``."""
+def _refusal(module: nn.Module, recorder: Recorder) -> CalibrationFinding | None:
+    """Return why this module, whatever others of its class may, is not measured, or ``None``."""
     rule: Any = rule_of(module)
+    reasons = (hooks_obstacle(name or "it", child) for name, child in module.named_modules())
+    problem = next(filter(None, reasons), global_hooks())
     if type(module) is not rule.patched:
-        return "another class lies on top of the patched one"
-    if rule.bypass_reason(module) is not None:
-        return "it steps aside"
-    if not all(plain_weight(weight) and not weight.is_meta for weight in module.parameters()):
-        return "its parameters are not plain tensors"
-    for name, child in module.named_modules():
-        reason = hooks_obstacle(name or "it", child)
-        if reason is not None:
-            return reason
-    if resolution(rule.ops[0], module, rule.probe) is None:
-        return "torch's own kernel runs either way"
-    return global_hooks()
-
-
-def _measured(module: nn.Module, call: _ModuleCall | str, deadline: float) -> CalibrationFinding:
-    """Measure a module; an exception becomes a finding as well."""
-    if isinstance(call, str):
-        return CalibrationFinding(problem=call)
-    if time.perf_counter() > deadline:
-        return CalibrationFinding(problem="the time for calibration was over")
-    try:
-        return _ModulePair(module, call).compare(deadline)
-    except Exception as error:  # a module may want what only its model provides
-        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return CalibrationFinding(problem=problem)
+        problem = "another class lies on top of the patched one"
+    elif rule.bypass_reason(module) is not None:
+        problem = "it steps aside"
+    elif not all(plain_weight(weight) and not weight.is_meta for weight in module.parameters()):
+        problem = "its parameters are not plain tensors"
+    elif module not in recorder.keys:
+        problem = "the example step does not call it"
+    elif recorder.keys[module] not in recorder.calls:
+        problem = "its inputs cannot be copied"
+    elif resolution(rule.ops[0], module, rule.probe) is None:
+        problem = "torch's own kernel runs either way"
+    return None if problem is None else CalibrationFinding(problem=problem)
 
 
 def _stock_class(module: nn.Module) -> type[nn.Module]:
@@ -250,62 +218,66 @@ def _stock_class(module: nn.Module) -> type[nn.Module]:
     return type(module) if rule is None else rule.original
 
 
-class _ModulePair:
-    """A module with its patched classes and with its original ones."""
+def _run(module: nn.Module, inputs: Any, *, trains: bool) -> None:
+    args, kwargs = inputs
+    with torch.set_grad_enabled(trains):
+        outputs = [part for part in tensors_in(module(*args, **kwargs)) if part.requires_grad]
+    if outputs:
+        leaves = [*tensors_in(inputs), *module.parameters()]
+        leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        gradient = torch.ones_like(outputs[0])
+        torch.autograd.grad(outputs[0], leaves, gradient, allow_unused=True)
 
-    def __init__(self, module: nn.Module, call: _ModuleCall) -> None:
-        self.module, self.call, self.device = module, call, like(module).device
-        parts = [module, *_does_work_of(module)]
-        self.stock = {part: _stock_class(part) for part in parts}
-        self.patched = {part: type(part) for part in parts}
-        self.variants = [
-            Variant(name, self._run, lambda: copied(call.inputs), partial(self._as, classes))
-            for name, classes in ((_STOCK, self.stock), (_PATCHED, self.patched))
-        ]
 
-    def compare(self, deadline: float) -> CalibrationFinding:
-        """Time both alternately, if there is time for that before the deadline."""
-        clock = clock_for(self.device)
-        for variant in self.variants:
+@contextlib.contextmanager
+def _classes(
+    classes: dict[nn.Module, type], device: torch.device, autocast: torch.dtype | None
+) -> Iterator[None]:
+    """Give modules their classes inside of the block, under autocast as in the example step."""
+    before = {module: type(module) for module in classes}
+    _set_classes(classes)
+    try:
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            yield
+    finally:
+        _set_classes(before)
+
+
+def _set_classes(classes: dict[nn.Module, type]) -> None:
+    for module, cls in classes.items():
+        module.__class__ = cls
+
+
+def _measured(module: nn.Module, call: _ModuleCall, deadline: float) -> CalibrationFinding:
+    """Time a module patched and stock; an exception becomes a finding as well."""
+    device, speed_up = like(module).device, 0.0
+    stock = {part: _stock_class(part) for part in [module, *_does_work_of(module)]}
+    variants = [
+        Variant(
+            name,
+            partial(_run, module, trains=call.trains),
+            lambda: copied(call.inputs),
+            partial(_classes, classes, device, call.autocast),
+        )
+        for name, classes in ((_STOCK, stock), (_PATCHED, {}))
+    ]
+    clock = clock_for(device)
+    try:
+        if time.perf_counter() > deadline:
+            return CalibrationFinding(problem="the time for calibration was over")
+        for variant in variants:
             clock.sample(variant, 1)  # allocates, and compiles kernels
-        seconds = sum(clock.sample(variant, 1)[0] for variant in self.variants)
+        seconds = sum(clock.sample(variant, 1)[0] for variant in variants)
         if time.perf_counter() + 2 * (ROUNDS + 1) * seconds > deadline:
             problem = f"both take {1e3 * seconds:.1f} ms, more than there was time for"
             return CalibrationFinding(problem=problem)
-        speed_up, sure = self._measure(clock)
-        if sure:
-            second, sure = self._measure(clock)
-            speed_up = max(speed_up, second)
-        return CalibrationFinding(speed_up, sure, self.call.where)
-
-    def _measure(self, clock: Any) -> tuple[float, bool]:
-        """Return time of stock divided by patched, and whether stock won in most rounds."""
-        timing = measure(self.variants, BriefClock(clock), TimingPlan(ROUNDS, ROUNDS, 0.0))
-        ratio = timing.ratio(_STOCK, _PATCHED)
-        return ratio.median, ratio.q3 < 1
-
-    def _run(self, inputs: Any) -> None:
-        args, kwargs = inputs
-        with torch.set_grad_enabled(self.call.trains):
-            outputs = list(tensors_in(self.module(*args, **kwargs)))
-        outputs = [output for output in outputs if output.requires_grad][:1]
-        if outputs:
-            leaves = [*tensors_in(inputs), *self.module.parameters()]
-            leaves = [leaf for leaf in leaves if leaf.requires_grad]
-            gradient = torch.ones_like(outputs[0])
-            torch.autograd.grad(outputs, leaves, gradient, allow_unused=True)
-
-    @contextlib.contextmanager
-    def _as(self, classes: dict[nn.Module, type[nn.Module]]) -> Iterator[None]:
-        lower = self.call.autocast
-        try:
-            _set_classes(classes)
-            with torch.autocast(self.device.type, lower, enabled=lower is not None):
-                yield
-        finally:
-            _set_classes(self.patched)
-
-
-def _set_classes(classes: dict[nn.Module, type[nn.Module]]) -> None:
-    for module, cls in classes.items():
-        module.__class__ = cls
+        for _ in range(2):  # the second time only if the stock module seems to win
+            timing = measure(variants, BriefClock(clock), TimingPlan(ROUNDS, ROUNDS, 0.0))
+            ratio = timing.ratio(_STOCK, _PATCHED)
+            speed_up = max(speed_up, ratio.median)
+            if ratio.q3 >= 1:
+                return CalibrationFinding(speed_up, False, call.where)
+    except Exception as error:  # a module may want what only its model provides
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return CalibrationFinding(problem=problem)
+    return CalibrationFinding(speed_up, speed_up * (1 + MARGIN) < 1, call.where)
