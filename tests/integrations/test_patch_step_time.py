@@ -1,13 +1,18 @@
-"""What the report says about the time of a measured step."""
+"""What a step with ``example`` reports, and that it leaves no trace in the model."""
 
+import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import fusedops
+from fusedops.integrations.hf.rules import torch_modules
 
 
 class Block(nn.Module):
@@ -56,23 +61,163 @@ def test_a_lower_level_advises_the_higher_one(model: Block) -> None:
     assert advice["Linear"] == 'patch(model, level="O2") fuses it'
 
 
-@pytest.mark.parametrize("prepare", [nn.Module.train, nn.Module.eval], ids=["train", "eval"])
-def test_nothing_of_the_model_changes(model: Block, prepare: Callable[..., Any]) -> None:
-    prepare(model)
-    model.norm.weight.grad = torch.full_like(model.norm.weight, 3.0)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    random = torch.get_rng_state()
-    fusedops.patch(model, example=X)
-    torch.testing.assert_close(dict(model.state_dict()), state, atol=0, rtol=0)
-    assert torch.equal(torch.get_rng_state(), random)
-    gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    assert gradients.pop("norm.weight") is not None
-    assert set(gradients.values()) == {None}
-
-
 def test_bad_examples_leave_the_model_unpatched(model: Block) -> None:
     with pytest.raises(TypeError, match="patch: example must be a tensor, a tuple"):
         fusedops.patch(model, example=3)
     with pytest.raises(ValueError, match=r"patch: example .* unexpected keyword argument 'y'"):
         fusedops.patch(model, example={"y": X})
     assert type(model.norm) is nn.LayerNorm
+
+
+class Stateful(nn.Module):
+    """A module whose forward changes whatever a forward may change."""
+
+    def __init__(self, forwards_fail: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.table = nn.Embedding(8, 64, max_norm=0.1)
+        self.register_buffer("mean", torch.zeros(64))
+        self.generator = torch.Generator().manual_seed(1)
+        self.calls, self.history, self.nested = 0, [], {"seen": [[]], "last": None}
+        self.plain, self.numbers = torch.zeros(1), set()
+        self.hidden = [nn.BatchNorm1d(64)]  # not registered
+        self.forwards_fail = forwards_fail
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.history.append(x)
+        self.nested["seen"][0].append(self.calls)
+        self.numbers.add(self.calls)
+        self.nested["last"] = x
+        self.added = x
+        self.mean.add_(1.0)
+        self.plain += 1.0
+        torch.rand(1, generator=self.generator), torch.rand(1), random.random(), np.random.rand()
+        x.add_(1.0)
+        y = self.hidden[0](self.norm(x).mean(1)) + self.table(torch.arange(4))
+        if self.forwards_fail:
+            raise KeyError("after all")
+        return y * self.norm.weight
+
+
+def state_of(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+    """Return copies of all that ``Stateful`` changes."""
+    values = {name: value for name, value in vars(model).items() if name[0] != "_"}
+    values["hidden"] = model.hidden[0].running_mean
+    values["numbers"] = sorted(model.numbers)
+    values["generator"] = model.generator.get_state()
+    numpy = torch.from_numpy(np.random.get_state()[1].astype(np.int64))
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy, "x": x}
+    grads = {f"{name}.grad": weight.grad for name, weight in model.named_parameters()}
+    return copy.deepcopy(values | states | grads | dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("calibrated", [False, True], ids=["example", "calibrate"])
+@pytest.mark.parametrize("prepare", [nn.Module.train, nn.Module.eval], ids=["train", "eval"])
+@pytest.mark.parametrize("forwards_fail", [False, True], ids=["runs", "raises"])
+def test_a_step_leaves_no_trace(
+    forwards_fail: bool, prepare: Callable[..., Any], calibrated: bool
+) -> None:
+    model, x = Stateful(forwards_fail), X.float()
+    prepare(model)
+    model.norm.weight.grad = torch.full((64,), 3.0)
+    graph = model.norm.weight.exp()  # its backward needs weights that nobody has written to
+    before = state_of(model, x)
+    if forwards_fail:
+        with pytest.raises(ValueError, match="an error from it: KeyError: 'after all'"):
+            fusedops.patch(model, example=x, calibrate=calibrated)
+    else:
+        fusedops.patch(model, example=x, calibrate=calibrated)
+    after = state_of(model, x)
+    assert list(after) == list(before)
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, atol=0, rtol=0)
+    graph.sum().backward()
+
+
+def test_an_optimizer_in_the_backward_is_refused_before_the_step(model: Block) -> None:
+    weight = model.norm.weight
+    weight.register_post_accumulate_grad_hook(lambda weight: weight.data.sub_(weight.grad))
+    before = weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"post-accumulate-grad hook of norm\.weight"):
+        fusedops.patch(model, example=X)
+    assert type(model.norm) is nn.LayerNorm and torch.equal(weight, before)
+    fusedops.patch(model.eval(), example=X)  # has no backward
+
+
+def test_another_step_in_the_backward_moves_no_weight(model: Block) -> None:
+    weight = model.norm.weight
+    weight.register_hook(lambda grad: weight.data.sub_(grad))
+    before = weight.detach().clone()
+    fusedops.patch(model, example=X)
+    assert torch.equal(weight, before)
+
+
+def test_parameters_that_are_not_initialized_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="run the model once before"):
+        fusedops.patch(nn.Sequential(nn.LazyLinear(4)), example=X)
+
+
+def test_the_report_names_parameters_without_gradient(
+    model: Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.layers[0].weight.requires_grad_(False)
+    model.norm = nn.RMSNorm(64).bfloat16()
+    model.extra = nn.LayerNorm(64)  # not called, stock or patched
+    report = fusedops.patch(model, example=X)
+    gradients = {entry.name: entry.gradients for entry in report.modules}
+    assert gradients["layers.0"] == "bias" and gradients["norm"] == "weight"
+    assert gradients["extra"] == "not weight, not bias" and gradients["layers.1"] == ""
+    assert report.step.without_gradient == () and "WARNING" not in str(report)
+    op = torch_modules.rms_norm
+    frozen = lambda x, shape, weight, eps: op(x, shape, weight.detach(), eps)  # noqa: E731
+    monkeypatch.setattr(torch_modules, "rms_norm", frozen)
+    report = fusedops.patch(model, example=X)
+    assert report["norm"].gradients == "not weight"
+    assert report.step.without_gradient == ("norm.weight",)
+    assert "no gradient since the model is patched: norm.weight" in str(report)
+    assert fusedops.describe(model)["norm"].gradients == ""
+    assert fusedops.describe(model.eval(), example=X)["norm"].gradients == ""
+
+
+class ParameterAdapter(nn.Module):
+    """Adds a trained product to a weight during its forward, as PEFT's ``ParamWrapper`` does."""
+
+    class Sum(nn.Module):
+        def __init__(self, delta: torch.Tensor) -> None:
+            super().__init__()
+            self.delta = delta
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight + self.delta
+
+    def __init__(self, base: nn.Module, name: str) -> None:
+        super().__init__()
+        self.base, self.name = base, name
+        experts, rows, columns = getattr(base, name).shape
+        self.a = nn.Parameter(torch.full((experts, rows, 2), 0.1))
+        self.b = nn.Parameter(torch.full((experts, 2, columns), 0.1))
+
+    def forward(self, *args: Any) -> Any:
+        parametrize.register_parametrization(self.base, self.name, self.Sum(self.a @ self.b))
+        try:
+            return self.base(*args)
+        finally:
+            parametrize.remove_parametrizations(self.base, self.name, leave_parametrized=False)
+
+
+@pytest.mark.parametrize("calibrated", [False, True], ids=["example", "calibrate"])
+def test_an_adapter_of_expert_weights_receives_gradients(calibrated: bool) -> None:
+    pytest.importorskip("transformers")
+    from causal_families import IDS, SPARSE
+
+    model = SPARSE["Mixtral"].model().train().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.experts = ParameterAdapter(layer.mlp.experts, "gate_up_proj")
+    names = [[name for name, _ in module.named_parameters()] for module in model.modules()]
+    batch = {"input_ids": IDS, "labels": IDS}
+    report = fusedops.patch(model, example=batch, calibrate=calibrated)
+    assert report.step.without_gradient == ()
+    assert names == [[name for name, _ in module.named_parameters()] for module in model.modules()]
+    model(**batch).loss.backward()
+    assert all(layer.mlp.experts.a.grad is not None for layer in model.model.layers)

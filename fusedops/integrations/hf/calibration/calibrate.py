@@ -208,7 +208,7 @@ def _refusal(module: nn.Module, recorder: Recorder) -> CalibrationFinding | None
         problem = "the example step does not call it"
     elif recorder.keys[module] not in recorder.calls:
         problem = "its inputs cannot be copied"
-    elif resolution(rule.ops[0], module, rule.probe) is None:
+    elif resolution(rule.ops_of(module)[0], module, rule.probe) is None:
         problem = "torch's own kernel runs either way"
     return None if problem is None else CalibrationFinding(problem=problem)
 
