@@ -135,25 +135,13 @@ def test_a_step_leaves_no_trace(
     graph.sum().backward()
 
 
-def test_an_optimizer_in_the_backward_is_refused_before_the_step(model: Block) -> None:
+def test_what_cannot_be_restored_is_refused(model: Block) -> None:
     weight = model.norm.weight
     weight.register_post_accumulate_grad_hook(lambda weight: weight.data.sub_(weight.grad))
-    before = weight.detach().clone()
     with pytest.raises(RuntimeError, match=r"post-accumulate-grad hook of norm\.weight"):
         fusedops.patch(model, example=X)
-    assert type(model.norm) is nn.LayerNorm and torch.equal(weight, before)
+    assert type(model.norm) is nn.LayerNorm and torch.equal(weight, torch.ones_like(weight))
     fusedops.patch(model.eval(), example=X)  # has no backward
-
-
-def test_another_step_in_the_backward_moves_no_weight(model: Block) -> None:
-    weight = model.norm.weight
-    weight.register_hook(lambda grad: weight.data.sub_(grad))
-    before = weight.detach().clone()
-    fusedops.patch(model, example=X)
-    assert torch.equal(weight, before)
-
-
-def test_parameters_that_are_not_initialized_are_refused() -> None:
     with pytest.raises(RuntimeError, match="run the model once before"):
         fusedops.patch(nn.Sequential(nn.LazyLinear(4)), example=X)
 
@@ -180,44 +168,42 @@ def test_the_report_names_parameters_without_gradient(
     assert fusedops.describe(model.eval(), example=X)["norm"].gradients == ""
 
 
-class ParameterAdapter(nn.Module):
-    """Adds a trained product to a weight during its forward, as PEFT's ``ParamWrapper`` does."""
-
-    class Sum(nn.Module):
-        def __init__(self, delta: torch.Tensor) -> None:
-            super().__init__()
-            self.delta = delta
-
-        def forward(self, weight: torch.Tensor) -> torch.Tensor:
-            return weight + self.delta
-
-    def __init__(self, base: nn.Module, name: str) -> None:
+class AddDelta(nn.Module):
+    def __init__(self, delta: torch.Tensor) -> None:
         super().__init__()
-        self.base, self.name = base, name
-        experts, rows, columns = getattr(base, name).shape
-        self.a = nn.Parameter(torch.full((experts, rows, 2), 0.1))
-        self.b = nn.Parameter(torch.full((experts, 2, columns), 0.1))
+        self.delta = delta
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.delta
+
+
+class WeightAdapter(nn.Module):
+    """Adds a parameter to the weights of experts in its forward, as PEFT's ``ParamWrapper``."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.delta = nn.Parameter(torch.zeros_like(base.down_proj))
 
     def forward(self, *args: Any) -> Any:
-        parametrize.register_parametrization(self.base, self.name, self.Sum(self.a @ self.b))
+        parametrize.register_parametrization(self.base, "down_proj", AddDelta(self.delta))
         try:
             return self.base(*args)
         finally:
-            parametrize.remove_parametrizations(self.base, self.name, leave_parametrized=False)
+            parametrize.remove_parametrizations(self.base, "down_proj", leave_parametrized=False)
 
 
-@pytest.mark.parametrize("calibrated", [False, True], ids=["example", "calibrate"])
-def test_an_adapter_of_expert_weights_receives_gradients(calibrated: bool) -> None:
+def test_an_adapter_of_expert_weights_receives_gradients() -> None:
     pytest.importorskip("transformers")
     from causal_families import IDS, SPARSE
 
     model = SPARSE["Mixtral"].model().train().requires_grad_(False)
     for layer in model.model.layers:
-        layer.mlp.experts = ParameterAdapter(layer.mlp.experts, "gate_up_proj")
-    names = [[name for name, _ in module.named_parameters()] for module in model.modules()]
+        layer.mlp.experts = WeightAdapter(layer.mlp.experts)
+    names = [name for name, _ in model.named_parameters()]
     batch = {"input_ids": IDS, "labels": IDS}
-    report = fusedops.patch(model, example=batch, calibrate=calibrated)
+    report = fusedops.patch(model, example=batch, calibrate=True)
     assert report.step.without_gradient == ()
-    assert names == [[name for name, _ in module.named_parameters()] for module in model.modules()]
+    assert names == [name for name, _ in model.named_parameters()]
     model(**batch).loss.backward()
-    assert all(layer.mlp.experts.a.grad is not None for layer in model.model.layers)
+    assert all(layer.mlp.experts.delta.grad is not None for layer in model.model.layers)

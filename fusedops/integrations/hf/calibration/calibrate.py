@@ -29,7 +29,6 @@ from fusedops.integrations.hf.rules.rule import (
     global_hooks,
     hooks_obstacle,
     like,
-    plain_weight,
     resolution,
     rule_of,
 )
@@ -152,7 +151,8 @@ def calibrate(
 def _to_decide(model: nn.Module, decided: set[nn.Module]) -> list[nn.Module]:
     """Return the patched modules that do work of their own now and are not decided yet."""
     inside = decided.union(*(_does_work_of(module) for module in model.modules()))
-    return [module for module in model.modules() if rule_of(module) and module not in inside]
+    rules = {module: rule_of(module) for module in model.modules() if module not in inside}
+    return [module for module, rule in rules.items() if rule and type(module) is rule.patched]
 
 
 def _does_work_of(module: nn.Module) -> list[nn.Module]:
@@ -198,12 +198,8 @@ def _refusal(module: nn.Module, recorder: Recorder) -> CalibrationFinding | None
     rule: Any = rule_of(module)
     reasons = (hooks_obstacle(name or "it", child) for name, child in module.named_modules())
     problem = next(filter(None, reasons), global_hooks())
-    if type(module) is not rule.patched:
-        problem = "another class lies on top of the patched one"
-    elif rule.bypass_reason(module) is not None:
+    if rule.bypass_reason(module) is not None:
         problem = "it steps aside"
-    elif not all(plain_weight(weight) and not weight.is_meta for weight in module.parameters()):
-        problem = "its parameters are not plain tensors"
     elif module not in recorder.keys:
         problem = "the example step does not call it"
     elif recorder.keys[module] not in recorder.calls:
