@@ -168,25 +168,15 @@ def test_the_report_names_parameters_without_gradient(
     assert fusedops.describe(model.eval(), example=X)["norm"].gradients == ""
 
 
-class AddDelta(nn.Module):
-    def __init__(self, delta: torch.Tensor) -> None:
-        super().__init__()
-        self.delta = delta
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + self.delta
-
-
 class WeightAdapter(nn.Module):
-    """Adds a parameter to the weights of experts in its forward, as PEFT's ``ParamWrapper``."""
+    """Changes the weights of experts during its forward, as PEFT's ``ParamWrapper`` does."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.base = base
-        self.delta = nn.Parameter(torch.zeros_like(base.down_proj))
+        self.base, self.scale = base, nn.PReLU(init=1.0)  # a module with a trained number
 
     def forward(self, *args: Any) -> Any:
-        parametrize.register_parametrization(self.base, "down_proj", AddDelta(self.delta))
+        parametrize.register_parametrization(self.base, "down_proj", self.scale)
         try:
             return self.base(*args)
         finally:
@@ -206,4 +196,4 @@ def test_an_adapter_of_expert_weights_receives_gradients() -> None:
     assert report.step.without_gradient == ()
     assert names == [name for name, _ in model.named_parameters()]
     model(**batch).loss.backward()
-    assert all(layer.mlp.experts.delta.grad is not None for layer in model.model.layers)
+    assert all(layer.mlp.experts.scale.weight.grad is not None for layer in model.model.layers)
