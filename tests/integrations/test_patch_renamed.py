@@ -7,7 +7,6 @@ transformers is installed.
 from __future__ import annotations
 
 import builtins
-import functools
 import inspect
 import sys
 import warnings
@@ -23,10 +22,8 @@ pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils.deprecation import deprecate_kwarg
 
-from fusedops._core import backends
-from fusedops.integrations.hf.renamed_arguments import only_renames, renames
+from fusedops.integrations.hf.renamed_arguments import renames
 from fusedops.integrations.hf.rules import residual_norm
-from fusedops.integrations.hf.rules.rotary import forward_with_rotary
 from fusedops.integrations.hf.rules.rule import subclass
 from fusedops.integrations.hf.signatures import known_arguments
 
@@ -106,25 +103,3 @@ def test_the_new_name_is_known_by_place_and_by_keyword(home: str) -> None:
     patched: Any = subclass(_Later, _Fused, home)
     known = known_arguments(patched.forward, _Later.forward)
     assert known.positional == 4 and not known.foreign, "foreign ones run the original"
-
-
-def test_rotary_embedding_is_fused_under_the_decorator_of_the_old_name() -> None:
-    fused = forward_with_rotary(_Attention)
-    assert fused is not None
-    rows = _rows()
-    expected = _Attention()(*rows)
-    backends.reset_counters()
-    with pytest.warns(FutureWarning, match="past_key_values"):
-        actual = fused(_Attention(), *rows, past_key_values="a cache")
-    assert ("rotary_embedding" in {op for op, _ in backends.counters()}) and actual[2] == "a cache"
-    torch.testing.assert_close(actual[:2], expected[:2])
-
-
-def test_a_wrapper_of_somebody_else_stays_in_front() -> None:
-    @functools.wraps(_Attention.forward)
-    def logged(*args: Any, **kwargs: Any) -> Any:
-        return _Attention.forward(*args, **kwargs)
-
-    assert only_renames(_Attention.forward) and not only_renames(logged)
-    other = type("_Attention", (nn.Module,), {"forward": logged})
-    assert forward_with_rotary(other) is None

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf.rules.rule import plain_weight
 
 
 class ExampleStep:
@@ -183,7 +182,7 @@ def _content(container: Any) -> list[Any]:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy; in the memory of the CPU, where a model that fills its GPU fits as well."""
-    if plain_weight(tensor):
+    if type(tensor) in (torch.Tensor, nn.Parameter):
         return tensor.detach().to("cpu", copy=True)
     return tensor.detach().clone()
 

@@ -24,12 +24,12 @@ from fusedops._core.architecture import architecture
 from fusedops._core.dtypes import autocast_dtype
 from fusedops._core.timer import BriefClock, TimingPlan, Variant, clock_for, measure
 from fusedops.integrations.hf.example_step import copied, tensors_in
+from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
+    Refusal,
     absorbed,
     global_hooks,
     hooks_obstacle,
-    like,
-    resolution,
     rule_of,
 )
 
@@ -111,7 +111,7 @@ class Recorder:
         shapes = ["x".join(map(str, tensor.shape)) for tensor in inputs]
         tensors = [*inputs, *module.parameters()]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        autocast = autocast_dtype(like(module).device)
+        autocast = autocast_dtype(empty_like_parameters(module).device)
         key = self.keys[module] = _key(module, shapes, autocast, trains)
         if key not in self.calls:
             where = f"{_dtype(module, autocast)}, {(shapes or ['no tensors'])[0]}"
@@ -165,7 +165,7 @@ def _does_work_of(module: nn.Module) -> list[nn.Module]:
 def _key(module: nn.Module, inputs: list[str], autocast: torch.dtype | None, trains: bool) -> str:
     """Return in one line what a finding holds for: class, shapes, settings, dtype and device."""
     cls = _stock_class(module)
-    device = like(module).device
+    device = empty_like_parameters(module).device
     shapes = [f"{name}{list(weight.shape)}" for name, weight in module.named_parameters()]
     settings = [
         f"{name}={value}"
@@ -189,22 +189,26 @@ def _key(module: nn.Module, inputs: list[str], autocast: torch.dtype | None, tra
 
 def _dtype(module: nn.Module, autocast: torch.dtype | None) -> str:
     """Return the dtype of the weights, and that of autocast where it is active."""
-    own, lower = (str(dtype).removeprefix("torch.") for dtype in (like(module).dtype, autocast))
+    own, lower = (
+        str(dtype).removeprefix("torch.")
+        for dtype in (empty_like_parameters(module).dtype, autocast)
+    )
     return own if autocast is None else f"{own} under autocast to {lower}"
 
 
 def _refusal(module: nn.Module, recorder: Recorder) -> CalibrationFinding | None:
     """Return why this module, whatever others of its class may, is not measured, or ``None``."""
     rule: Any = rule_of(module)
+    plan = rule.current_plan(module)
     reasons = (hooks_obstacle(name or "it", child) for name, child in module.named_modules())
     problem = next(filter(None, reasons), global_hooks())
-    if rule.bypass_reason(module) is not None:
+    if isinstance(plan, Refusal):
         problem = "it steps aside"
     elif module not in recorder.keys:
         problem = "the example step does not call it"
     elif recorder.keys[module] not in recorder.calls:
         problem = "its inputs cannot be copied"
-    elif resolution(rule.ops_of(module)[0], module, rule.probe) is None:
+    elif not plan.ops:
         problem = "torch's own kernel runs either way"
     return None if problem is None else CalibrationFinding(problem=problem)
 
@@ -246,7 +250,7 @@ def _set_classes(classes: dict[nn.Module, type]) -> None:
 
 def _measured(module: nn.Module, call: _ModuleCall, deadline: float) -> CalibrationFinding:
     """Time a module patched and stock; an exception becomes a finding as well."""
-    device, speed_up = like(module).device, 0.0
+    device, speed_up = empty_like_parameters(module).device, 0.0
     stock = {part: _stock_class(part) for part in [module, *_does_work_of(module)]}
     variants = [
         Variant(
