@@ -146,7 +146,7 @@ def _examined(
         if calibrate is not False:
             with step.unchanged():
                 findings = calibration.calibrate(model, recorder, known)
-            if not isinstance(calibrate, bool):
+            if not isinstance(calibrate, bool) and len(findings) > len(known):
                 file.write(calibrate, findings)
             report = _report(model, report.level)
     gradients = step.run()
