@@ -8,6 +8,7 @@ must give what the changed stock model gives, or raise what it raises.
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import inspect
 import math
@@ -34,7 +35,6 @@ AUTO_CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "image": "AutoModelForImageClassification",
     "speech": "AutoModelForSpeechSeq2Seq",
-    "audio": "AutoModelForAudioClassification",
 }
 SIZES: dict[str, Any] = (
     dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size"), 32)
@@ -56,6 +56,11 @@ SIZES: dict[str, Any] = (
     | {"q_lora_rank": 24, "kv_lora_rank": 16, "n_group": 2, "topk_group": 1}
     | {"first_k_dense_replace": 1, "sliding_window": 5, "query_pre_attn_scalar": 8}
 )
+# Functions of torch that everything in the process calls, the library's own code included.
+PROCESS_WIDE = {
+    *("arange", "empty", "full", "ones", "tensor", "zeros"),
+    *("is_autocast_enabled", "is_grad_enabled"),
+}
 # Files of transformers whose functions many types call. Masks are made before any patched module.
 SHARED = (
     "transformers.activations",
@@ -112,10 +117,9 @@ class ModelType(NamedTuple):
             size = self.options.get("image_size", SIZES["image_size"])
             pixels = torch.sin(torch.arange(2.0 * 3 * size * size)).view(2, 3, size, size)
             return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
-        if self.task in ("speech", "audio"):
+        if self.task == "speech":
             spectrum = torch.sin(torch.arange(2.0 * 8 * 32)).view(2, 8, 32)
-            labels = ids if self.task == "speech" else torch.tensor([0, 1])
-            return {"input_features": spectrum, "labels": labels}
+            return {"input_features": spectrum, "labels": ids}
         return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
@@ -359,6 +363,8 @@ def changes(model: Any, inputs: dict[str, torch.Tensor]) -> list[Change]:
     own = {code for code in codes if code.co_filename == files[0].__file__}
     for change in _changes_of_instances(model, files[0], own, _names(own)):
         by_place.setdefault(change.place, change)
+    for change in _changes_of_torch(model, own):
+        by_place.setdefault(change.place, change)
     return list(by_place.values())
 
 
@@ -447,6 +453,38 @@ def _changes_of_instances(
         if name in names and _is_value(value):
             place = f"config.{name}"
             yield Change(place, lambda model: model.config, name, lambda _, raw: another(raw))
+
+
+def _changes_of_torch(model: Any, codes: set[CodeType]) -> Iterator[Change]:
+    """Yield changes of torch's modules in a model, and of functions that code reads of torch."""
+    functions: dict[str, tuple[ModuleType, str]] = {}
+    for cls in sorted({type(module) for module in model.modules()}, key=lambda cls: cls.__name__):
+        if cls.__module__.startswith("torch.nn.modules") and "forward" in vars(cls):
+            yield Change(f"nn.{cls.__name__}.forward()", lambda _, c=cls: c, "forward", _function)
+            functions |= _torch_functions(cls.forward.__code__, sys.modules[cls.__module__])
+    for code in codes:
+        functions |= _torch_functions(code, sys.modules[type(model).__module__])
+    for place, (owner, name) in sorted(functions.items()):
+        yield Change(place, lambda _, owner=owner: owner, name, _function)
+
+
+def _torch_functions(code: CodeType, file: ModuleType) -> dict[str, tuple[ModuleType, str]]:
+    """Return module and name of the functions of torch that code reads, by their full names."""
+    functions: dict[str, tuple[ModuleType, str]] = {}
+    owner: Any = None
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if instruction.opname == "LOAD_GLOBAL":
+            owner = vars(file).get(name)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(owner, ModuleType):
+            value = vars(owner).get(name)
+            of_torch = owner.__name__.partition(".")[0] == "torch"
+            if of_torch and _is_function(value) and name.removesuffix("_like") not in PROCESS_WIDE:
+                functions[f"{owner.__name__}.{name}()"] = owner, name
+            owner = value
+        else:
+            owner = None
+    return functions
 
 
 def _method(owner: Any, raw: Any) -> Any:

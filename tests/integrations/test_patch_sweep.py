@@ -33,13 +33,28 @@ OTHERS = (
     *("masked squeezebert", "masked rembert", "masked xlm", "masked esm", "masked layoutlm"),
     *("seq2seq bart", "seq2seq mbart", "seq2seq pegasus", "seq2seq m2m_100"),
     *("seq2seq marian", "seq2seq mt5", "seq2seq switch_transformers", "seq2seq umt5"),
-    *("seq2seq blenderbot", "image deit", "image beit", "image clip", "image siglip"),
+    *("seq2seq blenderbot", "image beit", "image clip", "image siglip"),
     *("image dinov2", "image convnext", "image swin", "image swinv2", "image vit_msn"),
-    *("speech whisper", "speech speech_to_text", "audio audio-spectrogram-transformer"),
+    *("image ijepa", "image segformer", "speech whisper"),
 )
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
+STAGES = {"depths": [1, 2], "num_heads": [2, 4]}
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "deepseek_v3": {"num_key_value_heads": 4},
+    "convnext": {"image_size": 64, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
+    "segformer": {"image_size": 64, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
+    "swin": {"image_size": 32, "window_size": 4, "embed_dim": 16} | STAGES,
+    "swinv2": {"image_size": 32, "window_size": 4, "embed_dim": 16} | STAGES,
+    "clip": {"vision_config": VISION},
+    "siglip": {"vision_config": VISION},
     "esm": {"vocab_size": 97, "pad_token_id": 1, "mask_token_id": 2, "token_dropout": False},
 }
 
