@@ -217,8 +217,7 @@ def watch_list(cls: type[nn.Module], *methods: str, copied: bool = False) -> Wat
             calls other methods and functions as the original does, so that these may change.
 
     Raises:
-        UnsupportedError: code of the class has other globals than those of a module, or reads a
-            table, which could change in place.
+        UnsupportedError: code of the class has other globals than those of a module.
     """
     reading = _Reading(follows=not copied)
     for name in dict.fromkeys(("forward", *methods)):
@@ -266,21 +265,30 @@ class _Reading:
         follows = self._follows and _root(module) != "torch"
         if inspect.isclass(value):
             is_layer = issubclass(value, nn.Module)
-            if (is_layer or follows) and self._adds(module, name, value) and is_layer:
-                self.add_method(value, "forward")
+            if (is_layer or follows) and self._adds(module, name, value):
+                if is_layer:
+                    self.add_method(value, "forward")
+                elif issubclass(value, torch.autograd.Function):
+                    self._add_class(value)
         elif callable(value) and (self._follows or _is_torchs(value)):
             is_new = self._adds(module, name, _known(value, _root(module)))
             if is_new and follows:
                 self._add_function(value)
         elif follows:
-            if isinstance(value, dict | list | set):
-                raise UnsupportedError(f"it reads {name}, a table that may change")
             self._adds(module, name, value)
 
     def _adds(self, owner: Any, name: str, known: Any) -> bool:
         """Add an attribute, and return whether it is a new one."""
         attribute = WatchedAttribute(owner, name, known)
         return self._attributes.setdefault((id(owner), name), attribute) is attribute
+
+    def _add_class(self, cls: type) -> None:
+        """Add the methods of an autograd function, with what they read."""
+        for name, member in vars(cls).items():
+            function = getattr(member, "__func__", member)
+            if isinstance(function, FunctionType):
+                self._adds(cls, name, getattr(cls, name))
+                self._add_function(function)
 
     def _add_function(self, value: Any) -> None:
         """Add what a function reads if it is written in Python, outside of torch."""

@@ -139,6 +139,17 @@ class PatchReport:
         """The number of modules per op or combination of ops."""
         return dict(Counter(entry.op for entry in self.replaced))
 
+    @staticmethod
+    def watched(module: object) -> tuple[str, ...]:
+        """Return the functions, methods and values whose change lets a module run as in stock.
+
+        Args:
+            module: of the patched model; one that is not patched watches nothing.
+        """
+        rule = getattr(type(module), "fused_rule", None)
+        names: tuple[str, ...] = () if rule is None else rule.watched.names()
+        return names
+
     def __getitem__(self, name: str) -> ModuleReport:
         """Return the entry of the module with this qualified name."""
         for entry in self.modules:

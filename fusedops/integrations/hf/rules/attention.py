@@ -143,7 +143,7 @@ def attend_as_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers' ``sdpa`` does, which knows neither soft-cap nor sinks."""
     raises = softcap is not None and _SDPA_READS_SOFTCAP  # from 5.23 on
-    if raises or not _serves(query, key, value):
+    if raises or not _serves(module, query, key, value, attention_mask):
         options = {} if softcap is None else {"softcap": softcap}
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, *args, **options, **kwargs
@@ -151,13 +151,21 @@ def attend_as_sdpa(
     return attend(module, query, key, value, attention_mask, *args, **kwargs)
 
 
-def _serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    return runs_here(query) and is_plain(key) and is_plain(value)
+def _serves(module: Any, query: Any, key: Any, value: Any, mask: Any) -> bool:
+    """Return whether the op takes these; sizes that do not fit are for transformers to refuse."""
+    groups = getattr(module, "num_key_value_groups", None)
+    return (
+        runs_here(query)
+        and is_plain(key)
+        and is_plain(value)
+        and (groups is None or groups * key.shape[1] == query.shape[1])
+        and (mask is None or (is_plain(mask) and mask.shape[-1] in (1, key.shape[2])))
+    )
 
 
 _SDPA_ARGUMENTS = known_arguments(attend, sdpa_attention_forward)
 _SDPA_READS_SOFTCAP = "softcap" in read_keywords(sdpa_attention_forward)
-_SDPA = original_code.functions("scaled_dot_product_attention")
+_SDPA = original_code.watched_function(sdpa_attention_forward.__module__, "sdpa_attention_forward")
 
 # An implementation without a mask function gets no mask, and ignores padding without a word.
 AttentionInterface.register("fusedops", attend)
@@ -232,7 +240,7 @@ class FusedInterface:
         (causality and the window are in it), and ``dropout`` counts in training only.
         """
         if (
-            not _serves(query, key, value)
+            not _serves(module, query, key, value, attention_mask)
             or foreign_keyword(self._eager_arguments, kwargs) is not None
             or weights_obstacle(module) is not None
         ):

@@ -29,6 +29,8 @@ from fusedops.integrations.hf.original_code import (
     changed,
     context_obstacle,
     name_of,
+    replaced,
+    watched_function,
     with_inner,
 )
 from fusedops.integrations.hf.rules import transformers_modules  # noqa: F401 (its activations)
@@ -144,6 +146,10 @@ _KNOWN: dict[str, Any] = {
     "batched_mm": moe.batched_mm_experts_forward,
     NAME: experts_forward,
 }
+_WATCHED = {
+    name: watched_function(moe.__name__, f"{name}_experts_forward")
+    for name in ("grouped_mm", "batched_mm")
+}
 
 
 def _ends_in_a_norm(module: Any) -> bool:
@@ -218,7 +224,9 @@ def obstacle(module: Any) -> str | None:
     function = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
     if function is not _KNOWN[configured]:
         return f"the experts function {configured!r} was replaced by {name_of(function)}"
-    return None
+    if module.num_experts != len(module.down_proj):
+        return f"it has weights for {len(module.down_proj)} experts, not {module.num_experts}"
+    return replaced(_WATCHED[configured]) if configured in _WATCHED else None
 
 
 def _plan(module: Any, *, loop_is_known: bool) -> Plan | Refusal:
