@@ -90,7 +90,7 @@ def cases() -> dict[str, Case]:
     """Return the changes of the classes that the module has now."""
     return {
         "method of the instance": Case(followed.Norm, sets_method("_norm", _twice)),
-        "method of a base": Case(followed.TableNorm, sets(followed.TableNorm, "forward", _twice)),
+        "forward of the class": Case(followed.Norm, sets(followed.Norm, "forward", _twice)),
         "number of the class": Case(followed.Norm, sets(followed.Norm, "eps", 1.0)),
         "number of the class, on the instance": Case(followed.Norm, sets_own("eps", 1.0)),
         "number of the instance": Case(followed.OwnNumberNorm, sets_own("eps", 1.0)),
@@ -106,7 +106,7 @@ def cases() -> dict[str, Case]:
         ),
         "table, in place": Case(
             followed.TableNorm,
-            lambda context, layer: context.setitem(followed.FACTORS, "norm", 3.0),
+            lambda context, layer: context.setitem(followed.EPSILONS, "norm", 1.0),
         ),
         "hook of a global activation": Case(followed.FeedForward, _hooked),
         "forward of a global activation": Case(
@@ -144,6 +144,9 @@ def cases() -> dict[str, Case]:
         ),
         "method of attention, on the instance": Case(
             followed.Attention, sets_method("attend", _values)
+        ),
+        "method of the base of attention": Case(
+            followed.DerivedAttention, sets(followed.Attention, "attend", _values)
         ),
         "torch's attention": Case(
             followed.Attention, sets(functional, "scaled_dot_product_attention", _doubled(_SDPA))
