@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 WIDTH = 32
-FACTORS = {"norm": 1.0}
+EPSILONS = {"norm": 1e-6}
 HEADS = {"count": 4}
 CAUSAL = True
 ACTIVATION = nn.GELU()
@@ -21,7 +21,7 @@ def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class Norm(nn.Module):
-    """A norm whose formula stands in a method, with a number of the class and a default."""
+    """A norm whose formula stands in a method, with a number of the class."""
 
     eps = 1e-6
 
@@ -29,8 +29,8 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
 
-    def _norm(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        return factor * normed(x, self.eps)
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return normed(x, self.eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * self._norm(x.float()).to(x.dtype)
@@ -55,7 +55,7 @@ class TableNorm(Norm):
     """A norm that reads a number of a global table."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (FACTORS["norm"] * normed(x.float(), 1e-6)).to(x.dtype)
+        return self.weight * normed(x.float(), EPSILONS["norm"]).to(x.dtype)
 
 
 class PropertyNorm(Norm):
@@ -140,6 +140,13 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.attend(*self.heads(x)).transpose(1, 2).flatten(2)
+
+
+class DerivedAttention(Attention):
+    """An attention that calls the method of its base."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return super().attend(2 * q, k, v)
 
 
 class MaskedAttention(Attention):

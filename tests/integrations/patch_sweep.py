@@ -363,7 +363,7 @@ def changes(model: Any, inputs: dict[str, torch.Tensor]) -> list[Change]:
     own = {code for code in codes if code.co_filename == files[0].__file__}
     for change in _changes_of_instances(model, files[0], own, _names(own)):
         by_place.setdefault(change.place, change)
-    for change in _changes_of_torch(model, own):
+    for change in _changes_of_torch(model, files, codes):
         by_place.setdefault(change.place, change)
     return list(by_place.values())
 
@@ -455,15 +455,19 @@ def _changes_of_instances(
             yield Change(place, lambda model: model.config, name, lambda _, raw: another(raw))
 
 
-def _changes_of_torch(model: Any, codes: set[CodeType]) -> Iterator[Change]:
+def _changes_of_torch(
+    model: Any, files: list[ModuleType], codes: set[CodeType]
+) -> Iterator[Change]:
     """Yield changes of torch's modules in a model, and of functions that code reads of torch."""
     functions: dict[str, tuple[ModuleType, str]] = {}
     for cls in sorted({type(module) for module in model.modules()}, key=lambda cls: cls.__name__):
         if cls.__module__.startswith("torch.nn.modules") and "forward" in vars(cls):
             yield Change(f"nn.{cls.__name__}.forward()", lambda _, c=cls: c, "forward", _function)
             functions |= _torch_functions(cls.forward.__code__, sys.modules[cls.__module__])
-    for code in codes:
-        functions |= _torch_functions(code, sys.modules[type(model).__module__])
+    for file in files:
+        for code in codes:
+            if code.co_filename == file.__file__:
+                functions |= _torch_functions(code, file)
     for place, (owner, name) in sorted(functions.items()):
         yield Change(place, lambda _, owner=owner: owner, name, _function)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import os
 import pickle
 import subprocess
@@ -83,64 +84,78 @@ def _values(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 
 
 _SDPA = functional.scaled_dot_product_attention
-CASES = {
-    "method of the instance": Case(followed.Norm, sets_method("_norm", _twice)),
-    "method of a base": Case(followed.TableNorm, sets(followed.TableNorm, "forward", _twice)),
-    "number of the class": Case(followed.Norm, sets(followed.Norm, "eps", 1.0)),
-    "number of the class, on the instance": Case(followed.Norm, sets_own("eps", 1.0)),
-    "number of the instance": Case(followed.OwnNumberNorm, sets_own("eps", 1.0)),
-    "code of a method": Case(followed.Norm, sets(followed.Norm._norm, "__code__", _twice.__code__)),
-    "forward of the base": Case(followed.DerivedNorm, sets(followed.Norm, "forward", _twice)),
-    "method of the base": Case(followed.DerivedNorm, sets(followed.Norm, "_norm", _twice)),
-    "closure": Case(followed.ClosureNorm, _cell),
-    "property": Case(
-        followed.PropertyNorm, sets(followed.PropertyNorm, "epsilon", property(lambda self: 1.0))
-    ),
-    "table, in place": Case(
-        followed.TableNorm,
-        lambda context, layer: context.setitem(followed.FACTORS, "norm", 3.0),
-    ),
-    "hook of a global activation": Case(followed.FeedForward, _hooked),
-    "forward of a global activation": Case(
-        followed.FeedForward,
-        lambda context, layer: context.setattr(
-            followed.ACTIVATION, "forward", torch.relu, raising=False
+
+
+def cases() -> dict[str, Case]:
+    """Return the changes of the classes that the module has now."""
+    return {
+        "method of the instance": Case(followed.Norm, sets_method("_norm", _twice)),
+        "forward of the class": Case(followed.Norm, sets(followed.Norm, "forward", _twice)),
+        "number of the class": Case(followed.Norm, sets(followed.Norm, "eps", 1.0)),
+        "number of the class, on the instance": Case(followed.Norm, sets_own("eps", 1.0)),
+        "number of the instance": Case(followed.OwnNumberNorm, sets_own("eps", 1.0)),
+        "code of a method": Case(
+            followed.Norm, sets(followed.Norm._norm, "__code__", _twice.__code__)
         ),
-    ),
-    "hooks of all modules": Case(followed.GatedFeedForward, _hooked_everywhere),
-    "flag of the class": Case(followed.FeedForward, sets(followed.FeedForward, "doubled", True)),
-    "flag on the instance": Case(followed.FeedForward, sets_own("doubled", True)),
-    "method of a feed-forward layer": Case(
-        followed.FunctionalFeedForward, sets_method("activated", lambda self, x: self.up(x))
-    ),
-    "torch's activation": Case(
-        followed.FunctionalFeedForward, sets(functional, "gelu", torch.relu)
-    ),
-    "forward of a child": Case(
-        followed.GatedFeedForward,
-        lambda context, layer: context.setattr(
-            layer.up, "forward", lambda x: layer.gate(x), raising=False
+        "forward of the base": Case(followed.DerivedNorm, sets(followed.Norm, "forward", _twice)),
+        "method of the base": Case(followed.DerivedNorm, sets(followed.Norm, "_norm", _twice)),
+        "closure": Case(followed.ClosureNorm, _cell),
+        "property": Case(
+            followed.PropertyNorm,
+            sets(followed.PropertyNorm, "epsilon", property(lambda self: 1.0)),
         ),
-    ),
-    "activation of a child": Case(followed.GatedFeedForward, sets_own("act", nn.ReLU())),
-    "forward of the class of a child": Case(
-        followed.GatedFeedForward, sets(nn.SiLU, "forward", _twice)
-    ),
-    "table of attention, in place": Case(
-        followed.Attention, lambda context, layer: context.setitem(followed.HEADS, "count", 2)
-    ),
-    "method of attention": Case(followed.Attention, sets(followed.Attention, "attend", _values)),
-    "method of attention, on the instance": Case(
-        followed.Attention, sets_method("attend", _values)
-    ),
-    "torch's attention": Case(
-        followed.Attention, sets(functional, "scaled_dot_product_attention", _doubled(_SDPA))
-    ),
-    "function of torch": Case(followed.Norm, sets(torch, "rsqrt", _doubled(torch.rsqrt))),
-    "torch's product": Case(
-        followed.WrittenAttention, sets(torch, "matmul", _doubled(torch.matmul))
-    ),
-}
+        "table, in place": Case(
+            followed.TableNorm,
+            lambda context, layer: context.setitem(followed.EPSILONS, "norm", 1.0),
+        ),
+        "hook of a global activation": Case(followed.FeedForward, _hooked),
+        "forward of a global activation": Case(
+            followed.FeedForward,
+            lambda context, layer: context.setattr(
+                followed.ACTIVATION, "forward", torch.relu, raising=False
+            ),
+        ),
+        "hooks of all modules": Case(followed.GatedFeedForward, _hooked_everywhere),
+        "flag of the class": Case(
+            followed.FeedForward, sets(followed.FeedForward, "doubled", True)
+        ),
+        "flag on the instance": Case(followed.FeedForward, sets_own("doubled", True)),
+        "method of a feed-forward layer": Case(
+            followed.FunctionalFeedForward, sets_method("activated", lambda self, x: self.up(x))
+        ),
+        "torch's activation": Case(
+            followed.FunctionalFeedForward, sets(functional, "gelu", torch.relu)
+        ),
+        "forward of a child": Case(
+            followed.GatedFeedForward,
+            lambda context, layer: context.setattr(
+                layer.up, "forward", lambda x: layer.gate(x), raising=False
+            ),
+        ),
+        "activation of a child": Case(followed.GatedFeedForward, sets_own("act", nn.ReLU())),
+        "forward of the class of a child": Case(
+            followed.GatedFeedForward, sets(nn.SiLU, "forward", _twice)
+        ),
+        "table of attention, in place": Case(
+            followed.Attention, lambda context, layer: context.setitem(followed.HEADS, "count", 2)
+        ),
+        "method of attention": Case(
+            followed.Attention, sets(followed.Attention, "attend", _values)
+        ),
+        "method of attention, on the instance": Case(
+            followed.Attention, sets_method("attend", _values)
+        ),
+        "method of the base of attention": Case(
+            followed.DerivedAttention, sets(followed.Attention, "attend", _values)
+        ),
+        "torch's attention": Case(
+            followed.Attention, sets(functional, "scaled_dot_product_attention", _doubled(_SDPA))
+        ),
+        "function of torch": Case(followed.Norm, sets(torch, "rsqrt", _doubled(torch.rsqrt))),
+        "torch's product": Case(
+            followed.WrittenAttention, sets(torch, "matmul", _doubled(torch.matmul))
+        ),
+    }
 
 
 def _call(layer: Any) -> list[torch.Tensor]:
@@ -161,19 +176,21 @@ def _assert_same(layer: Any, stock: Any) -> None:
 
 @pytest.mark.parametrize("moment", ["after", "before", "between"])
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 @pytest.mark.usefixtures("own_products")
 def test_a_change_is_followed(
     monkeypatch: pytest.MonkeyPatch, name: str, level: str, moment: str
 ) -> None:
-    stock = CASES[name].make()
+    importlib.reload(followed)  # classes that patch has not seen
+    case = cases()[name]
+    stock = case.make()
     layer, unchanged = copy.deepcopy(stock), _call(stock)
     if moment != "before":
         fusedops.patch(layer, level=level)
         _assert_same(layer, stock)
     with monkeypatch.context() as context:
         for instance in (stock, layer):
-            CASES[name].change(context, instance)
+            case.change(context, instance)
         if moment != "after":
             fusedops.patch(layer, level=level)
         assert not torch.equal(_call(stock)[0], unchanged[0])
