@@ -128,6 +128,12 @@ def _parameter_obstacle(module: Any, name: str) -> str | None:
 
 def replaced(watched: WatchList) -> str | None:
     """Return what of a watch list was replaced, as a reason, or ``None``."""
+    if (
+        _is_unchanged is not None
+        and not torch.compiler.is_compiling()
+        and _is_unchanged(watched.attributes, {}, (), ())
+    ):
+        return None
     for owner, name, known in watched.attributes:
         if getattr(owner, name, None) is not known:
             reason = _replacement(owner, name, known)
@@ -293,7 +299,8 @@ class _Reading:
     def _add_function(self, value: Any) -> None:
         """Add what a function reads if it is written in Python, outside of torch."""
         function = inspect.unwrap(value)
-        if _root_of(function) not in (None, "torch"):
+        home = _home_of(function)
+        if home is not None and not home.startswith(("torch.", "transformers.utils.")):
             self._add_code(nn.Module, function)
 
     def _add_code(self, cls: type[nn.Module], function: Any) -> None:
@@ -565,8 +572,8 @@ def _is_torchs(function: Any) -> bool:
     return str(getattr(function, "__module__", None)).partition(".")[0] == "torch"
 
 
-def _root_of(function: Any) -> str | None:
-    """Return the name of the package that a function belongs to; ``None`` if it has no code."""
+def _home_of(function: Any) -> str | None:
+    """Return the name of the module that a function belongs to; ``None`` if it has no code."""
     if not isinstance(function, FunctionType):
         return None
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
+    return str(function.__globals__.get("__name__", ""))
