@@ -5,8 +5,7 @@ are nested tuples, written in one way however the code writes them (``torch_oper
 
 * ``("input",)``: the first argument of ``forward``; ``("input", name)``: another one,
 * ``("attribute", path)``: a parameter or number of the module, or of one of its attributes,
-* ``("call", path, x)``: a child, called on ``x``; an element of a list of children has the
-  expression ``("item", list, index)`` in the place of the path,
+* ``("call", path, x)``: a child, called on ``x``,
 * ``(operation, *arguments)``: a function or method of torch; keywords follow as ``(name, value)``.
 
 No instance is needed. Where the code asks whether an attribute is true, it is run once for either
@@ -89,12 +88,10 @@ class Path(NamedTuple):
     Attributes:
         result: the expression.
         answers: those that lead to it.
-        optional: names of the arguments with a default that are symbols in it.
     """
 
     result: Expression
     answers: tuple[tuple[Question, bool], ...] = ()
-    optional: tuple[str, ...] = ()
 
     def holds(self, module: nn.Module) -> bool:
         """Return whether a module takes this way now."""
@@ -111,18 +108,12 @@ def value_of(module: Any, path: str) -> Any:
 def paths_of(cls: type[nn.Module], method: str = "forward") -> tuple[Path, ...]:
     """Return the ways through a method of a class that can be run on symbols.
 
-    Arguments that may be left out have their defaults; where that leads to no expression, they are
-    symbols as well.
+    Arguments that may be left out have their defaults.
     """
     function: Any = getattr(cls, method)
     if not isinstance(function, FunctionType):
         return ()
-    required, optional = _further_inputs(function)
-    paths = _paths(cls, function, required)
-    if paths or not optional:
-        return paths
-    paths = _paths(cls, function, (*required, *optional))
-    return tuple(path._replace(optional=optional) for path in paths)
+    return _paths(cls, function, _further_inputs(function)[0])
 
 
 def has_optional_arguments(cls: type[nn.Module]) -> bool:
@@ -464,11 +455,6 @@ class _Symbol(_Value):
         if name not in METHODS:
             raise NoExpressionError
         return _Method(self, name)
-
-    def __call__(self, *args: Any) -> _Symbol:
-        if len(args) != 1 or self._content[0] != "item":
-            raise NoExpressionError
-        return _Symbol(self._run, ("call", self._content, _plain(args[0])))
 
     def _same_dtype(self, other: Any) -> bool:
         """Return whether the dtype of a result is that of a parameter.

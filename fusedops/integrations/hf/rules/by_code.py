@@ -64,7 +64,7 @@ def _remember_linear(original: type[nn.Linear], paths: tuple[Path, ...]) -> None
 def _batched_experts_rule(
     original: type[nn.Module], module_name: str, paths: tuple[Path, ...]
 ) -> PatchRule | None:
-    if len(paths) != 1 or paths[0].answers or paths[0].optional:
+    if len(paths) != 1 or paths[0].answers:
         return None
     experts = recognition.batched_experts_of(paths[0].result)
     return None if experts is None else batched_experts_rule(original, module_name, experts)
@@ -79,7 +79,7 @@ def _feed_forward_rule(
     """
     known = [(path, layer) for path in paths if (layer := _feed_forward_of(path)) is not None]
     layers = {layer for _, layer in known}
-    if len(layers) != 1 or any(path.optional for path, _ in known):
+    if len(layers) != 1:
         return None
     layer = layers.pop()
     condition = _any_holds([path for path, _ in known]) if known[0][0].answers else None
@@ -110,7 +110,7 @@ def _chunk_rule(original: type[nn.Module], module_name: str) -> PatchRule | None
         if not isinstance(method, FunctionType) or method.__code__.co_argcount != 2:
             continue
         paths = symbolic.paths_of(original, name)
-        if len(paths) != 1 or paths[0].answers or paths[0].optional:
+        if len(paths) != 1 or paths[0].answers:
             continue
         steps, residual = recognition.chain_of(paths[0].result)
         if steps and residual is None:
