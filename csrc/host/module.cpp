@@ -3,6 +3,7 @@
 
 #include "arena.h"
 #include "step_queue_binding.h"
+#include "watch_list.h"
 
 namespace fusedops {
 namespace {
@@ -42,12 +43,13 @@ PyObject* make_module() {
   static PyMethodDef functions[] = {
       python::method("place", place),
       python::method("identities", identities),
+      {"is_unchanged", is_unchanged, METH_VARARGS, nullptr},
       {nullptr, nullptr, 0, nullptr},
   };
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT,
       "host",
-      "Threads of an offloaded optimizer, identities of objects, and offsets of an arena.",
+      "Threads of an offloaded optimizer, identities and watch lists of objects, offsets of an arena.",
       -1,
       functions,
       nullptr,

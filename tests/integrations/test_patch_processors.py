@@ -71,7 +71,7 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
         known = set(inspect.signature(self.processor.__call__).parameters)
         options = {name: value for name, value in options.items() if name in known}
-        if not isinstance(self.processor, KINDS) or type(self.processor) not in KINDS:
+        if not isinstance(self.processor, KINDS):
             raise TypeError(self.processor.__class__.__name__)
         return self.processor(self, hidden, **options)
 

@@ -24,8 +24,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.host_module import load
 from fusedops.integrations.hf.class_table import ClassTable
-from fusedops.integrations.hf.same_code import own_attribute
 
 _num_modes = torch._C._len_torch_function_stack
 _innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
@@ -49,28 +49,58 @@ _PASSIVE_MODES = (
 _EQUIVALENT = {"deepspeed.runtime.zero.linear.zero3_linear_wrap"}
 
 
-class CodePlace(NamedTuple):
+class WatchedAttribute(NamedTuple):
     """An attribute that somebody may replace."""
 
-    owner: Any  # a module or a class
+    owner: Any  # a module, a class, a function or a cell of a closure
     name: str  # of the attribute
     # Its value when it was read first, or ``None`` if that was another library's function already
     known: Any
 
 
-Places = tuple[CodePlace, ...]
+class WatchList(NamedTuple):
+    """What a fused forward stands for: it runs only while all of this is unchanged.
+
+    Attributes:
+        attributes: those that the original's code reads, to any depth.
+        methods: names of methods that it calls, which an instance may have of its own.
+    """
+
+    attributes: tuple[WatchedAttribute, ...] = ()
+    methods: tuple[str, ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all attributes, for a reader."""
+        return tuple(f"{_owner_name(owner)}.{name}" for owner, name, _ in self.attributes)
+
 
 # What the classes are made of whose instances a fused forward may bypass.
-KNOWN: ClassTable[Places] = ClassTable("places")
+KNOWN: ClassTable[WatchList] = ClassTable("watched")
+
+_is_unchanged: Any = getattr(load(), "is_unchanged", None)  # none where the kernels are not built
 
 
-def replaced(places: Places) -> str | None:
-    """Return which of ``places`` holds something else now, as a reason, or ``None``.
+def replaced(watched: WatchList, instance: Any = None) -> str | None:
+    """Return what of a watch list was replaced, as a reason, or ``None``.
 
-    Called before every forward of a patched module and for each child that it bypasses; 130 ns
-    for one place, 200 for two and 270 for three, on a Zen 4 core that others used too.
+    Called before every forward of a patched module and for each child that it bypasses. The
+    compiled host module compares eagerly; Dynamo traces the comparison in Python and makes guards.
+
+    Args:
+        watched: the list.
+        instance: the module, whose own methods count, too.
     """
-    for owner, name, known in places:
+    own = {} if instance is None else instance.__dict__
+    if (
+        _is_unchanged is not None
+        and not torch.compiler.is_compiling()
+        and _is_unchanged(watched.attributes, own, watched.methods)
+    ):
+        return None
+    for name in watched.methods:
+        if name in own:
+            return f"its {name} is overridden on the instance"
+    for owner, name, known in watched.attributes:
         if getattr(owner, name, None) is not known:
             reason = _replacement(owner, name, known)
             if reason is not None:
@@ -84,13 +114,17 @@ _DEFAULTS = ("__defaults__", "__kwdefaults__")  # Dynamo makes other tuples and 
 
 def _replacement(owner: Any, name: str, known: Any) -> str | None:
     value = getattr(owner, name, None)
-    where = "F" if owner is F else getattr(owner, "__name__", type(owner).__name__)
-    where = where.rpartition(".")[2]
+    where = _owner_name(owner)
     if isinstance(value, _NUMBERS) or name in _DEFAULTS:
         same = type(value) is type(known) and value == known
         return None if same else f"{where}.{name} was {known!r} when its rule was made"
     replacement = name_of(value)
     return None if replacement in _EQUIVALENT else f"{where}.{name} was replaced by {replacement}"
+
+
+def _owner_name(owner: Any) -> str:
+    name: str = "F" if owner is F else getattr(owner, "__name__", type(owner).__name__)
+    return name.rpartition(".")[2]
 
 
 def name_of(function: Any) -> str:
@@ -133,21 +167,20 @@ def _active_context() -> str | None:
     return None
 
 
-def remember(cls: type[nn.Module], places: Places | None = None) -> None:
-    """Keep the places of a class whose instances a fused forward bypasses.
+def remember(cls: type[nn.Module], watched: WatchList | None = None) -> None:
+    """Keep the watch list of a class whose instances a fused forward bypasses.
 
     Args:
         cls: the class.
-        places: what its instances stand for; those of its own forward by default.
+        watched: what its instances stand for; what its own forward reads by default.
     """
-    KNOWN[cls] = places_of(cls) if places is None else places
+    KNOWN[cls] = watch_list(cls) if watched is None else watched
 
 
-def places_of(cls: type[nn.Module], *methods: str, copied: bool = False) -> Places:
-    """Return what the forward of ``cls`` is made of: itself, its file's functions, those of ``F``.
+def watch_list(cls: type[nn.Module], *methods: str, copied: bool = False) -> WatchList:
+    """Return what the forward of ``cls`` reads: itself, and functions, methods and values.
 
-    Values of the file count as well, methods of the class, and what the functions that are called
-    are made of, as far as they belong to the same library.
+    What the functions and methods read counts as well, to any depth, up to torch's own files.
 
     Args:
         cls: the class.
@@ -156,93 +189,137 @@ def places_of(cls: type[nn.Module], *methods: str, copied: bool = False) -> Plac
             calls other methods and functions as the original does, so that these may change.
 
     Raises:
-        UnsupportedError: code of the class has other globals than those of a module.
+        UnsupportedError: code of the class has other globals than those of a module, or reads a
+            table, which could change in place.
     """
     reading = _Reading(follows=not copied)
     for name in dict.fromkeys(("forward", *methods)):
         reading.add_method(cls, name)
-    return tuple(reading.places.values())
+    return reading.result(omits=("forward", *methods))
 
 
-def global_function(module_name: str, name: str) -> Places:
-    """Return the place of a function of a module, and those of what it is made of."""
+def watched_function(module_name: str, name: str) -> WatchList:
+    """Return a function of a module with what it reads."""
     module, reading = sys.modules[module_name], _Reading(follows=True)
     reading.add(module, name, getattr(module, name))
-    return tuple(reading.places.values())
+    return reading.result()
 
 
-def functions(*names: str) -> Places:
-    """Return the places of functions of ``torch.nn.functional``."""
-    return tuple(_function(name) for name in names)
+def functions(*names: str) -> WatchList:
+    """Return functions of ``torch.nn.functional``."""
+    return WatchList(tuple(_function(name) for name in names))
 
 
 class _Reading:
-    """Collects the places of methods and functions.
+    """Collects what methods and functions read.
 
     Torch's own files are constant but for their functions.
     """
 
     def __init__(self, *, follows: bool) -> None:
-        self.places: dict[tuple[int, str], CodePlace] = {}
+        self._attributes: dict[tuple[int, str], WatchedAttribute] = {}
+        self._methods: dict[str, None] = {}
         self._follows = follows
 
+    def result(self, omits: tuple[str, ...] = ()) -> WatchList:
+        """Return the list, without methods that an instance may have of its own."""
+        methods = tuple(name for name in self._methods if name not in omits)
+        return WatchList(tuple(self._attributes.values()), methods)
+
     def add_method(self, cls: type[nn.Module], name: str) -> None:
-        """Add a method of a class, with what it is made of."""
+        """Add a method of a class, with what it reads."""
         method = getattr(cls, name)
+        self._methods[name] = None
         if self._adds(cls, name, _known(method, _root(cls))):
             self._add_code(cls, inspect.unwrap(method))
 
     def add(self, module: ModuleType, name: str, value: Any) -> None:
-        """Add a global of a module, with what it is made of."""
+        """Add a global of a module, with what it reads."""
         follows = self._follows and _root(module) != "torch"
         if inspect.isclass(value):
             is_layer = issubclass(value, nn.Module)
             if (is_layer or follows) and self._adds(module, name, value) and is_layer:
                 self.add_method(value, "forward")
         elif callable(value):
-            function = inspect.unwrap(value)
             is_new = self._adds(module, name, _known(value, _root(module)))
-            if is_new and follows and _root_of(function) == _root(module):
-                self._add_code(nn.Module, function)
-            elif is_new and follows and isinstance(value, nn.Module):  # an activation
-                for attribute in vars(value).keys() & set(names_in(_code_of(type(value).forward))):
-                    self._adds(value, attribute, vars(value)[attribute])
+            if is_new and follows:
+                self._add_function(value)
         elif follows:
+            if isinstance(value, dict | list | set):
+                raise UnsupportedError(f"it reads {name}, a table that may change")
             self._adds(module, name, value)
 
     def _adds(self, owner: Any, name: str, known: Any) -> bool:
-        """Add a place, and return whether it is a new one."""
-        place = CodePlace(owner, name, known)
-        return self.places.setdefault((id(owner), name), place) is place
+        """Add an attribute, and return whether it is a new one."""
+        attribute = WatchedAttribute(owner, name, known)
+        return self._attributes.setdefault((id(owner), name), attribute) is attribute
+
+    def _add_function(self, value: Any) -> None:
+        """Add what a function reads if it is written in Python, outside of torch."""
+        function = inspect.unwrap(value)
+        if _root_of(function) not in (None, "torch"):
+            self._add_code(nn.Module, function)
 
     def _add_code(self, cls: type[nn.Module], function: Any) -> None:
-        """Add what a function is made of; ``cls`` has the methods that it names."""
+        """Add what a function reads; ``cls`` has the methods that it names."""
         names = list(names_in(function.__code__))
         module = sys.modules.get(function.__globals__.get("__name__", ""))
         if module is None or vars(module) is not function.__globals__:
             raise UnsupportedError(f"{function.__qualname__} is code of no module")
-        values = {name: vars(module)[name] for name in names if name in vars(module)}
-        if "functional" in names or any(value is F for value in values.values()):
-            for place in functions(*(n for n in names if inspect.isroutine(vars(F).get(n)))):
-                self._adds(*place)
+        for owner, name in _read_from_modules(function):
+            known = _function(name).known if owner is F else getattr(owner, name)
+            self._adds(owner, name, known)
         if _root(module) != "torch":
             for name in ("__code__", *_DEFAULTS):
                 if getattr(function, name) is not None:
                     self._adds(function, name, getattr(function, name))
-        for name, value in values.items():
-            self.add(module, name, value)
-        for name in names if self._follows else ():
-            method: Any = own_attribute(cls, name)
-            if isinstance(method, FunctionType):
-                self.add_method(cls, name)
-            elif isinstance(method, property) and self._adds(cls, name, method):
-                getter: Any = method.fget
+        for name in dict.fromkeys(names):
+            if name in vars(module):
+                self.add(module, name, vars(module)[name])
+        if self._follows:
+            self._add_cells(function)
+            for name in dict.fromkeys(names):
+                self._add_attribute(cls, name, inherited="super" in names)
+
+    def _add_cells(self, function: Any) -> None:
+        """Add what a function reads from the functions around it."""
+        cells = function.__closure__ or ()
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+            content = _contents(cell)
+            if name != "__class__" and self._adds(cell, "cell_contents", content):
+                self._add_function(content)
+
+    def _add_attribute(self, cls: type[nn.Module], name: str, *, inherited: bool) -> None:
+        """Add an attribute of a class, and those of its bases if ``super`` may read them."""
+        bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+        owners = [base for base in bases if name in vars(base)]
+        for owner in owners if inherited else owners[:1]:
+            value: Any = vars(owner)[name]
+            watched = owner if inherited and owner is not owners[0] else cls
+            if isinstance(value, FunctionType):
+                self.add_method(watched, name)
+            elif self._adds(watched, name, getattr(watched, name)) and isinstance(value, property):
+                getter: Any = value.fget
                 self._add_code(cls, inspect.unwrap(getter))
 
 
-def _code_of(function: Any) -> CodeType:
-    code: CodeType = inspect.unwrap(function).__code__
-    return code
+def _read_from_modules(function: Any) -> Iterator[tuple[ModuleType, str]]:
+    """Yield module and name of the routines that a function reads as ``module.name``."""
+    for code in with_inner(function.__code__):
+        value: Any = None
+        for step in dis.get_instructions(code):
+            if _is_global(step):
+                value = function.__globals__.get(step.argval)
+            elif step.opname in _READS and isinstance(value, ModuleType):
+                owner, value = value, getattr(value, step.argval, None)
+                if inspect.isroutine(value):
+                    yield owner, step.argval
+            elif step.opname not in _BETWEEN:
+                value = None
+
+
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
+_BETWEEN = ("CACHE", "EXTENDED_ARG", "PUSH_NULL")
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -421,10 +498,10 @@ def copy_of_module(module: ModuleType, name: str, others: dict[str, Any]) -> Mod
     return copy
 
 
-def _function(name: str) -> CodePlace:
+def _function(name: str) -> WatchedAttribute:
     known = _known(getattr(F, name), "torch")
     # Most of these names are built-in functions, which are known wherever they are gone.
-    return CodePlace(F, name, getattr(torch._C._nn, name, None) if known is None else known)
+    return WatchedAttribute(F, name, getattr(torch._C._nn, name, None) if known is None else known)
 
 
 def _known(function: Any, root: str) -> Any:

@@ -1,6 +1,6 @@
 """``patch`` and ``unpatch``: fused ops into a model that exists, and out of it again.
 
-Nothing but the class of module instances changes (``rules.py`` says how and why), and the attribute
+Nothing but the class of module instances changes (``rules/rule.py``), and the attribute
 in which transformers' models keep their loss (``losses.py``). Which rules there are depends on what
 the process has imported: a model of a family can only exist when the family's file is loaded, so
 that nothing is imported here that the model did not need.
@@ -21,10 +21,17 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.calibration import calibrate as calibration
 from fusedops.integrations.hf.calibration import file
-from fusedops.integrations.hf.original_code import replaced
+from fusedops.integrations.hf.original_code import context_obstacle
 from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
-from fusedops.integrations.hf.rules.rule import LEVELS, PatchRule, absorbed, resolution, rule_of
+from fusedops.integrations.hf.rules.probes import resolution
+from fusedops.integrations.hf.rules.rule import (
+    LEVELS,
+    PatchRule,
+    Plan,
+    Refusal,
+    rule_of,
+)
 from fusedops.integrations.hf.step_time import step_time
 
 
@@ -137,7 +144,9 @@ def _patched(model: nn.Module, level: str) -> PatchReport:
     rules, uncalled = _rules_of(model), only_read(model)
     for module in list(model.modules()):
         rule = rules[type(module)]
-        if rule is not None and module not in uncalled and _refusal(rule, module, level) is None:
+        if rule is None or module in uncalled or level < rule.level:
+            continue
+        if isinstance(_plan(rule, module), Plan):
             module.__class__ = rule.patched
     for _, owner in _loss_owners(model):
         if level >= _losses().LEVEL:
@@ -251,15 +260,12 @@ def _covered(module: nn.Module) -> bool:
     return rule is not None and type(module) is not rule.patched
 
 
-def _refusal(rule: PatchRule, module: nn.Module, level: str) -> str | None:
-    """Return why ``rule`` does not replace ``module`` at ``level``, or ``None``."""
-    if level < rule.level:
-        return f"from level {rule.level} on"
-    if not rule.applies(module):
-        return "not applicable"
-    if "forward" in module.__dict__ and not rule.runs_inside(module.forward):
-        return "its forward is overridden on the instance"
-    return replaced(rule.places) or rule.obstacle(module)
+def _plan(rule: PatchRule, module: nn.Module) -> Plan | Refusal:
+    """Return the plan of a rule for an instance, which may be of a derived class."""
+    try:
+        return rule.current_plan(module)
+    except Exception as error:  # an instance may lack what others of its class have
+        return Refusal(f"its state could not be read: {type(error).__name__}: {error}")
 
 
 def _report(model: nn.Module, level: str) -> PatchReport:
@@ -280,8 +286,9 @@ def _report(model: nn.Module, level: str) -> PatchReport:
             entries.append(ModuleReport(name, type(module).__name__, False, reason=reason))
         elif (refusal := tables.refusal_of_class(type(module))) is not None:
             entries.append(ModuleReport(name, type(module).__name__, False, reason=refusal))
-        elif (original := _rule_for(module, rules)) is not None and original.applies(module):
-            entries.append(_entry_of_refused(name, module, original, level))
+        elif (original := _rule_for(module, rules)) is not None:
+            refused = _entry_of_refused(name, module, original, level)
+            entries += [] if refused is None else [refused]
         elif not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
             entries.append(ModuleReport(name, type(module).__name__, False, reason=_NO_RULE))
     entries.extend(_entry_of_loss(name, owner, level) for name, owner in _loss_owners(model))
@@ -290,7 +297,6 @@ def _report(model: nn.Module, level: str) -> PatchReport:
 
 _NO_RULE = "there is no rule for this class"
 _ONLY_READ = "{} reads its parameters and does not call it"
-_AS_FAST = "torch's own product is as fast here"
 
 
 def _rule_for(module: nn.Module, rules: dict[type, PatchRule | None]) -> PatchRule | None:
@@ -303,43 +309,56 @@ def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, str]]:
     owners = {}
     for module, name in names.items():
         rule = rule_of(module)
-        if rule is not None:
-            ops = ", ".join(rule.ops_of(module))
-            for child in absorbed(module):
-                owners[f"{name}.{child}" if name else child] = (name, ops)
+        plan = None if rule is None else _plan(rule, module)
+        if isinstance(plan, Plan) and context_obstacle() is None:
+            for child in plan.absorbs:
+                owners[f"{name}.{child}" if name else child] = (name, ", ".join(plan.ops))
     return owners
 
 
 def _entry_of_patched(name: str, module: nn.Module, rule: PatchRule) -> ModuleReport:
-    aside = rule.bypass_reason(module)
-    note = f"steps aside now: {aside}" if aside is not None else rule.note(module)
-    finding = calibration.finding_of(module)
-    if finding is not None:
-        note = f"{note}; {finding}" if note else str(finding)
-    if rule.copy_of is not None:
-        note = f"as {rule.copy_of}{f'; {note}' if note else ''}"
-    if _covered(module):
-        note = f"another class lies on top of the patched one{f'; {note}' if note else ''}"
-    ops = rule.ops_of(module)
-    backend = resolution(ops[0], module, rule.probe)
+    plan, cls = _plan(rule, module), type(module).__name__
+    context = context_obstacle()
+    if context is not None:
+        plan = Refusal(context)
+    if isinstance(plan, Refusal):
+        return ModuleReport(name, cls, False, reason=f"steps aside now: {plan.reason}")
+    if not plan.ops:
+        return ModuleReport(name, cls, False, reason=plan.note or "")
+    notes = [
+        "another class lies on top of the patched one" if _covered(module) else None,
+        None if rule.copy_of is None else f"as {rule.copy_of}",
+        plan.note,
+        calibration.finding_of(module),
+    ]
+    note = "; ".join(str(note) for note in notes if note is not None)
+    backend = resolution(plan.ops[0], module)
+    return ModuleReport(name, cls, True, ", ".join(plan.ops), backend, note)
+
+
+def _entry_of_refused(
+    name: str, module: nn.Module, rule: PatchRule, level: str
+) -> ModuleReport | None:
+    """Return the entry of an unpatched module, ``None`` where the rule does not concern it."""
     cls = type(module).__name__
-    if backend is None:
-        return ModuleReport(name, cls, False, reason=aside or _AS_FAST)
-    return ModuleReport(name, cls, True, ", ".join(ops), backend, note or "")
-
-
-def _entry_of_refused(name: str, module: nn.Module, rule: PatchRule, level: str) -> ModuleReport:
+    plan = _plan(rule, module)
+    if isinstance(plan, Refusal) and not plan.concerns:
+        return None
     finding = calibration.finding_of(module)
     if finding is not None:
-        return ModuleReport(name, type(module).__name__, False, reason=str(finding))
+        return ModuleReport(name, cls, False, reason=str(finding))
     if level == "-":
-        return ModuleReport(name, type(module).__name__, False, reason="not patched")
-    reason = _refusal(rule, module, level) if type(module) is rule.original else None
+        return ModuleReport(name, cls, False, reason="not patched")
     own = type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
-    if reason is None:
-        reason = "it calls fused ops itself" if own else _derived(rule, module)
-    failed = level >= rule.level and not own
-    return ModuleReport(name, type(module).__name__, False, reason=reason, failed=failed)
+    if own:
+        return ModuleReport(name, cls, False, reason="it calls fused ops itself")
+    if type(module) is not rule.original:
+        reason = _derived(rule, module)
+    elif level < rule.level:
+        reason = f"from level {rule.level} on"
+    else:
+        reason = plan.reason if isinstance(plan, Refusal) else "not patched"
+    return ModuleReport(name, cls, False, reason=reason, failed=level >= rule.level)
 
 
 def _derived(rule: PatchRule, module: nn.Module) -> str:

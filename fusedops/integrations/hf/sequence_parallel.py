@@ -15,28 +15,23 @@ from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import AttentionInterface
 
 _EXCHANGE = "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF"
 
-# Wrapper that was found -> the name under which its copy is registered.
-_NAMES: dict[Callable[..., Any], str] = {}
+# Wrapper -> its copy, ``None`` if it is no such wrapper.
+_COPIES: dict[Callable[..., Any], Callable[..., Any] | None] = {}
 
 
-def fused_name(entry: Any, fused: Callable[..., Any]) -> str | None:
-    """Return the name of a copy of the wrapper ``entry`` around ``fused``, or ``None``.
+def around(entry: Any, fused: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a copy of the wrapper ``entry`` around ``fused``, or ``None``.
 
     Args:
         entry: what stands in the place of ``sdpa``.
         fused: what takes the place of ``sdpa_attention_forward`` in it.
     """
-    name = _NAMES.get(entry)
-    if name is None and not torch.compiler.is_compiling():
-        wrapper = _around(entry, fused)
-        if wrapper is not None:
-            name = _NAMES[entry] = f"fusedops_shared_{len(_NAMES)}"
-            AttentionInterface.register(name, wrapper)
-    return name
+    if entry not in _COPIES and not torch.compiler.is_compiling():
+        _COPIES[entry] = _around(entry, fused)
+    return _COPIES.get(entry)
 
 
 def _around(entry: Any, fused: Callable[..., Any]) -> FunctionType | None:

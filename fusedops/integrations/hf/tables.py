@@ -5,8 +5,7 @@ when the family's file is loaded. A class without a table takes the rule of one 
 the same (``same_code.py``): most modeling files of transformers are copies. An attention that looks
 its function up in transformers' registry needs no original: all ask the registry for the same, as
 experts do. Nor does a norm or feed-forward layer whose code is an expression that is known
-(``rules/by_code.py``), or attention that a class calls (``rules/functional_attention.py``) or
-writes out (``rules/written_attention.py``).
+(``rules/by_code.py``), or attention that a class calls (``rules/functional_attention.py``).
 """
 
 from __future__ import annotations
@@ -96,12 +95,7 @@ def _made(cls: type, ruled: dict[type, PatchRule]) -> PatchRule | str | None:
         rule = None
         # One that is derived from a class with a rule was made to differ.
         if "transformers.modeling_utils" in sys.modules and ruled.keys().isdisjoint(cls.__mro__):
-            rule = (
-                _of_eager_file(cls)
-                or _of_original(cls)
-                or _of_registry(cls)
-                or _of_experts_registry(cls)
-            )
+            rule = _of_original(cls) or _of_registry(cls) or _of_experts_registry(cls)
         return rule or _of_own_code(cls)
     except Exception as error:  # a class may do anything where it is looked at
         reason = f"its code could not be read: {type(error).__name__}: {error}"
@@ -149,28 +143,8 @@ def _of_own_code(cls: type[nn.Module]) -> PatchRule | None:
         by_code.rule_by_code(cls, name)
         or attention.functional_attention_rule(cls, name)
         or processors.processor_rule(cls, name)
-        or _written().written_attention_rule(cls, name)
         or loss.written_loss_rule(cls, name)
     )
-
-
-def _written() -> Any:
-    return importlib.import_module("fusedops.integrations.hf.rules.written_attention")
-
-
-def _of_eager_file(cls: type[nn.Module]) -> PatchRule | None:
-    """Return the rule of an attention whose file has no model that may be configured as ``sdpa``.
-
-    Its function is the ``eager_attention_forward`` of the file then.
-    """
-    forward: Any = inspect.unwrap(cls.forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or "eager_attention_forward" not in code.co_names:
-        return None
-    has_sdpa = any(getattr(value, "_supports_sdpa", False) for value in _classes_of(cls.__module__))
-    if has_sdpa or _eager_is_known(cls, forward):
-        return None
-    return _written().written_attention_rule(cls, patched.module_of(cls))
 
 
 def _of_original(cls: type[nn.Module]) -> PatchRule | None:

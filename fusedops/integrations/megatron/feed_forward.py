@@ -19,7 +19,7 @@ from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.moe import experts, shared_experts
 from megatron.core.utils import get_pg_size
 
-from fusedops.integrations.hf.rules.rule import global_hooks, plain_weight, runs_here
+from fusedops.integrations.hf.rules.rule import global_hooks, is_plain, runs_here
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_act import linear_act
@@ -75,7 +75,7 @@ def _is_product(linear: Any) -> bool:
         or "forward" in vars(linear)
         or global_hooks() is not None
     )
-    return alone and not extra and not watched and plain_weight(linear.weight)
+    return alone and not extra and not watched and is_plain(linear.weight)
 
 
 def fused_op(layer: Any) -> str | None:

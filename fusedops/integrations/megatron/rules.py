@@ -12,7 +12,7 @@ from megatron.core.transformer import dot_product_attention, mlp
 from megatron.core.transformer.moe import shared_experts
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, Plan, Refusal, always, subclass
 from fusedops.integrations.megatron import attention, feed_forward
 
 
@@ -20,18 +20,16 @@ def _feed_forward_rule(original: type[nn.Module], fused: type[nn.Module]) -> Pat
     return PatchRule(
         original,
         subclass(original, fused, __name__),
-        ("linear_glu", "swiglu", "geglu", "mlp", "linear_act", "bias_gelu"),
         "O2",
-        obstacle=_obstacle,
-        inside=feed_forward.fused_layers,
-        ops_in=lambda module: (feed_forward.fused_op(module) or "linear_glu",),
+        _feed_forward_plan,
     )
 
 
-def _obstacle(module: Any) -> str | None:
-    if feed_forward.fused_op(module) is None:
-        return "no fused op has its activation behind these layers"
-    return None
+def _feed_forward_plan(module: Any) -> Plan | Refusal:
+    op = feed_forward.fused_op(module)
+    if op is None:
+        return Refusal("no fused op has its activation behind these layers")
+    return Plan((op,), feed_forward.fused_layers(module))
 
 
 RULES = (
@@ -42,7 +40,7 @@ RULES = (
         subclass(
             dot_product_attention.DotProductAttention, attention.DotProductAttention, __name__
         ),
-        ("attention",),
         "O2",
+        always("attention"),
     ),
 )

@@ -28,14 +28,14 @@ from fusedops._core.timer import BriefClock, Clock, TimingPlan, Variant, clock_f
 from fusedops.integrations.hf.calibration.inputs import UnknownError, inputs, width
 from fusedops.integrations.hf.calibration.replay import Recording, called
 from fusedops.integrations.hf.calibration.timing import TimeShares
+from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
+    Plan,
     absorbed,
     global_hooks,
     hooks_obstacle,
-    like,
-    plain_weight,
-    resolution,
+    is_plain,
     rule_of,
 )
 
@@ -174,7 +174,7 @@ def _does_work_of(module: nn.Module) -> list[nn.Module]:
 def _key(module: nn.Module) -> str:
     """Return in one line what a finding holds for: class, shapes, settings, dtype and device."""
     cls = _stock_class(module)
-    example = like(module)
+    example = empty_like_parameters(module)
     shapes = [f"{name}{list(weight.shape)}" for name, weight in module.named_parameters()]
     settings = [
         f"{name}={value}"
@@ -222,9 +222,12 @@ def _measured(
             problem="the time for calibration was over", for_want_of_time=True
         )
     rule: Any = rule_of(module)
-    if resolution(rule.ops[0], module, rule.probe) is None:
+    plan = rule.current_plan(module)
+    if isinstance(plan, Plan) and not plan.ops:
         return CalibrationFinding(problem="torch's own kernel runs either way")
-    devices = [like(module).device] if like(module).is_cuda else []
+    devices = (
+        [empty_like_parameters(module).device] if empty_like_parameters(module).is_cuda else []
+    )
     try:
         with torch.random.fork_rng(devices):
             return _Pair(module, rule, model).compare(share, time)
@@ -244,7 +247,7 @@ def _problem(module: nn.Module, rule: PatchRule) -> str | None:
     parameters = list(module.parameters())
     if any(weight.is_meta for weight in parameters):
         return "its parameters are on no device"
-    if not all(map(plain_weight, parameters)) or any(hasattr(p, "ds_shape") for p in parameters):
+    if not all(map(is_plain, parameters)) or any(hasattr(p, "ds_shape") for p in parameters):
         return "its parameters are not plain tensors"
     if any(_drops(module, name) for name in absorbed(module) if "." in name):
         # At the end of a child, which would be replayed with it.
@@ -291,7 +294,7 @@ class _Pair:
 
     def compare(self, share: float, time: TimeShares) -> CalibrationFinding:
         """Time both alternately, on as many rows as fit into ``share`` seconds."""
-        clock = clock_for(like(self.module).device)
+        clock = clock_for(empty_like_parameters(self.module).device)
         affordable, size = share / time.runs, _size(self.module)
         if time.expected(size) > affordable:
             return _too_long(_FEWEST_ROWS, time.expected(size), "would take about")
@@ -308,7 +311,9 @@ class _Pair:
         if lost:  # it is heard twice
             again, lost = self._measure(clock)
             speed_up = max(speed_up, again)
-        where = f"{_dtype(like(self.module))}, {rows}x{width(self.module, self.model)}"
+        where = (
+            f"{_dtype(empty_like_parameters(self.module))}, {rows}x{width(self.module, self.model)}"
+        )
         return CalibrationFinding(speed_up, lost, where)
 
     def _measure(self, clock: Clock) -> tuple[float, bool]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, like
+from fusedops.integrations.hf.rules.probes import empty_like_parameters
+from fusedops.integrations.hf.rules.rule import PatchRule
 
 # Arguments that are rows of the width that the module's first weight reads.
 _ROWS = frozenset({"hidden_states", "hidden_state", "input", "x", "features"})
@@ -67,7 +68,9 @@ def inputs(
         UnknownError: an argument is not known.
     """
     size = width(module, model)
-    example = like(module if next(module.parameters(), None) is not None else model)
+    example = empty_like_parameters(
+        module if next(module.parameters(), None) is not None else model
+    )
     seq_len = min(rows, _LONGEST)
     shape = (rows // seq_len, seq_len)
     leaves: list[torch.Tensor] = []

@@ -16,7 +16,14 @@ from torch import nn
 from fusedops.integrations.hf import patched
 from fusedops.integrations.hf.rules import residual_norm, rms_norms
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, copyable, global_hooks, subclass
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    Plan,
+    Refusal,
+    copyable,
+    global_hooks,
+    subclass,
+)
 
 
 class _Layer(nn.Module):
@@ -138,16 +145,14 @@ def layer_rule(original: type[nn.Module], module_name: str, forward: type[_Layer
             reason = reason or residual_norm.dropout_obstacle(name, getattr(layer, name))
         return reason or global_hooks()
 
-    return PatchRule(
-        original,
-        subclass(original, forward, module_name),
-        ("add_rms_norm",),
-        "O1",
-        lambda layer: rms_norms.probe_add_norm(getattr(layer, norm)),
-        obstacle,
-        absorbs=forward.absorbs,
-        guarded=True,
-    )
+    plan = Plan(("add_rms_norm",), forward.absorbs)
+
+    def plan_of(layer: Any) -> Plan | Refusal:
+        reason = obstacle(layer)
+        return plan if reason is None else Refusal(reason)
+
+    patched_class = subclass(original, residual_norm.with_names(forward, original), module_name)
+    return PatchRule(original, patched_class, "O1", plan_of, guarded=True)
 
 
 def rules(name: str) -> tuple[PatchRule, ...]:

@@ -10,7 +10,14 @@ from transformers.models.opt import modeling_opt
 
 from fusedops.integrations.hf.rules import feed_forward, residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    Plan,
+    Refusal,
+    global_hooks,
+    runs_here,
+    subclass,
+)
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 _NAMES = feed_forward.Names()
@@ -70,9 +77,19 @@ def _called(layer: Any) -> tuple[str, ...]:
     )
 
 
-def _note(layer: Any) -> str | None:
+def _plan(layer: Any) -> Plan | Refusal:
+    reason = _UNKNOWN or _layer_obstacle(layer)
+    if reason is not None:
+        return Refusal(reason)
     reason = feed_forward.obstacle(layer, _NAMES)
-    return f"without mlp: {reason}" if reason is not None else None
+    called = _called(layer)
+    children = ("self_attn_layer_norm", "final_layer_norm", *_NAMES)
+    ops = ("add_layer_norm", "bias_dropout_add")
+    return Plan(
+        ops if reason is not None else ("mlp", *ops),
+        tuple(name for name in children if name not in called),
+        f"without mlp: {reason}" if reason is not None else None,
+    )
 
 
 _ORIGINAL = modeling_opt.OPTDecoderLayer
@@ -82,13 +99,9 @@ RULES = (
     attention_rule(modeling_opt.OPTAttention, __name__, eager=True),
     PatchRule(
         _ORIGINAL,
-        subclass(_ORIGINAL, _DecoderLayer, __name__),
-        ("mlp", "add_layer_norm", "bias_dropout_add"),
+        subclass(_ORIGINAL, residual_norm.with_names(_DecoderLayer, _ORIGINAL), __name__),
         "O2",
-        obstacle=lambda layer: _UNKNOWN or _layer_obstacle(layer),
-        absorbs=("self_attn_layer_norm", "final_layer_norm", *_NAMES),
-        note=_note,
-        calls=_called,
+        _plan,
         guarded=True,
     ),
 )

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 from transformers.models.t5 import modeling_t5
 
-from fusedops.integrations.hf.rules import residual_norm, rms_norms
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
+    Plan,
+    Refusal,
+    always,
     copyable,
     global_hooks,
-    plain_weight,
     runs_here,
     subclass,
 )
@@ -35,7 +37,7 @@ class _LayerNorm(nn.Module):
         """Return the normalised and scaled input."""
         dtype = hidden_states.dtype
         # T5 has float32 statistics for float64 too, the op has not.
-        fits = plain_weight(self.weight) and dtype == self.weight.dtype != torch.float64
+        fits = dtype == self.weight.dtype != torch.float64
         if not fits or not runs_here(hidden_states):
             return super().forward(hidden_states)
         shape, eps = self.weight.shape, self.variance_epsilon
@@ -105,7 +107,7 @@ def _summed(sublayer: Any, branch: torch.Tensor, residual: torch.Tensor) -> torc
 def _norm_rule(original: type[nn.Module], module_name: str) -> PatchRule:
     """Return the rule for the norm."""
     patched = subclass(original, _LayerNorm, module_name)
-    return PatchRule(original, patched, ("rms_norm",), "O1", probe=rms_norms.probe_norm)
+    return PatchRule(original, patched, "O1", always("rms_norm"))
 
 
 @copyable
@@ -119,15 +121,14 @@ def _sublayer_rule(
         reason = residual_norm.dropout_obstacle("dropout", module.dropout)
         return reason or global_hooks() or unknown
 
-    return PatchRule(
-        original,
-        subclass(original, forward, module_name),
-        ("bias_dropout_add",),
-        "O1",
-        obstacle=obstacle,
-        absorbs=("dropout",),
-        guarded=True,
-    )
+    plan = Plan(("bias_dropout_add",), ("dropout",))
+
+    def plan_of(module: Any) -> Plan | Refusal:
+        reason = obstacle(module)
+        return plan if reason is None else Refusal(reason)
+
+    patched = subclass(original, residual_norm.with_names(forward, original), module_name)
+    return PatchRule(original, patched, "O1", plan_of, guarded=True)
 
 
 RULES = (

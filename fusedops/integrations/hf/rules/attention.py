@@ -1,22 +1,20 @@
 """The attention of transformers' families, through ``AttentionInterface``.
 
-An attention module asks its configuration for the implementation's name and calls the function that
-is registered under it: ours is ``"fusedops"``. That of a patched model, which belongs to the whole
-model and often to several, is not touched: the patched class shows its instance a view of it in
-which the name is ours. Masks are still made by the model for the implementation that it was
-configured with, and each that is known has a function here which reads them in the same way.
+An attention module asks the registry for the function of its configured implementation: ours is
+``"fusedops"``. The configuration of a patched model is not touched. The patched class has the same
+code, for which the registry's global name stands for ``FusedInterface``: it answers with a fused
+function where the implementation is transformers' own, and with what the registry holds otherwise.
+Masks are made by the model for the implementation that it was configured with, and each that is
+known has a function here which reads them in the same way.
 
-The view is shown only while the implementation is transformers' own: whoever put another function
-in its place, or in that of ``F.scaled_dot_product_attention``, sees the call. A keyword that
-transformers' function knows and ours does not (the paged ``cache`` of continuous batching) has
-transformers' function run.
+Whoever put another function in the place of transformers', or in that of
+``F.scaled_dot_product_attention``, sees the call. A keyword that transformers' function knows and
+ours does not (the paged ``cache`` of continuous batching) has transformers' function run.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,32 +23,30 @@ from transformers.integrations.sdpa_attention import (
     create_position_bias_mask,
     sdpa_attention_forward,
 )
-from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import original_code
-from fusedops.integrations.hf.original_code import Places, context_obstacle, name_of, replaced
-from fusedops.integrations.hf.rules.rotary import forward_with_rotary
+from fusedops.integrations.hf.original_code import name_of, replaced, with_others
+from fusedops.integrations.hf.renamed_arguments import only_renames
+from fusedops.integrations.hf.rules.rotary import fused_rotary
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
+    Plan,
+    Refusal,
     copyable,
     global_hooks,
     hooks_obstacle,
-    on_known_device,
+    is_plain,
+    runs_here,
     subclass,
 )
-from fusedops.integrations.hf.sequence_parallel import fused_name
-from fusedops.integrations.hf.signatures import (
-    Known,
-    foreign_keyword,
-    known_arguments,
-    read_keywords,
-)
+from fusedops.integrations.hf.sequence_parallel import around
+from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments, read_keywords
 from fusedops.ops.attention import attention
 
-# Configured implementation -> what a patched module asks for.
-NAMES = {"sdpa": "fusedops_sdpa", "eager": "fusedops_eager", "fusedops": "fusedops"}
+_REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 
 
 def attend(
@@ -136,173 +132,132 @@ def _fused(
 
 
 def attend_as_sdpa(
-    *args: Any, softcap: Any = None, s_aux: Any = None, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """Compute attention as transformers' ``sdpa`` does, which knows neither soft-cap nor sinks."""
-    if softcap is not None and _SDPA_READS_SOFTCAP:  # from 5.23 on it raises
-        return sdpa_attention_forward(*args, softcap=softcap, **kwargs)
-    return attend(*args, **kwargs)
-
-
-def attend_as_eager(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    *args: Any,
+    softcap: Any = None,
+    s_aux: Any = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention as the decoder families' ``eager_attention_forward``, with the fused op.
+) -> tuple[torch.Tensor, None]:
+    """Compute attention as transformers' ``sdpa`` does, which knows neither soft-cap nor sinks."""
+    raises = softcap is not None and _SDPA_READS_SOFTCAP  # from 5.23 on
+    if raises or not _serves(query, key, value):
+        options = {} if softcap is None else {"softcap": softcap}
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, *args, **options, **kwargs
+        )
+    return attend(module, query, key, value, attention_mask, *args, **kwargs)
 
-    Arguments and result are those of ``attend``, but the mask is always added and says all
-    (causality and the window are in it), and ``dropout`` counts in training only.
-    """
-    implementations = getattr(module, "implementations", None)
-    if implementations is not None and implementations.eager_knows(kwargs):
-        known = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
-        given = {name: value for name, value in known.items() if value is not None}
-        original = implementations.eager[0].known
-        return original(module, query, key, value, attention_mask, **given, **kwargs)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        attention_mask = attention_mask.to(query.dtype)
-    dropout_p = dropout if module.training else 0.0
-    options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    return _fused(query, key, value, attention_mask, dropout_p, **options)
+
+def _serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    return runs_here(query) and is_plain(key) and is_plain(value)
 
 
 _SDPA_ARGUMENTS = known_arguments(attend, sdpa_attention_forward)
 _SDPA_READS_SOFTCAP = "softcap" in read_keywords(sdpa_attention_forward)
-
-# An implementation without a mask function gets no mask, and ignores padding without a word.
-for _name, _function, _mask in (
-    ("fusedops", attend, sdpa_mask),
-    (NAMES["sdpa"], attend_as_sdpa, sdpa_mask),
-    (NAMES["eager"], attend_as_eager, eager_mask),
-):
-    AttentionInterface.register(_name, _function)
-    AttentionMaskInterface.register(_name, _mask)
-
-
 _SDPA = original_code.functions("scaled_dot_product_attention")
 
+# An implementation without a mask function gets no mask, and ignores padding without a word.
+AttentionInterface.register("fusedops", attend)
+AttentionMaskInterface.register("fusedops", sdpa_mask)
 
-@dataclass(frozen=True)
-class Implementations:
-    """Where an attention class looks its implementation up, and what stands for it."""
 
-    registry: Any  # the ``AttentionInterface`` of its file, which may override entries for itself
-    # The places of its ``eager_attention_forward``, where ``attend_as_eager`` computes what that
-    # does; else ``None``
-    eager: Places | None
-    eager_arguments: Known | None  # those of that function which ``attend_as_eager`` knows
+class FusedInterface:
+    """What a patched class reads in the place of the registry of its file.
 
-    @staticmethod
-    def of(original: type[nn.Module], *, eager: bool) -> Implementations:
-        """Return those of a class."""
-        code: Any = inspect.unwrap(original.forward)
-        registry = code.__globals__.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-        name = "eager_attention_forward"
-        if not eager or name not in code.__globals__:
-            return Implementations(registry, None, None)
-        places = original_code.global_function(code.__globals__["__name__"], name)
-        function = places[0].known
-        known = None if function is None else known_arguments(attend_as_eager, function)
-        return Implementations(registry, places, known)
+    Attributes:
+        registry: the file's ``AttentionInterface``, which may override entries for itself.
+    """
 
-    def eager_knows(self, keywords: dict[str, Any]) -> bool:
-        """Return whether ``eager_attention_forward`` knows one that ``attend_as_eager`` lacks."""
-        known = self.eager_arguments
-        return known is not None and foreign_keyword(known, keywords) is not None
+    def __init__(self, namespace: dict[str, Any], *, eager: bool) -> None:
+        """Stand for the registry among the globals of a file.
 
-    def obstacle(self, module: Any, configured: str) -> str | None:
-        """Return why the implementation that ``module`` is configured with must stay, or not."""
+        Args:
+            namespace: these globals.
+            eager: whether ``attend_as_eager`` computes what the file's eager function does.
+        """
+        self.registry = namespace.get(_REGISTRY, ALL_ATTENTION_FUNCTIONS)
+        self._namespace = namespace
+        self._eager = None
+        if eager and _EAGER in namespace:
+            self._eager = original_code.watched_function(namespace["__name__"], _EAGER)
+            self._eager_arguments = known_arguments(self.attend_as_eager, namespace[_EAGER])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.registry, name)
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        """Return the fused function for an implementation, or what the registry returns."""
+        stock = self.registry.get_interface(name, default)
+        if self.obstacle(name) is not None:
+            return stock
+        if name == "sdpa":
+            shared = stock is not sdpa_attention_forward
+            return around(stock, attend_as_sdpa) if shared else attend_as_sdpa
+        return self.attend_as_eager if name == "eager" else stock
+
+    def obstacle(self, configured: str) -> str | None:
+        """Return why the function of a configured implementation must stay, or ``None``."""
         function = self.registry.get(configured)
         if configured == "sdpa":
-            known = function is sdpa_attention_forward or _shared(function) is not None
-            reason = replaced(_SDPA) if known else _entry("sdpa", function)
-        elif configured == "fusedops":
-            reason = None if function is attend else _entry(configured, function)
-        elif configured == "eager" and self.eager is not None:
-            reason = replaced(self.eager) if function is None else _entry("eager", function)
-            watched = hooks_obstacle("the module", module) or global_hooks()
-            if reason is None and watched is not None:
-                reason = f"it gives its attention weights away: {watched}"
-        else:
-            names = "'sdpa'" if self.eager is None else "'sdpa' or 'eager'"
-            reason = (
-                f"its attention is configured as {configured!r}: "
-                f"attn_implementation={names} is known"
+            known = function is sdpa_attention_forward or around(function, attend_as_sdpa)
+            return replaced(_SDPA) if known else _entry(configured, function)
+        if configured == "fusedops":
+            return None if function is attend else _entry(configured, function)
+        if configured == "eager" and self._eager is not None:
+            return replaced(self._eager) if function is None else _entry(configured, function)
+        names = "'sdpa'" if self._eager is None else "'sdpa' or 'eager'"
+        return (
+            f"its attention is configured as {configured!r}: attn_implementation={names} is known"
+        )
+
+    def attend_as_eager(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute attention as the decoder families' ``eager_attention_forward``.
+
+        Arguments and result are those of ``attend``, but the mask is always added and says all
+        (causality and the window are in it), and ``dropout`` counts in training only.
+        """
+        if (
+            not _serves(query, key, value)
+            or foreign_keyword(self._eager_arguments, kwargs) is not None
+            or weights_obstacle(module) is not None
+        ):
+            known = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+            given = {name: value for name, value in known.items() if value is not None}
+            output: tuple[torch.Tensor, torch.Tensor | None] = self._namespace[_EAGER](
+                module, query, key, value, attention_mask, **given, **kwargs
             )
-        return reason
+            return output
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            attention_mask = attention_mask.to(query.dtype)
+        dropout_p = dropout if module.training else 0.0
+        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        return _fused(query, key, value, attention_mask, dropout_p, **options)
 
-    def name(self, configured: str) -> str:
-        """Return what a patched module asks for in the place of ``configured``."""
-        if configured == "sdpa":
-            return _shared(self.registry.get(configured)) or NAMES[configured]
-        return NAMES[configured]
 
-
-def _shared(function: Any) -> str | None:
-    return None if function is sdpa_attention_forward else fused_name(function, attend_as_sdpa)
+def weights_obstacle(module: Any) -> str | None:
+    """Return why the weights of the attention must be there, or ``None``."""
+    watched = hooks_obstacle("the module", module) or global_hooks()
+    return None if watched is None else f"it gives its attention weights away: {watched}"
 
 
 def _entry(name: str, function: Any) -> str:
     return f"the attention function {name!r} was replaced by {name_of(function)}"
-
-
-class _View:
-    """A configuration in which the attention's implementation is ours."""
-
-    def __init__(self, config: Any, name: str) -> None:
-        self._config = config
-        self._attn_implementation = name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
-class _Attention(nn.Module):
-    """The configuration of every patched attention module."""
-
-    implementations: Implementations
-
-    @property
-    def config(self) -> Any:
-        """The model's configuration; a view of it while the fused op runs."""
-        config = self.__dict__["config"]
-        weight = _first_parameter(self)
-        if weight is None or not on_known_device(weight):
-            return config
-        # Read once: transformers' configurations take a microsecond or two for an attribute.
-        configured, known = config._attn_implementation, self.implementations
-        if known.obstacle(self, configured) is not None or context_obstacle() is not None:
-            return config
-        return _View(config, known.name(configured))
-
-    @config.setter
-    def config(self, config: Any) -> None:
-        self.__dict__["config"] = config
-
-
-def _first_parameter(module: nn.Module) -> torch.Tensor | None:
-    """Return a parameter of a module; where its children have theirs, without a walk over all."""
-    for child in module._modules.values():
-        if child is not None:
-            for parameter in child._parameters.values():
-                if parameter is not None:
-                    return parameter
-    return next(module.parameters(), None)
-
-
-def _obstacle(module: Any, implementations: Implementations) -> str | None:
-    """Return why the module's configured attention must stay unchanged, or ``None``."""
-    if _first_parameter(module) is None:
-        return "it has no parameters: its projections are quantised"
-    return implementations.obstacle(module, module.__dict__["config"]._attn_implementation)
 
 
 @copyable
@@ -324,26 +279,34 @@ def attention_rule(
         eager: whether the class's ``eager`` is ``attend_as_eager``, and its caller drops the
             weights.
         rotary: whether its ``apply_rotary_pos_emb`` is Llama's or GPT-NeoX's: pairs are halves.
-        half_tables: as in ``forward_with_rotary``.
+        half_tables: whether its cosines and sines hold each angle once (GPT-OSS), not twice.
+
+    Raises:
+        UnsupportedError: the forward is no plain function, or other code wraps it.
     """
-    forward = forward_with_rotary(original, half_tables=half_tables) if rotary else None
-    methods = {} if forward is None else {"forward": forward}
-    known = Implementations.of(original, eager=eager)
-    return PatchRule(
-        original,
-        subclass(original, _Attention, module_name, implementations=known, **methods),
-        ("attention", "rotary_embedding") if methods else ("attention",),
-        "O2",
-        obstacle=partial(_obstacle, implementations=known),
-        absorbs=absorbs,
-        note=_note,
-    )
+    code: Any = inspect.unwrap(original.forward)
+    interface = FusedInterface(code.__globals__, eager=eager)
+    others = {_REGISTRY: interface}
+    others |= fused_rotary(code, half_tables=half_tables) if rotary else {}
+    forward = with_others(original.forward, others, __name__)
+    if forward is None or not only_renames(original.forward):
+        raise UnsupportedError(f"{original.__name__}.forward cannot run with another registry")
+    ops = ("attention", "rotary_embedding") if len(others) > 1 else ("attention",)
 
+    def plan(module: Any) -> Plan | Refusal:
+        configured = module.config._attn_implementation
+        reason = interface.obstacle(configured)
+        if configured == "eager":
+            reason = reason or weights_obstacle(module)
+        return Refusal(reason) if reason is not None else Plan(ops, absorbs, note(configured))
 
-def _note(module: Any) -> str | None:
-    configured = module.__dict__["config"]._attn_implementation
-    if module.implementations.name(configured) not in NAMES.values():
-        return f"inside {name_of(module.implementations.registry.get(configured))}"
-    if configured == "eager":
-        return "eager, but gives its caller no weights until a hook asks for them"
-    return None
+    def note(configured: str) -> str | None:
+        function = interface.registry.get(configured)
+        if configured == "sdpa" and function is not sdpa_attention_forward:
+            return f"inside {name_of(function)}"
+        if configured == "eager":
+            return "eager, but gives its caller no weights until a hook asks for them"
+        return None
+
+    patched = subclass(original, None, module_name, forward=forward)
+    return PatchRule(original, patched, "O2", plan, copies_code=True)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,11 +27,10 @@ from fusedops.integrations.hf.original_code import (
     with_other,
 )
 from fusedops.integrations.hf.rules.functional_attention import ATTENTION, fused_in_torch
-from fusedops.integrations.hf.rules.rule import PatchRule, subclass
+from fusedops.integrations.hf.rules.rule import NOT_APPLICABLE, PatchRule, Plan, Refusal, subclass
 
 _ATTRIBUTE, _FUSED = "processor", "fused_processor"
-_READS = ("LOAD_ATTR", "LOAD_METHOD")
-_PLACES = functions(ATTENTION)
+_WATCHED = functions(ATTENTION)
 _DISPATCH = "dispatch_attention_fn"
 _DIFFUSERS = "diffusers.models.attention_dispatch"
 
@@ -43,65 +43,40 @@ def processor_rule(original: type[nn.Module], module_name: str) -> PatchRule | N
         module_name: holds the patched class.
     """
     forward = original.forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return None
-    code = _calling_fused(forward.__code__)
-    if code is None:
+    if not isinstance(forward, FunctionType) or not _reads_own_processor(forward):
         return None
     fused = with_globals(forward, forward.__globals__)
-    fused.__code__ = code
-    return PatchRule(
-        original,
-        subclass(original, _Caller, module_name, forward=fused),
-        ("attention",),
-        "O3",
-        copies_code=True,
-        obstacle=_obstacle,
-        applies=lambda module: callable(getattr(module, _ATTRIBUTE, None)),
-        note=lambda module: f"the attention that its {type(module.processor).__name__} calls",
-    )
+    names = {_ATTRIBUTE: _FUSED}
+    read = tuple(names.get(name, name) for name in fused.__code__.co_names)
+    fused.__code__ = fused.__code__.replace(co_names=read)
+    patched = subclass(original, _Caller, module_name, forward=fused)
+    return PatchRule(original, patched, "O3", _plan, copies_code=True)
 
 
-def _calling_fused(code: CodeType) -> CodeType | None:
-    """Return the code of a method that calls ``self.fused_processor(self, ...)``, or ``None``.
-
-    It is for code that calls ``self.processor(self, ...)``. What else that reads of the processor,
-    such as its signature or its class, it reads as before.
-    """
-    if _ATTRIBUTE not in code.co_names:
-        return None
-    # Names of attributes are operands of one byte: an index, from Python 3.12 on twice the index.
-    step = (len(code.co_names) - code.co_names.index(_ATTRIBUTE)) * (
-        1 + (sys.version_info >= (3, 12))
-    )
-    body = bytearray(code.co_code)
-    instructions = [part for part in dis.get_instructions(code) if part.opname != "PUSH_NULL"]
-    for load, argument, following in zip(
-        instructions, instructions[1:], instructions[2:], strict=False
-    ):
-        if load.opname not in _READS or load.argval != _ATTRIBUTE:
-            continue
-        if _loads(argument, code.co_varnames[0]) and following.opname not in _READS:
-            operand = body[load.offset + 1] + step
-            if operand > 255:
-                return None
-            body[load.offset + 1] = operand
-    if bytes(body) == code.co_code:
-        return None
-    return code.replace(co_code=bytes(body), co_names=(*code.co_names, _FUSED))
+def _reads_own_processor(forward: FunctionType) -> bool:
+    """Return whether code reads ``self.processor``, and neither its type nor another's."""
+    steps = [step for step in dis.get_instructions(forward) if step.opname not in _NO_OPERATION]
+    owners = {
+        owner.argval
+        for owner, step in itertools.pairwise(steps)
+        if step.argval == _ATTRIBUTE and step.opcode in dis.hasname
+    }
+    first = forward.__code__.co_varnames[0]
+    asks_type = "type" in forward.__code__.co_names
+    return not hasattr(forward, "__wrapped__") and owners == {first} and not asks_type
 
 
-def _loads(instruction: dis.Instruction, name: str) -> bool:
-    """Return whether an instruction puts a local variable on the stack, and maybe a second one."""
-    loaded = instruction.argval  # of two variables a tuple, from Python 3.13 on
-    first = loaded[0] if isinstance(loaded, tuple) and loaded else loaded
-    return instruction.opname.startswith("LOAD_FAST") and first == name
+_NO_OPERATION = ("CACHE", "PUSH_NULL", "EXTENDED_ARG")
 
 
-def _obstacle(module: Any) -> str | None:
-    if _fused_class(type(module.processor)) is not None:
-        return None
-    return f"its {type(module.processor).__name__} does not call F.{ATTENTION}"
+def _plan(module: Any) -> Plan | Refusal:
+    processor = getattr(module, _ATTRIBUTE, None)
+    if not callable(processor):
+        return NOT_APPLICABLE
+    name = type(processor).__name__
+    if _fused_class(type(processor)) is None:
+        return Refusal(f"its {name} does not call F.{ATTENTION}")
+    return Plan(("attention",), note=f"the attention that its {name} calls")
 
 
 class _FusedProcessor:
@@ -109,6 +84,10 @@ class _FusedProcessor:
 
     def __init__(self, processor: Any) -> None:
         self.fused_original = processor
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance and messages ask for
+        return type(self.fused_original)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fused_original, name)
@@ -121,7 +100,7 @@ class _Caller(nn.Module):
     def fused_processor(self) -> Any:
         processor = self.processor
         fused = _fused_class(type(processor))
-        return processor if fused is None or replaced(_PLACES) else fused(processor)
+        return processor if fused is None or replaced(_WATCHED) else fused(processor)
 
 
 _CLASSES: ClassTable[tuple[Any, type | None]] = ClassTable("processor")

@@ -13,7 +13,14 @@ from torch import nn
 
 from fusedops.integrations.hf.rules.activations import known_name_in, name_in, obstacle_in
 from fusedops.integrations.hf.rules.recognition import BatchedExperts
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, plain_weight, subclass
+from fusedops.integrations.hf.rules.rule import (
+    NOT_APPLICABLE,
+    PatchRule,
+    Plan,
+    Refusal,
+    global_hooks,
+    subclass,
+)
 from fusedops.integrations.hf.symbolic import value_of
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
@@ -59,27 +66,27 @@ def _equal_plan(rows: torch.Tensor, num_experts: int) -> RoutingPlan:
     )
 
 
-def _obstacle(module: Any, experts: BatchedExperts) -> str | None:
-    reason = obstacle_in(module, experts.activation) or global_hooks()
-    for weight in _weights(module, experts):
-        if reason is None and not (plain_weight(weight) and weight.dim() == 3):
-            reason = f"its weights are no plain tensors: {type(weight).__name__}"
-    return reason
+def _plan(module: Any, experts: BatchedExperts) -> Plan | Refusal:
+    activation = experts.activation
+    if name_in(module, activation) is None:
+        return NOT_APPLICABLE
+    reason = obstacle_in(module, activation) or global_hooks()
+    if reason is None and any(weight.dim() != 3 for weight in _weights(module, experts)):
+        reason = "its weights are no three-dimensional tensors"
+    if reason is not None:
+        return Refusal(reason)
+    absorbs = (activation,) if isinstance(activation, str) else ()
+    return Plan(("moe_mlp",), absorbs, "known by its code")
 
 
 def batched_experts_rule(
     original: type[nn.Module], module_name: str, experts: BatchedExperts
 ) -> PatchRule:
     """Return the rule for experts whose forward is two calls of ``bmm`` with a gate between."""
-    activation = experts.activation
     return PatchRule(
         original,
         subclass(original, _BatchedExperts, module_name, experts=experts),
-        ("moe_mlp",),
         "O2",
-        obstacle=lambda module: _obstacle(module, experts),
-        applies=lambda module: name_in(module, activation) is not None,
-        absorbs=(activation,) if isinstance(activation, str) else (),
-        note=lambda module: "known by its code",
+        lambda module: _plan(module, experts),
         guarded=True,
     )

@@ -18,20 +18,10 @@ from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules import recognition
 from fusedops.integrations.hf.rules.batched_experts import batched_experts_rule
 from fusedops.integrations.hf.rules.chain import chain_rule
-from fusedops.integrations.hf.rules.composed import composed_rule, programs_of
-from fusedops.integrations.hf.rules.gated_mlp import (
-    GatedNames,
-    gated_mlp_rule,
-    packed_gated_mlp_rule,
-)
+from fusedops.integrations.hf.rules.gated_mlp import GatedNames, PackedNames, gated_mlp_rule
 from fusedops.integrations.hf.rules.recognition import NormExpression
 from fusedops.integrations.hf.rules.rms_norms import NormKind, rms_norm_rule
-from fusedops.integrations.hf.rules.rule import (
-    PatchRule,
-    plain_weight,
-    runs_here,
-    subclass,
-)
+from fusedops.integrations.hf.rules.rule import PatchRule, Plan, Refusal, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import LINEARS
 from fusedops.integrations.hf.same_code import own_attribute
 from fusedops.integrations.hf.symbolic import Path, value_of
@@ -82,24 +72,26 @@ def _batched_experts_rule(
 def _feed_forward_rule(
     original: type[nn.Module], module_name: str, paths: tuple[Path, ...]
 ) -> PatchRule | None:
-    """Return the rule for a class that computes a feed-forward layer on some paths, or ``None``."""
-    programs = programs_of(paths)
-    if not programs:
+    """Return the rule for a class that computes one feed-forward layer on some paths, or ``None``.
+
+    The other paths are the original's.
+    """
+    known = [(path, layer) for path in paths if (layer := _feed_forward_of(path)) is not None]
+    layers = {layer for _, layer in known}
+    if len(layers) != 1 or any(path.optional for path, _ in known):
         return None
-    path = programs[0].path
-    if any(program.path.result != path.result for program in programs) or path.optional:
-        return composed_rule(original, module_name, programs)
-    conditions = [program.path for program in programs]
-    condition = _any_holds(conditions) if path.answers else None
-    gated = recognition.gated_of(path.result)
-    if isinstance(gated, GatedNames):
-        return gated_mlp_rule(original, module_name, gated, condition)
-    if gated is not None:
-        return packed_gated_mlp_rule(original, module_name, gated, condition)
-    steps, residual = recognition.chain_of(path.result)
-    if steps:
-        return chain_rule(original, module_name, steps, residual, condition=condition)
-    return composed_rule(original, module_name, programs)
+    layer = layers.pop()
+    condition = _any_holds([path for path, _ in known]) if known[0][0].answers else None
+    if isinstance(layer, GatedNames | PackedNames):
+        return gated_mlp_rule(original, module_name, layer, condition)
+    steps, residual = layer
+    return chain_rule(original, module_name, steps, residual, condition=condition)
+
+
+def _feed_forward_of(path: Path) -> Any:
+    """Return the gated layer or the chain, with its residual, that a path is, or ``None``."""
+    chain = recognition.chain_of(path.result)
+    return recognition.gated_of(path.result) or (chain if chain[0] else None)
 
 
 def _any_holds(paths: list[Path]) -> Callable[[Any], bool]:
@@ -182,10 +174,7 @@ def _at(module: Any, place: Any) -> Any:
 
 def _is_parameter(value: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> bool:
     return value is None or (
-        isinstance(value, torch.Tensor)
-        and plain_weight(value)
-        and tuple(value.shape) == shape
-        and value.dtype in dtypes
+        isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.dtype in dtypes
     )
 
 
@@ -208,19 +197,14 @@ def _kind_of(norms: list[tuple[Path, NormExpression]]) -> NormKind | None:
 def _norm_rule(
     original: type[nn.Module], module_name: str, norms: list[tuple[Path, NormExpression]]
 ) -> PatchRule:
-    def obstacle(module: Any) -> str | None:
-        computes = any(path.holds(module) for path, _ in norms)
-        return None if computes else "it is configured to compute something else"
-
     kind = _kind_of(norms)
     if kind is not None:
         return rms_norm_rule(original, module_name, kind)
-    op = norms[0][1].op
-    return PatchRule(
-        original,
-        subclass(original, _Norm, module_name, norms=norms),
-        (op,),
-        "O1",
-        obstacle=obstacle,
-        note=lambda module: "known by its code",
-    )
+    plan = Plan((norms[0][1].op,), note="known by its code")
+
+    def plan_of(module: Any) -> Plan | Refusal:
+        if _norm_of(module) is None:
+            return Refusal("it is configured to compute something else")
+        return plan
+
+    return PatchRule(original, subclass(original, _Norm, module_name, norms=norms), "O1", plan_of)

@@ -23,16 +23,21 @@ from fusedops.integrations.hf.rules.activations import (
     name_in,
     obstacle_in,
 )
+from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
+    NOT_APPLICABLE,
     PatchRule,
+    Plan,
+    Refusal,
     bypass_obstacle,
     configuration_obstacle,
     global_hooks,
+    runs_here,
     subclass,
 )
 from fusedops.integrations.hf.rules.torch_modules import (
+    AS_FAST,
     is_linear,
-    probe_product,
     product_obstacle,
     torchs_product_is_faster,
     weight_of,
@@ -255,18 +260,16 @@ def chain_note(module: Any, steps: tuple[Step, ...]) -> str | None:
     return None
 
 
-class _Chain(nn.Module):
-    """What all patched classes of this kind are derived from."""
-
-    steps: tuple[Step, ...]
-
-
-def _run_all(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    return run(self, self.steps, hidden_states)
-
-
-def _run_and_add(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    return run(self, self.steps, hidden_states) + residual
+def chain_plan(module: Any, steps: tuple[Step, ...]) -> Plan | Refusal:
+    """Return which parts of a chain are one op now, or why none is."""
+    if not _pairs(module, steps) and not any(_is_activation(module, step) for step in steps):
+        return NOT_APPLICABLE
+    reason = chain_obstacle(module, steps)
+    if reason is not None:
+        return Refusal(reason)
+    if torchs_product_is_faster(empty_like_parameters(module)):
+        return Plan((), note=AS_FAST)
+    return Plan(fused_ops(module, steps), fused_children(module, steps), chain_note(module, steps))
 
 
 def chain_rule(
@@ -287,26 +290,33 @@ def chain_rule(
         method: the name of the method.
         condition: whether an instance in its current state computes this.
     """
-    ops = ("mlp",) if len(steps) > 2 else ("linear_act",)
-    forward = _run_all if residual is None else _run_and_add
+    theirs: Any = getattr(original, method)
 
     def obstacle(module: Any) -> str | None:
-        return configuration_obstacle(module, condition) or chain_obstacle(module, steps)
+        return configuration_obstacle(module, condition) or global_hooks()
 
+    def run_all(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not runs_here(hidden_states) or obstacle(self) is not None:
+            output: torch.Tensor = theirs(self, hidden_states)
+            return output
+        return run(self, steps, hidden_states)
+
+    def run_and_add(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if not runs_here(hidden_states) or obstacle(self) is not None:
+            output: torch.Tensor = theirs(self, hidden_states, residual)
+            return output
+        return run(self, steps, hidden_states) + residual
+
+    def plan(module: Any) -> Plan | Refusal:
+        reason = obstacle(module)
+        return chain_plan(module, steps) if reason is None else Refusal(reason)
+
+    forward = run_all if residual is None else run_and_add
     return PatchRule(
         original,
-        subclass(original, _Chain, module_name, **{"steps": steps, method: forward}),
-        ops,
+        subclass(original, None, module_name, **{method: forward}),
         "O2",
-        probe=lambda module: probe_product(module, (fused_ops(module, steps) or ops)[0]),
-        obstacle=obstacle,
-        note=lambda module: chain_note(module, steps),
-        applies=lambda module: (
-            bool(_pairs(module, steps)) or any(_is_activation(module, step) for step in steps)
-        ),
-        inside=lambda module: fused_children(module, steps),
-        ops_in=lambda module: fused_ops(module, steps),
-        guarded=True,
+        plan,
         methods=(method,),
     )
 

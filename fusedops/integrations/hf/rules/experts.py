@@ -30,10 +30,12 @@ from fusedops.integrations.hf.rules.activations import activation_obstacle, know
 from fusedops.integrations.hf.rules.recognition import ClampedGate, clamped_gate_of
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
+    Plan,
+    Refusal,
     bypass_obstacle,
     copyable,
     global_hooks,
-    plain_weight,
+    parameter_obstacle,
     runs_here,
     subclass,
 )
@@ -90,7 +92,7 @@ def experts_forward(
     if (
         kwargs
         or not runs_here(hidden_states)
-        or _weights_obstacle(module) is not None
+        or parameter_obstacle("it", module) is not None
         or context_obstacle() is not None
     ):
         return moe.grouped_mm_experts_forward(
@@ -203,13 +205,6 @@ def _weights(module: Any) -> ExpertWeights:
     return ExpertWeights(w1, w2, b1, b2)
 
 
-def _weights_obstacle(module: Any) -> str | None:
-    for name, weight in module.named_parameters(recurse=False):
-        if not plain_weight(weight):
-            return f"{name} is a {type(weight).__name__}"
-    return None
-
-
 def obstacle(module: Any) -> str | None:
     """Return why an experts module must stay unchanged, or ``None``."""
     configured = module.config._experts_implementation
@@ -218,13 +213,21 @@ def obstacle(module: Any) -> str | None:
     function = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
     if function is not _KNOWN[configured]:
         return f"the experts function {configured!r} was replaced by {name_of(function)}"
-    return _weights_obstacle(module)
+    return None
 
 
-def _obstacle_without_loop(module: Any) -> str | None:
-    if module.config._experts_implementation == "eager":
-        return "its own loop over the experts is configured: experts_implementation='eager'"
-    return obstacle(module)
+def _plan(module: Any, *, loop_is_known: bool) -> Plan | Refusal:
+    if not loop_is_known and module.config._experts_implementation == "eager":
+        return Refusal("its own loop is configured: experts_implementation='eager'")
+    reason = obstacle(module)
+    if reason is not None:
+        return Refusal(reason)
+    if known_gate(module) is not None:
+        return Plan(("moe_mlp",), ("act_fn",))
+    return Plan(("grouped_mm",), note=OWN_GATE)
+
+
+OWN_GATE = "its own gate between two grouped_mm"
 
 
 class Experts(nn.Module):
@@ -234,7 +237,7 @@ class Experts(nn.Module):
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts; families name the arguments apart."""
-        if len(args) != 3 or self.fused_rule.obstacle(self) is not None:
+        if len(args) != 3 or isinstance(self.fused_rule.plan(self), Refusal):
             return super().forward(*args)
         return experts_forward(self, *args)
 
@@ -243,9 +246,9 @@ def experts_obstacle(name: str, experts: Any) -> str | None:
     """Return why a layer must not do the work of ``experts`` itself, or ``None``."""
     if not isinstance(experts, Experts):
         return f"{name} is a {type(experts).__name__}"
-    return bypass_obstacle(
-        name, experts, (experts.fused_rule.patched,)
-    ) or experts.fused_rule.obstacle(experts)
+    plan = experts.fused_rule.plan(experts)
+    refusal = plan.reason if isinstance(plan, Refusal) else None
+    return bypass_obstacle(name, experts, (experts.fused_rule.patched,)) or refusal
 
 
 @copyable
@@ -266,12 +269,8 @@ def experts_rule(
     return PatchRule(
         original,
         patched,
-        ("moe_mlp",),
         "O2",
-        obstacle=obstacle if loop_is_known else _obstacle_without_loop,
-        absorbs=("act_fn",),
-        calls=lambda module: () if known_gate(module) is not None else ("act_fn",),
-        note=gate_note,
+        lambda module: _plan(module, loop_is_known=loop_is_known),
     )
 
 
@@ -281,8 +280,3 @@ def asks_registry(cls: type[nn.Module]) -> bool:
     return getattr(cls.forward, "__code__", None) in [
         code for code in decorator if code.co_name == "forward"
     ]
-
-
-def gate_note(module: Any) -> str | None:
-    """Return what a reader of the report should know about an experts module, or ``None``."""
-    return None if known_gate(module) is not None else "its own gate between two grouped_mm"

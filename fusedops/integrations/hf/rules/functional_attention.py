@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf import original_code, patched
-from fusedops.integrations.hf.rules.rule import PatchRule, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, Plan, is_plain, runs_here, subclass
 from fusedops.ops.attention import attention
 
 ATTENTION = "scaled_dot_product_attention"
@@ -35,23 +35,15 @@ def functional_attention_rule(original: type[nn.Module], module_name: str) -> Pa
         return None
     return PatchRule(
         original,
-        subclass(original, _Caller, module_name, **methods),
-        ("attention",),
+        subclass(original, None, module_name, **methods),
         "O3",
+        lambda module: _PLAN,
         methods=tuple(methods),
         copies_code=True,
-        note=_note,
     )
 
 
-def _note(module: Any) -> str:
-    if isinstance(module, nn.MultiheadAttention):
-        return "calls without need_weights"
-    return "its call of F.scaled_dot_product_attention"
-
-
-class _Caller(nn.Module):
-    """What all patched classes of this kind are derived from."""
+_PLAN = Plan(("attention",), note="its call of F.scaled_dot_product_attention")
 
 
 def fused_in_torch(value: Any) -> Any:
@@ -62,7 +54,8 @@ def fused_in_torch(value: Any) -> Any:
 
 @functools.wraps(_torchs)
 def _attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
-    if not (runs_here(query) and query.dtype == key.dtype == value.dtype and query.dim() > 1):
+    known = runs_here(query) and is_plain(key) and is_plain(value)
+    if not (known and query.dtype == key.dtype == value.dtype and query.dim() > 1):
         return _torchs(query, key, value, *args, **options)
     if query.dim() > 2 and key.shape[-3] == value.shape[-3] == 1:  # torch broadcasts the head
         options["enable_gqa"] = True
@@ -88,7 +81,7 @@ def multi_head_attention(*args: Any, **options: Any) -> torch.Tensor:
     return output
 
 
-class _MultiHead(_Caller):
+class _MultiHead(nn.Module):
     """``nn.MultiheadAttention``: in training, self-attention reads its packed projection directly.
 
     Torch copies queries, keys and values, and the result, into other orders of dimensions.
@@ -146,12 +139,12 @@ def _is_plain(module: Any, query: torch.Tensor) -> bool:
 def _multi_head_rule() -> PatchRule:
     original, module_name = nn.MultiheadAttention, patched.module_of(nn.MultiheadAttention)
     methods = original_code.methods_with(original, {ATTENTION, _MULTI_HEAD}, fused_in_torch)
+    plan = Plan(("attention",), note="calls without need_weights")
     return PatchRule(
         original,
         subclass(original, _MultiHead, module_name, general_forward=methods["forward"]),
-        ("attention",),
         "O3",
-        note=_note,
+        lambda module: plan,
     )
 
 

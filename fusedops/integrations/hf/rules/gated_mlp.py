@@ -20,9 +20,13 @@ from fusedops.integrations.hf.rules.activations import (
 )
 from fusedops.integrations.hf.rules.chain import Step, apply
 from fusedops.integrations.hf.rules.rule import (
+    NOT_APPLICABLE,
     PatchRule,
+    Plan,
+    Refusal,
     configuration_obstacle,
     global_hooks,
+    runs_here,
     subclass,
 )
 from fusedops.integrations.hf.rules.torch_modules import (
@@ -68,27 +72,6 @@ class PackedNames(NamedTuple):
     last: tuple[Step, ...] = ()
 
 
-def _end(module: Any, names: GatedNames | PackedNames, hidden: torch.Tensor) -> torch.Tensor:
-    for step in names.last:
-        hidden = apply(module, step, hidden)
-    return hidden
-
-
-class _GatedMLP(nn.Module):
-    """The forward of every patched gated feed-forward layer."""
-
-    names: GatedNames
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        name = known_name_in(self, self.names.activation)
-        gate, up = value_of(self, self.names.gate), value_of(self, self.names.up)
-        if projections_obstacle(self, self.names) is None:
-            hidden = linear_glu(x, gate.weight, up.weight, activation=name)
-        else:
-            hidden = gated_product(gate(x), up(x), name)
-        return _end(self, self.names, hidden)
-
-
 # Activation -> the argument of geglu that it is; silu is swiglu.
 _GEGLUS = {"gelu": "none", "gelu_tanh": "tanh", "fast_gelu": "fast"}
 GATES = ("silu", *_GEGLUS)
@@ -97,14 +80,6 @@ GATES = ("silu", *_GEGLUS)
 def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return ``activation(gate) * up``, for an activation of ``GATES``."""
     return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _GEGLUS[activation])
-
-
-def _obstacle(module: Any, names: GatedNames) -> str | None:
-    """Return why the layer must stay unchanged, or ``None``."""
-    reason = obstacle_in(module, names.activation) or global_hooks()
-    if reason is None and name_in(module, names.activation) not in GATES:
-        reason = projections_obstacle(module, names)
-    return reason
 
 
 def projections_obstacle(module: Any, names: GatedNames) -> str | None:
@@ -121,10 +96,39 @@ def projections_obstacle(module: Any, names: GatedNames) -> str | None:
     return None
 
 
+def _halves(
+    module: Any, names: GatedNames | PackedNames, input: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the activation is applied to, and the factor."""
+    if isinstance(names, GatedNames):
+        return value_of(module, names.gate)(input), value_of(module, names.up)(input)
+    halves = value_of(module, names.packed)(input).chunk(2, dim=-1)
+    return halves[names.gate], halves[1 - names.gate]
+
+
+def _plan(module: Any, names: GatedNames | PackedNames) -> Plan | Refusal:
+    """Return which op does the gate, with or without both projections."""
+    activation = name_in(module, names.activation)
+    if activation is None:
+        return NOT_APPLICABLE
+    children = (names.activation,) if isinstance(names.activation, str) else ()
+    reason = obstacle_in(module, names.activation) or global_hooks()
+    if reason is not None:
+        return Refusal(reason)
+    if isinstance(names, GatedNames):
+        reason = projections_obstacle(module, names)
+        if reason is None:
+            return Plan(("linear_glu",), (names.gate, names.up, *children))
+        reason = f"swiglu or geglu after the products: {reason}"
+    if activation not in GATES:
+        return Refusal(reason or f"its activation is {activation}")
+    return Plan(("swiglu" if activation == "silu" else "geglu",), children, reason)
+
+
 def gated_mlp_rule(
     original: type[nn.Module],
     module_name: str,
-    names: GatedNames,
+    names: GatedNames | PackedNames,
     condition: Callable[[Any], bool] | None = None,
 ) -> PatchRule:
     """Return the rule for a layer of ``down(activation(gate(x)) * up(x))``.
@@ -138,74 +142,26 @@ def gated_mlp_rule(
         names: of its children.
         condition: whether an instance in its current state computes this.
     """
-    projections = (names.gate, names.up)
+    theirs: Any = original.forward
 
-    def calls(module: Any) -> tuple[str, ...]:
-        return () if projections_obstacle(module, names) is None else projections
+    def plan(module: Any) -> Plan | Refusal:
+        reason = configuration_obstacle(module, condition)
+        return _plan(module, names) if reason is None else Refusal(reason)
 
-    def note(module: Any) -> str | None:
-        reason = projections_obstacle(module, names)
-        return None if reason is None else f"swiglu or geglu after the products: {reason}"
-
-    return PatchRule(
-        original,
-        subclass(original, _GatedMLP, module_name, names=names),
-        ("linear_glu",),
-        "O2",
-        obstacle=lambda module: (
-            configuration_obstacle(module, condition) or _obstacle(module, names)
-        ),
-        applies=lambda module: name_in(module, names.activation) is not None,
-        absorbs=(*projections, *_children(names.activation)),
-        calls=calls,
-        note=note,
-        guarded=True,
-    )
-
-
-def _children(activation: str | Function) -> tuple[str, ...]:
-    return (activation,) if isinstance(activation, str) else ()
-
-
-class _PackedGatedMLP(nn.Module):
-    """The forward of a gated feed-forward layer whose two projections are one linear layer."""
-
-    names: PackedNames
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        names = self.names
-        halves = value_of(self, names.packed)(hidden_states).chunk(2, dim=-1)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        current = plan(self) if runs_here(x) else NOT_APPLICABLE
+        if isinstance(current, Refusal):
+            output: torch.Tensor = theirs(self, x)
+            return output
         activation = known_name_in(self, names.activation)
-        gate, up = halves[names.gate], halves[1 - names.gate]
-        return _end(self, names, gated_product(gate, up, activation))
+        if isinstance(names, GatedNames) and current.ops == ("linear_glu",):
+            weights = (value_of(self, name).weight for name in (names.gate, names.up))
+            hidden = linear_glu(x, *weights, activation=activation)
+        else:
+            hidden = gated_product(*_halves(self, names, x), activation)
+        for step in names.last:
+            hidden = apply(self, step, hidden)
+        return hidden
 
-
-def _packed_obstacle(module: Any, names: PackedNames) -> str | None:
-    reason = obstacle_in(module, names.activation) or global_hooks()
-    if reason is None and name_in(module, names.activation) not in GATES:
-        reason = f"its activation is {name_in(module, names.activation)}"
-    return reason
-
-
-def packed_gated_mlp_rule(
-    original: type[nn.Module],
-    module_name: str,
-    names: PackedNames,
-    condition: Callable[[Any], bool] | None = None,
-) -> PatchRule:
-    """Return the rule for a layer of one projection for gate and up, and another one down.
-
-    The arguments are those of ``gated_mlp_rule``.
-    """
-    return PatchRule(
-        original,
-        subclass(original, _PackedGatedMLP, module_name, names=names),
-        ("swiglu",),
-        "O1",
-        obstacle=lambda module: (
-            configuration_obstacle(module, condition) or _packed_obstacle(module, names)
-        ),
-        applies=lambda module: name_in(module, names.activation) is not None,
-        absorbs=_children(names.activation),
-        guarded=True,
-    )
+    level = "O2" if isinstance(names, GatedNames) else "O1"
+    return PatchRule(original, subclass(original, None, module_name, forward=forward), level, plan)

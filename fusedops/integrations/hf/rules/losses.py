@@ -19,9 +19,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from fusedops.integrations.hf.original_code import (
     context_obstacle,
-    global_function,
     name_of,
     replaced,
+    watched_function,
 )
 from fusedops.integrations.hf.rules.written_loss import served
 from fusedops.ops.cross_entropy import cross_entropy
@@ -109,7 +109,7 @@ _PAIRS: tuple[tuple[Any, Any], ...] = (
     (loss_utils.ForMaskedLMLoss, masked_lm_loss),
 )
 _TASKS = {causal_lm_loss: "ForCausalLM", masked_lm_loss: "ForMaskedLM"}
-_PLACES = global_function(loss_utils.__name__, "fixed_cross_entropy")
+_WATCHED = watched_function(loss_utils.__name__, "fixed_cross_entropy")
 
 
 def bypass_reason(loss: Any) -> str | None:
@@ -122,7 +122,7 @@ def _replaced(loss: Any) -> str | None:
     function = loss_utils.LOSS_MAPPING[task]
     if function is not _stock(loss):
         return f"the loss {task!r} was replaced by {name_of(function)}"
-    return replaced(_PLACES)
+    return replaced(_WATCHED)
 
 
 # What the known versions of their losses are made of. Another name is another computation.

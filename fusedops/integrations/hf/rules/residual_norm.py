@@ -15,16 +15,17 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.original_code import remember
-from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.renamed_arguments import with_names_of
 from fusedops.integrations.hf.rules.rule import (
+    NOT_APPLICABLE,
     PatchRule,
+    Plan,
+    Refusal,
     bypass_obstacle,
     copyable,
     global_hooks,
     rule_of,
     subclass,
-    weight_obstacle,
 )
 from fusedops.integrations.hf.rules.torch_modules import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
@@ -53,10 +54,7 @@ def add_norm(
 
 def norm_obstacle(name: str, norm: Any) -> str | None:
     """Return why ``add_norm`` must not do the work of ``norm``, or ``None``."""
-    reason = bypass_obstacle(name, norm, _NORMS)
-    if reason is None and weight_obstacle(norm) is not None:
-        reason = f"{name}: {weight_obstacle(norm)}"
-    return reason
+    return bypass_obstacle(name, norm, _NORMS)
 
 
 def dropout_obstacle(name: str, dropout: Any) -> str | None:
@@ -67,13 +65,6 @@ def dropout_obstacle(name: str, dropout: Any) -> str | None:
 def probability(dropout: Any) -> float:
     """Return the probability with which an ``nn.Dropout`` drops now."""
     return dropout.p if dropout.training else 0.0
-
-
-def probe_add_norm(norm: Any) -> None:
-    """Call ``add_layer_norm`` on one row, as ``PatchRule.probe`` does."""
-    weight = gathered(norm.weight)
-    row = weight.new_zeros((1, *norm.normalized_shape))
-    add_layer_norm(row, row, norm.normalized_shape, weight)
 
 
 @contextmanager
@@ -131,7 +122,9 @@ def layer_rule(
     absorbs: tuple[str, ...] = (),
     level: str = "O1",
     obstacle: Callable[[Any], str | None] = lambda layer: None,
-    **options: Any,
+    applies: Callable[[Any], bool] = lambda layer: True,
+    calls: Callable[[Any], tuple[str, ...]] = lambda layer: (),
+    note: Callable[[Any], str | None] = lambda layer: None,
 ) -> PatchRule:
     """Return the rule for a layer whose forward does the work of some norms and dropouts.
 
@@ -147,7 +140,9 @@ def layer_rule(
         absorbs: names of further children whose work the forward does.
         level: as in ``PatchRule``.
         obstacle: what else is to be asked.
-        **options: of ``PatchRule``.
+        applies: whether the rule is for an instance.
+        calls: those of ``absorbs`` that the forward of an instance calls now.
+        note: for the report.
     """
     unknown = unknown_forward(forward, original)
 
@@ -161,17 +156,30 @@ def layer_rule(
             reason = reason or dropout_obstacle(name, getattr(layer, name))
         return reason or obstacle(layer) or global_hooks() or unknown
 
+    def plan(layer: Any) -> Plan | Refusal:
+        if not applies(layer):
+            return NOT_APPLICABLE
+        reason = layer_obstacle(layer)
+        if reason is not None:
+            return Refusal(reason)
+        children = (*norms, *dropouts, *absorbs)
+        called = calls(layer)
+        return Plan(ops, tuple(name for name in children if name not in called), note(layer))
+
     return PatchRule(
         original,
-        subclass(original, forward, module_name),
-        ops,
+        subclass(original, with_names(forward, original), module_name),
         level,
-        lambda layer: probe_add_norm(getattr(layer, norms[-1])),
-        layer_obstacle,
-        absorbs=(*norms, *dropouts, *absorbs),
+        plan,
         guarded=True,
-        **options,
     )
+
+
+def with_names(forward: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """Return ``forward`` with the names of arguments that a later transformers gave them."""
+    method = with_names_of(forward.forward, original.forward)
+    same = method is forward.forward
+    return forward if same else type(forward.__name__, (forward,), {"forward": method})
 
 
 def unknown_forward(patched: type[nn.Module], original: type[nn.Module]) -> str | None:

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.class_table import ClassTable
-from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
+    Plan,
     bypass_obstacle,
-    plain_weight,
     runs_here,
     subclass,
 )
@@ -94,8 +93,6 @@ def _fits(weight: torch.Tensor, dtype: torch.dtype) -> bool:
 
     They normalise in float32 whatever the input is, the op float64 in float64.
     """
-    if not plain_weight(weight):
-        return False
     if dtype in (torch.float16, torch.bfloat16):
         return weight.dtype in (dtype, torch.float32)
     return dtype == weight.dtype == torch.float32
@@ -109,21 +106,7 @@ def _as_model(normed: torch.Tensor, kind: NormKind, dtype: torch.dtype) -> torch
 def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind) -> PatchRule:
     """Return the rule for a family's root-mean-square norm, which computes ``kind``."""
     patched = subclass(original, _RMSNorm, module_name, kind=kind)
-    rule = PatchRule(
-        original, patched, ("rms_norm",), "O1", probe_norm, note=lambda norm: "known by its code"
-    )
+    plan = Plan(("rms_norm",), note="known by its code")
+    rule = PatchRule(original, patched, "O1", lambda norm: plan)
     _KINDS[original] = _KINDS[patched] = kind
     return rule
-
-
-def probe_norm(norm: Any) -> None:
-    """Call ``rms_norm`` on one row, as ``PatchRule.probe`` does."""
-    weight = gathered(norm.weight)
-    rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
-
-
-def probe_add_norm(norm: Any) -> None:
-    """Call ``add_rms_norm`` on one row, as ``PatchRule.probe`` does."""
-    weight = gathered(norm.weight)
-    row = weight.new_zeros(1, *weight.shape)
-    add_rms_norm(row, row, weight.shape, weight)

@@ -9,17 +9,13 @@ means something else by now.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import wraps
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
 
-from fusedops.integrations.hf.original_code import names_in, with_others
-from fusedops.integrations.hf.renamed_arguments import only_renames
+from fusedops.integrations.hf.original_code import names_in, replaced, watched_function
 from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.rotary_embedding import rotary_embedding
 
@@ -27,38 +23,36 @@ _NAME = "apply_rotary_pos_emb"
 _INTERLEAVED = "apply_rotary_pos_emb_interleave"
 
 
-def forward_with_rotary(
-    original: type[nn.Module], *, half_tables: bool = False
-) -> FunctionType | None:
-    """Return ``original.forward`` with the fused op for its ``apply_rotary_pos_emb``.
+def fused_rotary(forward: Any, *, half_tables: bool = False) -> dict[str, Any]:
+    """Return what stands for the ``apply_rotary_pos_emb`` that a forward calls, by global name.
 
     Args:
-        original: an attention class.
+        forward: of an attention class.
         half_tables: whether its cosines and sines hold each angle once (GPT-OSS), not twice.
-
-    Returns:
-        ``None`` where the forward does not call the function, or somebody else's wrapper does.
     """
-    forward: Any = inspect.unwrap(original.forward)
-    if not isinstance(forward, FunctionType) or not only_renames(original.forward):
-        return None
     names = set(names_in(forward.__code__))
-    if _NAME not in names:
-        return None
-    theirs = forward.__globals__
-    others = {_NAME: _fused(theirs[_NAME], _whole_tables if half_tables else _as_given)}
-    if _INTERLEAVED in names:
-        others[_INTERLEAVED] = _fused(theirs[_INTERLEAVED], _deinterleaved)
-    return with_others(original.forward, others, __name__)
+    prepared = {
+        _NAME: _whole_tables if half_tables else _as_given,
+        _INTERLEAVED: _deinterleaved,
+    }
+    return {
+        name: _fused(forward.__globals__, name, prepare)
+        for name, prepare in prepared.items()
+        if name in names and _NAME in names
+    }
 
 
-def _fused(original: Callable[..., Any], prepared: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the fused op for arguments that it takes, else ``original``."""
+def _fused(
+    namespace: dict[str, Any], name: str, prepared: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function with the fused op for arguments that it takes, else the file's own."""
+    watched = watched_function(namespace["__name__"], name)
 
-    @wraps(original)
+    @wraps(namespace[name])
     def apply_rotary(*args: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if options or len(args) != 4 or not _fits(*args):
-            return original(*args, **options)
+        if options or len(args) != 4 or not _fits(*args) or replaced(watched) is not None:
+            output: tuple[torch.Tensor, torch.Tensor] = namespace[name](*args, **options)
+            return output
         return rotary_embedding(*prepared(*args))
 
     return apply_rotary

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf.rules import residual_norm
-from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, copyable, subclass
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    Plan,
+    Refusal,
+    bypass_obstacle,
+    copyable,
+    subclass,
+)
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_route import moe_route
 
@@ -125,11 +132,11 @@ def router_obstacle(name: str, router: Any) -> str | None:
 def router_rule(original: type[nn.Module], module_name: str, forward: type[Router]) -> PatchRule:
     """Return the rule for a router, which refuses where this transformers has another."""
     unknown = residual_norm.unknown(forward, original)
-    return PatchRule(
-        original,
-        subclass(original, forward, module_name),
-        ("moe_route",),
-        "O2",
-        obstacle=lambda module: unknown or forward._obstacle(module),
-        guarded=True,
-    )
+    plan = Plan(("moe_route",))
+
+    def plan_of(module: Any) -> Plan | Refusal:
+        reason = unknown or forward._obstacle(module)
+        return plan if reason is None else Refusal(reason)
+
+    patched = subclass(original, forward, module_name)
+    return PatchRule(original, patched, "O2", plan_of, guarded=True)

@@ -6,13 +6,12 @@ untouched, and taking the class back restores the old behaviour to the bit. The 
 module level under the name of its base, so that pickling, ``isinstance`` and the places where
 transformers and accelerate compare class *names* (``_no_split_modules``) keep working.
 
-A fused forward does the work of children without calling them. Whatever somebody hung on such a
-child (a hook, an adapter, a quantised class, a parametrization, an overridden ``forward``) would
-be lost: the fused forward asks ``bypass_obstacle`` each time and runs the original forward then.
-
-What a rule replaces may itself be replaced by others, and a call may have an argument that the
-fused forward does not know: ``PatchRule`` puts these questions in front of it
-(``original_code.py``, ``signatures.py``).
+What the original's code reads is watched (``original_code.py``): a rule has the list because it has
+an original. A call runs the original forward where anything on the list was replaced, where an
+argument is one that the fused forward does not know (``signatures.py``), and where a tensor is of a
+class that the ops do not know. A fused forward also does the work of children without calling them.
+Whatever somebody hung on such a child (a hook, an adapter, a quantised class, a parametrization)
+would be lost: ``bypass_obstacle`` is asked each time.
 """
 
 from __future__ import annotations
@@ -22,30 +21,53 @@ import inspect
 import sys
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedops._core import backends
 from fusedops.integrations.hf.original_code import (
     KNOWN,
-    Places,
+    WatchList,
     context_obstacle,
-    places_of,
     remember,
     replaced,
+    watch_list,
 )
 from fusedops.integrations.hf.partitioned_weights import only_gather
-from fusedops.integrations.hf.renamed_arguments import renames, with_names_of
-from fusedops.integrations.hf.rules.deferred_scores import DeferredScores, computed
-from fusedops.integrations.hf.rules.probes import call_op
 from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments
 
 LEVELS = ("O0", "O1", "O2", "O3")
+
+
+class Plan(NamedTuple):
+    """What the fused forward of an instance does in its current state.
+
+    Attributes:
+        ops: names of the fused ops that it calls; none if torch's are as fast.
+        absorbs: paths of the children whose work it does without calling them.
+        note: what a reader of the report should know.
+    """
+
+    ops: tuple[str, ...]
+    absorbs: tuple[str, ...] = ()
+    note: str | None = None
+
+
+class Refusal(NamedTuple):
+    """Why the original forward of an instance must run.
+
+    Attributes:
+        reason: for the report.
+        concerns: whether the rule is for such instances, so that ``strict`` raises.
+    """
+
+    reason: str
+    concerns: bool = True
+
+
+NOT_APPLICABLE = Refusal("not applicable", concerns=False)
 
 
 @dataclass(frozen=True)
@@ -53,64 +75,51 @@ class PatchRule:
     """How instances of one class are replaced."""
 
     original: type[nn.Module]  # the class; subclasses of it are not touched
-    patched: type[nn.Module]  # a subclass of ``original`` whose ``forward`` calls fused ops
-    ops: tuple[str, ...]  # names of the ops that the new forward calls itself
+    patched: type[nn.Module]  # a subclass of ``original`` whose ``methods`` call fused ops
     level: str  # the lowest level at which the rule applies
-    # Calls ``ops[0]`` on a small input where the module's parameters are, to learn the backend;
-    # ``None``: ``call_op`` does, since the module's own sizes do not matter
-    probe: Callable[[Any], object] | None = None
-    # Why an instance cannot be replaced, ``None`` if it can
-    obstacle: Callable[[Any], str | None] = lambda module: None
-    # Whether the rule concerns an instance at all
-    applies: Callable[[Any], bool] = lambda module: True
-    absorbs: tuple[str, ...] = ()  # names of the children whose work the new forward does
-    # What a reader of the report should know about this replacement
-    note: Callable[[Any], str | None] = lambda module: None
-    # Those of ``absorbs`` that it still calls for an instance in its current state
-    calls: Callable[[Any], tuple[str, ...]] = lambda module: ()
-    # Further children whose work it does for an instance in its current state
-    inside: Callable[[Any], tuple[str, ...]] = lambda module: ()
-    # Those of ``ops`` that an instance runs in its current state, if that is not all of them
-    ops_in: Callable[[Any], tuple[str, ...]] | None = None
+    # What the fused forward of an instance does now, or why it must not run
+    plan: Callable[[Any], Plan | Refusal]
     methods: tuple[str, ...] = ("forward",)  # those of ``patched`` that call fused ops
-    # Whether the original runs where an instance has an obstacle, or where the ops have no kernels
-    # for the first argument; otherwise ``methods`` find that out themselves
+    # Whether each call asks for the plan and for kernels that serve its first argument; otherwise
+    # ``methods`` find that out themselves
     guarded: bool = False
     # Whether these have the code of ``original`` with a few other globals
     copies_code: bool = False
-    # What these methods of ``original`` are made of, read when the rule is made
-    places: Places = field(init=False)
+    # What these methods of ``original`` read when the rule was made
+    watched: WatchList = field(init=False)
     # Makes the rule for a class with the same methods, of class and module name; see ``copyable``
     for_copy: Callable[[type[nn.Module], str], PatchRule] | None = field(init=False, default=None)
     copy_of: str | None = None  # name of the class with the same methods that the rule was made for
 
     def __post_init__(self) -> None:
-        """Let the patched class know its rule, and ask first whether the original is as it was."""
+        """Watch the original, and give the methods of the patched class their fallback."""
         patched, original = self.patched, self.original
-        places = places_of(original, *self.methods, copied=self.copies_code)
-        remember(original, places)
-        remember(patched, places)
+        watched = watch_list(original, *self.methods, copied=self.copies_code)
+        remember(original, watched)
+        remember(patched, watched)
         setattr(patched, "fused_rule", self)  # noqa: B010 (nn.Module has no such attribute)
         own = [
             name for name in self.methods if getattr(patched, name) is not getattr(original, name)
         ]
-        object.__setattr__(self, "places", places if own else ())
+        object.__setattr__(self, "watched", watched if own else WatchList())
         for name in own:
-            setattr(patched, name, _asking(self, name))
+            setattr(patched, name, _with_fallback(self, name))
         # What a base does with the forward of each new class it does with this one too: the layers
         # of transformers put checkpointing around it (from 5.23 on).
         if own:
             super(patched, patched).__init_subclass__()
 
-    def ops_of(self, module: Any) -> tuple[str, ...]:
-        """Return the names of the ops that an instance runs in its current state."""
-        return (() if self.ops_in is None else self.ops_in(module)) or self.ops
+    def current_plan(self, module: nn.Module) -> Plan | Refusal:
+        """Return what an instance would do if it is patched, or why its original must run."""
+        reason = replaced(self.watched, module) or parameter_obstacle("it", module)
+        if "forward" in module.__dict__ and not self.runs_inside(module.forward):
+            reason = "its forward is overridden on the instance"
+        return self.plan(module) if reason is None else Refusal(reason)
 
     def bypass_reason(self, module: nn.Module) -> str | None:
         """Return why a patched instance runs its original forward now, or ``None``."""
-        if "forward" in module.__dict__ and not self.runs_inside(module.forward):
-            return "its forward is overridden on the instance"
-        return replaced(self.places) or context_obstacle() or self.obstacle(module)
+        plan = self.current_plan(module)
+        return plan.reason if isinstance(plan, Refusal) else context_obstacle()
 
     def runs_inside(self, forward: Any) -> bool:
         """Return whether ``forward``, of an instance, is a wrapper of the patched class's."""
@@ -120,18 +129,15 @@ class PatchRule:
         return layer is not None
 
 
-def _asking(rule: PatchRule, name: str) -> Callable[..., Any]:
-    """Return a method of a patched class that asks whether the fused one may serve the call.
+def _with_fallback(rule: PatchRule, name: str) -> Callable[..., Any]:
+    """Return a method of a patched class that runs the original's where the fused one must not.
 
-    It runs the original's also on an instance that is not patched any more: accelerate and others
-    keep the forward that they found on the instance. On a Zen 4 core the questions take 0.22 us for
-    a norm, 0.31 for a linear layer, 0.36 for an attention, and with those for the three children
-    that it bypasses 0.96 for a gated feed-forward layer, before transforms and arguments were asked
-    for, which adds about a tenth (on a busy machine). Dynamo answers
-    them when it compiles, and guards what it found.
+    It also does so on an instance that is not patched any more: accelerate and others keep the
+    forward that they read from the instance. Dynamo evaluates the conditions when it compiles, and
+    makes guards of them.
     """
-    original, patched, places = rule.original, rule.patched, rule.places
-    guarded, obstacle = rule.guarded, rule.obstacle
+    original, patched, watched = rule.original, rule.patched, rule.watched
+    guarded, plan = rule.guarded, rule.plan
     fused = getattr(patched, name)
     known = known_arguments(fused, getattr(original, name))
     most = known.positional - 1  # self is no element of args
@@ -140,15 +146,16 @@ def _asking(rule: PatchRule, name: str) -> Callable[..., Any]:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         input = args[0] if args else kwargs.get(first)
-        if type(input) is DeferredScores:  # of a parent that writes its attention out
-            return computed(partial(method, self), args, kwargs, use=f"a {patched.__name__}")
         if (
             not isinstance(self, patched)
             or len(args) > most
             or (kwargs and not any_keyword and foreign_keyword(known, kwargs) is not None)
-            or replaced(places)
+            or (isinstance(input, torch.Tensor) and not is_plain(input))
+            or replaced(watched, self)
+            or parameter_obstacle("it", self)
             or context_obstacle()
-            or (guarded and (input is None or not runs_here(input) or obstacle(self) is not None))
+            or (guarded and (input is None or not runs_here(input)))
+            or (guarded and isinstance(plan(self), Refusal))
         ):
             return getattr(original, name)(self, *args, **kwargs)
         return fused(self, *args, **kwargs)
@@ -156,6 +163,12 @@ def _asking(rule: PatchRule, name: str) -> Callable[..., Any]:
     # Code of its own: Dynamo counts how often code was compiled, and stops at a limit.
     method.__code__ = method.__code__.replace(co_name=f"{patched.__name__}.{name}")
     return functools.wraps(fused)(method)
+
+
+def always(*ops: str) -> Callable[[Any], Plan]:
+    """Return what plans a rule whose forward runs these ops in any state of an instance."""
+    plan = Plan(ops)
+    return lambda module: plan
 
 
 def copyable(make: Callable[..., PatchRule]) -> Callable[..., PatchRule]:
@@ -187,9 +200,8 @@ def rule_of(module: nn.Module) -> PatchRule | None:
 def absorbed(module: nn.Module) -> set[str]:
     """Return the names of the children whose work the fused forward of ``module`` does now."""
     rule = rule_of(module)
-    if rule is None or rule.bypass_reason(module) is not None:
-        return set()
-    return (set(rule.absorbs) - set(rule.calls(module))).union(rule.inside(module))
+    plan = None if rule is None or context_obstacle() is not None else rule.current_plan(module)
+    return set(plan.absorbs) if isinstance(plan, Plan) else set()
 
 
 # Where classes come from that may do something for each class that is derived from them.
@@ -210,26 +222,29 @@ class _Unregistered(nn.Module):
 
 
 def subclass(
-    original: type[nn.Module], forward: type[nn.Module], module_name: str, /, **attributes: Any
+    original: type[nn.Module],
+    forward: type[nn.Module] | None,
+    module_name: str,
+    /,
+    **attributes: Any,
 ) -> type[nn.Module]:
     """Return a class of the name of ``original`` with the forward of another in front.
 
     Args:
         original: the class.
-        forward: a class with the fused forward, whose ``super().forward`` will be the original's.
+        forward: a class with the fused forward, whose ``super().forward`` will be the original's;
+            ``None`` if it is among the attributes.
         module_name: name of the module in which pickling finds the new class.
         **attributes: of the class.
     """
-    method = forward.forward
-    if method is not nn.Module.forward and renames(method, original.forward):
-        attributes = {"forward": with_names_of(method, original.forward)} | attributes
     body = attributes | {
         "__module__": module_name,
         "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
     }
     # Registries of users keep the stock classes, of which new models are made.
     first = (_Unregistered,) if registering_bases(original) else ()
-    patched = type(original.__name__, (*first, forward, original), body)
+    second = () if forward is None else (forward,)
+    patched = type(original.__name__, (*first, *second, original), body)
     module = sys.modules[module_name]
     if "__getattr__" not in vars(module):  # else it finds the class by the rule of the original
         setattr(module, original.__name__, patched)
@@ -246,7 +261,11 @@ def bypass_obstacle(name: str, child: Any, classes: Container[type]) -> str | No
     """
     if type(child) not in classes:
         return f"{name} is a {type(child).__name__}"
-    return hooks_obstacle(name, child) or replaced(KNOWN[type(child)])
+    return (
+        hooks_obstacle(name, child)
+        or replaced(KNOWN[type(child)], child)
+        or parameter_obstacle(name, child)
+    )
 
 
 def hooks_obstacle(name: str, child: Any) -> str | None:
@@ -291,9 +310,9 @@ def runs_here(input: torch.Tensor) -> bool:
     """Return whether the ops have kernels for ``input``: its device, its kind of dtype, its layout.
 
     Nested, sparse, MKLDNN, quantised, complex and integer tensors are torch's, and those of classes
-    that override torch's functions.
+    that are not known.
     """
-    return (plain_weight(input) or _has_torchs_functions(type(input))) and (
+    return is_plain(input) and (
         (input.is_cpu or input.is_cuda or input.is_meta)
         and input.is_floating_point()
         and not input.is_nested
@@ -301,80 +320,20 @@ def runs_here(input: torch.Tensor) -> bool:
     )
 
 
-def _has_torchs_functions(kind: Any) -> bool:
-    """Return whether a subclass of tensors takes torch's functions as torch does."""
-    own = getattr(kind.__torch_function__, "__func__", None)
-    return own is torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+_PLAIN = (torch.Tensor, nn.Parameter)
+# Wrappers of torch that hand the fused ops on: DTensor, fake and functional tensors.
+_WRAPPERS = ("torch.distributed.", "torch._subclasses.", "torch._functorch.")
 
 
-def plain_weight(weight: torch.Tensor) -> bool:
-    """Return whether a tensor is stored as it seems: quantised ones override torch functions."""
-    kind = type(weight)
-    if kind is nn.Parameter or kind is torch.Tensor:
-        return True
-    return kind.__torch_function__ is torch._C._disabled_torch_function_impl
+def is_plain(tensor: Any) -> bool:
+    """Return whether a tensor is stored as it seems: subclasses may mean anything else."""
+    kind = type(tensor)
+    return kind in _PLAIN or kind.__module__.startswith(_WRAPPERS)
 
 
-def weight_obstacle(module: Any) -> str | None:
-    """Return why the weight of ``module`` cannot be read directly, or ``None``."""
-    if module.weight is None or plain_weight(module.weight):
-        return None
-    return f"its weight is a {type(module.weight).__name__}"
-
-
-def like(module: nn.Module) -> torch.Tensor:
-    """Return an empty tensor of the dtype and on the device of a module's parameters, for probes.
-
-    A plain one, whatever they are: a quantised weight cannot make others like itself. A layer
-    whose weights are packed in integers has none; what it computes is float32.
-    """
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    return torch.empty(0)
-
-
-def resolution(
-    op: str, module: nn.Module, probe: Callable[[Any], object] | None = None
-) -> str | None:
-    """Return which backend would run an op for this module, and why.
-
-    ``None`` means that the patched forward would leave this module's parameters to torch.
-
-    Args:
-        op: the op's name.
-        module: on whose parameters' device it would run.
-        probe: as in ``PatchRule``.
-    """
-    device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
-    if device.type == "meta":
-        return "known when the parameters are on a device"
-    try:
-        with torch.no_grad(), _Watch(op):
-            call_op(op, like(module)) if probe is None else probe(module)
-    except _FoundError as found:
-        return str(found.resolution)
-    except Exception as error:  # the module's forward would say so: a report never does
-        return f"not known: {error}"
+def parameter_obstacle(name: str, module: Any) -> str | None:
+    """Return why the own parameters of ``module`` cannot be read directly, or ``None``."""
+    for parameter_name, parameter in module._parameters.items():
+        if parameter is not None and not is_plain(parameter):
+            return f"{name}.{parameter_name} is a {type(parameter).__name__}"
     return None
-
-
-class _FoundError(Exception):
-    """Carries the answer out of the call that was watched."""
-
-    def __init__(self, resolution: backends.Resolution) -> None:
-        super().__init__()
-        self.resolution = resolution
-
-
-class _Watch(TorchDispatchMode):
-    """Asks for the backend of the first call of one op, which is then not executed."""
-
-    def __init__(self, op: str) -> None:
-        super().__init__()
-        self.op = op
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() == f"fusedops::{self.op}":
-            raise _FoundError(backends.resolve(self.op, *args))
-        return func(*args, **(kwargs or {}))

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.rules import residual_norm
-from fusedops.integrations.hf.rules.experts import compute, experts_obstacle, gate_note
+from fusedops.integrations.hf.rules.experts import OWN_GATE, compute, experts_obstacle, known_gate
 from fusedops.integrations.hf.rules.routers import router_obstacle
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
+    Plan,
+    Refusal,
     copyable,
     global_hooks,
     runs_here,
@@ -100,15 +102,16 @@ def block_rule(
     return PatchRule(
         original,
         subclass(original, forward, module_name),
-        ("moe_route", "moe_mlp"),
         "O2",
-        obstacle=lambda module: unknown,
-        absorbs=children,
-        calls=lambda module: () if module._obstacle() is None else children,
-        note=_note,
+        lambda module: Refusal(unknown) if unknown is not None else _plan(module, children),
     )
 
 
-def _note(module: Any) -> str | None:
+def _plan(module: Any, children: tuple[str, ...]) -> Plan:
+    ops = ("moe_route", "moe_mlp")
+    if not isinstance(module, SparseBlock):  # not patched yet, and neither are its children
+        return Plan(ops, children)
     reason = module._obstacle()
-    return gate_note(module.experts) if reason is None else f"router and experts apart: {reason}"
+    if reason is not None:
+        return Plan(ops, note=f"router and experts apart: {reason}")
+    return Plan(ops, children, None if known_gate(module.experts) is not None else OWN_GATE)

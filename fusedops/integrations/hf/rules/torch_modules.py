@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +18,20 @@ from fusedops import nn as fused
 from fusedops._core.architecture import is_by_intel
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import remember
-from fusedops.integrations.hf.partitioned_weights import gathered
 from fusedops.integrations.hf.rules import activations
 from fusedops.integrations.hf.rules.activations import activation_name
-from fusedops.integrations.hf.rules.probes import call_op
+from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
+    NOT_APPLICABLE,
     PatchRule,
+    Plan,
+    Refusal,
+    always,
     bypass_obstacle,
     global_hooks,
-    like,
-    plain_weight,
     runs_here,
-    weight_obstacle,
 )
 from fusedops.ops.gelu import gelu
-from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
 from fusedops.ops.rms_norm import rms_norm
@@ -108,7 +106,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised input."""
         # Of two dtypes torch makes a third way of computing it, with the sums of neither.
-        fits = self.weight is None or (plain_weight(self.weight) and self.weight.dtype == x.dtype)
+        fits = self.weight is None or self.weight.dtype == x.dtype
         if not fits or not runs_here(x):
             return super().forward(x)
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
@@ -129,10 +127,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``."""
-        weight = self.weight
-        if not own_product(input) or not plain_weight(weight):
-            return F.linear(input, weight, self.bias)
-        return linear_act(input, weight, self.bias, activation="identity")
+        if not own_product(input):
+            return F.linear(input, self.weight, self.bias)
+        return linear_act(input, self.weight, self.bias, activation="identity")
 
 
 class Sequential(nn.Sequential):
@@ -205,8 +202,6 @@ def linear_obstacle(name: str, module: Any) -> str | None:
     reason = bypass_obstacle(name, module, LINEARS)
     if reason is None and not LINEARS[type(module)] and module.bias is not None:
         reason = f"{name} adds its bias to the rounded product"
-    if reason is None and not plain_weight(module.weight):
-        reason = f"{name}.weight is a {type(module.weight).__name__}"
     return reason
 
 
@@ -262,68 +257,39 @@ def _sequence_inside(module: nn.Sequential) -> tuple[str, ...]:
     return tuple(inside)
 
 
-def _sequence_applies(module: nn.Sequential) -> bool:
-    children = list(module)
-    return any(_is_pair(children, position) for position in range(len(children)))
-
-
-def _sequence_obstacle(module: nn.Sequential) -> str | None:
+def _sequence_plan(module: nn.Sequential) -> Plan | Refusal:
     children = list(module)
     pairs = [position for position in range(len(children)) if _is_pair(children, position)]
+    if not pairs:
+        return NOT_APPLICABLE
     reasons = [_pair_obstacle(children, position) for position in pairs]
-    if None in reasons:
-        return global_hooks()
-    return "; ".join(reason for reason in reasons if reason is not None)
+    reason = global_hooks() if None in reasons else "; ".join(map(str, reasons))
+    if reason is not None:
+        return Refusal(reason)
+    if torchs_product_is_faster(empty_like_parameters(module)):
+        return Plan((), note=AS_FAST)
+    return Plan(("linear_act", "mlp"), _sequence_inside(module))
 
 
-def _probe_norm(norm: Callable[..., Any], module: nn.LayerNorm | nn.RMSNorm) -> None:
-    shape = module.normalized_shape
-    weight = None if module.weight is None else gathered(module.weight)
-    norm(like(module).new_zeros((1, *shape)), shape, weight, eps=module.eps)
+AS_FAST = "torch's own product is as fast here"
 
 
-def _probe_linear(module: nn.Linear) -> None:
-    weight = gathered(module.weight)
-    rows = like(module).new_zeros(16, module.in_features)
-    if plain_weight(weight) and own_product(rows):
-        linear_act(rows, weight, None, activation="identity")
+def product_plan(module: nn.Module) -> Plan:
+    """Return the plan of a linear layer."""
+    runs = own_product(empty_like_parameters(module))
+    return Plan(("linear_act",)) if runs else Plan((), note=AS_FAST)
 
 
-def probe_product(module: nn.Module, op: str = "linear_act") -> None:
-    """Call an op of products if it is the faster way for a module's parameters."""
-    weight = like(module)
-    if not torchs_product_is_faster(weight):
-        call_op(op, weight)
-
-
-def _loss_obstacle(module: nn.CrossEntropyLoss) -> str | None:
-    return None if module.weight is None else "it has class weights"
+def _loss_plan(module: nn.CrossEntropyLoss) -> Plan | Refusal:
+    known = module.weight is None
+    return Plan(("cross_entropy",)) if known else Refusal("it has class weights")
 
 
 RULES = (
-    PatchRule(
-        nn.LayerNorm,
-        LayerNorm,
-        ("layer_norm",),
-        "O1",
-        partial(_probe_norm, layer_norm),
-        weight_obstacle,
-        guarded=True,
-    ),
-    PatchRule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", partial(_probe_norm, rms_norm)),
-    PatchRule(nn.GELU, GELU, ("gelu",), "O1", guarded=True),
-    PatchRule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, weight_obstacle),
-    PatchRule(
-        nn.Sequential,
-        Sequential,
-        ("linear_act", "mlp"),
-        "O2",
-        probe_product,
-        obstacle=_sequence_obstacle,
-        applies=_sequence_applies,
-        inside=_sequence_inside,
-    ),
-    PatchRule(
-        nn.CrossEntropyLoss, CrossEntropyLoss, ("cross_entropy",), "O2", obstacle=_loss_obstacle
-    ),
+    PatchRule(nn.LayerNorm, LayerNorm, "O1", always("layer_norm"), guarded=True),
+    PatchRule(nn.RMSNorm, RMSNorm, "O1", always("rms_norm")),
+    PatchRule(nn.GELU, GELU, "O1", always("gelu"), guarded=True),
+    PatchRule(nn.Linear, Linear, "O2", product_plan),
+    PatchRule(nn.Sequential, Sequential, "O2", _sequence_plan),
+    PatchRule(nn.CrossEntropyLoss, CrossEntropyLoss, "O2", _loss_plan),
 )

@@ -16,8 +16,7 @@ from fusedops.integrations.hf import patched
 from fusedops.integrations.hf.rules import chain
 from fusedops.integrations.hf.rules.chain import run
 from fusedops.integrations.hf.rules.residual_norm import add_norm, norm_obstacle, unknown
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
-from fusedops.integrations.hf.rules.torch_modules import probe_product
+from fusedops.integrations.hf.rules.rule import PatchRule, Plan, Refusal, global_hooks, subclass
 
 
 class _Layer(nn.Module):
@@ -122,30 +121,24 @@ def _rule(
         names = norms[1:] if layer.norm_first else norms
         return tuple(name for name in names if norm_obstacle(name, getattr(layer, name)) is None)
 
-    def obstacle(layer: Any) -> str | None:
-        reason = chain.chain_obstacle(layer, steps)
-        return unknown_code or global_hooks() or (None if fused_norms(layer) else reason)
-
-    def ops_in(layer: Any) -> tuple[str, ...]:
-        return (
-            *chain.fused_ops(layer, steps),
-            *(("add_layer_norm",) if fused_norms(layer) else ()),
-        )
-
-    def probe(layer: Any) -> None:
-        ops = chain.fused_ops(layer, steps)
-        probe_product(layer, ops[0] if ops else "mlp")
+    def plan(layer: Any) -> Plan | Refusal:
+        products = chain.chain_plan(layer, steps)
+        fused = fused_norms(layer)
+        reason = unknown_code or global_hooks()
+        if reason is None and not fused and isinstance(products, Refusal):
+            reason = products.reason
+        if reason is not None:
+            return Refusal(reason)
+        ops = ("add_layer_norm",) if fused else ()
+        if isinstance(products, Refusal):
+            return Plan(ops, fused, products.reason)
+        return Plan((*products.ops, *ops), (*products.absorbs, *fused), products.note)
 
     return PatchRule(
         original,
         subclass(original, forward, patched.module_of(original), steps=steps),
-        ("mlp", "add_layer_norm"),
         "O2",
-        probe=probe,
-        obstacle=obstacle,
-        note=lambda layer: chain.chain_obstacle(layer, steps) or chain.chain_note(layer, steps),
-        inside=lambda layer: (*chain.fused_children(layer, steps), *fused_norms(layer)),
-        ops_in=ops_in,
+        plan,
         guarded=True,
         methods=("forward", "_ff_block"),
     )

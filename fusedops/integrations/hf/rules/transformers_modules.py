@@ -15,17 +15,10 @@ from transformers import activations as originals
 from transformers import pytorch_utils
 
 from fusedops.integrations.hf.original_code import remember
-from fusedops.integrations.hf.partitioned_weights import gathered, gathers_on_access
+from fusedops.integrations.hf.partitioned_weights import gathers_on_access
 from fusedops.integrations.hf.rules import activations
-from fusedops.integrations.hf.rules.rule import (
-    PatchRule,
-    bypass_obstacle,
-    like,
-    plain_weight,
-    subclass,
-    weight_obstacle,
-)
-from fusedops.integrations.hf.rules.torch_modules import TRANSPOSED, own_product
+from fusedops.integrations.hf.rules.rule import PatchRule, always, bypass_obstacle, subclass
+from fusedops.integrations.hf.rules.torch_modules import TRANSPOSED, own_product, product_plan
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 
@@ -79,7 +72,7 @@ def gelu_rule(
     """
     patched = subclass(original, _Gelu, module_name, approximate=approximate, widens=widens)
     activations.KNOWN.update({original: activation, patched: activation})
-    return PatchRule(original, patched, ("gelu",), "O1", guarded=True)
+    return PatchRule(original, patched, "O1", always("gelu"), guarded=True)
 
 
 _GELU_RULES = [
@@ -98,10 +91,9 @@ class Conv1D(pytorch_utils.Conv1D):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight + bias``."""
-        weight = self.weight
-        if not own_product(x) or not plain_weight(weight) or gathers_on_access(self):
+        if not own_product(x) or gathers_on_access(self):
             return super().forward(x)
-        return linear_act(x, weight.t(), self.bias, activation="identity")
+        return linear_act(x, self.weight.t(), self.bias, activation="identity")
 
 
 CONV1DS = (pytorch_utils.Conv1D, Conv1D)
@@ -112,22 +104,10 @@ def conv1d_obstacle(name: str, module: Any) -> str | None:
     reason = bypass_obstacle(name, module, CONV1DS)
     if reason is None and gathers_on_access(module):
         reason = f"{name} is partitioned: its transpose, kept for backward, would stay gathered"
-    if reason is None and not plain_weight(module.weight):
-        reason = f"{name}.weight is a {type(module.weight).__name__}"
     return reason
 
 
 TRANSPOSED.update(dict.fromkeys(CONV1DS, conv1d_obstacle))
 
 
-def _probe_conv1d(module: Any) -> None:
-    weight = gathered(module.weight)
-    rows = like(module).new_zeros(16, weight.shape[0])
-    if plain_weight(weight) and own_product(rows):
-        linear_act(rows, weight.t(), None, activation="identity")
-
-
-RULES = (
-    PatchRule(pytorch_utils.Conv1D, Conv1D, ("linear_act",), "O2", _probe_conv1d, weight_obstacle),
-    *_GELU_RULES,
-)
+RULES = (PatchRule(pytorch_utils.Conv1D, Conv1D, "O2", product_plan), *_GELU_RULES)

@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf import original_code
-from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import (
+    NOT_APPLICABLE,
+    PatchRule,
+    Plan,
+    Refusal,
+    global_hooks,
+    runs_here,
+    subclass,
+)
 from fusedops.ops.cross_entropy import cross_entropy
 
 _torchs = F.cross_entropy
@@ -37,24 +45,22 @@ def written_loss_rule(original: type[nn.Module], module_name: str) -> PatchRule 
         return None
     return PatchRule(
         original,
-        subclass(original, _Owner, module_name, **methods),
-        ("cross_entropy",),
+        subclass(original, None, module_name, **methods),
         "O2",
-        applies=_has_vocabulary,
+        _plan,
         methods=tuple(methods),
         copies_code=True,
-        note=lambda module: "the cross-entropy in its own code: no softmax of the logits in memory",
     )
 
 
-class _Owner(nn.Module):
-    """What all patched classes of this kind are derived from."""
+_NOTE = "the cross-entropy in its own code: no softmax of the logits in memory"
 
 
-def _has_vocabulary(module: Any) -> bool:
-    """Return whether the logits can be those of a vocabulary; a few classes are torch's work."""
+def _plan(module: Any) -> Plan | Refusal:
+    # The logits must be those of a vocabulary; a few classes are torch's work.
     embeddings = getattr(module, "get_output_embeddings", None)
-    return embeddings is None or embeddings() is not None
+    known = embeddings is None or embeddings() is not None
+    return Plan(("cross_entropy",), note=_NOTE) if known else NOT_APPLICABLE
 
 
 def served(logits: Any, labels: Any) -> bool:
