@@ -12,11 +12,15 @@ import functools
 import hashlib
 import inspect
 import textwrap
-import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import tomllib
+from torch import nn
+
+from fusedops.integrations.hf.rules.rule import PatchRule, copyable
 from fusedops.integrations.hf.same_code import own_attribute
 
 FILE = Path(__file__).with_suffix(".toml")
@@ -73,12 +77,8 @@ def digest(of: Any) -> str:
     return hashlib.sha256(code(of).encode()).hexdigest()[:12]
 
 
-@functools.cache
 def unknown_code(of: Any) -> str | None:
-    """Return why a class or function is not one that a fused forward was written for, or ``None``.
-
-    The rule of a copy asks for the class that its rule was made for.
-    """
+    """Return why a class or function is not as a fused forward was written for, or ``None``."""
     library, _, module = of.__module__.partition(".")
     known = known_digests().get(module, {}).get(of.__name__, {})
     name = f"{of.__name__}.forward" if isinstance(of, type) else of.__name__
@@ -89,3 +89,19 @@ def unknown_code(of: Any) -> str | None:
     if found in known:
         return None
     return f"this {library} has another {name}: digest {found}, known: {', '.join(known) or 'none'}"
+
+
+def copyable_if_known(make: Callable[..., PatchRule]) -> Callable[..., PatchRule]:
+    """Tell a function that makes a class's rule whether the code of that class is known.
+
+    Args:
+        make: as in ``copyable``, and takes the keyword ``unknown``: ``unknown_code`` of the class,
+            for a copy that of the class which it is a copy of.
+    """
+
+    @functools.wraps(make)
+    def made(original: type[nn.Module], module_name: str, *args: Any, **options: Any) -> PatchRule:
+        with_reason = functools.partial(make, unknown=unknown_code(original))
+        return copyable(with_reason)(original, module_name, *args, **options)
+
+    return made
