@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import fusedops
 from fusedops.integrations import describe
 from fusedops.integrations.hf import original_code
-from fusedops.integrations.hf.rules.rule import PatchRule, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, always, subclass
 
 pytest.importorskip("transformers")
 
@@ -98,12 +98,12 @@ def other_value(known: Any) -> Any:
 def test_every_rule_asks_for_every_place(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
     """The original's method is called, whatever the patched class would do."""
     for rule in rules_of(table):
-        assert original_code.replaced(rule.places) is None
-        for place in rule.places:
+        assert original_code.replaced(rule.watched) is None
+        for owner, name, known in rule.watched.attributes:
             with monkeypatch.context() as patches:
-                patches.setattr(place.owner, place.name, other_value(place.known))
-                reason = original_code.replaced(rule.places)
-                assert reason is not None and f".{place.name} " in reason
+                patches.setattr(owner, name, other_value(known))
+                reason = original_code.replaced(rule.watched)
+                assert reason is not None and f".{name} " in reason
                 _assert_the_original_is_called(patches, rule)
 
 
@@ -277,14 +277,14 @@ def test_what_was_replaced_before_is_not_taken_for_the_original(
 ) -> None:
     """The rule of a class whose forward another library has replaced refuses, by its name."""
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
-    place, *_ = original_code.places_of(modeling_llama.LlamaMLP)
-    assert place.known is None
-    reason = original_code.replaced((place,))
+    attribute, *_ = original_code.watch_list(modeling_llama.LlamaMLP).attributes
+    assert attribute.known is None
+    reason = original_code.replaced(original_code.WatchList((attribute,)))
     assert reason is not None and reason.startswith("LlamaMLP.forward was replaced by test_patch")
     known = functional.scaled_dot_product_attention
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *args: args)
-    (place,) = original_code.functions("scaled_dot_product_attention")
-    assert place.known is known
+    (attribute,) = original_code.functions("scaled_dot_product_attention").attributes
+    assert attribute.known is known
 
 
 class UlyssesSPAttentionHF(nn.Module):
@@ -355,7 +355,7 @@ def test_what_a_base_puts_around_each_forward_stays_around_the_fused_one() -> No
         def forward(self, x: int) -> int:
             return x + 1
 
-    rule = PatchRule(Layer, subclass(Layer, Fused, __name__), ("gelu",), "O1", lambda module: None)
+    rule = PatchRule(Layer, subclass(Layer, Fused, __name__), "O1", always("gelu"))
     module = Layer()
     assert module(1) == 1
     module.__class__ = rule.patched

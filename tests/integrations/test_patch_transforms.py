@@ -48,6 +48,10 @@ def _nested(layout: torch.layout) -> Callable[[Call, torch.Tensor], torch.Tensor
     return call_nested
 
 
+class Derived(torch.Tensor):
+    """A plain subclass."""
+
+
 # What runs the original.
 ORIGINAL: dict[str, Callable[[Call, torch.Tensor], torch.Tensor]] = {
     "jvp": lambda call, rows: jvp(call, (rows,), (torch.ones_like(rows),))[1],
@@ -63,11 +67,8 @@ ORIGINAL: dict[str, Callable[[Call, torch.Tensor], torch.Tensor]] = {
     "quantised": lambda call, rows: call(
         torch.quantize_per_tensor(rows, 0.1, 0, torch.quint8)
     ).dequantize(),
+    "subclass": lambda call, rows: call(rows.as_subclass(Derived)).as_subclass(torch.Tensor),
 }
-
-
-class Derived(torch.Tensor):
-    """A plain subclass."""
 
 
 # What the fused ops serve.
@@ -75,7 +76,6 @@ FUSED: dict[str, Callable[[Call, torch.Tensor], torch.Tensor]] = {
     "grad": lambda call, rows: grad(_squares(call))(rows),
     "functionalize": lambda call, rows: functionalize(call)(rows),
     "make_fx": lambda call, rows: make_fx(call)(rows)(rows),
-    "subclass": lambda call, rows: call(rows.as_subclass(Derived)).as_subclass(torch.Tensor),
 }
 
 

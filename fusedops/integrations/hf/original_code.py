@@ -267,8 +267,10 @@ class _Reading:
         if module is None or vars(module) is not function.__globals__:
             raise UnsupportedError(f"{function.__qualname__} is code of no module")
         for owner, name in _read_from_modules(function):
-            known = _function(name).known if owner is F else getattr(owner, name)
-            self._adds(owner, name, known)
+            if owner is F:
+                self._adds(*_function(name))
+            elif self._follows:
+                self._adds(owner, name, getattr(owner, name))
         if _root(module) != "torch":
             for name in ("__code__", *_DEFAULTS):
                 if getattr(function, name) is not None:

@@ -109,6 +109,8 @@ _CLASSES: ClassTable[tuple[Any, type | None]] = ClassTable("processor")
 def _fused_class(cls: type) -> type | None:
     """Return the class of ``fused_processor`` for processors of a class, or ``None``."""
     call: Any = getattr(cls, "__call__", None)  # noqa: B004 (its function, not whether there is one)
+    if not isinstance(call, FunctionType):
+        return None
     if cls not in _CLASSES or _CLASSES[cls][0] is not call:
         if torch.compiler.is_compiling():
             return None
@@ -117,8 +119,6 @@ def _fused_class(cls: type) -> type | None:
 
 
 def _made(cls: type, call: Any) -> type | None:
-    if not isinstance(call, FunctionType):
-        return None
     fused = with_other(call, {ATTENTION, _DISPATCH}, _replacement)
     if fused is None:
         return None

@@ -29,6 +29,7 @@ from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.rms_norm import rms_norm
 
 _HALF = (torch.float16, torch.bfloat16)
+_Norms = list[tuple[Path, NormExpression]]
 
 
 def rule_by_code(original: type[nn.Module], module_name: str) -> PatchRule | None:
@@ -120,7 +121,7 @@ def _chunk_rule(original: type[nn.Module], module_name: str) -> PatchRule | None
 class _Norm(nn.Module):
     """The forward of every norm that is known by its code."""
 
-    norms: list[tuple[Path, NormExpression]]
+    norms: _Norms
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         arguments = _arguments(self, hidden_states)
@@ -139,14 +140,14 @@ class _Norm(nn.Module):
         return normed.to(hidden_states.dtype) if as_input else normed
 
 
-def _norm_of(module: Any) -> NormExpression | None:
+def _norm_of(module: Any, norms: _Norms) -> NormExpression | None:
     """Return the norm that a module is in its current state, or ``None``."""
-    return next((norm for path, norm in module.norms if path.holds(module)), None)
+    return next((norm for path, norm in norms if path.holds(module)), None)
 
 
 def _arguments(module: Any, input: torch.Tensor) -> tuple[Any, ...] | None:
     """Return the norm and its arguments for an input that the op serves, or ``None``."""
-    norm = _norm_of(module)
+    norm = _norm_of(module, module.norms)
     if norm is None or not runs_here(input) or input.dim() == 0:
         return None
     weight, bias, eps = (_at(module, place) for place in (norm.weight, norm.bias, norm.eps))
@@ -178,7 +179,7 @@ def _is_parameter(value: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype,
     )
 
 
-def _kind_of(norms: list[tuple[Path, NormExpression]]) -> NormKind | None:
+def _kind_of(norms: _Norms) -> NormKind | None:
     """Return the kind of a class that is always one root-mean-square norm with a weight."""
     (path, norm), *others = norms
     match norm.eps:
@@ -194,16 +195,14 @@ def _kind_of(norms: list[tuple[Path, NormExpression]]) -> NormKind | None:
     return NormKind(eps_name, norm.weight_offset, norm.rounding)
 
 
-def _norm_rule(
-    original: type[nn.Module], module_name: str, norms: list[tuple[Path, NormExpression]]
-) -> PatchRule:
+def _norm_rule(original: type[nn.Module], module_name: str, norms: _Norms) -> PatchRule:
     kind = _kind_of(norms)
     if kind is not None:
         return rms_norm_rule(original, module_name, kind)
     plan = Plan((norms[0][1].op,), note="known by its code")
 
     def plan_of(module: Any) -> Plan | Refusal:
-        if _norm_of(module) is None:
+        if _norm_of(module, norms) is None:
             return Refusal("it is configured to compute something else")
         return plan
 

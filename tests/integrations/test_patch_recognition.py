@@ -1,0 +1,167 @@
+"""Linear layers, experts and feed-forward layers are known by what their code computes.
+
+One that differs by an operation is not known.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from causal_families import IDS, SIZES
+from families import build
+from home_made import WIDTH, TimmMlp, TorchtitanFeedForward
+from patch_testing import counted, patched_pair
+from torch import nn
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
+
+import fusedops
+from fusedops.integrations.hf import tables
+from fusedops.integrations.hf.rules.experts import known_gate
+from fusedops.integrations.hf.rules.recognition import batched_experts_of, clamped_gate_of
+from fusedops.integrations.hf.symbolic import paths_of
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+class UnknownOperation(TorchtitanFeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x).cumsum(-1))
+
+
+class AsksWhatItIs(TorchtitanFeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, nn.Parameter):
+            return x
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class ComparesItsInput(TorchtitanFeedForward):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.w3(x) if y is None else y
+        return self.w2(F.silu(self.w1(x)) * y)
+
+
+@pytest.mark.parametrize(
+    "cls", [UnknownOperation, AsksWhatItIs, ComparesItsInput], ids=lambda cls: cls.__name__
+)
+def test_other_code_is_not_taken(cls: type[nn.Module]) -> None:
+    assert tables.rule_of_class(cls) is None
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight, self.bias)
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight, self.bias) * 2
+
+
+class SquareLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("cls", "bias", "count"),
+    [
+        (OwnLinear, True, 1),
+        (FalconLinear, False, 1),
+        (FalconLinear, True, 0),  # adds it to the rounded product
+        (ScaledLinear, True, 0),
+        (SquareLinear, False, 0),
+    ],
+)
+@pytest.mark.usefixtures("own_products")
+def test_a_class_derived_from_linear_is_known_by_its_code(
+    cls: type[nn.Linear], bias: bool, count: int
+) -> None:
+    torch.manual_seed(0)
+    module = TimmMlp()
+    module.fc1, module.fc2 = cls(WIDTH, WIDTH, bias=bias), cls(WIDTH, WIDTH, bias=bias)
+    patched, stock = patched_pair(module)
+    with counted() as calls:
+        torch.testing.assert_close(patched(rows()), stock(rows()))
+    assert calls["mlp"] == count
+
+
+class SwappedHalves(Llama4TextExperts):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
+        gate_up = torch.bmm(hidden_states, self.gate_up_proj)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.bmm(gate * self.act_fn(up), self.down_proj).view(-1, self.hidden_size)
+
+
+def test_experts_by_bmm_are_known_and_their_halves_have_an_order() -> None:
+    assert batched_experts_of(paths_of(Llama4TextExperts)[0].result) is not None
+    assert batched_experts_of(paths_of(SwappedHalves)[0].result) is None
+
+
+class OtherBound(MiniMaxM3VLExperts):
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=self.swiglu_limit)
+        up = up.clamp(min=self.swiglu_limit, max=self.swiglu_limit)
+        return (up + 1.0) * (gate * torch.sigmoid(gate * self.swiglu_alpha))
+
+
+def test_a_clamped_gate_is_known_by_its_code() -> None:
+    for cls, interleaved in ((GptOssExperts, True), (MiniMaxM3VLExperts, False)):
+        gate = clamped_gate_of(paths_of(cls, "_apply_gate")[0].result)
+        assert gate is not None and gate.interleaved == interleaved
+    for cls in (OtherBound, DeepseekV4Experts):
+        assert clamped_gate_of(paths_of(cls, "_apply_gate")[0].result) is None
+
+
+def test_a_limit_that_the_op_lacks_leaves_the_gate_to_the_module() -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
+    stock: Any = build(
+        "MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", SIZES | sizes, varied=("norm",)
+    )
+    patched = copy.deepcopy(stock)
+    fusedops.patch(patched)
+    experts = patched.model.layers[0].mlp.experts
+    gate = known_gate(experts)
+    assert gate is not None and gate.activation == "swiglu_oai" and not gate.interleaved
+    experts.swiglu_limit = 0.5
+    assert known_gate(experts) is None
+
+
+def test_a_loop_that_is_not_known_keeps_its_experts() -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
+    stock: Any = build(
+        "MiniMaxM3VLForCausalLM",
+        "MiniMaxM3VLTextConfig",
+        SIZES | sizes | {"experts_implementation": "eager"},
+        varied=("norm",),
+    )
+    patched = copy.deepcopy(stock)
+    report = fusedops.patch(patched)
+    assert "experts_implementation='eager'" in report["model.layers.0.mlp.experts"].reason
+    with counted() as calls:
+        torch.testing.assert_close(patched(IDS).logits, stock(IDS).logits)
+    assert calls["moe_mlp"] == 0
+
+
+def test_a_layer_without_cross_attention_is_patched() -> None:
+    sizes = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "vocab_size": 97}
+    stock: Any = build(
+        "XGLMForCausalLM", "XGLMConfig", sizes | {"pad_token_id": 1}, varied=("norm",)
+    )
+    patched = copy.deepcopy(stock)
+    fusedops.patch(patched)
+    with counted() as calls:
+        torch.testing.assert_close(patched.eval()(IDS).logits, stock.eval()(IDS).logits)
+    assert calls["add_layer_norm"] == 2 and calls["mlp"] == 2
