@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,6 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from causal_families import DENSE
-from transformers.utils.deprecation import deprecate_kwarg
 
 import fusedops
 from fusedops.integrations.hf import known_code, tables
@@ -98,27 +96,28 @@ def test_code_without_source_is_refused() -> None:
     )
 
 
-class _Attention(nn.Module):
-    @deprecate_kwarg("past_key_values", "99.0.0", new_name="cache")
-    def forward(self, x: Any, mask: Any = None, cache: Any = None, **kwargs: Any) -> Any:
-        return x, (mask, cache, kwargs)
+def _accepts_the_former_name(forward: Any) -> Any:
+    """Stand for ``deprecate_kwarg`` of transformers, which a class of this file cannot have."""
+
+    @functools.wraps(forward)
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "past_key_values" in kwargs:
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        return forward(self, *args, **kwargs)
+
+    return renamed
 
 
 class _Later(nn.Module):
     """A layer of a release in which ``past_key_values`` is ``cache``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _Attention()
-
-    @deprecate_kwarg("past_key_values", "99.0.0", new_name="cache")
+    @_accepts_the_former_name
     def forward(self, hidden_states: Any, mask: Any = None, cache: Any = None, **kw: Any) -> Any:
         return "original", (mask, cache, kw)
 
 
 def _compute(self: Any, hidden_states: Any, **options: Any) -> Any:
-    _, seen = self.inner(hidden_states, **options)
-    return "fused", seen
+    return "fused", options
 
 
 def test_arguments_have_the_names_of_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +126,9 @@ def test_arguments_have_the_names_of_the_original(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(known_code, "unknown_code", lambda of: None)
     layer: Any = layer_rule(_Later, module.__name__, _compute).patched()
     x = torch.ones(2)
-    with warnings.catch_warnings(action="error"):  # which the former name would give
-        assert layer(x, cache="c", more=1) == ("fused", (None, "c", {"more": 1}))
-        assert layer(x, "m", "c") == ("fused", ("m", "c", {}))
-        assert layer(hidden_states=x, mask="m") == ("fused", ("m", None, {}))
-    with pytest.warns(FutureWarning, match="past_key_values"):
-        assert layer(x, past_key_values="c") == ("original", (None, "c", {}))
+    assert layer(x, cache="c", more=1) == ("fused", {"mask": None, "cache": "c", "more": 1})
+    assert layer(x, "m", "c") == ("fused", {"mask": "m", "cache": "c"})
+    assert layer(hidden_states=x, mask="m") == ("fused", {"mask": "m", "cache": None})
+    assert layer(x, past_key_values="c") == ("original", (None, "c", {}))
     with pytest.raises(TypeError):
         layer(x, "m", "c", "one too many")
-    assert list(inspect.signature(layer.compute).parameters) == ["hidden_states", "options"]

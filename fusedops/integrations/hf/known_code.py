@@ -12,12 +12,12 @@ import functools
 import hashlib
 import inspect
 import textwrap
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import tomllib
 from torch import nn
 
 from fusedops.integrations.hf.rules.rule import PatchRule, copyable
@@ -41,7 +41,7 @@ def code(of: Any) -> str:
     Raises:
         OSError: there is no source.
     """
-    function = inspect.unwrap(of.forward if isinstance(of, type) else of)
+    function: Any = inspect.unwrap(getattr(of, "forward", of))
     functions = {function: _syntax(function)}
     pending = [function]
     while pending:
@@ -83,12 +83,12 @@ def unknown_code(of: Any) -> str | None:
     known = known_digests().get(module, {}).get(of.__name__, {})
     name = f"{of.__name__}.forward" if isinstance(of, type) else of.__name__
     try:
-        found = digest(of)
+        current = digest(of)
     except OSError:
         return f"the source of {name} is not there to be compared"
-    if found in known:
+    if current in known:
         return None
-    return f"this {library} has another {name}: digest {found}, known: {', '.join(known) or 'none'}"
+    return f"this {library} has another {name}: digest {current}, known: {', '.join(known) or 'none'}"
 
 
 def copyable_if_known(make: Callable[..., PatchRule]) -> Callable[..., PatchRule]:

@@ -35,8 +35,8 @@ def known_arguments(fused: Callable[..., Any], original: Callable[..., Any]) -> 
     ours, theirs = (inspect.signature(function).parameters for function in (fused, original))
     kinds = {parameter.kind for parameter in ours.values()}
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
-        by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        count = sum(parameter.kind is by_place for parameter in theirs.values())
+        positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        count = sum(parameter.kind is positional for parameter in theirs.values())
         return Known(count, None, {})
     shared = 0
     for place, (name, other) in enumerate(zip(ours, theirs, strict=False)):
