@@ -88,7 +88,9 @@ def unknown_code(of: Any) -> str | None:
         return f"the source of {name} is not there to be compared"
     if current in known:
         return None
-    return f"this {library} has another {name}: digest {current}, known: {', '.join(known) or 'none'}"
+    return (
+        f"this {library} has another {name}: digest {current}, known: {', '.join(known) or 'none'}"
+    )
 
 
 def copyable_if_known(make: Callable[..., PatchRule]) -> Callable[..., PatchRule]:

@@ -22,10 +22,13 @@ def _block(
     **options: Any,
 ) -> torch.Tensor:
     if encoder_hidden_states is not None:
-        encoder = encoder_hidden_states, encoder_attention_mask
-        names = ("encoder_hidden_states", "encoder_attention_mask")
-        options |= dict(zip(names, encoder, strict=True))
-        output: torch.Tensor = self.fused_rule.original.forward(self, hidden_states, **options)
+        output: torch.Tensor = self.fused_rule.original.forward(
+            self,
+            hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            **options,
+        )
         return output
     attended, _ = self.attn(self.ln_1(hidden_states), **options)
     normed, residual = add_norm(attended, hidden_states, self.ln_2)

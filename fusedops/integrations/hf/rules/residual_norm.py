@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from fusedops.integrations.hf.rules.rule import (
     Refusal,
     bypass_obstacle,
     global_hooks,
+    runs_here,
     subclass,
 )
 from fusedops.integrations.hf.rules.torch_modules import LayerNorm
@@ -36,19 +37,38 @@ remember(nn.Dropout)
 _RENAMED = (("past_key_values", "cache"),)  # 5.24
 
 
+class _Layer(NamedTuple):
+    """What a class of layers computes.
+
+    Attributes:
+        compute: the family's function.
+        obstacle: returns why it must not run for a layer now, or ``None``.
+        defaults: those of the original's arguments after the hidden states.
+        names: of these arguments, by their place.
+    """
+
+    compute: Callable[..., Any]
+    obstacle: Callable[[Any], str | None]
+    defaults: dict[str, Any]
+    names: tuple[str, ...]
+
+
 class ResidualLayer(nn.Module):
     """The forward of every layer that a family replaces."""
 
-    compute: Callable[..., Any]  # the family's function
-    defaults: dict[str, Any]  # those of the original's arguments after the hidden states
-    names: tuple[str, ...]  # of these arguments, by their place
+    fused_layer: _Layer
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the family's function returns for arguments with the original's names."""
-        if any(former in kwargs and name in self.names for former, name in _RENAMED):
+        layer = self.fused_layer
+        if (
+            not runs_here(hidden_states)
+            or any(former in kwargs and name in layer.names for former, name in _RENAMED)
+            or layer.obstacle(self) is not None
+        ):
             return super().forward(hidden_states, *args, **kwargs)
-        named = zip(self.names, args, strict=False)
-        return self.compute(hidden_states, **(self.defaults | dict(named) | kwargs))
+        options = layer.defaults | dict(zip(layer.names, args, strict=False)) | kwargs
+        return layer.compute(self, hidden_states, **options)
 
 
 def add_norm(
@@ -107,39 +127,38 @@ def layer_rule(
         base: has the forward that calls ``compute``.
     """
 
-    def plan(layer: Any) -> Plan | Refusal:
-        if not applies(layer):
-            return NOT_APPLICABLE
+    def names_of(layer: Any) -> Names:
         names = norms(layer) if callable(norms) else norms
         # Some layers of a class have no cross-attention, and not its norm.
-        names = tuple(name for name in names if hasattr(layer, name))
-        reasons = [
-            *(norm_obstacle(name, getattr(layer, name)) for name in names),
-            *(bypass_obstacle(name, getattr(layer, name), (nn.Dropout,)) for name in dropouts),
-            *(global_hooks(), unknown),
-        ]
-        reason = next((reason for reason in reasons if reason is not None), None)
+        return tuple(name for name in names if hasattr(layer, name))
+
+    def obstacle(layer: Any) -> str | None:
+        reason = unknown or global_hooks()
+        for name in names_of(layer):
+            reason = reason or norm_obstacle(name, getattr(layer, name))
+        for name in dropouts:
+            reason = reason or bypass_obstacle(name, getattr(layer, name), (nn.Dropout,))
+        return reason if applies(layer) else NOT_APPLICABLE.reason
+
+    def plan(layer: Any) -> Plan | Refusal:
+        reason = obstacle(layer)
         if reason is not None:
-            return Refusal(reason)
+            return Refusal(reason) if applies(layer) else NOT_APPLICABLE
+        names = names_of(layer)
         fused = tuple(dict.fromkeys(_op(getattr(layer, name)) for name in names)) + ops
         products = chain.chain_plan(layer, feed_forward) if feed_forward else Plan(())
         if isinstance(products, Refusal):
-            note = f"without mlp: {products.reason}"
-            return Plan(fused, names + dropouts, note)
+            return Plan(fused, names + dropouts, f"without mlp: {products.reason}")
         children = names + dropouts + products.absorbs
         return Plan((*products.ops, *fused), children, products.note)
 
     arguments = list(inspect.signature(original.forward).parameters.values())[2:]
+    defaults = {a.name: a.default for a in arguments if a.default is not inspect.Parameter.empty}
     by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    patched = subclass(
-        original,
-        base,
-        module_name,
-        compute=compute,
-        defaults={a.name: a.default for a in arguments if a.default is not inspect.Parameter.empty},
-        names=tuple(a.name for a in arguments if a.kind is by_place),
-    )
-    return PatchRule(original, patched, "O2" if feed_forward else "O1", plan, guarded=True)
+    places = tuple(a.name for a in arguments if a.kind is by_place)
+    layer = _Layer(compute, obstacle, defaults, places)
+    patched = subclass(original, base, module_name, fused_layer=layer)
+    return PatchRule(original, patched, "O2" if feed_forward else "O1", plan)
 
 
 def _op(norm: Any) -> str:
