@@ -36,7 +36,7 @@ from fusedops.integrations import patch
 TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
 MODES = (TRAINING, FORWARD, DECODING)
 
-Patch = Callable[[nn.Module], Any]
+Patch = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class ModelSettings(BenchSettings):
 
     memory: bool  # measure the peak of a run too
     patch: Patch = patch  # what is done to the model that is ours
+    calibrate: bool = False  # by ``patch``, on a batch of the case
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def run_case(case: ModelCase, settings: ModelSettings) -> FamilyResult:
     backend = ""
     try:
         patched = copy.deepcopy(stock)
-        settings.patch(patched)
+        settings.patch(patched, **_calibration(case, settings))
         ours = _contender(AUTOMATIC, patched, patched, case, settings.device)
         before = backends.counters()
         values = ours.values()
@@ -191,6 +192,16 @@ def run_case(case: ModelCase, settings: ModelSettings) -> FamilyResult:
         )
         rows.append(row)
     return FamilyResult(tuple(rows), tuple(notes), tuple(wrong))
+
+
+def _calibration(case: ModelCase, settings: ModelSettings) -> dict[str, Any]:
+    """Return the arguments of ``patch`` that let it calibrate; when decoding, on single tokens."""
+    if not settings.calibrate:
+        return {}
+    size = replace(case.size, seq_len=1) if case.mode == DECODING else case.size
+    labels = case.mode == TRAINING
+    batch = case.family.batch(size, settings.device, case.dtype, labels=labels)
+    return {"calibrate": True, "example": batch}
 
 
 def differences(ours: Values, stock: Values, truth: Values, dtype: torch.dtype) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """``fusedops doctor --calibrate``: the speed of ops on this machine relative to torch.
 
-A first look in two seconds at what ``patch(model, calibrate=True)`` decides module by module.
+A first look in two seconds at what ``patch(model, example=batch, calibrate=True)`` decides module
+by module.
 ``fusedops bench`` is the measurement to quote, and ``fusedops bench tune`` what puts its outcome in
 force.
 """
@@ -89,8 +90,8 @@ def show(out: Console, device: torch.device) -> None:
             "  more time"
         )
     out.print(
-        "  above 1 ours is faster; fusedops.patch(model, calibrate=True) measures the modules of\n"
-        "  a model like this, and leaves alone what is slower here"
+        "  above 1 ours is faster; fusedops.patch(model, example=batch, calibrate=True) measures\n"
+        "  the modules of a model like this, and leaves alone what is slower here"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fusedops._core import backends, dtypes
+from fusedops._core import backends
 from fusedops.kernels._grouped_arguments import GroupedMM, MoeMLP
 from fusedops.ops import _attention_math, _moe_math, _norm_math
 from fusedops.ops._moe_gate import hidden_of
@@ -127,8 +127,6 @@ def _whole_mask(
     mask = mask.expand(*mask.shape[:2], rows, columns)
     if mask.dtype == torch.bool:
         return mask if allowed is None else mask & allowed
-    wide = dtypes.statistics_dtype(mask.dtype)
-    mask = _attention_math.additive(mask, wide).to(mask.dtype)
     return mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
 
 

@@ -13,6 +13,8 @@ import triton.language as tl
 
 from fusedops.kernels._device import INTERPRETED, LOG2E, kept, kept_at, reciprocal
 
+LEAST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of the finite float32 numbers
+
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -255,7 +257,9 @@ def scores(
     if ALIBI:
         s -= slope * tl.abs(distance).to(tl.float32)
     if MASK == "add":
-        s += mask.to(tl.float32) * LOG2E
+        # Only minus infinity forbids: a finite number stays finite in units of log2.
+        mask = mask.to(tl.float32)
+        s += tl.where((mask >= LEAST) & (mask * LOG2E < LEAST), LEAST, mask * LOG2E)
     elif MASK == "bool":
         s = tl.where(mask != 0, s, float("-inf"))
     return s, tanh

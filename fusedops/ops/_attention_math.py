@@ -76,16 +76,6 @@ def allowed(
     return inside
 
 
-def additive(mask: torch.Tensor, accumulation: torch.dtype) -> torch.Tensor:
-    """Return an additive mask in ``accumulation``, minus infinity for its least finite numbers.
-
-    In units of log2, the kernels', they are minus infinity.
-    """
-    least = torch.finfo(accumulation).min * math.log(2.0)
-    bias = mask.to(accumulation)
-    return bias.masked_fill(bias < least, -torch.inf)
-
-
 def softmax(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -109,7 +99,7 @@ def softmax(
         distance = (torch.arange(columns, device=q.device) - i).abs()
         scores = scores - alibi_slopes.to(accumulation)[..., None, None] * distance
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        scores = scores + additive(attn_mask, accumulation)
+        scores = scores + attn_mask.to(accumulation)
     masks = [allowed(rows, columns, pattern, q.device)]
     masks += [attn_mask] if attn_mask is not None and attn_mask.dtype == torch.bool else []
     for mask in masks:
@@ -162,7 +152,10 @@ def forward(
     normalized = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
     kept = normalized.probabilities if keep is None else normalized.probabilities * keep
     output = kept @ per_query_head(value.to(kept.dtype), query.shape[1])
-    parts = torch.stack([normalized.top / math.log(2.0), torch.log2(normalized.total)], -1)
+    top = normalized.top / math.log(2.0)
+    least = torch.finfo(top.dtype).min  # finite tops stay finite
+    top = torch.where(normalized.top < least, top, top.clamp(min=least))
+    parts = torch.stack([top, torch.log2(normalized.total)], -1)
     return output, normalized.lse, parts
 
 

@@ -53,10 +53,9 @@ def attention(
         value: ``[..., Hkv, Sk, Dv]``; ``Dv`` may differ from ``D``. The leading dims of the three
             broadcast.
         attn_mask: broadcastable to ``[..., H, Sq, Sk]``. Boolean: ``True`` may be attended.
-            Floating: added to the scaled scores, and differentiable. The least finite numbers of
-            the dtype of the sums (below ``log(2)`` times the least: also bfloat16's, not
-            float16's) forbid as minus infinity does: a row that some model's mask fills with them
-            gives 0, where torch gives the mean of all values.
+            Floating: added to the scaled scores, and differentiable. Only minus infinity forbids: a
+            row that a model's mask fills with the least finite number gives the mean of all values,
+            as in torch.
         dropout_p: probability with which a weight is dropped (also in evaluation: pass 0.0 there,
             as with torch).
         is_causal: forbid ``j > i``. May be combined with a mask.

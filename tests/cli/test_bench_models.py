@@ -148,7 +148,7 @@ def test_a_patched_model_that_raises_is_wrong_and_stock_still_measured() -> None
 def test_command_exits_1_where_values_are_wrong(
     known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    wrong = lambda model, *, calibrate: _scaled(model, 1.01)  # noqa: E731
+    wrong = lambda model: _scaled(model, 1.01)  # noqa: E731
     monkeypatch.setattr(models, "patch", wrong)
     path = tmp_path / "a.json"
     options = ("--family", "gpt2", "--mode", "forward", "--dtype", "float32")
@@ -205,17 +205,17 @@ def test_files_hold_the_rows_and_compare_reads_them(known: None, tmp_path: Path)
 def test_calibrate_is_passed_on_and_said(
     known: None, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ) -> None:
-    heard = []
+    calls = []
 
-    def patch(model: nn.Module, *, calibrate: bool) -> None:
-        heard.append(calibrate)
-        fusedops.patch(model)
+    def patch(model: nn.Module, **options: Any) -> None:
+        calls.append(options)
+        fusedops.patch(model, **options)
 
     monkeypatch.setattr(models, "patch", patch)
     done = bench(*JUDGED, *option)
     assert done.exit_code == 0, done.output
-    assert heard == [bool(option)]
-    assert ("fusedops.patch(model, calibrate=True)" in done.output) == bool(option)
+    assert [call.get("calibrate", False) for call in calls] == [bool(option)]
+    assert ("fusedops.patch(model, calibrate=True, example=batch)" in done.output) == bool(option)
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])

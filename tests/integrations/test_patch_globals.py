@@ -139,24 +139,6 @@ APPROXIMATE = "none"
 """,
         assigned("APPROXIMATE", "tanh"),
     ),
-    "global activation": Case(
-        f"""
-ACT = nn.SiLU()
-{CHAIN}
-    def forward(self, x):
-        return self.down(ACT(self.up(x)))
-""",
-        assigned("ACT", nn.ReLU()),
-    ),
-    "state of a global activation": Case(
-        f"""
-ACT = nn.GELU()
-{CHAIN}
-    def forward(self, x):
-        return self.down(ACT(self.up(x)))
-""",
-        lambda module: setattr(module.ACT, "approximate", "tanh"),
-    ),
     "torch's functions": Case(
         f"""
 del F

@@ -133,10 +133,9 @@ def test_a_replaced_attention_is_called(monkeypatch: pytest.MonkeyPatch, name: s
     with counted() as calls:
         total(family, model)
     assert len(seen) == family.ops["attention"] and "attention" not in calls
-    notes = [
-        module.reason for module in describe(model).modules if module.op.startswith("attention")
-    ]
-    assert notes and all("F.scaled_dot_product_attention was replaced by" in note for note in notes)
+    notes = [module.reason for module in describe(model).modules]
+    aside = "steps aside now: F.scaled_dot_product_attention was replaced by"
+    assert sum(note.startswith(aside) for note in notes) >= len(seen)
 
 
 @pytest.mark.ci

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,7 @@ from torch import nn
 
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import signatures
-from fusedops.integrations.hf.original_code import CodePlace
-from fusedops.integrations.hf.rules.rule import PatchRule
+from fusedops.integrations.hf.rules.rule import PatchRule, always
 
 pytest.importorskip("transformers")
 
@@ -29,7 +29,7 @@ def test_every_keyword_is_known_or_runs_the_original(
     monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
     for rule in rules_of(table):
-        for name in rule.methods if rule.places else ():
+        for name in rule.methods if rule.watched.attributes else ():
             with monkeypatch.context() as patches:
                 _assert_keywords_are_known(patches, rule, name)
 
@@ -58,15 +58,17 @@ def _instance_of(monkeypatch: pytest.MonkeyPatch, rule: Any, name: str) -> tuple
     def original(*args: Any, **kwargs: Any) -> None:
         called.append((args, kwargs))
 
-    # The rule holds its places as they are: a replaced method would run the original anyway.
-    monkeypatch.setattr("fusedops.integrations.hf.rules.rule.replaced", lambda places: None)
+    # What the rule watches stays: a replaced method would run the original anyway.
+    monkeypatch.setattr(
+        "fusedops.integrations.hf.rules.rule.replaced", lambda watched, module: None
+    )
     monkeypatch.setattr(rule.original, name, original)
     return instance, called
 
 
 def _rule(original: type[nn.Module], forward: Callable[..., Any]) -> PatchRule:
     patched = type(original.__name__, (original,), {"forward": forward})
-    return PatchRule(original, patched, ("gelu",), "O1", lambda module: None)
+    return PatchRule(original, patched, "O1", always("gelu"))
 
 
 class Later(nn.Module):
@@ -135,15 +137,13 @@ def _eager_with_cache(
 
 
 def test_eager_attention_hands_what_only_the_original_knows_to_it() -> None:
-    place = CodePlace(None, "eager_attention_forward", _eager_with_cache)
-    known = signatures.known_arguments(attention.attend_as_eager, _eager_with_cache)
-    module: Any = SimpleNamespace(
-        implementations=attention.Implementations({}, (place,), known), training=False
-    )
-    heads = torch.randn(1, 2, 3, 8)
-    found = attention.attend_as_eager(module, heads, heads, heads, None, 0.5, cache="paged")
+    namespace = globals() | {"eager_attention_forward": _eager_with_cache}
+    sys.modules[__name__].eager_attention_forward = _eager_with_cache  # type: ignore[attr-defined]
+    interface = attention.FusedInterface(namespace, eager=True)
+    module, heads = nn.Module().eval(), torch.randn(1, 2, 3, 8)
+    found = interface.attend_as_eager(module, heads, heads, heads, None, 0.5, cache="paged")
     assert found == ("eager", 0.5, 0.0, "paged")
-    assert attention.attend_as_eager(module, heads, heads, heads, None, 0.5)[1] is None
+    assert interface.attend_as_eager(module, heads, heads, heads, None, 0.5)[1] is None
 
 
 def test_functions_of_registries_know_every_keyword() -> None:

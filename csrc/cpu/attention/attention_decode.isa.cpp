@@ -233,14 +233,13 @@ class FewQueries {
               int64_t key, int64_t count) const {
     const int64_t stride = call_.mask_column_stride;
     const int64_t at = head * call_.mask_head_stride + row * call_.mask_row_stride + key * stride;
-    const auto into_bits = static_cast<A>(kLog2Of);
     switch (call_.mask_kind) {
       case MaskKind::data:
-        return x +
-               load_as<T, A>(static_cast<const T*>(sequence.mask) + at, stride, count) * into_bits;
+        return x + mask_in_bits<A>(load_as<T, A>(static_cast<const T*>(sequence.mask) + at,
+                                                 stride, count));
       case MaskKind::wide:
-        return x +
-               load_as<A, A>(static_cast<const A*>(sequence.mask) + at, stride, count) * into_bits;
+        return x + mask_in_bits<A>(load_as<A, A>(static_cast<const A*>(sequence.mask) + at,
+                                                 stride, count));
       default:
         break;
     }

@@ -134,6 +134,15 @@ inline V<A> tanh_of(const V<A>& x) {
 #endif
 }
 
+// An additive mask in units of log2. Only minus infinity forbids: a finite number stays finite,
+// so that a row of the least one is a row of equal scores, as torch has it.
+template <typename A>
+inline V<A> mask_in_bits(const V<A>& mask) {
+  const V<A> bits = mask * static_cast<A>(kLog2Of);
+  const V<A> least = all(std::numeric_limits<A>::lowest());
+  return (mask >= least) & (bits < least) ? least : bits;
+}
+
 template <typename A>
 inline V<A> log2_of(const V<A>& x) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
@@ -378,8 +387,8 @@ class Scores {
     const M* mask = static_cast<const M*>(sequence_.mask) + head_ * call_.mask_head_stride +
                     first_ * call_.mask_row_stride + key_ * stride;
     const auto at = [&](int64_t row, int64_t j, int64_t valid) {
-      return load_as<M, A>(mask + row * call_.mask_row_stride + j * stride, stride, valid) *
-             static_cast<A>(kLog2Of);
+      return mask_in_bits<A>(
+          load_as<M, A>(mask + row * call_.mask_row_stride + j * stride, stride, valid));
     };
     if (call_.mask_row_stride != 0) {
       per_pair_ = true;

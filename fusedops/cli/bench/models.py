@@ -63,7 +63,7 @@ def models(
         ),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Patch with calibrate=True.")
+        bool, typer.Option("--calibrate", help="Patch with calibrate=True, example=batch.")
     ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Few samples, no memory: a first look.")
@@ -108,7 +108,7 @@ def models(
             conditions,
             conditions.timing(quick=(3, 7)),
             compiled=compiled,
-            patch=f"fusedops.patch(model{', calibrate=True' * calibrate})",
+            patch=f"fusedops.patch(model{', calibrate=True, example=batch' * calibrate})",
         )
         wrong: list[str] = []
         jobs = _jobs(recorder, plan, wrong, as_asked=bool(tokens), quick=quick, calibrate=calibrate)
@@ -179,10 +179,9 @@ def _jobs(
     from fusedops.bench.cases import BenchSettings
     from fusedops.bench.models import ModelCase, ModelSettings, affordable, patch, run_case
 
-    patched = partial(patch, calibrate=calibrate)
-
     def measure(case: ModelCase, given: BenchSettings) -> None:
-        result = run_case(case, ModelSettings(**vars(given), memory=not quick, patch=patched))
+        settings = ModelSettings(**vars(given), memory=not quick, patch=patch, calibrate=calibrate)
+        result = run_case(case, settings)
         recorder.rows += result.rows
         recorder.notes += result.notes
         wrong.extend(result.wrong)

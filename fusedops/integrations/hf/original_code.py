@@ -80,26 +80,54 @@ KNOWN: ClassTable[WatchList] = ClassTable("watched")
 _is_unchanged: Any = getattr(load(), "is_unchanged", None)  # none where the kernels are not built
 
 
-def replaced(watched: WatchList, instance: Any = None) -> str | None:
-    """Return what of a watch list was replaced, as a reason, or ``None``.
+def changed(watched: WatchList, module: Any, name: str = "it") -> str | None:
+    """Return what keeps a module from being what its class was made for, or ``None``.
 
-    Called before every forward of a patched module and for each child that it bypasses. The
-    compiled host module compares eagerly; Dynamo traces the comparison in Python and makes guards.
+    That is something that was replaced, or a parameter that cannot be read directly. Called before
+    every forward of a patched module and for each child that it bypasses: the compiled host module
+    compares in 0.1 us. Dynamo traces the comparison in Python and makes guards of it.
 
     Args:
-        watched: the list.
-        instance: the module, whose own methods count, too.
+        watched: what the module's class watches.
+        module: the module, whose own methods count, too.
+        name: of the module, for the message.
     """
-    own = {} if instance is None else instance.__dict__
+    own = module.__dict__
     if (
         _is_unchanged is not None
         and not torch.compiler.is_compiling()
-        and _is_unchanged(watched.attributes, own, watched.methods)
+        and _is_unchanged(watched.attributes, own, watched.methods, _PLAIN)
     ):
         return None
-    for name in watched.methods:
-        if name in own:
-            return f"its {name} is overridden on the instance"
+    for method in watched.methods:
+        if method in own:
+            return f"{name}.{method} is overridden on the instance"
+    return _parameter_obstacle(module, name) or replaced(watched)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+# Wrappers of torch that hand the fused ops on: DTensor, fake and functional tensors.
+_WRAPPERS = ("torch.distributed.", "torch._subclasses.", "torch._functorch.")
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return whether a tensor is stored as it seems: subclasses may mean anything else."""
+    kind = type(tensor)
+    return kind in _PLAIN or kind.__module__.startswith(_WRAPPERS)
+
+
+def _parameter_obstacle(module: Any, name: str) -> str | None:
+    own, tensors = module.__dict__, module._parameters
+    if "weight" in own or "bias" in own:  # assigned after the parameter was deleted
+        tensors = tensors | {key: own[key] for key in ("weight", "bias") if key in own}
+    for tensor_name, tensor in tensors.items():
+        if tensor is not None and not is_plain(tensor):
+            return f"{name}.{tensor_name} is a {type(tensor).__name__}"
+    return None
+
+
+def replaced(watched: WatchList) -> str | None:
+    """Return what of a watch list was replaced, as a reason, or ``None``."""
     for owner, name, known in watched.attributes:
         if getattr(owner, name, None) is not known:
             reason = _replacement(owner, name, known)
@@ -240,7 +268,7 @@ class _Reading:
             is_layer = issubclass(value, nn.Module)
             if (is_layer or follows) and self._adds(module, name, value) and is_layer:
                 self.add_method(value, "forward")
-        elif callable(value):
+        elif callable(value) and (self._follows or _is_torchs(value)):
             is_new = self._adds(module, name, _known(value, _root(module)))
             if is_new and follows:
                 self._add_function(value)
@@ -523,6 +551,10 @@ def _root(owner: Any) -> str:
     """Return the name of the package that ``owner``, a class or a module, belongs to."""
     name = owner.__module__ if inspect.isclass(owner) else owner.__name__
     return name.partition(".")[0]
+
+
+def _is_torchs(function: Any) -> bool:
+    return str(getattr(function, "__module__", None)).partition(".")[0] == "torch"
 
 
 def _root_of(function: Any) -> str | None:

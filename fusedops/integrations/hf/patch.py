@@ -8,9 +8,11 @@ that nothing is imported here that the model did not need.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.calibration import calibrate as calibration
 from fusedops.integrations.hf.calibration import file
+from fusedops.integrations.hf.example_step import ExampleStep
 from fusedops.integrations.hf.original_code import context_obstacle
 from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
@@ -56,16 +59,16 @@ def patch(
             with what follows them, and losses; ``"O3"`` also attention that a module's own code
             computes by ``F.scaled_dot_product_attention``, or writes out.
         strict: raise if a module has a rule but cannot be replaced, or if no module has a rule.
-        calibrate: measure each class and shape of module here, patched and stock, in the model's
-            dtype (under autocast if it is active), and keep the stock one if it is faster. This
-            takes at most about two seconds for a model: the number of rows is limited by the time,
-            and modules without time stay patched. Results are reused in the process. The path of a
-            file stores them: entries of the file are not measured again, and new results are added
-            to it.
+        calibrate: measure each class and shape of module, patched and stock, on the inputs that it
+            receives in a step with ``example``, and keep the stock one if it is faster. This takes
+            at most about two seconds for a model, and modules without time stay patched. The path
+            of a file stores the results: entries of the file are not measured again, and new
+            results are added to it.
         example: inputs of the model: keywords as a mapping, positional arguments as a tuple, or a
-            tensor. Two steps are run with it, backward included where the model is in training, and
-            the report says which share of the time fused ops take (``report.step``). Gradients,
-            buffers and random states stay.
+            tensor. Steps are run with it, backward included where the model is in training, and
+            the report says which share of the time fused ops take (``report.step``) and which
+            parameters receive gradients. The model's state stays: tensors, gradients, random
+            states, and attributes of modules.
 
     Returns:
         A report with an entry per module, and one per loss of a transformers model; ``print`` shows
@@ -74,10 +77,12 @@ def patch(
     Raises:
         TypeError: ``model`` is not a module, ``strict`` not a bool, ``calibrate`` not a bool or
             path, or ``example`` not one of these.
-        ValueError: ``level`` is unknown, the model does not take ``example``, or the file of
-            ``calibrate`` has other contents or does not end in ``.json``.
+        ValueError: ``level`` is unknown, the model does not take ``example``, ``calibrate`` comes
+            without it, or the file of ``calibrate`` has other contents or does not end in
+            ``.json``.
         OSError: that file cannot be read or written, or its folder does not exist.
-        UnsupportedError: ``strict`` and something could not be replaced; the model is untouched.
+        UnsupportedError: ``strict`` and something could not be replaced, or a backward with
+            ``example`` would run an optimizer's step; the model is untouched.
 
     Note:
         Patch after loading adapters and before ``fully_shard``. If the children of a fused module
@@ -88,8 +93,7 @@ def patch(
         Each choice computes the same function, but two machines, or two processes on one machine,
         may run different kernels for a module and round differently. With a file all processes on a
         machine choose alike; if you need the same bits on all machines, do not calibrate.
-        Calibration runs single modules on random inputs and never the model; a module that cannot
-        be run is reported as not measured.
+        A module that cannot be run alone is reported as not measured.
 
     Example:
         >>> import torch, fusedops
@@ -106,18 +110,20 @@ def patch(
     if not isinstance(calibrate, bool) and not os.fspath(calibrate).endswith(".json"):
         expected = "True, False or the path of a .json file"
         checks.fail("patch", "calibrate", expected, repr(calibrate))
+    if calibrate is not False and example is None:
+        raise ValueError("patch: calibrate measures modules in a step of the model: pass example=")
+    step = None if example is None else ExampleStep(model, example, "patch")
     before = {module: type(module) for module in model.modules()}
     owners = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
     try:
         report = _patched(model, level)
         if strict and (report.failed or not report.replaced):
             raise UnsupportedError(f"patch: strict was asked for, but {_failures(report)}")
-        if calibrate is not False:
-            _calibrate(model, None if calibrate is True else calibrate)
-            report = _report(model, level)
-        report = _measured(report, model, example, "patch")
+        if step is not None:
+            report = _examined(report, step, calibrate)
     except BaseException:
         _restore(model)
+        calibration.forget(model)
         for module, cls in before.items():
             module.__class__ = cls
         for owner in owners:
@@ -126,21 +132,64 @@ def patch(
     return report
 
 
-def _measured(report: PatchReport, model: nn.Module, example: Any, caller: str) -> PatchReport:
-    if example is None:
-        return report
-    return replace(report, step=step_time(model, example, report.modules, caller))
+def _examined(
+    report: PatchReport, step: ExampleStep, calibrate: bool | str | os.PathLike[str]
+) -> PatchReport:
+    """Return the report with what steps of the stock and the patched model show."""
+    model, stock_gradients = step.model, set[nn.Parameter]()
+    known = {} if isinstance(calibrate, bool) else file.read(calibrate)
+    if step.trains or calibrate is not False:
+        patched = [module for module in model.modules() if rule_of(module) and not _covered(module)]
+        recorder = calibration.Recorder(patched if calibrate is not False else ())
+        with _stock(model):
+            stock_gradients = step.run(recorder.recording())
+        if calibrate is not False:
+            with step.unchanged():
+                findings = calibration.calibrate(model, recorder, known)
+            if not isinstance(calibrate, bool) and len(findings) > len(known):
+                file.write(calibrate, findings)
+            report = _report(model, report.level)
+    gradients = step.run()
+    missing = stock_gradients - gradients
+    names = tuple(name for name, weight in model.named_parameters() if weight in missing)
+    entries = report.modules
+    if step.trains:
+        modules = dict(model.named_modules())
+        entries = tuple(
+            replace(entry, gradients=_gradients(modules[entry.name], gradients))
+            if entry.name in modules
+            else entry
+            for entry in entries
+        )
+    measured = replace(step_time(step, entries), without_gradient=names)
+    return replace(report, modules=entries, step=measured)
 
 
-def _calibrate(model: nn.Module, path: str | os.PathLike[str] | None) -> None:
-    known = {} if path is None else file.read(path)
-    findings = calibration.calibrate(model, known)
-    if path is not None and not findings.keys() <= known.keys():
-        file.write(path, known | findings)
+def _gradients(module: nn.Module, gradients: set[nn.Parameter]) -> str:
+    """Return which parameters of a module require a gradient, and which of them received none."""
+    own = module.named_parameters(recurse=False)
+    required = [(name, weight) for name, weight in own if weight.requires_grad]
+    return ", ".join(name if weight in gradients else f"not {name}" for name, weight in required)
+
+
+@contextlib.contextmanager
+def _stock(model: nn.Module) -> Iterator[None]:
+    """Let a model run its original code inside of the block."""
+    classes = {module: type(module) for module in model.modules()}
+    owners = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
+    _restore(model)
+    try:
+        yield
+    finally:
+        for module, cls in classes.items():
+            module.__class__ = cls
+        for owner in owners:
+            _losses().take(owner)
 
 
 def _patched(model: nn.Module, level: str) -> PatchReport:
     _restore(model)
+    calibration.forget(model)
     rules, uncalled = _rules_of(model), only_read(model)
     for module in list(model.modules()):
         rule = rules[type(module)]
@@ -179,6 +228,7 @@ def unpatch(model: nn.Module) -> None:
             f"{'; '.join(covered)}"
         )
     _restore(model)
+    calibration.forget(model)
 
 
 def describe(model: nn.Module, *, example: Any = None) -> PatchReport:
@@ -194,9 +244,13 @@ def describe(model: nn.Module, *, example: Any = None) -> PatchReport:
     Raises:
         TypeError: ``model`` is not a module, or ``example`` no example.
         ValueError: the model does not take ``example``.
+        UnsupportedError: a backward with ``example`` would run an optimizer's step.
     """
     checks.module("describe", model)
-    return _measured(_report(model, "-"), model, example, "describe")
+    report = _report(model, "-")
+    if example is None:
+        return report
+    return _examined(report, ExampleStep(model, example, "describe"), calibrate=False)
 
 
 def register_attention() -> None:
@@ -235,7 +289,6 @@ def _restore(model: nn.Module) -> None:
             module.__class__ = rule.original
     for _, owner in _loss_owners(model):
         _losses().restore(owner)
-    calibration.forget(model)
 
 
 def _losses() -> Any:

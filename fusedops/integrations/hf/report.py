@@ -20,6 +20,8 @@ class ModuleReport:
             replaced.
         reason: why it was not replaced, or a note about the replacement.
         failed: whether a rule exists for its class but this instance does not allow it.
+        gradients: after an example step in training, its own parameters that require a gradient;
+            those that received none as ``"not NAME"``.
     """
 
     name: str
@@ -29,6 +31,7 @@ class ModuleReport:
     backend: str = ""
     reason: str = ""
     failed: bool = False
+    gradients: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,14 @@ class StepTime:
         ms: milliseconds in operators, forward and backward; Python's time is not counted.
         fused_ms: those in fused ops.
         stock: the others by class of module, the longest first.
+        without_gradient: names of the parameters that receive a gradient in the step of the stock
+            model, and none in that of this model: an adapter that would not be trained.
     """
 
     ms: float
     fused_ms: float
     stock: tuple[StockTime, ...]
+    without_gradient: tuple[str, ...] = ()
 
     @property
     def fused_share(self) -> float:
@@ -80,6 +86,9 @@ class StepTime:
         for entry in self.stock[:3]:
             if entry.ms >= 0.01 * self.ms:
                 lines.append(f"  stock {entry.ms / self.ms:.0%}: {entry.cls}: {entry.advice}")
+        if self.without_gradient:
+            names = ", ".join(self.without_gradient)
+            lines.append(f"  WARNING: no gradient since the model is patched: {names}")
         return "\n".join(lines)
 
 
@@ -144,9 +153,11 @@ class PatchReport:
         )
 
     def __str__(self) -> str:
-        header = ("module", "class", "op", "backend", "note")
-        rows = [header, *_rows(self.modules)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
+        header = ("module", "class", "op", "backend", "gradients", "note")
+        rows: list[tuple[str, ...]] = [header, *_rows(self.modules)]
+        if not any(entry.gradients for entry in self.modules):
+            rows = [(*row[:4], row[5]) for row in rows]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
         lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
         lines.insert(1, "-" * max(map(len, lines)))
         counts = ", ".join(f"{op}: {count}" for op, count in sorted(self.counts.items()))
@@ -157,17 +168,18 @@ class PatchReport:
         return "\n".join([f"{summary} at level {self.level}", *lines, *last])
 
 
-def _rows(modules: tuple[ModuleReport, ...]) -> list[tuple[str, str, str, str, str]]:
+def _rows(modules: tuple[ModuleReport, ...]) -> list[tuple[str, ...]]:
     """Return one row per kind of module: equal entries of numbered layers share one."""
-    groups: dict[tuple[str, str, str, str, str], list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for entry in modules:
         general = re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
         # The numbers of layers, not those of a measurement (0.81x, 1.5 ms).
         reason = re.sub(r"(?<![^. ])\d+(?![^.])(?!\.\d+(x| ms))", "*", entry.reason)
-        key = (general, entry.cls, entry.op, entry.backend if entry.replaced else "-", reason)
+        backend = entry.backend if entry.replaced else "-"
+        key = (general, entry.cls, entry.op or "-", backend, entry.gradients, reason)
         groups.setdefault(key, []).append(entry.name)
     rows = []
-    for (general, cls, op, backend, reason), names in groups.items():
+    for (general, *columns), names in groups.items():
         name = names[0] if len(names) == 1 else f"{general} (x{len(names)})"
-        rows.append((name or "(the model)", cls, op or "-", backend, reason))
+        rows.append((name or "(the model)", *columns))
     return rows

@@ -7,16 +7,13 @@ kernels: what Python does around them is not.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fusedops._core import checks
+from fusedops.integrations.hf.example_step import ExampleStep
 from fusedops.integrations.hf.report import ModuleReport, StepTime, StockTime
 
 _OURS = ("fusedops::", "fusedops_")
@@ -24,93 +21,17 @@ _MODULE = "nn.Module: "
 _NO_MODULE = "code outside of modules"
 
 
-def step_time(
-    model: nn.Module, example: Any, modules: tuple[ModuleReport, ...], caller: str
-) -> StepTime:
-    """Return the time of one step of a model: forward, and backward where it is in training.
-
-    Gradients, buffers and random states are afterwards what they were.
+def step_time(step: ExampleStep, modules: tuple[ModuleReport, ...]) -> StepTime:
+    """Return the time of one step of a model, which has run before.
 
     Args:
-        model: patched or not.
-        example: of its inputs: keywords as a mapping, positional arguments as a tuple or list, or
-            one tensor.
+        step: of the model in its current state.
         modules: the report of the model.
-        caller: name of the function whose argument ``example`` is.
-
-    Raises:
-        TypeError: ``example`` is none of these.
-        ValueError: the model does not take it.
     """
-    args, kwargs = _arguments(example, caller)
-    tensors = [*model.parameters(), *_tensors((args, kwargs))]
-    on_gpu = any(tensor.is_cuda for tensor in tensors)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with _kept(model):
-        try:
-            _step(model, args, kwargs)  # allocates, and compiles kernels
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
-            raise ValueError(
-                f"{caller}: example must be inputs that the model takes, got an error from it: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        with profile(activities=activities, with_stack=True) as record:
-            _step(model, args, kwargs)
-            if on_gpu:
-                torch.cuda.synchronize()
-    return _divided(record.events(), on_gpu, modules)
-
-
-def _arguments(example: Any, caller: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, torch.Tensor):
-        return (example,), {}
-    if isinstance(example, tuple | list):
-        return tuple(example), {}
-    expected = "a tensor, a tuple of arguments or a mapping of keywords"
-    checks.fail_type(caller, "example", expected, example)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for element in value:
-            yield from _tensors(element)
-
-
-@contextlib.contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Let a step leave no trace in a model and in the random states."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-
-def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    trains = model.training and any(weight.requires_grad for weight in model.parameters())
-    with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        output = model(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else None
-        results = [loss] if loss is not None else list(_tensors(output))
-        results = [result for result in results if result.requires_grad]
-        if results:
-            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
-        for parameter in model.parameters():
-            parameter.grad = None
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.on_gpu else [])]
+    record = profile(activities=activities, with_stack=True)
+    step.run(record)
+    return _divided(record.events(), step.on_gpu, modules)
 
 
 def _divided(events: Any, on_gpu: bool, modules: tuple[ModuleReport, ...]) -> StepTime:

@@ -185,8 +185,8 @@ def _is_runnable(function: Any, *, is_method: bool = False) -> bool:
     """Return whether a function and those that it calls may run on symbols.
 
     They would not notice all that a function does, nor what a wrapper around it does. A method of
-    the class may call ``isinstance``, which is answered by the run, and a global activation. Where
-    it calls another function that may not run on symbols, the way has no expression.
+    the class may call ``isinstance``, which is answered by the run. Where it calls another function
+    that may not run on symbols, the way has no expression.
     """
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
@@ -208,7 +208,7 @@ def _has_expression(function: FunctionType, is_method: bool) -> bool:
                 continue
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, getattr(builtins, name, None))
-                answered = value is isinstance or _is_activation(value) or _is_refused(value)
+                answered = value is isinstance or _is_refused(value)
                 known = value is function or _is_known(value)
                 if not known and not (is_method and answered):
                     return False
@@ -267,22 +267,6 @@ def _is_refused(value: Any) -> bool:
     return isinstance(value, FunctionType) and not _is_runnable(value)
 
 
-def _is_activation(value: Any) -> bool:
-    """Return whether a global is a module that may run on symbols, as transformers' ``gelu``."""
-    return (
-        isinstance(value, nn.Module)
-        and not value._parameters
-        and not value._modules
-        and _is_runnable(_original_forward(value))
-    )
-
-
-def _original_forward(module: nn.Module) -> Any:
-    """Return the forward of the class of a module, whether it is patched or not."""
-    rule = getattr(type(module), "fused_rule", None)
-    return type(module).forward if rule is None else rule.original.forward
-
-
 class _Run:
     """One run of a forward: answers the questions, and calls the methods of the class."""
 
@@ -308,9 +292,7 @@ class _Run:
         namespace: dict[str, Any] = {"isinstance": self.is_instance}
         for name in function.__code__.co_names:
             value = function.__globals__.get(name)
-            if isinstance(value, nn.Module):
-                namespace[name] = functools.partial(_original_forward(value), value)
-            elif _is_refused(value):
+            if _is_refused(value):
                 namespace[name] = _no_answer
             elif value is torch:
                 namespace[name] = _TORCH

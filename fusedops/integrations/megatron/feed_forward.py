@@ -19,7 +19,8 @@ from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.moe import experts, shared_experts
 from megatron.core.utils import get_pg_size
 
-from fusedops.integrations.hf.rules.rule import global_hooks, is_plain, runs_here
+from fusedops.integrations.hf.original_code import is_plain
+from fusedops.integrations.hf.rules.rule import global_hooks, runs_here
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_act import linear_act

@@ -1,4 +1,4 @@
-"""What calibration found, on file: ``patch(model, calibrate="FILE.json")``.
+"""What calibration found, on file: ``patch(model, example=batch, calibrate="FILE.json")``.
 
 Every process that reads the file makes the same choices and measures only what is not in it, so
 that runs on one machine compute the same bits. Entries hold for a device architecture, as those of
@@ -9,87 +9,61 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from fusedops.integrations.hf.calibration.calibrate import CalibrationFinding
+from fusedops.terminal import files
 
-SCHEMA = 1
-_KIND = "calibration"
+_KIND, SCHEMA = "calibration", 2
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, CalibrationFinding]:
     """Return the findings of a file by key; none where it does not exist yet.
 
-    Those of another minor version of torch are left out: its own kernels are one side of each.
-
     Raises:
-        ValueError: when it is no file of this kind and schema.
-        OSError: when it cannot be read, or its folder does not exist: it could not be written.
+        ValueError: it is no file of this kind and schema.
+        OSError: it cannot be read, or its folder does not exist.
     """
-    folder = Path(path).parent
-    if not folder.is_dir():
+    if not Path(path).parent.is_dir():
         raise FileNotFoundError(
-            f"patch: calibrate must name a file in a folder that exists, got {os.fspath(path)}; "
-            f"make the folder {folder} first"
+            f"patch: calibrate must name a file in a folder that exists, got {os.fspath(path)}"
         )
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not Path(path).exists():
         return {}
     try:
-        data = json.loads(text)
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
         if (data["kind"], data["schema"]) != (_KIND, SCHEMA):
             raise KeyError(f"schema {SCHEMA} of {_KIND}")
-        entries = [(entry.pop("key"), CalibrationFinding(**entry)) for entry in data["entries"]]
-        known = data["torch"] == _torch()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return {str(entry.pop("key")): _finding(**entry) for entry in data["entries"]}
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"patch: calibrate must name a file that calibration has written or may write, "
             f"got {os.fspath(path)} ({type(error).__name__}: {error})"
         ) from None
-    if not all(isinstance(key, str) and _is_measured(finding) for key, finding in entries):
-        raise ValueError(
-            f"patch: calibrate must name a file of measurements, got {os.fspath(path)} with an "
-            "entry that is none"
-        )
-    return dict(entries) if known else {}
+
+
+def _finding(speed_up: float, stock_wins: bool, where: str) -> CalibrationFinding:
+    return CalibrationFinding(float(speed_up), stock_wins is True, str(where))
 
 
 def write(path: str | os.PathLike[str], findings: Mapping[str, CalibrationFinding]) -> None:
-    """Write findings, all or nothing: sorted, a line per entry, so that a diff can be read.
+    """Write what was measured, all or nothing.
 
     Raises:
-        OSError: when it cannot be written; the file is as it was then.
+        OSError: it cannot be written; the file is then as it was.
     """
-    rows = [
-        json.dumps({"key": key, **asdict(finding)})
-        for key, finding in sorted(findings.items())
-        if _is_measured(finding)
+    entries = [
+        {
+            "key": key,
+            "speed_up": entry.speed_up,
+            "stock_wins": entry.stock_wins,
+            "where": entry.where,
+        }
+        for key, entry in sorted(findings.items())
+        if entry.speed_up is not None
     ]
-    head: dict[str, Any] = {"kind": _KIND, "schema": SCHEMA, "torch": _torch()}
-    text = json.dumps(head, indent=1).removesuffix("\n}") + ',\n "entries": ['
-    text += ",".join(f"\n  {row}" for row in rows) + ("\n ]" if rows else "]") + "\n}\n"
-    target = Path(os.path.realpath(path))
-    handle, aside = tempfile.mkstemp(prefix=f".{target.name[:40]}.", dir=target.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(aside, target)
-    except BaseException:
-        os.unlink(aside)
-        raise
-
-
-def _is_measured(finding: CalibrationFinding) -> bool:
-    speed_up = finding.speed_up
-    return isinstance(speed_up, (int, float)) and speed_up > 0 and not finding.problem
-
-
-def _torch() -> str:
-    return ".".join(torch.__version__.split("+")[0].split(".")[:2])
+        files.write_json(path, {"kind": _KIND, "schema": SCHEMA, "entries": entries})
+    except files.UserError as error:
+        raise OSError(f"patch: {error}") from None

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import original_code
-from fusedops.integrations.hf.original_code import name_of, replaced, with_others
+from fusedops.integrations.hf.original_code import is_plain, name_of, replaced, with_others
 from fusedops.integrations.hf.renamed_arguments import only_renames
 from fusedops.integrations.hf.rules.rotary import fused_rotary
 from fusedops.integrations.hf.rules.rule import (
@@ -38,7 +38,6 @@ from fusedops.integrations.hf.rules.rule import (
     copyable,
     global_hooks,
     hooks_obstacle,
-    is_plain,
     runs_here,
     subclass,
 )

@@ -62,8 +62,10 @@ def _reads_own_processor(forward: FunctionType) -> bool:
         if step.argval == _ATTRIBUTE and step.opcode in dis.hasname
     }
     first = forward.__code__.co_varnames[0]
-    asks_type = "type" in forward.__code__.co_names
-    return not hasattr(forward, "__wrapped__") and owners == {first} and not asks_type
+    asks_type = not {"type", "isinstance"}.isdisjoint(forward.__code__.co_names)
+    assigns = any(step.argval == _ATTRIBUTE and step.opname == "STORE_ATTR" for step in steps)
+    known = not hasattr(forward, "__wrapped__") and not asks_type and not assigns
+    return known and owners == {first}
 
 
 _NO_OPERATION = ("CACHE", "PUSH_NULL", "EXTENDED_ARG")
@@ -84,10 +86,7 @@ class _FusedProcessor:
 
     def __init__(self, processor: Any) -> None:
         self.fused_original = processor
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # what isinstance and messages ask for
-        return type(self.fused_original)
+        self.__call__ = processor.__call__  # of which callers read the signature
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fused_original, name)
@@ -123,7 +122,6 @@ def _made(cls: type, call: Any) -> type | None:
     if fused is None:
         return None
 
-    @functools.wraps(call)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return fused(self.fused_original, *args, **kwargs)
 

@@ -24,7 +24,13 @@ from fusedops._core import dtypes
 from fusedops._core.activation import FAST_GELU_SLOPE
 from fusedops.integrations.hf import symbolic
 from fusedops.integrations.hf.class_table import ClassTable
-from fusedops.integrations.hf.original_code import context_obstacle, name_of, with_inner
+from fusedops.integrations.hf.original_code import (
+    WatchList,
+    changed,
+    context_obstacle,
+    name_of,
+    with_inner,
+)
 from fusedops.integrations.hf.rules import transformers_modules  # noqa: F401 (its activations)
 from fusedops.integrations.hf.rules.activations import activation_obstacle, known_activation
 from fusedops.integrations.hf.rules.recognition import ClampedGate, clamped_gate_of
@@ -35,7 +41,6 @@ from fusedops.integrations.hf.rules.rule import (
     bypass_obstacle,
     copyable,
     global_hooks,
-    parameter_obstacle,
     runs_here,
     subclass,
 )
@@ -92,7 +97,7 @@ def experts_forward(
     if (
         kwargs
         or not runs_here(hidden_states)
-        or parameter_obstacle("it", module) is not None
+        or changed(WatchList(), module) is not None
         or context_obstacle() is not None
     ):
         return moe.grouped_mm_experts_forward(

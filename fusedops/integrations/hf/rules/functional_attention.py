@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf import original_code, patched
-from fusedops.integrations.hf.rules.rule import PatchRule, Plan, is_plain, runs_here, subclass
+from fusedops.integrations.hf.original_code import is_plain
+from fusedops.integrations.hf.rules.rule import PatchRule, Plan, runs_here, subclass
 from fusedops.ops.attention import attention
 
 ATTENTION = "scaled_dot_product_attention"

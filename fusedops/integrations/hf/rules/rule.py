@@ -30,9 +30,10 @@ from torch.nn.modules import module as torch_module
 from fusedops.integrations.hf.original_code import (
     KNOWN,
     WatchList,
+    changed,
     context_obstacle,
+    is_plain,
     remember,
-    replaced,
     watch_list,
 )
 from fusedops.integrations.hf.partitioned_weights import only_gather
@@ -111,7 +112,7 @@ class PatchRule:
 
     def current_plan(self, module: nn.Module) -> Plan | Refusal:
         """Return what an instance would do if it is patched, or why its original must run."""
-        reason = replaced(self.watched, module) or parameter_obstacle("it", module)
+        reason = changed(self.watched, module)
         if "forward" in module.__dict__ and not self.runs_inside(module.forward):
             reason = "its forward is overridden on the instance"
         return self.plan(module) if reason is None else Refusal(reason)
@@ -151,8 +152,7 @@ def _with_fallback(rule: PatchRule, name: str) -> Callable[..., Any]:
             or len(args) > most
             or (kwargs and not any_keyword and foreign_keyword(known, kwargs) is not None)
             or (isinstance(input, torch.Tensor) and not is_plain(input))
-            or replaced(watched, self)
-            or parameter_obstacle("it", self)
+            or changed(watched, self)
             or context_obstacle()
             or (guarded and (input is None or not runs_here(input)))
             or (guarded and isinstance(plan(self), Refusal))
@@ -261,11 +261,7 @@ def bypass_obstacle(name: str, child: Any, classes: Container[type]) -> str | No
     """
     if type(child) not in classes:
         return f"{name} is a {type(child).__name__}"
-    return (
-        hooks_obstacle(name, child)
-        or replaced(KNOWN[type(child)], child)
-        or parameter_obstacle(name, child)
-    )
+    return hooks_obstacle(name, child) or changed(KNOWN[type(child)], child, name)
 
 
 def hooks_obstacle(name: str, child: Any) -> str | None:
@@ -318,22 +314,3 @@ def runs_here(input: torch.Tensor) -> bool:
         and not input.is_nested
         and input.layout is torch.strided
     )
-
-
-_PLAIN = (torch.Tensor, nn.Parameter)
-# Wrappers of torch that hand the fused ops on: DTensor, fake and functional tensors.
-_WRAPPERS = ("torch.distributed.", "torch._subclasses.", "torch._functorch.")
-
-
-def is_plain(tensor: Any) -> bool:
-    """Return whether a tensor is stored as it seems: subclasses may mean anything else."""
-    kind = type(tensor)
-    return kind in _PLAIN or kind.__module__.startswith(_WRAPPERS)
-
-
-def parameter_obstacle(name: str, module: Any) -> str | None:
-    """Return why the own parameters of ``module`` cannot be read directly, or ``None``."""
-    for parameter_name, parameter in module._parameters.items():
-        if parameter is not None and not is_plain(parameter):
-            return f"{name}.{parameter_name} is a {type(parameter).__name__}"
-    return None

@@ -1,0 +1,226 @@
+"""One step of a model with inputs of its user, which leaves no trace in the model.
+
+The model runs with all that belongs to its forward: hooks, checkpointing, autocast. What a forward
+or backward may change is saved before and restored after each run, also if it raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import is_not
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from fusedops._core import checks
+from fusedops._core.checks import UnsupportedError
+
+
+class ExampleStep:
+    """A step of a model: forward, and backward where the model is in training.
+
+    Args:
+        model: patched or not; its state may change between the runs.
+        example: its inputs: keywords as a mapping, positional arguments as a tuple or list, or one
+            tensor.
+        caller: name of the function whose argument ``example`` is.
+
+    Raises:
+        TypeError: ``example`` is none of these.
+        UnsupportedError: an optimizer may step in the backward, or parameters are not initialized.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, caller: str) -> None:
+        self._args, self._kwargs = _arguments(example, caller)
+        self._caller = caller
+        self._copies: dict[torch.Tensor, torch.Tensor] = {}
+        self.model = model
+        parameters = list(model.parameters())
+        requires_grad = any(parameter.requires_grad for parameter in parameters)
+        self.trains = model.training and requires_grad and torch.is_grad_enabled()
+        self.on_gpu = any(tensor.is_cuda for tensor in [*parameters, *tensors_in(self._inputs)])
+        if any(map(is_lazy, parameters)):
+            raise UnsupportedError(
+                f"{caller}: example needs initialized parameters: run the model once before"
+            )
+        for name, parameter in model.named_parameters():
+            if self.trains and parameter._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"{caller}: example would run the post-accumulate-grad hook of {name}, which "
+                    "may be an optimizer's step: register such hooks after this call"
+                )
+
+    @property
+    def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._args, self._kwargs
+
+    def run(
+        self, during: contextlib.AbstractContextManager[Any] | None = None
+    ) -> set[nn.Parameter]:
+        """Run the step; return the parameters that received a gradient.
+
+        Args:
+            during: entered around the step, without what saves and restores the state.
+
+        Raises:
+            ValueError: the model does not take the inputs, or they cannot be copied.
+        """
+        with self.unchanged():
+            try:
+                args, kwargs = copied(self._inputs)
+                with during or contextlib.nullcontext():
+                    self._step(args, kwargs)
+                    if self.on_gpu:
+                        torch.cuda.synchronize()
+            except (TypeError, ValueError, AttributeError, LookupError) as error:
+                raise ValueError(
+                    f"{self._caller}: example must be inputs that the model takes, got an error "
+                    f"from it: {type(error).__name__}: {error}"
+                ) from error
+            return {weight for weight in self.model.parameters() if weight.grad is not None}
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.set_grad_enabled(self.trains):
+            output = self.model(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        results = [loss] if loss is not None else list(tensors_in(output))
+        results = [result for result in results if result.requires_grad]
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restore the model's state and that of random numbers at the end; start without gradients.
+
+        Restored are tensors and their gradients, generators, and the attributes of modules with the
+        contents of lists, dictionaries and sets, but not other objects that attributes refer to.
+        """
+        state = _State(self._copies)
+        state.save(self.model)
+        devices = {tensor.device.index for tensor in self._copies if tensor.is_cuda}
+        python, numpy = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(sorted(devices)):
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            state.restore()
+
+
+class _State:
+    """What a step may change in the modules, containers and tensors that a value refers to."""
+
+    def __init__(self, copies: dict[torch.Tensor, torch.Tensor]) -> None:
+        self._copies = copies  # of all runs, since every run restores them
+        self._reached: dict[int, Any] = {}
+        self._contents: list[tuple[Any, list[Any]]] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def save(self, value: Any) -> None:
+        """Keep the state of a value and of what it contains, and remove gradients."""
+        if id(value) in self._reached:
+            return
+        self._reached[id(value)] = value
+        if isinstance(value, nn.Module):
+            self.save(vars(value))
+        elif isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and not (value.is_meta or value.is_nested):
+                self._copies.setdefault(value, _copy(value))
+            if value.is_leaf:
+                self._gradients.append((value, value.grad))
+                value.grad = None
+        elif isinstance(value, torch.Generator):
+            self._generators.append((value, value.get_state()))
+        elif isinstance(value, dict | list | set | deque):
+            content = _content(value)
+            self._contents.append((value, content))
+            for element in content:
+                self.save(element)
+        elif isinstance(value, tuple):
+            for element in value:
+                self.save(element)
+
+    def restore(self) -> None:
+        """Give everything the state back that it had; what did not change is not written."""
+        for container, content in self._contents:
+            now = _content(container)
+            if len(now) != len(content) or any(map(is_not, now, content)):
+                container.clear()
+                if isinstance(container, dict):
+                    container.update(zip(content[::2], content[1::2], strict=True))
+                elif isinstance(container, set):
+                    container.update(content)
+                else:
+                    container.extend(content)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for tensor, saved in self._copies.items():
+            if not torch.equal(tensor, saved.to(tensor.device)):
+                with torch.no_grad():
+                    tensor.copy_(saved)
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
+
+
+def _content(container: Any) -> list[Any]:
+    """Return the elements of a container; of a dictionary keys and values in turn."""
+    if isinstance(container, dict):
+        return list(chain.from_iterable(container.items()))
+    return list(container)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy; in the memory of the CPU, where a model that fills its GPU fits as well."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return tensor.detach().to("cpu", copy=True)
+    return tensor.detach().clone()
+
+
+class _Detaching(TorchFunctionMode):
+    """Lets ``deepcopy`` copy tensors that are results of a graph, without the graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy of inputs; tensors that require a gradient are leaves in it."""
+    with _Detaching():
+        return copy.deepcopy(value)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of inputs or outputs in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for element in value:
+            yield from tensors_in(element)
+
+
+def _arguments(example: Any, caller: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, torch.Tensor):
+        return (example,), {}
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    expected = "a tensor, a tuple of arguments or a mapping of keywords"
+    checks.fail_type(caller, "example", expected, example)

@@ -1,0 +1,494 @@
+"""A patched module computes what its original would, whatever is changed around it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple
+
+import followed_modules as followed
+import pytest
+import torch
+from patch_sweep import TOLERANCE, distance
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import fusedops
+
+pytest.importorskip("transformers")
+
+from causal_families import DENSE, IDS
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+functional = nn.functional
+LEVELS = ["O1", "O2", "O3"]
+ROWS = torch.randn(2, 6, followed.WIDTH, generator=torch.Generator().manual_seed(0))
+Context = pytest.MonkeyPatch
+
+
+class Case(NamedTuple):
+    """A module, and a change of what it reads, made for each of two instances."""
+
+    make: Callable[[], nn.Module]
+    change: Callable[[Context, Any], object]
+
+
+def sets(owner: Any, name: str, value: Any) -> Callable[[Context, Any], object]:
+    return lambda context, layer: context.setattr(owner, name, value)
+
+
+def sets_method(name: str, function: Callable[..., Any]) -> Callable[[Context, Any], object]:
+    return lambda context, layer: context.setattr(
+        layer, name, MethodType(function, layer), raising=False
+    )
+
+
+def sets_own(name: str, value: Any) -> Callable[[Context, Any], object]:
+    return lambda context, layer: context.setattr(layer, name, value, raising=False)
+
+
+def _cell(context: Context, layer: Any) -> None:
+    (cell,) = followed.ClosureNorm.forward.__closure__
+    context.setattr(cell, "cell_contents", 1.0)
+
+
+def _hooked(context: Context, layer: Any) -> None:
+    hooks = followed.ACTIVATION._forward_hooks
+    context.setitem(hooks, 0, lambda module, args, output: 2 * output)
+
+
+def _hooked_everywhere(context: Context, layer: Any) -> None:
+    hooks = nn.modules.module._global_forward_hooks
+    context.setitem(hooks, 0, lambda module, args, output: 1.25 * output)
+
+
+def _doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
+
+
+def _twice(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    return 2 * x
+
+
+def _values(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return v
+
+
+_SDPA = functional.scaled_dot_product_attention
+CASES = {
+    "method of the instance": Case(followed.Norm, sets_method("_norm", _twice)),
+    "method of a base": Case(followed.TableNorm, sets(followed.TableNorm, "forward", _twice)),
+    "number of the class": Case(followed.Norm, sets(followed.Norm, "eps", 1.0)),
+    "number of the class, on the instance": Case(followed.Norm, sets_own("eps", 1.0)),
+    "number of the instance": Case(followed.OwnNumberNorm, sets_own("eps", 1.0)),
+    "code of a method": Case(followed.Norm, sets(followed.Norm._norm, "__code__", _twice.__code__)),
+    "forward of the base": Case(followed.DerivedNorm, sets(followed.Norm, "forward", _twice)),
+    "method of the base": Case(followed.DerivedNorm, sets(followed.Norm, "_norm", _twice)),
+    "closure": Case(followed.ClosureNorm, _cell),
+    "property": Case(
+        followed.PropertyNorm, sets(followed.PropertyNorm, "epsilon", property(lambda self: 1.0))
+    ),
+    "table, in place": Case(
+        followed.TableNorm,
+        lambda context, layer: context.setitem(followed.FACTORS, "norm", 3.0),
+    ),
+    "hook of a global activation": Case(followed.FeedForward, _hooked),
+    "forward of a global activation": Case(
+        followed.FeedForward,
+        lambda context, layer: context.setattr(
+            followed.ACTIVATION, "forward", torch.relu, raising=False
+        ),
+    ),
+    "hooks of all modules": Case(followed.GatedFeedForward, _hooked_everywhere),
+    "flag of the class": Case(followed.FeedForward, sets(followed.FeedForward, "doubled", True)),
+    "flag on the instance": Case(followed.FeedForward, sets_own("doubled", True)),
+    "method of a feed-forward layer": Case(
+        followed.FunctionalFeedForward, sets_method("activated", lambda self, x: self.up(x))
+    ),
+    "torch's activation": Case(
+        followed.FunctionalFeedForward, sets(functional, "gelu", torch.relu)
+    ),
+    "forward of a child": Case(
+        followed.GatedFeedForward,
+        lambda context, layer: context.setattr(
+            layer.up, "forward", lambda x: layer.gate(x), raising=False
+        ),
+    ),
+    "activation of a child": Case(followed.GatedFeedForward, sets_own("act", nn.ReLU())),
+    "forward of the class of a child": Case(
+        followed.GatedFeedForward, sets(nn.SiLU, "forward", _twice)
+    ),
+    "table of attention, in place": Case(
+        followed.Attention, lambda context, layer: context.setitem(followed.HEADS, "count", 2)
+    ),
+    "method of attention": Case(followed.Attention, sets(followed.Attention, "attend", _values)),
+    "method of attention, on the instance": Case(
+        followed.Attention, sets_method("attend", _values)
+    ),
+    "torch's attention": Case(
+        followed.Attention, sets(functional, "scaled_dot_product_attention", _doubled(_SDPA))
+    ),
+    "function of torch": Case(followed.Norm, sets(torch, "rsqrt", _doubled(torch.rsqrt))),
+    "torch's product": Case(
+        followed.WrittenAttention, sets(torch, "matmul", _doubled(torch.matmul))
+    ),
+}
+
+
+def _call(layer: Any) -> list[torch.Tensor]:
+    rows = ROWS.clone().requires_grad_()
+    output = layer(rows)
+    (gradient,) = torch.autograd.grad((output * torch.cos(output.detach())).sum(), rows)
+    return [output.detach(), gradient]
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert distance(actual.detach(), expected.detach()) <= TOLERANCE
+
+
+def _assert_same(layer: Any, stock: Any) -> None:
+    for actual, expected in zip(_call(layer), _call(stock), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("moment", ["after", "before", "between"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("own_products")
+def test_a_change_is_followed(
+    monkeypatch: pytest.MonkeyPatch, name: str, level: str, moment: str
+) -> None:
+    stock = CASES[name].make()
+    layer, unchanged = copy.deepcopy(stock), _call(stock)
+    if moment != "before":
+        fusedops.patch(layer, level=level)
+        _assert_same(layer, stock)
+    with monkeypatch.context() as context:
+        for instance in (stock, layer):
+            CASES[name].change(context, instance)
+        if moment != "after":
+            fusedops.patch(layer, level=level)
+        assert not torch.equal(_call(stock)[0], unchanged[0])
+        _assert_same(layer, stock)
+    _assert_same(layer, stock)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "make",
+    [followed.WrittenAttention, followed.TwoValues, followed.AsksForTensors, followed.FilledRows],
+)
+def test_attention_that_is_written_out_is_left_alone(make: type[nn.Module], level: str) -> None:
+    stock = make()
+    model = nn.Sequential(copy.deepcopy(stock))
+    report = fusedops.patch(model, level=level)
+    assert all(entry.name == "0.qkv" for entry in report.replaced)
+    model[0].qkv = stock.qkv  # whose product may round differently
+    for _ in range(2):
+        results = []
+        for layer in (model[0], stock):
+            torch.manual_seed(1)
+            results.append(layer(ROWS))
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_type_of_what_attention_returns_is_torchs(level: str) -> None:
+    stock = followed.AsksForOutputs()
+    layer = copy.deepcopy(stock)
+    fusedops.patch(layer, level=level)
+    _assert_same(layer, stock)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dropout_that_is_set_later_drops(level: str) -> None:
+    layer = followed.CallingDropout()
+    fusedops.patch(layer, level=level)
+    expected = layer(ROWS)
+    layer.dropout = 0.5
+    first, second = layer(ROWS), layer(ROWS)
+    assert not torch.allclose(first, second)
+    assert_close(layer.eval()(ROWS), expected)
+
+
+def _row(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    mask = torch.zeros(6, 6, dtype=dtype) if dtype != torch.bool else torch.ones(6, 6, dtype=dtype)
+    mask[0], mask[1, 3:] = value, value
+    return mask
+
+
+MASKS = {
+    "smallest number": _row(torch.finfo(torch.float32).min, torch.float32),
+    "-1e9": _row(-1e9, torch.float32),
+    "-10000": _row(-1e4, torch.float32),
+    "-inf in part": _row(-torch.inf, torch.float32).index_fill(0, torch.tensor([0]), 0.0),
+    "no key": _row(False, torch.bool),
+    "-inf": _row(-torch.inf, torch.float32),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_numbers(name: str, level: str) -> None:
+    stock = followed.MaskedAttention()
+    layer = copy.deepcopy(stock)
+    fusedops.patch(layer, level=level)
+    expected = stock(ROWS, MASKS[name])
+    actual = layer(ROWS, MASKS[name])
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen2"])
+def test_rows_of_padding_are_stocks(name: str, implementation: str, level: str) -> None:
+    stock = DENSE[name].model(attn_implementation=implementation).eval()
+    model, mask = copy.deepcopy(stock), torch.ones_like(IDS)
+    mask[0, :4] = 0
+    fusedops.patch(model, level=level)
+    options = {"attention_mask": mask, "output_hidden_states": True}
+    output, expected = model(IDS, **options), stock(IDS, **options)
+    pairs = zip(output.hidden_states, expected.hidden_states, strict=True)
+    for actual, wanted in [*pairs, (output.logits, expected.logits)]:
+        assert_close(actual, wanted)
+
+
+class Answering(torch.Tensor):
+    """A tensor that answers torch's functions itself: half of what they give."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.detach:
+                return result.as_subclass(cls)
+            return result / 2 if func in ANSWERED else result
+
+
+ANSWERED = (
+    *(functional.layer_norm, functional.rms_norm, functional.gelu, functional.silu),
+    *(functional.linear, functional.scaled_dot_product_attention),
+    *(torch.Tensor.pow, torch.Tensor.mul),
+)
+
+
+class Dispatching(torch.Tensor):
+    """A tensor that is seen by torch's dispatcher only: numbers are halved after products."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    plain: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor) -> Dispatching:
+        result = torch.Tensor._make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype)
+        result.plain = plain
+        return result
+
+    def __init__(self, plain: torch.Tensor) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(
+            lambda value: value.plain if isinstance(value, cls) else value, (args, kwargs or {})
+        )
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.detach.default:
+            return cls(result)
+        return tree_map(
+            lambda value: value / 2 if isinstance(value, torch.Tensor) else value, result
+        )
+
+
+SUBCLASSED: dict[str, Callable[[], nn.Module]] = {
+    "LayerNorm": lambda: nn.LayerNorm(32),
+    "RMSNorm": lambda: nn.RMSNorm(32),
+    "norm by code": followed.Norm,
+    "norm of Llama": lambda: LlamaRMSNorm(32),
+    "norm of T5": lambda: T5LayerNorm(32),
+    "GELU": nn.GELU,
+    "Linear": lambda: nn.Linear(32, 8),
+    "Sequential": lambda: nn.Sequential(nn.Linear(32, 8), nn.SiLU(), nn.Linear(8, 32)),
+    "feed-forward": followed.FunctionalFeedForward,
+    "gated": lambda: LlamaMLP(DENSE["Llama"].model().config),
+    "attention": followed.Attention,
+}
+
+
+@pytest.mark.parametrize("place", ["input", "weight"])
+@pytest.mark.parametrize("tensor", [Answering, Dispatching], ids=["function", "dispatch"])
+@pytest.mark.parametrize("name", SUBCLASSED)
+@pytest.mark.usefixtures("own_products")
+def test_other_kinds_of_tensors_run_the_original(
+    name: str, tensor: Callable[..., torch.Tensor], place: str
+) -> None:
+    stock, rows = SUBCLASSED[name](), ROWS.clone()
+    plain = stock(rows).detach()
+    model = nn.Sequential(copy.deepcopy(stock))
+    fusedops.patch(model, level="O3")
+
+    def other(value: torch.Tensor) -> torch.Tensor:
+        return value.as_subclass(Answering) if tensor is Answering else Dispatching(value)
+
+    if place == "input":
+        rows = other(rows)
+    else:
+        for owner in (stock, model[0]):
+            for module in owner.modules():
+                if isinstance(getattr(module, "weight", None), nn.Parameter):
+                    weight = other(module.weight.detach())
+                    module.weight = nn.Parameter(weight, requires_grad=False)
+    with torch.no_grad():
+        try:
+            expected = stock(rows)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                model(rows)
+            return
+        actual = model(rows)
+    assert type(actual) is type(expected)
+    expected, actual = (
+        value.plain if isinstance(value, Dispatching) else value.as_subclass(torch.Tensor)
+        for value in (expected, actual)
+    )
+    assert_close(actual, expected)
+    if list(stock.parameters()) or place == "input":
+        assert not torch.allclose(expected, plain)
+
+
+def test_the_configuration_of_attention_is_the_models() -> None:
+    model = DENSE["Llama"].model(attn_implementation="sdpa").eval()
+    stock = copy.deepcopy(model)
+    fusedops.patch(model)
+    attention = model.model.layers[0].self_attn
+    assert attention.config is model.config
+    assert isinstance(attention.config, type(stock.config))
+    assert "config" in vars(attention)
+    for copied in (
+        copy.copy(attention.config),
+        copy.deepcopy(attention.config),
+        pickle.loads(pickle.dumps(attention.config)),
+    ):
+        assert type(copied) is type(stock.config) and copied._attn_implementation == "sdpa"
+    attention.config.marked = 3
+    assert model.config.marked == 3
+    attention.config._attn_implementation = "eager"
+    stock.config._attn_implementation = "eager"
+    assert model.config._attn_implementation == "eager"
+    output, expected = model(IDS, output_attentions=True), stock(IDS, output_attentions=True)
+    assert_close(output.logits, expected.logits)
+    assert_close(output.attentions[0], expected.attentions[0])
+
+
+def test_modules_made_from_a_patched_models_configuration_are_stock() -> None:
+    model = DENSE["Llama"].model(attn_implementation="sdpa").eval()
+    fusedops.patch(model)
+    made = LlamaAttention(model.model.layers[0].self_attn.config, 0)
+    other = type(model)(model.model.layers[0].self_attn.config).eval()
+    fusedops.unpatch(model)
+    positions = model.model.rotary_emb(ROWS, torch.arange(6)[None])
+    for attention in (made, other.model.layers[0].self_attn):
+        assert type(attention) is LlamaAttention
+        fusedops.reset_counters()
+        attention(ROWS, positions, None)
+    other(IDS)
+    assert not fusedops.counters()
+
+
+def test_new_models_are_stock() -> None:
+    model = DENSE["Llama"].model().eval()
+    fusedops.patch(model, level="O3")
+    new = DENSE["Llama"].model().eval()
+    assert not any("fusedops" in type(module).__module__ for module in new.modules())
+    fusedops.reset_counters()
+    new(IDS, labels=IDS)
+    assert not fusedops.counters()
+    names = [vars(cls).get("__module__", "") for cls in nn.Module.__subclasses__()]
+    assert not any(name.startswith("fusedops.integrations.hf.patched") for name in names)
+
+
+def test_eager_attention_returns_weights_as_stock_does() -> None:
+    stock = DENSE["Llama"].model(attn_implementation="eager").eval()
+    model = copy.deepcopy(stock)
+    fusedops.patch(model)
+    positions = stock.model.rotary_emb(ROWS, torch.arange(6)[None])
+    (actual, weights), (expected, wanted) = (
+        llama.model.layers[0].self_attn(ROWS, positions, None) for llama in (model, stock)
+    )
+    assert_close(actual, expected)
+    assert_close(weights, wanted)
+
+
+_LOADS = """
+import sys, torch
+layer, rows, expected = torch.load(sys.argv[1], weights_only=False)
+torch.testing.assert_close(layer(rows), expected)
+import fusedops
+fusedops.unpatch(layer)
+torch.testing.assert_close(layer(rows), expected)
+"""
+
+
+@pytest.mark.ci
+def test_a_saved_model_loads_in_another_process(tmp_path: Path) -> None:
+    layers = (followed._Underscored(), followed.Norm(), followed.Attention(), nn.LayerNorm(32))
+    model = nn.Sequential(*layers).eval()
+    fusedops.patch(model, level="O3")
+    torch.save((model, ROWS, model(ROWS)), tmp_path / "model.pt")
+    paths = [str(Path(followed.__file__).parent), *filter(None, sys.path)]
+    subprocess.run(
+        [sys.executable, "-c", _LOADS, str(tmp_path / "model.pt")],
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        timeout=120,
+    )
+
+
+def test_measuring_a_step_leaves_weights_that_the_backward_updates() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
+    optimizers = {weight: torch.optim.Adam([weight], lr=1.0) for weight in model.parameters()}
+
+    def step(weight: torch.Tensor) -> None:
+        optimizers[weight].step()
+        weight.grad = None
+
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(step)
+    before = copy.deepcopy(model.state_dict())
+    with contextlib.suppress(ValueError, fusedops.UnsupportedError):  # it may refuse
+        fusedops.patch(model, example=ROWS)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
+    assert not any(states)
+
+
+@pytest.mark.parametrize("option", [{"example": ROWS}, {"calibrate": True}], ids=lambda o: [*o][0])
+def test_measuring_leaves_buffers_and_state_of_python(option: dict[str, Any]) -> None:
+    model = followed.CountingBlock()
+    before = copy.deepcopy(model.state_dict())
+    with contextlib.suppress(ValueError, fusedops.UnsupportedError):  # it may refuse
+        fusedops.patch(model, **option)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for module in (model.gate, model.up, model.down):
+        assert module.calls == 0 and module.shapes == []
+
+
+def test_the_report_names_what_is_watched_and_what_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(followed.Norm())
+    report = fusedops.patch(model)
+    watched = " ".join(map(str, report.watched(model[0])))
+    assert all(name in watched for name in ("forward", "_norm", "normed", "eps", "rsqrt"))
+    monkeypatch.setattr(followed, "normed", lambda x, eps: 2 * x)
+    assert "normed" in fusedops.describe(model)["0"].reason
