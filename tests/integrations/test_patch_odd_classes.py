@@ -7,7 +7,6 @@ import gc
 import pickle
 import sys
 import weakref
-from typing import Any
 
 import pytest
 import torch
