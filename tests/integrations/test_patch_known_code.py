@@ -61,9 +61,10 @@ def test_a_digest_is_of_all_that_is_computed(
 
 def test_all_classes_of_the_tables_are_those_that_were_read() -> None:
     listed = {(module, name) for module, names in known_digests().items() for name in names}
-    rules = [rule for name in FAMILIES for rule in tables._rules_of_family(name)]
-    ours = {rule for rule in rules if "fusedops.integrations.hf" in rule.plan.__module__}
-    assert len(ours) == len(rules)
+    for rule in (rule for name in FAMILIES for rule in tables._rules_of_family(name)):
+        module, name = rule.original.__module__.partition(".")[2], rule.original.__name__
+        # These ask a registry of transformers for what they compute.
+        assert (module, name) in listed or name.endswith(("Attention", "Experts")), name
     for module, name in listed:
         original = getattr(__import__(f"transformers.{module}", fromlist=[name]), name)
         assert known_code.unknown_code(original) is None
