@@ -186,6 +186,43 @@ test-clients: $(CLIENTS)/.packages $(CLIENTS)/more/.packages $(CLIENTS)/vision/.
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
 
+# Tests of fusedops.patch with other versions of transformers than the pinned one, the oldest
+# supported first, and of Python, each of which needs a torch of its own (gigabytes of downloads).
+# One of them: make test-versions PATCH_TRANSFORMERS=5.24.0 PATCH_PYTHONS=
+VERSIONS := build/versions
+PATCH_TRANSFORMERS := 5.15.1 5.17.0 5.20.0 5.24.0
+PATCH_PYTHONS := 3.12 3.13
+PATCH_TESTS := $(addprefix tests/integrations/test_,patch_known_code.py patch_families_causal.py \
+  patch_families_decoders.py patch_families_encoders.py patch_families_moe.py patch_gpt2.py \
+  patch_bert.py patch_copies.py patch_losses.py same_code.py)
+PATCH_PYTEST := -m pytest -n $(WORKERS) --dist loadfile -q $(PATCH_TESTS) -m "not slow and not gpu"
+
+# transformers 5.15 needs an older tokenizers than the pinned one.
+$(VERSIONS)/transformers-%/.packages:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) \
+	  --no-deps --target $(@D) transformers==$* $(if $(filter 5.15.%,$*),tokenizers==0.22.2)
+	@touch $@
+
+$(VERSIONS)/python-%/.packages: requirements.lock
+	program=$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$*.*/bin/python 2>/dev/null | head -n 1); \
+	  $${program:-python$*} -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r $<
+	@touch $@
+
+.PHONY: test-versions
+test-versions: native $(PATCH_TRANSFORMERS:%=$(VERSIONS)/transformers-%/.packages) \
+  $(PATCH_PYTHONS:%=$(VERSIONS)/python-%/.packages)
+	failed=; \
+	for version in $(PATCH_TRANSFORMERS); do echo "== transformers $$version"; \
+	  PYTHONPATH=$(CURDIR)/$(VERSIONS)/transformers-$$version:$(CURDIR) OMP_NUM_THREADS=1 \
+	    $(BIN)/python $(PATCH_PYTEST) || failed="$$failed transformers-$$version"; \
+	done; \
+	for version in $(PATCH_PYTHONS); do echo "== Python $$version"; \
+	  PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 \
+	    $(VERSIONS)/python-$$version/bin/python $(PATCH_PYTEST) || failed="$$failed Python-$$version"; \
+	done; \
+	test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
+
 # An environment that has the packages of .venv, and those of a file of requirements.
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 define ADDED_PACKAGES

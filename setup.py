@@ -102,11 +102,11 @@ def _build_for_torches(folders: str, libraries: Path) -> None:
 
 
 class Wheel(bdist_wheel):
-    """A wheel for every Python from 3.10 on: the libraries keep to Python's limited API."""
+    """A wheel for every Python from 3.11 on: the libraries keep to Python's limited API."""
 
     def finalize_options(self) -> None:
-        """Set the tag ``cp310-abi3``."""
-        self.py_limited_api = "cp310"
+        """Set the tag ``cp311-abi3``."""
+        self.py_limited_api = "cp311"
         super().finalize_options()
 
     def run(self) -> None:

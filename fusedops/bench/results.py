@@ -102,7 +102,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def now() -> str:
     """Return the UTC time as a record has it."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def record_of(

@@ -7,6 +7,7 @@ Knows no key by name. What a value may be stands in the dataclass: its types her
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -14,11 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fusedops._core import checks, deprecation
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib  # type: ignore[no-redef,import-not-found]
 
 T = TypeVar("T")
 

@@ -22,12 +22,11 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import tomllib
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

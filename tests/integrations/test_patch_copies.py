@@ -54,7 +54,7 @@ BY_CODE: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "NanoChat": (GROUPED, {"attention": 2, "rms_norm": 10, "mlp": 2}),
     "Olmo": ({}, {"attention": 2, "layer_norm": 5, "linear_glu": 2}),
     "SeedOss": (HEADS | NO_DROPOUT, {"attention": 2, "add_rms_norm": 2, "linear_glu": 2}),
-    "Starcoder2": (GROUPED, {"attention": 2, "layer_norm": 5, "mlp": 2}),
+    "Starcoder2": (GROUPED, {"attention": 2, "layer_norm": 3, "add_layer_norm": 2, "mlp": 2}),
 }
 ALL = FAMILIES | BY_CODE
 

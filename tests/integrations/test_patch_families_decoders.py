@@ -15,7 +15,6 @@ from torch import nn
 import fusedops
 from fusedops._core import dtypes
 from fusedops.integrations import describe
-from fusedops.integrations.hf.rules.residual_norm import unknown_names
 
 of_each_family = pytest.mark.parametrize("family", DENSE.values(), ids=DENSE)
 EAGER = {"attn_implementation": "eager"}
@@ -154,20 +153,6 @@ def test_opt_calls_the_feed_forward_children_that_have_hooks() -> None:
     assert report["model.decoder.layers.0"].reason == "without mlp: fc1 has hooks"
     assert report["model.decoder.layers.0.fc2"].op == "linear_act"
     assert report["model.decoder.layers.1.fc2"].reason == "inside model.decoder.layers.1"
-
-
-def test_a_layer_of_another_transformers_is_not_taken_for_the_known_one() -> None:
-    class Known(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.mlp(x)).view(-1)
-
-    class Later(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.mlp(x) * self.gain).view(-1)
-
-    assert unknown_names(Known, Known) is None
-    assert unknown_names(Later, Known) is None
-    assert unknown_names(Known, Later) == "Later.forward of this transformers uses gain"
 
 
 class _Adapted(nn.Module):

@@ -7,8 +7,6 @@ import gc
 import pickle
 import sys
 import weakref
-from types import CodeType
-from typing import Any
 
 import pytest
 import torch
@@ -187,23 +185,6 @@ def test_code_of_a_later_python_is_not_read(monkeypatch: pytest.MonkeyPatch) -> 
     module = written(monkeypatch, f"class Layer(nn.Module):\n    {FEED_FORWARD}")
     report = fusedops.patch(nn.Sequential(module.Layer()))
     assert report["0"].reason == "its code is that of a later Python than the rules know"
-
-
-def test_code_without_a_table_of_handlers_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.10 has none."""
-
-    class Code:
-        def __init__(self, code: CodeType) -> None:
-            self._code = code
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "co_exceptiontable":
-                raise AttributeError(name)
-            return getattr(self._code, name)
-
-    same_code = sys.modules["fusedops.integrations.hf.same_code"]
-    frame = same_code._frame(Code(same_methods.__code__))
-    assert frame[:4] == same_code._frame(same_methods.__code__)[:4]
 
 
 def test_classes_with_more_bases_are_others(monkeypatch: pytest.MonkeyPatch) -> None:

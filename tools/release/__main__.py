@@ -19,7 +19,7 @@ from release import distributions, environments, page, torches
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "release"
 TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
 def options() -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
 | file | for whom |
 |---|---|
-| ``cp310-abi3-manylinux_2_28_x86_64`` | any Python from 3.10, the torches that it was built for |
+| ``cp311-abi3-manylinux_2_28_x86_64`` | any Python from 3.11, the torches that it was built for |
 | ``py3-none-any`` | whom the first does not fit: no library; Triton and the PyTorch reference |
 | sdist | who compiles for the torch at hand |
 """

@@ -176,10 +176,10 @@ def _argument_names(code: CodeType) -> tuple[str, ...]:
 def _frame(code: CodeType) -> tuple[Any, ...]:
     """Return the names and kinds of a code's arguments, and how many variables it closes over.
 
-    Handlers of exceptions are no instructions, but a table of the code (from Python 3.11 on).
+    Handlers of exceptions are no instructions, but a table of the code.
     """
     kinds = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
-    flags, handlers = code.co_flags & _FLAGS, getattr(code, "co_exceptiontable", b"")
+    flags, handlers = code.co_flags & _FLAGS, code.co_exceptiontable
     return *kinds, flags, handlers, _argument_names(code), len(code.co_freevars)
 
 

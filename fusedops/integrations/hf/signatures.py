@@ -25,7 +25,8 @@ class Known(NamedTuple):
 def known_arguments(fused: Callable[..., Any], original: Callable[..., Any]) -> Known:
     """Return which arguments of ``original`` the function ``fused`` knows.
 
-    The first argument after ``self`` is known by its place, whatever its name is.
+    The first argument after ``self`` is known by its place, whatever its name is. A function that
+    takes any arguments binds them by the original's signature.
 
     Args:
         fused: a function or an unbound method.
@@ -33,6 +34,10 @@ def known_arguments(fused: Callable[..., Any], original: Callable[..., Any]) -> 
     """
     ours, theirs = (inspect.signature(function).parameters for function in (fused, original))
     kinds = {parameter.kind for parameter in ours.values()}
+    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        count = sum(parameter.kind is positional for parameter in theirs.values())
+        return Known(count, None, {})
     shared = 0
     for place, (name, other) in enumerate(zip(ours, theirs, strict=False)):
         by_place = ours[name].kind is theirs[other].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -9,11 +9,10 @@ import importlib
 from typing import Any
 
 import torch
-from torch import nn
 
 from fusedops.integrations.hf import patched
-from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.residual_norm import add_norm, layer_rule, probability
 from fusedops.integrations.hf.rules.rule import PatchRule
 
 # Family -> what its classes' names begin with.
@@ -26,13 +25,10 @@ FAMILIES = {
 }
 
 
-class _Output(nn.Module):
-    """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``, all after the product in one."""
-
-    def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        dropout_p = residual_norm.probability(self.dropout)
-        branch = self.dense(hidden_states)
-        return residual_norm.add_norm(branch, input_tensor, self.LayerNorm, dropout_p)[0]
+def _output(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``."""
+    branch = self.dense(hidden_states)
+    return add_norm(branch, input_tensor, self.LayerNorm, probability(self.dropout))[0]
 
 
 def rules(name: str) -> tuple[PatchRule, ...]:
@@ -42,17 +38,8 @@ def rules(name: str) -> tuple[PatchRule, ...]:
     attentions = [getattr(family, f"{prefix}{kind}Attention") for kind in ("Self", "Cross")]
     module_name = patched.module_of(attentions[0])
     outputs = [getattr(family, f"{prefix}{kind}") for kind in ("SelfOutput", "Output")]
+    absorbed: Any = {"norms": ("LayerNorm",), "dropouts": ("dropout",)}
     return (
         *(attention_rule(original, module_name, ("dropout",)) for original in attentions),
-        *(
-            residual_norm.layer_rule(
-                original,
-                module_name,
-                _Output,
-                ("add_layer_norm",),
-                norms=("LayerNorm",),
-                dropouts=("dropout",),
-            )
-            for original in outputs
-        ),
+        *(layer_rule(original, module_name, _output, **absorbed) for original in outputs),
     )

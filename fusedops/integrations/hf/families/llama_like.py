@@ -8,162 +8,87 @@ configured as ``eager``; ``sdpa`` leaves the cap out.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fusedops.integrations.hf import patched
-from fusedops.integrations.hf.rules import residual_norm, rms_norms
+from fusedops.integrations.hf.rules import residual_norm
 from fusedops.integrations.hf.rules.attention import attention_rule
-from fusedops.integrations.hf.rules.rule import (
-    PatchRule,
-    Plan,
-    Refusal,
-    copyable,
-    global_hooks,
-    subclass,
-)
+from fusedops.integrations.hf.rules.residual_norm import ResidualLayer, add_norm, probability
+from fusedops.integrations.hf.rules.rule import PatchRule
 
 
-class _Layer(nn.Module):
-    """A decoder layer's work, whatever the order of its arguments.
-
-    ``absorbs`` names the norm after the first residual sum, which is computed in one pass with it,
-    and the dropout before the sum where there is one.
-    """
-
-    absorbs: tuple[str, ...] = ("post_attention_layernorm",)
-
-    def _residuals(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        normed = self.input_layernorm(hidden_states)
-        attended, _ = self.self_attn(hidden_states=normed, **options)
-        norm = self.post_attention_layernorm
-        normed, residual = rms_norms.add_norm(attended, hidden_states, norm)
-        output = self.mlp(normed)
-        # A layer of experts may also return its router's scores.
-        return residual + (output[0] if isinstance(output, tuple) else output)
+def decoder_layer(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the residual stream after Llama's decoder layer."""
+    normed = self.input_layernorm(hidden_states)
+    attended, _ = self.self_attn(hidden_states=normed, **options)
+    normed, residual = add_norm(attended, hidden_states, self.post_attention_layernorm)
+    output = self.mlp(normed)
+    # A layer of experts may also return its router's scores.
+    return residual + (output[0] if isinstance(output, tuple) else output)
 
 
-class DecoderLayer(_Layer):
-    """Llama's decoder layer with the first residual sum and the norm after it in one pass."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Return the residual stream after the layer."""
-        return self._residuals(
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+def _gemma2_layer(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the same with norms behind attention and feed-forward layer as well."""
+    normed = self.input_layernorm(hidden_states)
+    attended, _ = self.self_attn(hidden_states=normed, **options)
+    attended = self.post_attention_layernorm(attended)
+    normed, residual = add_norm(attended, hidden_states, self.pre_feedforward_layernorm)
+    return residual + self.post_feedforward_layernorm(self.mlp(normed))
 
 
-class PositionsFirst(_Layer):
-    """The same layer where the rotary tables are the second argument (Mixtral, Gemma 2)."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Return the residual stream after the layer."""
-        return self._residuals(
-            hidden_states,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
+def _phi3_layer(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the same with dropout on each branch."""
+    normed = self.input_layernorm(hidden_states)
+    attended, _ = self.self_attn(hidden_states=normed, **options)
+    dropout_p = probability(self.resid_attn_dropout)
+    norm = self.post_attention_layernorm
+    normed, residual = add_norm(attended, hidden_states, norm, dropout_p)
+    return residual + self.resid_mlp_dropout(self.mlp(normed))
 
 
-class _Gemma2Layer(PositionsFirst):
-    """Gemma 2's layer, with norms behind attention and feed-forward layer as well."""
-
-    absorbs = ("pre_feedforward_layernorm",)
-
-    def _residuals(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        normed = self.input_layernorm(hidden_states)
-        attended, _ = self.self_attn(hidden_states=normed, **options)
-        attended = self.post_attention_layernorm(attended)
-        norm = self.pre_feedforward_layernorm
-        normed, residual = rms_norms.add_norm(attended, hidden_states, norm)
-        return residual + self.post_feedforward_layernorm(self.mlp(normed))
-
-
-class _Phi3Layer(DecoderLayer):
-    """Phi-3's layer, with dropout on each branch."""
-
-    absorbs = ("post_attention_layernorm", "resid_attn_dropout")
-
-    def _residuals(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        normed = self.input_layernorm(hidden_states)
-        attended, _ = self.self_attn(hidden_states=normed, **options)
-        dropout_p = residual_norm.probability(self.resid_attn_dropout)
-        norm = self.post_attention_layernorm
-        normed, residual = rms_norms.add_norm(attended, hidden_states, norm, dropout_p)
-        return residual + self.resid_mlp_dropout(self.mlp(normed))
-
-
-# Family -> what its classes' names begin with, and the forward of its decoder layer.
-FAMILIES: dict[str, tuple[str, type[_Layer]]] = {
-    "llama": ("Llama", DecoderLayer),
-    "mistral": ("Mistral", DecoderLayer),
-    "qwen2": ("Qwen2", DecoderLayer),
-    "qwen3": ("Qwen3", DecoderLayer),
-    "gemma": ("Gemma", DecoderLayer),
-    "gemma2": ("Gemma2", _Gemma2Layer),
-    "phi3": ("Phi3", _Phi3Layer),
+# Family -> what its classes' names begin with.
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "phi3": "Phi3",
 }
 
+# Forward of a decoder layer -> the norm behind its first sum, and the dropout before the sum.
+_ABSORBED: dict[Callable[..., Any], Any] = {
+    decoder_layer: {"norms": ("post_attention_layernorm",)},
+    _gemma2_layer: {"norms": ("pre_feedforward_layernorm",)},
+    _phi3_layer: {"norms": ("post_attention_layernorm",), "dropouts": ("resid_attn_dropout",)},
+}
+_LAYERS = {"gemma2": _gemma2_layer, "phi3": _phi3_layer}
 
-@copyable
-def layer_rule(original: type[nn.Module], module_name: str, forward: type[_Layer]) -> PatchRule:
-    """Return the rule for a decoder layer, which refuses where this transformers has another."""
-    unknown = residual_norm.unknown(forward, original)
-    norm, *dropouts = forward.absorbs
 
-    def obstacle(layer: Any) -> str | None:
-        reason = unknown or rms_norms.norm_obstacle(norm, getattr(layer, norm))
-        for name in dropouts:
-            reason = reason or residual_norm.dropout_obstacle(name, getattr(layer, name))
-        return reason or global_hooks()
-
-    plan = Plan(("add_rms_norm",), forward.absorbs)
-
-    def plan_of(layer: Any) -> Plan | Refusal:
-        reason = obstacle(layer)
-        return plan if reason is None else Refusal(reason)
-
-    patched_class = subclass(original, residual_norm.with_names(forward, original), module_name)
-    return PatchRule(original, patched_class, "O1", plan_of, guarded=True)
+def layer_rule(
+    original: type[nn.Module],
+    module_name: str,
+    forward: Callable[..., Any] = decoder_layer,
+    base: type[ResidualLayer] = ResidualLayer,
+) -> PatchRule:
+    """Return the rule for a decoder layer."""
+    absorbed = _ABSORBED[forward]
+    return residual_norm.layer_rule(original, module_name, forward, base=base, **absorbed)
 
 
 def rules(name: str) -> tuple[PatchRule, ...]:
     """Return the rules for a family's attention and decoder layer."""
     family: Any = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    prefix, forward = FAMILIES[name]
     attention, layer = (
-        getattr(family, f"{prefix}{kind}") for kind in ("Attention", "DecoderLayer")
+        getattr(family, f"{FAMILIES[name]}{kind}") for kind in ("Attention", "DecoderLayer")
     )
     module_name = patched.module_of(layer)
     return (
         attention_rule(attention, module_name, eager=True, rotary=True),
-        layer_rule(layer, module_name, forward),
+        layer_rule(layer, module_name, _LAYERS.get(name, decoder_layer)),
     )

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from fusedops.integrations.hf import patched
 from fusedops.integrations.hf.families import llama_like
 from fusedops.integrations.hf.rules import routers, sparse_blocks
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.experts import experts_rule
+from fusedops.integrations.hf.rules.residual_norm import ResidualLayer
 from fusedops.integrations.hf.rules.routers import Router, router_rule
 from fusedops.integrations.hf.rules.rule import PatchRule
 from fusedops.integrations.hf.rules.sparse_blocks import SparseBlock, block_rule
@@ -22,7 +22,7 @@ from fusedops.ops._routing_reuse import keep_routing
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
-class KeepsRouting(nn.Module):
+class KeepsRouting(ResidualLayer):
     """A decoder layer whose recomputation under gradient checkpointing routes as its first run."""
 
     @property
@@ -52,7 +52,6 @@ class SparseFamily(NamedTuple):
         router: what its router computes.
         block: its sparse layer's name without the prefix.
         block_forward: that layer's forward.
-        layer: its decoder layer's forward.
         half_tables: as in ``attention_rule``.
     """
 
@@ -60,16 +59,12 @@ class SparseFamily(NamedTuple):
     router: type[Router]
     block: str = "SparseMoeBlock"
     block_forward: type[SparseBlock] = SparseBlock
-    layer: type[llama_like.DecoderLayer | llama_like.PositionsFirst] = llama_like.DecoderLayer
     half_tables: bool = False
 
 
 FAMILIES = {
     "mixtral": SparseFamily(
-        "Mixtral",
-        routers.SoftmaxRouter,
-        block_forward=sparse_blocks.NoisyBlock,
-        layer=llama_like.PositionsFirst,
+        "Mixtral", routers.SoftmaxRouter, block_forward=sparse_blocks.NoisyBlock
     ),
     "qwen2_moe": SparseFamily(
         "Qwen2Moe", routers.SoftmaxAsConfigured, block_forward=sparse_blocks.GatedSharedBlock
@@ -94,11 +89,10 @@ def rules(name: str) -> tuple[PatchRule, ...]:
         return getattr(modeling, f"{family.prefix}{kind}", None)
 
     module_name = patched.module_of(original("DecoderLayer"))
-    sparse = type(family.layer.__name__, (KeepsRouting, family.layer), {"__module__": __name__})
     tables = {"rotary": True, "half_tables": family.half_tables}
     return (
         attention_rule(original("Attention"), module_name, eager=True, **tables),
-        llama_like.layer_rule(original("DecoderLayer"), module_name, sparse),
+        llama_like.layer_rule(original("DecoderLayer"), module_name, base=KeepsRouting),
         router_rule(original("TopKRouter") or original("TopkRouter"), module_name, family.router),
         block_rule(original(family.block), module_name, family.block_forward),
         experts_rule(original("Experts"), module_name),

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.modeling_utils import PreTrainedModel
 
+from fusedops.integrations.hf.known_code import unknown_code
 from fusedops.integrations.hf.original_code import (
     context_obstacle,
     name_of,
@@ -125,12 +126,6 @@ def _replaced(loss: Any) -> str | None:
     return replaced(_WATCHED)
 
 
-# What the known versions of their losses are made of. Another name is another computation.
-_SHARED_NAMES = {"nn", "functional", "to", "device"}
-_NAMES = {"float", "pad", "contiguous", "view", "fixed_cross_entropy"} | _SHARED_NAMES
-_REDUCTION_NAMES = {"cross_entropy", "torch", "is_tensor"} | _SHARED_NAMES
-
-
 def owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and model of all in ``model`` that ask for a loss of which there is one of ours.
 
@@ -215,13 +210,4 @@ def _loss_of(owner: Any) -> Any:
 
 def _unknown(stock: Any) -> str | None:
     """Return why ``stock`` is not the loss that ours was written for, or ``None``."""
-    reason = _replaced(_ours(stock))
-    if reason is not None:
-        return reason
-    reduction: Any = loss_utils.fixed_cross_entropy
-    known = list(inspect.signature(_ours(stock)).parameters)
-    used = set(stock.__code__.co_names) - _NAMES
-    used |= set(reduction.__code__.co_names) - _REDUCTION_NAMES
-    if used or list(inspect.signature(stock).parameters) != known:
-        return f"this transformers has another {stock.__name__}"
-    return None
+    return _replaced(_ours(stock)) or unknown_code(stock)

@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf.rules import residual_norm
+from fusedops.integrations.hf.known_code import copyable_if_known
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     Plan,
     Refusal,
     bypass_obstacle,
-    copyable,
     subclass,
 )
 from fusedops.ops._routing_plan import RoutingPlan
@@ -128,10 +127,11 @@ def router_obstacle(name: str, router: Any) -> str | None:
     return bypass_obstacle(name, router, (router.fused_rule.patched,))
 
 
-@copyable
-def router_rule(original: type[nn.Module], module_name: str, forward: type[Router]) -> PatchRule:
+@copyable_if_known
+def router_rule(
+    original: type[nn.Module], module_name: str, forward: type[Router], *, unknown: str | None
+) -> PatchRule:
     """Return the rule for a router, which refuses where this transformers has another."""
-    unknown = residual_norm.unknown(forward, original)
     plan = Plan(("moe_route",))
 
     def plan_of(module: Any) -> Plan | Refusal:

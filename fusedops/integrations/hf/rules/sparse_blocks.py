@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules import residual_norm
+from fusedops.integrations.hf.known_code import copyable_if_known
 from fusedops.integrations.hf.rules.experts import OWN_GATE, compute, experts_obstacle, known_gate
 from fusedops.integrations.hf.rules.routers import router_obstacle
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     Plan,
     Refusal,
-    copyable,
     global_hooks,
     runs_here,
     subclass,
@@ -92,13 +91,12 @@ class ScoredBlock(SparseBlock):
         return output, plan.probs.to(input.dtype)
 
 
-@copyable
+@copyable_if_known
 def block_rule(
-    original: type[nn.Module], module_name: str, forward: type[SparseBlock]
+    original: type[nn.Module], module_name: str, forward: type[SparseBlock], *, unknown: str | None
 ) -> PatchRule:
     """Return the rule for a sparse layer, which refuses where this transformers has another."""
     children = (forward.router_name, "experts")
-    unknown = residual_norm.unknown(forward, original, children)
     return PatchRule(
         original,
         subclass(original, forward, module_name),

@@ -6,6 +6,7 @@ layer. In evaluation torch's own forward runs, with its fast path for inference.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from fusedops.integrations.hf import patched
 from fusedops.integrations.hf.rules import chain
 from fusedops.integrations.hf.rules.chain import run
-from fusedops.integrations.hf.rules.residual_norm import add_norm, norm_obstacle, unknown
+from fusedops.integrations.hf.rules.residual_norm import add_norm, norm_obstacle
 from fusedops.integrations.hf.rules.rule import PatchRule, Plan, Refusal, global_hooks, subclass
 
 
@@ -103,6 +104,23 @@ _INFERENCE = (
     *("norm1", "norm2", "norm3", "num_heads", "out_proj", "overrides", "self_attn", "utils"),
     *("bias", "eps", "modules", "weight"),
 )
+# What a forward calls torch's functions by, and these.
+_TORCH = {"torch", "nn", "functional", "F", "linear", *dir(torch), *dir(torch.Tensor)}
+
+
+def unknown_names(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
+    """Return which names ``original.forward`` uses that no method of ``patched`` does, as a reason.
+
+    A later torch whose forward does more than this one is known by it.
+    """
+    ours = patched.__mro__[: patched.__mro__.index(nn.Module)]
+    methods = [value for cls in ours for value in vars(cls).values() if inspect.isfunction(value)]
+    known = {name for method in methods for name in method.__code__.co_names}
+    used = set(inspect.unwrap(original.forward).__code__.co_names)
+    unknown = used - known - set(_INFERENCE) - _TORCH
+    if unknown:
+        return f"{original.__name__}.forward of this torch uses {', '.join(sorted(unknown))}"
+    return None
 
 
 def _rule(
@@ -112,7 +130,7 @@ def _rule(
     norms: tuple[str, ...],
 ) -> PatchRule:
     steps = ("linear1", "activation", "dropout", "linear2", dropout)
-    unknown_code = unknown(forward, original, _INFERENCE)
+    unknown_code = unknown_names(forward, original)
 
     def fused_norms(layer: Any) -> tuple[str, ...]:
         """Return the norms of a sum that one op computes now."""
