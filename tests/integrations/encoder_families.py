@@ -80,8 +80,8 @@ class Family:
         return self.valid(getattr(model(**self.inputs(model)), self.logits_name))
 
 
-def bert_like(prefix: str, *, base: str, head: str, norms: int = 2) -> Family:
-    """Return a family whose modules are BERT's; ``head`` is the layer before the projection."""
+def bert_like(prefix: str, *, base: str, head: str | None = None, norms: int = 2) -> Family:
+    """Return a family whose modules are BERT's; ``head``: the fused layer before the projection."""
     layer = f"{base}.encoder.layer.1"
     return Family(
         f"{prefix}ForMaskedLM",
@@ -93,7 +93,7 @@ def bert_like(prefix: str, *, base: str, head: str, norms: int = 2) -> Family:
             f"{layer}.attention.output": "add_layer_norm",
             f"{layer}.intermediate": "linear_act",
             f"{layer}.output": "add_layer_norm",
-            head: "linear_act",
+            **({} if head is None else {head: "linear_act"}),
             "": "cross_entropy",
         },
     )
@@ -287,9 +287,9 @@ FAMILIES = {
     each.label or each.name: each
     for each in (
         bert_like("Bert", base="bert", head="cls.predictions.transform"),
-        bert_like("Roberta", base="roberta", head="lm_head"),
-        bert_like("XLMRoberta", base="roberta", head="lm_head"),
-        bert_like("Camembert", base="roberta", head="lm_head"),
+        bert_like("Roberta", base="roberta"),
+        bert_like("XLMRoberta", base="roberta"),
+        bert_like("Camembert", base="roberta"),
         bert_like("Electra", base="electra", head="generator_predictions"),
         DISTILBERT,
         VIT,

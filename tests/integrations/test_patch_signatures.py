@@ -60,7 +60,7 @@ def _instance_of(monkeypatch: pytest.MonkeyPatch, rule: Any, name: str) -> tuple
 
     # What the rule watches stays: a replaced method would run the original anyway.
     monkeypatch.setattr(
-        "fusedops.integrations.hf.rules.rule.replaced", lambda watched, module: None
+        "fusedops.integrations.hf.rules.rule.changed", lambda watched, module: None
     )
     monkeypatch.setattr(rule.original, name, original)
     return instance, called

@@ -18,10 +18,10 @@ _ENGINE = "deepspeed.runtime.zero."
 _HOOKS = (_ENGINE, "deepspeed.utils.nvtx")  # the latter wraps hooks to mark them in profiles
 
 
-def gathered(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter for probes: an empty one of its full shape where only a part is here."""
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    return parameter if shape == parameter.shape else parameter.new_empty(shape)
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter, also where only a part of it is here."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def gathers_on_access(module: Any) -> bool:

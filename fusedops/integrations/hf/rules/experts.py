@@ -33,6 +33,7 @@ from fusedops.integrations.hf.original_code import (
     watched_function,
     with_inner,
 )
+from fusedops.integrations.hf.partitioned_weights import whole_shape
 from fusedops.integrations.hf.rules import transformers_modules  # noqa: F401 (its activations)
 from fusedops.integrations.hf.rules.activations import activation_obstacle, known_activation
 from fusedops.integrations.hf.rules.recognition import ClampedGate, clamped_gate_of
@@ -224,8 +225,9 @@ def obstacle(module: Any) -> str | None:
     function = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
     if function is not _KNOWN[configured]:
         return f"the experts function {configured!r} was replaced by {name_of(function)}"
-    if module.num_experts != len(module.down_proj):
-        return f"it has weights for {len(module.down_proj)} experts, not {module.num_experts}"
+    count = whole_shape(module.down_proj)[0]
+    if module.num_experts != count:
+        return f"it has weights for {count} experts, not {module.num_experts}"
     return replaced(_WATCHED[configured]) if configured in _WATCHED else None
 
 
