@@ -30,8 +30,8 @@ from fusedops.integrations.hf.report import ModuleReport, PatchReport
 from fusedops.integrations.hf.rules.probes import resolution
 from fusedops.integrations.hf.rules.rule import (
     LEVELS,
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     rule_of,
 )
@@ -195,7 +195,7 @@ def _patched(model: nn.Module, level: str) -> PatchReport:
         rule = rules[type(module)]
         if rule is None or module in uncalled or level < rule.level:
             continue
-        if isinstance(_plan(rule, module), Plan):
+        if isinstance(_plan(rule, module), FusionPlan):
             module.__class__ = rule.patched
     for _, owner in _loss_owners(model):
         if level >= _losses().LEVEL:
@@ -313,7 +313,7 @@ def _covered(module: nn.Module) -> bool:
     return rule is not None and type(module) is not rule.patched
 
 
-def _plan(rule: PatchRule, module: nn.Module) -> Plan | Refusal:
+def _plan(rule: PatchRule, module: nn.Module) -> FusionPlan | Refusal:
     """Return the plan of a rule for an instance, which may be of a derived class."""
     try:
         return rule.current_plan(module)
@@ -363,7 +363,7 @@ def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, str]]:
     for module, name in names.items():
         rule = rule_of(module)
         plan = None if rule is None else _plan(rule, module)
-        if isinstance(plan, Plan) and context_obstacle() is None:
+        if isinstance(plan, FusionPlan) and context_obstacle() is None:
             for child in plan.absorbs:
                 owners[f"{name}.{child}" if name else child] = (name, ", ".join(plan.ops))
     return owners

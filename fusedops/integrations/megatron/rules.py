@@ -12,7 +12,7 @@ from megatron.core.transformer import dot_product_attention, mlp
 from megatron.core.transformer.moe import shared_experts
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import PatchRule, Plan, Refusal, always, subclass
+from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, Refusal, always, subclass
 from fusedops.integrations.megatron import attention, feed_forward
 
 
@@ -25,11 +25,11 @@ def _feed_forward_rule(original: type[nn.Module], fused: type[nn.Module]) -> Pat
     )
 
 
-def _feed_forward_plan(module: Any) -> Plan | Refusal:
+def _feed_forward_plan(module: Any) -> FusionPlan | Refusal:
     op = feed_forward.fused_op(module)
     if op is None:
         return Refusal("no fused op has its activation behind these layers")
-    return Plan((op,), feed_forward.fused_layers(module))
+    return FusionPlan((op,), feed_forward.fused_layers(module))
 
 
 RULES = (

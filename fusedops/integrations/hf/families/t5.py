@@ -18,7 +18,7 @@ from transformers.models.t5 import modeling_t5
 from fusedops.integrations.hf.known_code import copyable_if_known
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.residual_norm import layer_rule, probability
-from fusedops.integrations.hf.rules.rule import PatchRule, Plan, Refusal, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, Refusal, runs_here, subclass
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.rms_norm import rms_norm
 
@@ -40,7 +40,7 @@ class _LayerNorm(nn.Module):
 @copyable_if_known
 def _norm_rule(original: type[nn.Module], module_name: str, *, unknown: str | None) -> PatchRule:
     """Return the rule for the norm."""
-    plan = Plan(("rms_norm",)) if unknown is None else Refusal(unknown)
+    plan = FusionPlan(("rms_norm",)) if unknown is None else Refusal(unknown)
     patched = subclass(original, _LayerNorm, module_name)
     return PatchRule(original, patched, "O1", lambda norm: plan)
 

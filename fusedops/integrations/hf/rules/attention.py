@@ -32,8 +32,8 @@ from fusedops.integrations.hf.original_code import is_plain, name_of, replaced, 
 from fusedops.integrations.hf.renamed_arguments import only_renames
 from fusedops.integrations.hf.rules.rotary import fused_rotary
 from fusedops.integrations.hf.rules.rule import (
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     copyable,
     global_hooks,
@@ -300,12 +300,12 @@ def attention_rule(
         raise UnsupportedError(f"{original.__name__}.forward cannot run with another registry")
     ops = ("attention", "rotary_embedding") if len(others) > 1 else ("attention",)
 
-    def plan(module: Any) -> Plan | Refusal:
+    def plan(module: Any) -> FusionPlan | Refusal:
         configured = module.config._attn_implementation
         reason = interface.obstacle(configured)
         if configured == "eager":
             reason = reason or weights_obstacle(module)
-        return Refusal(reason) if reason is not None else Plan(ops, absorbs, note(configured))
+        return Refusal(reason) if reason is not None else FusionPlan(ops, absorbs, note(configured))
 
     def note(configured: str) -> str | None:
         function = interface.registry.get(configured)

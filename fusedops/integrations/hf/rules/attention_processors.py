@@ -27,7 +27,13 @@ from fusedops.integrations.hf.original_code import (
     with_other,
 )
 from fusedops.integrations.hf.rules.functional_attention import ATTENTION, fused_in_torch
-from fusedops.integrations.hf.rules.rule import NOT_APPLICABLE, PatchRule, Plan, Refusal, subclass
+from fusedops.integrations.hf.rules.rule import (
+    NOT_APPLICABLE,
+    FusionPlan,
+    PatchRule,
+    Refusal,
+    subclass,
+)
 
 _ATTRIBUTE, _FUSED = "processor", "fused_processor"
 _WATCHED = functions(ATTENTION)
@@ -71,14 +77,14 @@ def _reads_own_processor(forward: FunctionType) -> bool:
 _NO_OPERATION = ("CACHE", "PUSH_NULL", "EXTENDED_ARG")
 
 
-def _plan(module: Any) -> Plan | Refusal:
+def _plan(module: Any) -> FusionPlan | Refusal:
     processor = getattr(module, _ATTRIBUTE, None)
     if not callable(processor):
         return NOT_APPLICABLE
     name = type(processor).__name__
     if _fused_class(type(processor)) is None:
         return Refusal(f"its {name} does not call F.{ATTENTION}")
-    return Plan(("attention",), note=f"the attention that its {name} calls")
+    return FusionPlan(("attention",), note=f"the attention that its {name} calls")
 
 
 class _FusedProcessor:

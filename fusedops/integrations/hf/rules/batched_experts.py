@@ -15,8 +15,8 @@ from fusedops.integrations.hf.rules.activations import known_name_in, name_in, o
 from fusedops.integrations.hf.rules.recognition import BatchedExperts
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     global_hooks,
     subclass,
@@ -66,7 +66,7 @@ def _equal_plan(rows: torch.Tensor, num_experts: int) -> RoutingPlan:
     )
 
 
-def _plan(module: Any, experts: BatchedExperts) -> Plan | Refusal:
+def _plan(module: Any, experts: BatchedExperts) -> FusionPlan | Refusal:
     activation = experts.activation
     if name_in(module, activation) is None:
         return NOT_APPLICABLE
@@ -76,7 +76,7 @@ def _plan(module: Any, experts: BatchedExperts) -> Plan | Refusal:
     if reason is not None:
         return Refusal(reason)
     absorbs = (activation,) if isinstance(activation, str) else ()
-    return Plan(("moe_mlp",), absorbs, "known by its code")
+    return FusionPlan(("moe_mlp",), absorbs, "known by its code")
 
 
 def batched_experts_rule(

@@ -21,7 +21,7 @@ from fusedops.integrations.hf.rules.chain import chain_rule
 from fusedops.integrations.hf.rules.gated_mlp import GatedNames, PackedNames, gated_mlp_rule
 from fusedops.integrations.hf.rules.recognition import NormExpression
 from fusedops.integrations.hf.rules.rms_norms import NormKind, rms_norm_rule
-from fusedops.integrations.hf.rules.rule import PatchRule, Plan, Refusal, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, Refusal, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import LINEARS
 from fusedops.integrations.hf.same_code import own_attribute
 from fusedops.integrations.hf.symbolic import Path, value_of
@@ -199,9 +199,9 @@ def _norm_rule(original: type[nn.Module], module_name: str, norms: _Norms) -> Pa
     kind = _kind_of(norms)
     if kind is not None:
         return rms_norm_rule(original, module_name, kind)
-    plan = Plan((norms[0][1].op,), note="known by its code")
+    plan = FusionPlan((norms[0][1].op,), note="known by its code")
 
-    def plan_of(module: Any) -> Plan | Refusal:
+    def plan_of(module: Any) -> FusionPlan | Refusal:
         if _norm_of(module, norms) is None:
             return Refusal("it is configured to compute something else")
         return plan

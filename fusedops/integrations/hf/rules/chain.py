@@ -25,8 +25,8 @@ from fusedops.integrations.hf.rules.activations import (
 from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     bypass_obstacle,
     configuration_obstacle,
@@ -253,7 +253,7 @@ def chain_note(module: Any, steps: tuple[Step, ...]) -> str | None:
     return None
 
 
-def chain_plan(module: Any, steps: tuple[Step, ...]) -> Plan | Refusal:
+def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
     """Return which parts of a chain are one op now, or why none is."""
     if not _pairs(module, steps) and not any(_is_activation(module, step) for step in steps):
         return NOT_APPLICABLE
@@ -261,8 +261,10 @@ def chain_plan(module: Any, steps: tuple[Step, ...]) -> Plan | Refusal:
     if reason is not None:
         return Refusal(reason)
     if torchs_product_is_faster(empty_like_parameters(module)):
-        return Plan((), note=AS_FAST)
-    return Plan(fused_ops(module, steps), fused_children(module, steps), chain_note(module, steps))
+        return FusionPlan((), note=AS_FAST)
+    return FusionPlan(
+        fused_ops(module, steps), fused_children(module, steps), chain_note(module, steps)
+    )
 
 
 def chain_rule(
@@ -300,7 +302,7 @@ def chain_rule(
             return output
         return run(self, steps, hidden_states) + residual
 
-    def plan(module: Any) -> Plan | Refusal:
+    def plan(module: Any) -> FusionPlan | Refusal:
         reason = obstacle(module)
         return chain_plan(module, steps) if reason is None else Refusal(reason)
 

@@ -38,8 +38,8 @@ from fusedops.integrations.hf.rules import transformers_modules  # noqa: F401 (i
 from fusedops.integrations.hf.rules.activations import activation_obstacle, known_activation
 from fusedops.integrations.hf.rules.recognition import ClampedGate, clamped_gate_of
 from fusedops.integrations.hf.rules.rule import (
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     bypass_obstacle,
     copyable,
@@ -231,15 +231,15 @@ def obstacle(module: Any) -> str | None:
     return replaced(_WATCHED[configured]) if configured in _WATCHED else None
 
 
-def _plan(module: Any, *, loop_is_known: bool) -> Plan | Refusal:
+def _plan(module: Any, *, loop_is_known: bool) -> FusionPlan | Refusal:
     if not loop_is_known and module.config._experts_implementation == "eager":
         return Refusal("its own loop is configured: experts_implementation='eager'")
     reason = obstacle(module)
     if reason is not None:
         return Refusal(reason)
     if known_gate(module) is not None:
-        return Plan(("moe_mlp",), ("act_fn",))
-    return Plan(("grouped_mm",), note=OWN_GATE)
+        return FusionPlan(("moe_mlp",), ("act_fn",))
+    return FusionPlan(("grouped_mm",), note=OWN_GATE)
 
 
 OWN_GATE = "its own gate between two grouped_mm"

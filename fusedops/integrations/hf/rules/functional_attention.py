@@ -16,7 +16,7 @@ from torch import nn
 
 from fusedops.integrations.hf import original_code, patched
 from fusedops.integrations.hf.original_code import is_plain
-from fusedops.integrations.hf.rules.rule import PatchRule, Plan, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, runs_here, subclass
 from fusedops.ops.attention import attention
 
 ATTENTION = "scaled_dot_product_attention"
@@ -44,7 +44,7 @@ def functional_attention_rule(original: type[nn.Module], module_name: str) -> Pa
     )
 
 
-_PLAN = Plan(("attention",), note="its call of F.scaled_dot_product_attention")
+_PLAN = FusionPlan(("attention",), note="its call of F.scaled_dot_product_attention")
 
 
 def fused_in_torch(value: Any) -> Any:
@@ -140,7 +140,7 @@ def _is_plain(module: Any, query: torch.Tensor) -> bool:
 def _multi_head_rule() -> PatchRule:
     original, module_name = nn.MultiheadAttention, patched.module_of(nn.MultiheadAttention)
     methods = original_code.methods_with(original, {ATTENTION, _MULTI_HEAD}, fused_in_torch)
-    plan = Plan(("attention",), note="calls without need_weights")
+    plan = FusionPlan(("attention",), note="calls without need_weights")
     return PatchRule(
         original,
         subclass(original, _MultiHead, module_name, general_forward=methods["forward"]),

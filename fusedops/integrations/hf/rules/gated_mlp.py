@@ -21,8 +21,8 @@ from fusedops.integrations.hf.rules.activations import (
 from fusedops.integrations.hf.rules.chain import Step, apply
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     configuration_obstacle,
     global_hooks,
@@ -106,7 +106,7 @@ def _halves(
     return halves[names.gate], halves[1 - names.gate]
 
 
-def _plan(module: Any, names: GatedNames | PackedNames) -> Plan | Refusal:
+def _plan(module: Any, names: GatedNames | PackedNames) -> FusionPlan | Refusal:
     """Return which op does the gate, with or without both projections."""
     activation = name_in(module, names.activation)
     if activation is None:
@@ -118,11 +118,11 @@ def _plan(module: Any, names: GatedNames | PackedNames) -> Plan | Refusal:
     if isinstance(names, GatedNames):
         reason = projections_obstacle(module, names)
         if reason is None:
-            return Plan(("linear_glu",), (names.gate, names.up, *children))
+            return FusionPlan(("linear_glu",), (names.gate, names.up, *children))
         reason = f"swiglu or geglu after the products: {reason}"
     if activation not in GATES:
         return Refusal(reason or f"its activation is {activation}")
-    return Plan(("swiglu" if activation == "silu" else "geglu",), children, reason)
+    return FusionPlan(("swiglu" if activation == "silu" else "geglu",), children, reason)
 
 
 def gated_mlp_rule(
@@ -144,7 +144,7 @@ def gated_mlp_rule(
     """
     theirs: Any = original.forward
 
-    def plan(module: Any) -> Plan | Refusal:
+    def plan(module: Any) -> FusionPlan | Refusal:
         reason = configuration_obstacle(module, condition)
         return _plan(module, names) if reason is None else Refusal(reason)
 

@@ -19,8 +19,8 @@ from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules import chain, rms_norms
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     bypass_obstacle,
     global_hooks,
@@ -140,17 +140,17 @@ def layer_rule(
             reason = reason or bypass_obstacle(name, getattr(layer, name), (nn.Dropout,))
         return reason if applies(layer) else NOT_APPLICABLE.reason
 
-    def plan(layer: Any) -> Plan | Refusal:
+    def plan(layer: Any) -> FusionPlan | Refusal:
         reason = obstacle(layer)
         if reason is not None:
             return Refusal(reason) if applies(layer) else NOT_APPLICABLE
         names = names_of(layer)
         fused = tuple(dict.fromkeys(_op(getattr(layer, name)) for name in names)) + ops
-        products = chain.chain_plan(layer, feed_forward) if feed_forward else Plan(())
+        products = chain.chain_plan(layer, feed_forward) if feed_forward else FusionPlan(())
         if isinstance(products, Refusal):
-            return Plan(fused, names + dropouts, f"without mlp: {products.reason}")
+            return FusionPlan(fused, names + dropouts, f"without mlp: {products.reason}")
         children = names + dropouts + products.absorbs
-        return Plan((*products.ops, *fused), children, products.note)
+        return FusionPlan((*products.ops, *fused), children, products.note)
 
     arguments = list(inspect.signature(original.forward).parameters.values())[2:]
     defaults = {a.name: a.default for a in arguments if a.default is not inspect.Parameter.empty}

@@ -14,8 +14,8 @@ from torch import nn
 
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.rules.rule import (
+    FusionPlan,
     PatchRule,
-    Plan,
     bypass_obstacle,
     runs_here,
     subclass,
@@ -106,7 +106,7 @@ def _as_model(normed: torch.Tensor, kind: NormKind, dtype: torch.dtype) -> torch
 def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind) -> PatchRule:
     """Return the rule for a family's root-mean-square norm, which computes ``kind``."""
     patched = subclass(original, _RMSNorm, module_name, kind=kind)
-    plan = Plan(("rms_norm",), note="known by its code")
+    plan = FusionPlan(("rms_norm",), note="known by its code")
     rule = PatchRule(original, patched, "O1", lambda norm: plan)
     _KINDS[original] = _KINDS[patched] = kind
     return rule

@@ -14,8 +14,8 @@ from torch import nn
 
 from fusedops.integrations.hf.known_code import copyable_if_known
 from fusedops.integrations.hf.rules.rule import (
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     bypass_obstacle,
     subclass,
@@ -132,9 +132,9 @@ def router_rule(
     original: type[nn.Module], module_name: str, forward: type[Router], *, unknown: str | None
 ) -> PatchRule:
     """Return the rule for a router, which refuses where this transformers has another."""
-    plan = Plan(("moe_route",))
+    plan = FusionPlan(("moe_route",))
 
-    def plan_of(module: Any) -> Plan | Refusal:
+    def plan_of(module: Any) -> FusionPlan | Refusal:
         reason = unknown or forward._obstacle(module)
         return plan if reason is None else Refusal(reason)
 

@@ -42,7 +42,7 @@ from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
-class Plan(NamedTuple):
+class FusionPlan(NamedTuple):
     """What the fused forward of an instance does in its current state.
 
     Attributes:
@@ -79,7 +79,7 @@ class PatchRule:
     patched: type[nn.Module]  # a subclass of ``original`` whose ``methods`` call fused ops
     level: str  # the lowest level at which the rule applies
     # What the fused forward of an instance does now, or why it must not run
-    plan: Callable[[Any], Plan | Refusal]
+    plan: Callable[[Any], FusionPlan | Refusal]
     methods: tuple[str, ...] = ("forward",)  # those of ``patched`` that call fused ops
     # Whether each call asks for the plan and for kernels that serve its first argument; otherwise
     # ``methods`` find that out themselves
@@ -110,7 +110,7 @@ class PatchRule:
         if own:
             super(patched, patched).__init_subclass__()
 
-    def current_plan(self, module: nn.Module) -> Plan | Refusal:
+    def current_plan(self, module: nn.Module) -> FusionPlan | Refusal:
         """Return what an instance would do if it is patched, or why its original must run."""
         reason = changed(self.watched, module)
         if "forward" in module.__dict__ and not self.runs_inside(module.forward):
@@ -165,9 +165,9 @@ def _with_fallback(rule: PatchRule, name: str) -> Callable[..., Any]:
     return functools.wraps(fused)(method)
 
 
-def always(*ops: str) -> Callable[[Any], Plan]:
+def always(*ops: str) -> Callable[[Any], FusionPlan]:
     """Return what plans a rule whose forward runs these ops in any state of an instance."""
-    plan = Plan(ops)
+    plan = FusionPlan(ops)
     return lambda module: plan
 
 
@@ -201,7 +201,7 @@ def absorbed(module: nn.Module) -> set[str]:
     """Return the names of the children whose work the fused forward of ``module`` does now."""
     rule = rule_of(module)
     plan = None if rule is None or context_obstacle() is not None else rule.current_plan(module)
-    return set(plan.absorbs) if isinstance(plan, Plan) else set()
+    return set(plan.absorbs) if isinstance(plan, FusionPlan) else set()
 
 
 # Where classes come from that may do something for each class that is derived from them.

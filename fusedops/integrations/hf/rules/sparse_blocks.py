@@ -17,8 +17,8 @@ from fusedops.integrations.hf.known_code import copyable_if_known
 from fusedops.integrations.hf.rules.experts import OWN_GATE, compute, experts_obstacle, known_gate
 from fusedops.integrations.hf.rules.routers import router_obstacle
 from fusedops.integrations.hf.rules.rule import (
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     global_hooks,
     runs_here,
@@ -105,11 +105,11 @@ def block_rule(
     )
 
 
-def _plan(module: Any, children: tuple[str, ...]) -> Plan:
+def _plan(module: Any, children: tuple[str, ...]) -> FusionPlan:
     ops = ("moe_route", "moe_mlp")
     if not isinstance(module, SparseBlock):  # not patched yet, and neither are its children
-        return Plan(ops, children)
+        return FusionPlan(ops, children)
     reason = module._obstacle()
     if reason is not None:
-        return Plan(ops, note=f"router and experts apart: {reason}")
-    return Plan(ops, children, None if known_gate(module.experts) is not None else OWN_GATE)
+        return FusionPlan(ops, note=f"router and experts apart: {reason}")
+    return FusionPlan(ops, children, None if known_gate(module.experts) is not None else OWN_GATE)

@@ -23,8 +23,8 @@ from fusedops.integrations.hf.rules.activations import activation_name
 from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     always,
     bypass_obstacle,
@@ -257,7 +257,7 @@ def _sequence_inside(module: nn.Sequential) -> tuple[str, ...]:
     return tuple(inside)
 
 
-def _sequence_plan(module: nn.Sequential) -> Plan | Refusal:
+def _sequence_plan(module: nn.Sequential) -> FusionPlan | Refusal:
     children = list(module)
     pairs = [position for position in range(len(children)) if _is_pair(children, position)]
     if not pairs:
@@ -267,22 +267,22 @@ def _sequence_plan(module: nn.Sequential) -> Plan | Refusal:
     if reason is not None:
         return Refusal(reason)
     if torchs_product_is_faster(empty_like_parameters(module)):
-        return Plan((), note=AS_FAST)
-    return Plan(("linear_act", "mlp"), _sequence_inside(module))
+        return FusionPlan((), note=AS_FAST)
+    return FusionPlan(("linear_act", "mlp"), _sequence_inside(module))
 
 
 AS_FAST = "torch's own product is as fast here"
 
 
-def product_plan(module: nn.Module) -> Plan:
+def product_plan(module: nn.Module) -> FusionPlan:
     """Return the plan of a linear layer."""
     runs = own_product(empty_like_parameters(module))
-    return Plan(("linear_act",)) if runs else Plan((), note=AS_FAST)
+    return FusionPlan(("linear_act",)) if runs else FusionPlan((), note=AS_FAST)
 
 
-def _loss_plan(module: nn.CrossEntropyLoss) -> Plan | Refusal:
+def _loss_plan(module: nn.CrossEntropyLoss) -> FusionPlan | Refusal:
     known = module.weight is None
-    return Plan(("cross_entropy",)) if known else Refusal("it has class weights")
+    return FusionPlan(("cross_entropy",)) if known else Refusal("it has class weights")
 
 
 RULES = (

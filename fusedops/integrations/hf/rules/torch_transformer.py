@@ -17,7 +17,13 @@ from fusedops.integrations.hf import patched
 from fusedops.integrations.hf.rules import chain
 from fusedops.integrations.hf.rules.chain import run
 from fusedops.integrations.hf.rules.residual_norm import add_norm, norm_obstacle
-from fusedops.integrations.hf.rules.rule import PatchRule, Plan, Refusal, global_hooks, subclass
+from fusedops.integrations.hf.rules.rule import (
+    FusionPlan,
+    PatchRule,
+    Refusal,
+    global_hooks,
+    subclass,
+)
 
 
 class _Layer(nn.Module):
@@ -139,7 +145,7 @@ def _rule(
         names = norms[1:] if layer.norm_first else norms
         return tuple(name for name in names if norm_obstacle(name, getattr(layer, name)) is None)
 
-    def plan(layer: Any) -> Plan | Refusal:
+    def plan(layer: Any) -> FusionPlan | Refusal:
         products = chain.chain_plan(layer, steps)
         fused = fused_norms(layer)
         reason = unknown_code or global_hooks()
@@ -149,8 +155,8 @@ def _rule(
             return Refusal(reason)
         ops = ("add_layer_norm",) if fused else ()
         if isinstance(products, Refusal):
-            return Plan(ops, fused, products.reason)
-        return Plan((*products.ops, *ops), (*products.absorbs, *fused), products.note)
+            return FusionPlan(ops, fused, products.reason)
+        return FusionPlan((*products.ops, *ops), (*products.absorbs, *fused), products.note)
 
     return PatchRule(
         original,

@@ -19,8 +19,8 @@ from torch import nn
 from fusedops.integrations.hf import original_code
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
+    FusionPlan,
     PatchRule,
-    Plan,
     Refusal,
     global_hooks,
     runs_here,
@@ -56,11 +56,11 @@ def written_loss_rule(original: type[nn.Module], module_name: str) -> PatchRule 
 _NOTE = "the cross-entropy in its own code: no softmax of the logits in memory"
 
 
-def _plan(module: Any) -> Plan | Refusal:
+def _plan(module: Any) -> FusionPlan | Refusal:
     # The logits must be those of a vocabulary; a few classes are torch's work.
     embeddings = getattr(module, "get_output_embeddings", None)
     known = embeddings is None or embeddings() is not None
-    return Plan(("cross_entropy",), note=_NOTE) if known else NOT_APPLICABLE
+    return FusionPlan(("cross_entropy",), note=_NOTE) if known else NOT_APPLICABLE
 
 
 def served(logits: Any, labels: Any) -> bool:
