@@ -1,11 +1,11 @@
-"""Compare the classes of transformers that rules of ``fusedops.patch`` replace with the known ones.
+"""Compare the code of transformers that rules of ``fusedops.patch`` were written for with the list.
 
     PYTHONPATH=FOLDER python tools/known_code.py          # transformers that pip put into FOLDER
-    python tools/known_code.py LlamaDecoderLayer          # the code that the digest is of
+    python tools/known_code.py llama.LlamaDecoderLayer    # the code that the digest is of
 
-Prints class, digest and the releases noted for it, and exits with 1 if one is unknown. A digest
+Prints name, digest and the releases noted for it, and exits with 1 if one is unknown. A digest
 belongs into ``fusedops/integrations/hf/known_code.toml`` once somebody has read the code and found
-that the fused forward computes the same.
+that the fused code computes the same.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from fusedops.integrations.hf.known_code import code, digest, known_digests
 
 
 def main() -> int:
-    """Print a line for each class, or the code of those whose names are given."""
+    """Print a line for each class or function, or the code of those whose names are given."""
     print(f"transformers {transformers.__version__}")
     unknown = 0
-    for module_name, classes in known_digests().items():
-        module: Any = importlib.import_module(f"transformers.{module_name}")
-        for name, known in classes.items():
-            original = getattr(module, name, None)
+    for entries in known_digests().values():
+        for name, known in entries.items():
+            kind, _, member = name.rpartition(".")
+            file = f"models.{kind}.modeling_{kind}" if kind else "loss.loss_utils"
+            module: Any = importlib.import_module(f"transformers.{file}")
+            original = getattr(module, member, None)
             if name in sys.argv[1:]:
-                print(f"\n# {module_name}.{name}\n{code(original)}")
+                print(f"\n# {name}\n{code(original)}")
             elif len(sys.argv) == 1:
-                current = "missing" if original is None else digest(original)
+                current = "missing" if original is None else str(digest(original))
                 unknown += current not in known
-                print(f"{module_name:40} {name:28} {current:12}  {known.get(current, 'UNKNOWN')}")
+                print(f"{name:50} {current:12}  {known.get(current, 'UNKNOWN')}")
     return int(unknown > 0)
 
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import fusedops
 from fusedops._core import dtypes
-from fusedops.integrations.hf.families import FAMILIES
+from fusedops.integrations.hf.known_code import known_digests
 from fusedops.integrations.hf.rules.rule import PatchRule
-from fusedops.integrations.hf.tables import _TABLES, _rules_of_family
+from fusedops.integrations.hf.tables import _SECTIONS, _TABLES, rule_of_class
 
 Loss = Callable[[nn.Module], torch.Tensor]
 
@@ -126,14 +126,24 @@ def train(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
 
-TABLES = (*_TABLES, *FAMILIES)
+TABLES = (*_TABLES, *_SECTIONS, "attention")
 
 
 def rules_of(table: str) -> tuple[PatchRule, ...]:
-    """Return the rules of a table, or of a family of transformers, if its library is installed."""
-    if table in FAMILIES:
-        pytest.importorskip(f"transformers.models.{table}.modeling_{table}")
-        return _rules_of_family(table)
-    pytest.importorskip(_TABLES[table])
-    rules: tuple[PatchRule, ...] = importlib.import_module(table).RULES
-    return rules
+    """Return the rules of a table, or of the listed classes of a file, if its library is there."""
+    if table in _TABLES:
+        pytest.importorskip(_TABLES[table])
+        rules: tuple[PatchRule, ...] = importlib.import_module(table).RULES
+        return rules
+    pytest.importorskip("transformers")
+    names = list(known_digests().get(table, ["llama.LlamaAttention", "t5.T5Attention"]))
+    found = [rule_of_class(_listed_class(*name.split("."))) for name in names]
+    assert None not in found
+    return tuple(rule for rule in found if rule is not None)
+
+
+def _listed_class(kind: str, name: str) -> type:
+    cls: type = getattr(
+        importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"), name
+    )
+    return cls

@@ -17,7 +17,7 @@ from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
-from fusedops.integrations.hf.families import moe_like
+from fusedops.integrations.hf.families import llama_like
 from fusedops.integrations.hf.rules import sparse_blocks
 from fusedops.integrations.hf.rules.experts import experts_forward
 
@@ -282,7 +282,7 @@ def test_checkpointing_keeps_a_routing_that_would_flip(
     original = sparse_blocks.compute
     monkeypatch.setattr(sparse_blocks, "compute", compute)
     if not kept:  # the perturbation is real
-        monkeypatch.setattr(moe_like, "keep_routing", lambda function: function)
+        monkeypatch.setattr(llama_like, "keep_routing", lambda function: function)
     _checkpointed(patched, use_reentrant=use_reentrant)
     first, again = chosen
     assert torch.equal(first, again) == kept

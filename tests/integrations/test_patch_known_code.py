@@ -14,13 +14,13 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from causal_families import DENSE
+from patch_testing import rules_of
+from transformers.models.granite import modeling_granite
 
-import fusedops
 from fusedops.integrations.hf import known_code, tables
-from fusedops.integrations.hf.families import FAMILIES
 from fusedops.integrations.hf.known_code import code, digest, known_digests
 from fusedops.integrations.hf.rules.residual_norm import layer_rule
+from fusedops.integrations.hf.tables import _SECTIONS
 
 FILE = """
 import torch
@@ -59,42 +59,26 @@ def test_a_digest_is_of_all_that_is_computed(
     assert code(plain).count("def ") == 3
 
 
-def test_all_classes_of_the_tables_are_those_that_were_read() -> None:
-    listed = {(module, name) for module, names in known_digests().items() for name in names}
-    for rule in (rule for name in FAMILIES for rule in tables._rules_of_family(name)):
-        module, name = rule.original.__module__.partition(".")[2], rule.original.__name__
-        # These ask a registry of transformers for what they compute.
-        assert (module, name) in listed or name.endswith(("Attention", "Experts")), name
-    for module, name in listed:
-        original = getattr(__import__(f"transformers.{module}", fromlist=[name]), name)
-        assert known_code.unknown_code(original) is None
+def test_what_is_listed_is_in_this_transformers() -> None:
+    for section in _SECTIONS:
+        for rule, name in zip(rules_of(section), known_digests()[section], strict=True):
+            assert known_code.known_as(rule.original, section) == name
 
 
 def test_another_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"models.llama.modeling_llama": {"LlamaDecoderLayer": {"0123456789ab": "5.0"}}}
-    monkeypatch.setattr(known_code, "known_digests", lambda: known)
-    tables._rules_of_family.cache_clear()
-    try:
-        model = DENSE["Llama"].model()
-        report = fusedops.patch(model)
-        layer = type(model.model.layers[0])
-        assert report["model.layers.0"].reason == (
-            "this transformers has another LlamaDecoderLayer.forward: digest "
-            f"{digest(layer)}, known: 0123456789ab"
-        )
-        assert report["model.layers.0.mlp"].replaced
-        with pytest.raises(fusedops.UnsupportedError, match="another LlamaDecoderLayer.forward"):
-            fusedops.patch(DENSE["Llama"].model(), strict=True)
-    finally:
-        tables._rules_of_family.cache_clear()
+    layer = modeling_granite.GraniteDecoderLayer
+    listed = known_digests() | {"t5": {"granite.GraniteDecoderLayer": {"0123456789ab": "5.0"}}}
+    monkeypatch.setattr(known_code, "known_digests", lambda: listed)
+    assert tables._made(layer) == (
+        "this transformers has another GraniteDecoderLayer: the digest of its code is "
+        f"{digest(layer)}, known are 0123456789ab"
+    )
 
 
-def test_code_without_source_is_refused() -> None:
+def test_code_without_source_has_no_digest() -> None:
     namespace: dict[str, Any] = {"nn": nn, "__name__": "transformers.nowhere"}
     exec("class Layer(nn.Module):\n    def forward(self, x): return x", namespace)
-    assert known_code.unknown_code(namespace["Layer"]) == (
-        "the source of Layer.forward is not there to be compared"
-    )
+    assert digest(namespace["Layer"]) is None
 
 
 def _accepts_the_former_name(forward: Any) -> Any:
@@ -124,8 +108,7 @@ def _compute(self: Any, hidden_states: Any, **options: Any) -> Any:
 def test_arguments_have_the_names_of_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("later_layers")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(known_code, "unknown_code", lambda of: None)
-    layer: Any = layer_rule(_Later, module.__name__, _compute).patched()
+    layer: Any = layer_rule(_Later, module.__name__, compute=_compute).patched()
     x = torch.ones(2)
     assert layer(x, cache="c", more=1) == ("fused", {"mask": None, "cache": "c", "more": 1})
     assert layer(x, "m", "c") == ("fused", {"mask": "m", "cache": "c"})

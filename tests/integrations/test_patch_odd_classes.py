@@ -16,7 +16,6 @@ from written_modules import written
 
 import fusedops
 from fusedops.integrations.hf import tables
-from fusedops.integrations.hf.same_code import same_methods
 
 _LAYER = """
     def __init__(self):
@@ -185,23 +184,6 @@ def test_code_of_a_later_python_is_not_read(monkeypatch: pytest.MonkeyPatch) -> 
     module = written(monkeypatch, f"class Layer(nn.Module):\n    {FEED_FORWARD}")
     report = fusedops.patch(nn.Sequential(module.Layer()))
     assert report["0"].reason == "its code is that of a later Python than the rules know"
-
-
-def test_classes_with_more_bases_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = """
-class Mixin:
-    pass
-class Kind(nn.Module):
-    pass
-class Layer(nn.Module):
-    def forward(self, x):
-        return Kind()
-"""
-    one, other = (written(monkeypatch, source) for _ in range(2))
-    assert same_methods(one.Layer, other.Layer, "forward")
-    other.Kind = type("Kind", (nn.Module, other.Mixin), {"__module__": other.__name__})
-    one.Kind = type("Kind", (nn.Module,), {"__module__": one.__name__})
-    assert not same_methods(one.Layer, other.Layer, "forward")
 
 
 @pytest.mark.parametrize("unpatches", [True, False], ids=["unpatched", "deleted"])

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from torch import nn
+
 T = TypeVar("T")
 _PREFIX = "_fusedops_"
 
@@ -53,11 +55,6 @@ class ClassTable(Generic[T]):
         type.__setattr__(cls, self._name, _Entry(cls, value))  # a metaclass may refuse it
 
 
-def is_entry(name: str) -> bool:
-    """Return whether an attribute of a class is the value of a table."""
-    return name.startswith(_PREFIX)
-
-
 def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
     """Cache the results by the first argument, a class, function or code, while that lives."""
     results: weakref.WeakKeyDictionary[Any, dict[Any, T]] = weakref.WeakKeyDictionary()
@@ -70,3 +67,13 @@ def weakly_cached(function: Callable[..., T]) -> Callable[..., T]:
         return of_key[args]
 
     return cached
+
+
+def own_attribute(cls: type, name: str) -> Any:
+    """Return the stored attribute of a class; ``None`` where it has none, or torch's."""
+    for base in cls.__mro__:
+        if base is nn.Module or base is object:
+            return None
+        if name in vars(base):
+            return vars(base)[name]
+    return None

@@ -1,8 +1,9 @@
-"""Which code of transformers and torch the fused forwards were written for, by its digest.
+"""Which code the rules of tables were written for, by its digest.
 
-The classes of the tables, whose forward is replaced by one that was written by hand, are listed in
-``known_code.toml`` with the digests of that code in the releases that were read. The rules refuse
-a class whose code has another digest, because a later release may compute more.
+``known_code.toml`` lists classes and functions of transformers with the digests of their code in
+the releases that were read. A class with one of these digests takes the rule, whatever its name is:
+most modeling files of transformers are copies. One of a listed name with another digest is refused,
+because a later release may compute more.
 """
 
 from __future__ import annotations
@@ -13,36 +14,34 @@ import hashlib
 import inspect
 import textwrap
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
-
-from fusedops.integrations.hf.rules.rule import PatchRule, copyable
-from fusedops.integrations.hf.same_code import own_attribute
+from fusedops.integrations.hf.class_table import own_attribute, weakly_cached
 
 FILE = Path(__file__).with_suffix(".toml")
 
 
 @functools.cache
 def known_digests() -> dict[str, dict[str, dict[str, str]]]:
-    """Return module -> name of a class or function -> digest -> releases with that code."""
+    """Return section -> name of a class or function -> digest -> releases with that code."""
     return tomllib.loads(FILE.read_text())
 
 
 def code(of: Any) -> str:
     """Return the code of a function, or of a class's forward, with all that it calls nearby.
 
-    These are the methods of the class and the functions of its module, to any depth. Docstrings,
-    comments and annotations are left out; decorators are not.
+    These are the methods of the class and the functions of its module, to any depth; what other
+    global names stand for follows. Docstrings, comments and annotations are left out; decorators
+    are not.
 
     Raises:
         OSError: there is no source.
     """
     function: Any = inspect.unwrap(getattr(of, "forward", of))
     functions = {function: _syntax(function)}
+    values: dict[str, str] = {}
     pending = [function]
     while pending:
         function = pending.pop(0)
@@ -50,14 +49,17 @@ def code(of: Any) -> str:
             called = None
             if isinstance(node, ast.Attribute) and isinstance(of, type):
                 called = own_attribute(of, node.attr)
-            elif isinstance(node, ast.Name):
-                called = function.__globals__.get(node.id)
+            elif isinstance(node, ast.Name) and node.id in function.__globals__:
+                called = function.__globals__[node.id]
+                values[node.id] = _described(called)
             if isinstance(called, FunctionType) and called.__module__ == of.__module__:
                 called = inspect.unwrap(called)
+                values.pop(called.__name__, None)
                 if called not in functions:
                     functions[called] = _syntax(called)
                     pending.append(called)
-    return "\n\n".join(map(ast.unparse, functions.values()))
+    meanings = [f"{name} = {value}" for name, value in sorted(values.items())]
+    return "\n\n".join([*map(ast.unparse, functions.values()), *meanings])
 
 
 def _syntax(function: FunctionType) -> ast.AST:
@@ -72,38 +74,41 @@ def _syntax(function: FunctionType) -> ast.AST:
     return tree
 
 
-def digest(of: Any) -> str:
-    """Return the first 12 hexadecimal digits of the SHA-256 of ``code(of)``."""
-    return hashlib.sha256(code(of).encode()).hexdigest()[:12]
+def _described(value: Any) -> str:
+    """Return what a global name stands for: a number, or where an object comes from."""
+    if isinstance(value, bool | int | float | str | None):
+        return repr(value)
+    if isinstance(value, ModuleType):
+        return value.__name__
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return f"{getattr(value, '__module__', type(value).__module__)}.{name}"
 
 
-def unknown_code(of: Any) -> str | None:
-    """Return why a class or function is not as a fused forward was written for, or ``None``."""
-    library, _, module = of.__module__.partition(".")
-    known = known_digests().get(module, {}).get(of.__name__, {})
-    name = f"{of.__name__}.forward" if isinstance(of, type) else of.__name__
+@weakly_cached
+def digest(of: Any) -> str | None:
+    """Return the first 12 digits of the SHA-256 of ``code(of)``; ``None`` without source."""
     try:
-        current = digest(of)
-    except OSError:
-        return f"the source of {name} is not there to be compared"
-    if current in known:
+        return hashlib.sha256(code(of).encode()).hexdigest()[:12]
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def known_as(of: Any, section: str) -> str | None:
+    """Return the name under which the code of a class or function is listed, or ``None``."""
+    current = None if of is None else digest(of)
+    entries = known_digests()[section].items()
+    return next((name for name, known in entries if current in known), None)
+
+
+def unknown_code(of: Any, section: str) -> str | None:
+    """Return why the code of a class or function of a listed name is not known, or ``None``."""
+    file = of.__module__.rpartition(".modeling_")[2]
+    known = known_digests()[section]
+    listed = known.get(f"{file}.{of.__name__}") or known.get(of.__name__)
+    current = digest(of)
+    if listed is None or current in listed:
         return None
     return (
-        f"this {library} has another {name}: digest {current}, known: {', '.join(known) or 'none'}"
+        f"this transformers has another {of.__name__}: the digest of its code is {current}, "
+        f"known are {', '.join(listed)}"
     )
-
-
-def copyable_if_known(make: Callable[..., PatchRule]) -> Callable[..., PatchRule]:
-    """Tell a function that makes a class's rule whether the code of that class is known.
-
-    Args:
-        make: as in ``copyable``, and takes the keyword ``unknown``: ``unknown_code`` of the class,
-            for a copy that of the class which it is a copy of.
-    """
-
-    @functools.wraps(make)
-    def made(original: type[nn.Module], module_name: str, *args: Any, **options: Any) -> PatchRule:
-        with_reason = functools.partial(make, unknown=unknown_code(original))
-        return copyable(with_reason)(original, module_name, *args, **options)
-
-    return made

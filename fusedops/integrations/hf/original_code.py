@@ -135,7 +135,9 @@ def replaced(watched: WatchList) -> str | None:
     ):
         return None
     for owner, name, known in watched.attributes:
-        if getattr(owner, name, None) is not known:
+        value = getattr(owner, name, None)
+        # Dynamo cannot compare the identities of tuples, nor of dictionaries.
+        if value != known if name in _DEFAULTS else value is not known:
             reason = _replacement(owner, name, known)
             if reason is not None:
                 return reason

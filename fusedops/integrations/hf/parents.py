@@ -36,16 +36,22 @@ def only_read(model: nn.Module) -> dict[nn.Module, str]:
     return {child: cls for child, cls in readers.items() if child not in called}
 
 
+_PARAMETERS = ("weight", "bias", "p")
+
+
 @weakly_cached
 def _read_children(cls: Any) -> frozenset[str]:
-    """Return the attributes of which the forward of ``cls`` reads parameters, and nothing else."""
+    """Return the attributes of which the forward of ``cls`` reads parameters, and nothing else.
+
+    These are weights and biases, and the probability of a dropout.
+    """
     read: set[str] = set()
     other: set[str] = set()
     for code in _codes(cls):
         instructions = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
         for instruction, following in zip(instructions, instructions[1:], strict=False):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                reads = following.opname == "LOAD_ATTR" and following.argval in ("weight", "bias")
+                reads = following.opname == "LOAD_ATTR" and following.argval in _PARAMETERS
                 (read if reads else other).add(instruction.argval)
     return frozenset(read - other)
 

@@ -18,7 +18,7 @@ _ENGINE = "deepspeed.runtime.zero."
 _HOOKS = (_ENGINE, "deepspeed.utils.nvtx")  # the latter wraps hooks to mark them in profiles
 
 
-def whole_shape(parameter: torch.Tensor) -> torch.Size:
+def unsharded_shape(parameter: torch.Tensor) -> torch.Size:
     """Return the shape of a parameter, also where only a part of it is here."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape

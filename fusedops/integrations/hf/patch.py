@@ -303,8 +303,10 @@ def _loss_owners(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _rules_of(model: nn.Module) -> dict[type, PatchRule | None]:
-    """Return the rule of each class of modules in a model."""
-    return {cls: tables.rule_of_class(cls) for cls in {type(module) for module in model.modules()}}
+    """Return the rule of each class of modules in a model, and of what it is derived from."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    layers = (cls for cls in classes if issubclass(cls, nn.Module))
+    return {cls: tables.rule_of_class(cls) for cls in layers}
 
 
 def _covered(module: nn.Module) -> bool:

@@ -30,9 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf.class_table import weakly_cached
+from fusedops.integrations.hf.class_table import own_attribute, weakly_cached
 from fusedops.integrations.hf.original_code import with_globals, with_inner
-from fusedops.integrations.hf.same_code import own_attribute
 from fusedops.integrations.hf.torch_operations import (
     METHODS,
     NAMES,

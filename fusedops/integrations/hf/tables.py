@@ -1,16 +1,14 @@
 """The rules that there are: those of the tables, and those for classes known by their code.
 
-Which tables there are depends on what the process has imported: a model of a family can only exist
-when the family's file is loaded. A class without a table takes the rule of one whose methods are
-the same (``same_code.py``): most modeling files of transformers are copies. An attention that looks
-its function up in transformers' registry needs no original: all ask the registry for the same, as
-experts do. Nor does a norm or feed-forward layer whose code is an expression that is known
+A class of torch or of transformers' activations has its rule in a table. Any other class takes the
+rule of one whose code is the same and listed (``known_code.py``). An attention that looks its
+function up in transformers' registry needs no list: all ask the registry for the same, as experts
+do. Nor does a norm or feed-forward layer whose code is an expression that is known
 (``rules/by_code.py``), or attention that a class calls (``rules/functional_attention.py``).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import logging
@@ -19,12 +17,10 @@ from typing import Any
 
 from torch import nn
 
-from fusedops.integrations.hf import families, patched
+from fusedops.integrations.hf import known_code, patched
 from fusedops.integrations.hf.class_table import ClassTable
-from fusedops.integrations.hf.families import FAMILIES
 from fusedops.integrations.hf.original_code import name_of, names_in, with_inner
 from fusedops.integrations.hf.rules.rule import PatchRule, registering_bases
-from fusedops.integrations.hf.same_code import operations, same_function, same_methods
 
 # Module with RULES -> the module that must be loaded for its classes to exist.
 _TABLES = {
@@ -34,6 +30,17 @@ _TABLES = {
     "fusedops.integrations.hf.rules.transformers_modules": "transformers.activations",
     "fusedops.integrations.hf.rules.bloom_gelu": "transformers.models.bloom.modeling_bloom",
     "fusedops.integrations.megatron.rules": "megatron.core.transformer.mlp",
+}
+
+# Section of known_code.toml -> the module with RULES for its classes.
+_SECTIONS = {
+    "llama_like": "families.llama_like",
+    "decoders": "families.decoders",
+    "encoders": "families.encoders",
+    "t5": "families.t5",
+    "whisper": "families.whisper",
+    "routers": "rules.routers",
+    "sparse_blocks": "rules.sparse_blocks",
 }
 
 _LOG = logging.getLogger("fusedops")
@@ -51,29 +58,18 @@ def rules() -> dict[type, PatchRule]:
     for table, needed in _TABLES.items():
         if needed in sys.modules:
             by_class.update({rule.original: rule for rule in importlib.import_module(table).RULES})
-    for name in FAMILIES:
-        if f"transformers.models.{name}.modeling_{name}" in sys.modules:
-            by_class.update({rule.original: rule for rule in _rules_of_family(name)})
     return by_class
 
 
-@functools.cache
-def _rules_of_family(name: str) -> tuple[PatchRule, ...]:
-    """Return the rules of a family, and import what they are for."""
-    table: Any = importlib.import_module(f"{families.__name__}.{FAMILIES[name]}")
-    of_family: tuple[PatchRule, ...] = table.rules(name) if hasattr(table, "rules") else table.RULES
-    return of_family
-
-
 def rule_of_class(cls: type) -> PatchRule | None:
-    """Return the rule of a class: its table's, or that of a class with the same methods."""
+    """Return the rule of a class: its table's, or that for its code."""
     ruled = rules()
     if cls in ruled:
         return ruled[cls]
     if not _has_own_code(cls):
         return None
     if cls not in _BY_CODE:
-        _BY_CODE[cls] = _made(cls, ruled)
+        _BY_CODE[cls] = _made(cls)
     rule = _BY_CODE[cls]
     return rule if isinstance(rule, PatchRule) else None
 
@@ -84,7 +80,7 @@ def refusal_of_class(cls: type) -> str | None:
     return refusal if isinstance(refusal, str) else None
 
 
-def _made(cls: type, ruled: dict[type, PatchRule]) -> PatchRule | str | None:
+def _made(cls: type) -> PatchRule | str | None:
     """Return the rule of a class without a table, or the reason why none could be made."""
     if sys.version_info[:2] > _NEWEST_PYTHON:
         return "its code is that of a later Python than the rules know"
@@ -93,10 +89,9 @@ def _made(cls: type, ruled: dict[type, PatchRule]) -> PatchRule | str | None:
         return f"{makes} acts for each class that is derived from it"
     try:
         rule = None
-        # One that is derived from a class with a rule was made to differ.
-        if "transformers.modeling_utils" in sys.modules and ruled.keys().isdisjoint(cls.__mro__):
-            rule = _of_original(cls) or _of_registry(cls) or _of_experts_registry(cls)
-        return rule or _of_own_code(cls)
+        if "transformers.modeling_utils" in sys.modules:
+            rule = _of_known_code(cls) or _of_registry(cls) or _of_experts_registry(cls)
+        return rule or _of_own_code(cls) or _unknown_code(cls)
     except Exception as error:  # a class may do anything where it is looked at
         reason = f"its code could not be read: {type(error).__name__}: {error}"
         _LOG.warning("fusedops.patch: %s is not replaced: %s", name_of(cls), reason)
@@ -147,20 +142,23 @@ def _of_own_code(cls: type[nn.Module]) -> PatchRule | None:
     )
 
 
-def _of_original(cls: type[nn.Module]) -> PatchRule | None:
-    """Return the rule that a class takes from the first one with the same methods, or ``None``."""
-    steps = operations(cls)
-    for name in FAMILIES:
-        for rule in _rules_of_family(name):
-            if (
-                rule.for_copy is not None
-                and operations(rule.original) == steps
-                and same_methods(cls, rule.original, *rule.methods)
-            ):
-                copy = rule.for_copy(cls, patched.module_of(cls))
-                object.__setattr__(copy, "copy_of", rule.original.__name__)
-                return copy
+def _of_known_code(cls: type[nn.Module]) -> PatchRule | None:
+    """Return the rule that was written for the code of a class, or ``None``."""
+    for section, module in _SECTIONS.items():
+        name = known_code.known_as(cls, section)
+        if name is not None:
+            name = name.partition(".")[2]
+            table: Any = importlib.import_module(f"{__package__}.{module}")
+            rule: PatchRule = table.RULES[name](cls, patched.module_of(cls))
+            object.__setattr__(rule, "copy_of", None if cls.__name__ == name else name)
+            return rule
     return None
+
+
+def _unknown_code(cls: type[nn.Module]) -> str | None:
+    """Return why there is no rule for a class that is listed with other code, or ``None``."""
+    reasons = (known_code.unknown_code(cls, section) for section in _SECTIONS)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _of_registry(cls: type[nn.Module]) -> PatchRule | None:
@@ -174,13 +172,9 @@ def _of_registry(cls: type[nn.Module]) -> PatchRule | None:
     if not asks or any("sdpa" in part.co_consts for part in with_inner(code)):
         return None
     attention: Any = importlib.import_module("fusedops.integrations.hf.rules.attention")
-    rotary = forward.__globals__.get("apply_rotary_pos_emb")
-    return attention.attention_rule(
-        cls,
-        patched.module_of(cls),
-        eager=_eager_is_known(cls, forward),
-        rotary=rotary is not None and _rotates_halves(rotary),
-    )
+    eager = _eager_is_known(cls, forward)
+    rule: PatchRule = attention.attention_rule(cls, patched.module_of(cls), eager=eager)
+    return rule
 
 
 def _of_experts_registry(cls: type[nn.Module]) -> PatchRule | None:
@@ -190,7 +184,8 @@ def _of_experts_registry(cls: type[nn.Module]) -> PatchRule | None:
     experts: Any = importlib.import_module("fusedops.integrations.hf.rules.experts")
     if not experts.asks_registry(cls):
         return None
-    rule: PatchRule = experts.experts_rule(cls, patched.module_of(cls), loop_is_known=False)
+    loop_is_known = known_code.known_as(cls, "experts") is not None
+    rule: PatchRule = experts.experts_rule(cls, patched.module_of(cls), loop_is_known=loop_is_known)
     return rule
 
 
@@ -206,11 +201,9 @@ def _eager_is_known(cls: type[nn.Module], forward: Any) -> bool:
     )
     if eager is None or not any(_records(outputs.get("attentions"), cls) for outputs in recorded):
         return False
-    arguments = {name for names in _keywords(forward) for name in names}
-    names = ("llama", "gemma2", *(("gpt_oss",) if "s_aux" in arguments else ()))
-    files = (f"transformers.models.{name}.modeling_{name}" for name in names)
-    known = (importlib.import_module(file).eager_attention_forward for file in files)
-    return any(same_function(eager, function) for function in known)
+    known = known_code.known_as(eager, "eager")
+    sinks = any("s_aux" in names for names in _keywords(forward))
+    return known is not None and (sinks or not known.startswith("gpt_oss."))
 
 
 def _classes_of(module: str) -> list[type]:
@@ -227,11 +220,3 @@ def _keywords(function: Any) -> list[tuple[str, ...]]:
     """Return the names of keyword arguments in the calls of a function."""
     constants = function.__code__.co_consts
     return [constant for constant in constants if isinstance(constant, tuple)]
-
-
-def _rotates_halves(rotary: Any) -> bool:
-    """Return whether an ``apply_rotary_pos_emb`` is that of a family that has a table."""
-    names = ("llama", "gpt_neox")
-    files = (f"transformers.models.{name}.modeling_{name}" for name in names)
-    known = (importlib.import_module(file).apply_rotary_pos_emb for file in files)
-    return any(same_function(rotary, function) for function in known)

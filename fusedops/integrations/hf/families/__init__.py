@@ -1,22 +1,7 @@
-"""Hugging Face's families: rules for what only they have, and their fused classes.
+"""The layers of Hugging Face's families whose residual sums, norms and dropouts are fused.
 
-Norms, feed-forward layers and experts are mostly known by their code or by transformers' registries
-(``tables.py``); what is here are the layers around them, attention and routers. A file has
-``RULES``; one for families that are one another under other names (``*_like.py``) has ``FAMILIES``
-and ``rules(name)``. It is imported when the model at hand is of its family, never before.
+Norms, feed-forward layers, attention and experts are known by their code or by transformers'
+registries (``tables.py``). A file here has ``RULES``: class whose code is listed in
+``known_code.toml`` -> a function that makes the rule of a class with that code, from the class and
+the name of the module for the patched one. No file imports a model's.
 """
-
-# Name of a family in transformers -> the file here. Of several originals with the same methods the
-# first gives its name to the report.
-FAMILIES = {
-    "llama": "llama_like",
-    "gemma": "llama_like",
-    "bert": "bert_like",
-    "gpt2": "gpt2",
-    "vit": "vit",
-    **dict.fromkeys(("camembert", "electra", "roberta", "xlm_roberta"), "bert_like"),
-    **dict.fromkeys(("gemma2", "mistral", "phi3", "qwen2", "qwen3"), "llama_like"),
-    **dict.fromkeys(("deepseek_v3", "gpt_oss", "mixtral", "olmoe"), "moe_like"),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), "moe_like"),
-    **{name: name for name in ("clip", "distilbert", "gpt_neox", "opt", "phi", "t5", "whisper")},
-}

@@ -1,7 +1,6 @@
-"""Rules for T5: norms, attention, and dropout + residual sum. Its MLPs are known by their code.
+"""T5's norm, and its sublayers with dropout + residual sum.
 
-T5's scores are not scaled, and a learned bias of the relative position is added to them: the
-attention's function gets both. Its norm is Llama's where weight and input have one dtype, else it
+Its norm is Llama's where weight and input have one dtype, else it
 stays: it does not round to the input's dtype. Not fused: a residual sum with the norm after it,
 which belongs to the next sublayer.
 """
@@ -9,16 +8,14 @@ which belongs to the next sublayer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.t5 import modeling_t5
 
-from fusedops.integrations.hf.known_code import copyable_if_known
-from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.residual_norm import layer_rule, probability
-from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, Refusal, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, always, runs_here, subclass
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.rms_norm import rms_norm
 
@@ -37,12 +34,10 @@ class _LayerNorm(nn.Module):
         return rms_norm(hidden_states, shape, self.weight, eps, rounding="hf")
 
 
-@copyable_if_known
-def _norm_rule(original: type[nn.Module], module_name: str, *, unknown: str | None) -> PatchRule:
+def _norm_rule(original: type[nn.Module], module_name: str) -> PatchRule:
     """Return the rule for the norm."""
-    plan = FusionPlan(("rms_norm",)) if unknown is None else Refusal(unknown)
     patched = subclass(original, _LayerNorm, module_name)
-    return PatchRule(original, patched, "O1", lambda norm: plan)
+    return PatchRule(original, patched, "O1", always("rms_norm"))
 
 
 def _feed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -67,17 +62,10 @@ def _summed(sublayer: Any, branch: torch.Tensor, residual: torch.Tensor) -> torc
     return bias_dropout_add(branch, None, residual, probability(sublayer.dropout))
 
 
-_SUBLAYERS: tuple[tuple[type[nn.Module], Callable[..., Any]], ...] = (
-    (modeling_t5.T5LayerFF, _feed_forward),
-    (modeling_t5.T5LayerSelfAttention, _sublayer("SelfAttention")),
-    (modeling_t5.T5LayerCrossAttention, _sublayer("EncDecAttention")),
-)
-
-RULES = (
-    attention_rule(modeling_t5.T5Attention, __name__),
-    _norm_rule(modeling_t5.T5LayerNorm, __name__),
-    *(
-        layer_rule(original, __name__, forward, dropouts=("dropout",), ops=("bias_dropout_add",))
-        for original, forward in _SUBLAYERS
-    ),
-)
+_RULE = partial(layer_rule, dropouts=("dropout",), ops=("bias_dropout_add",))
+RULES = {
+    "T5LayerNorm": _norm_rule,
+    "T5LayerFF": partial(_RULE, compute=_feed_forward),
+    "T5LayerSelfAttention": partial(_RULE, compute=_sublayer("SelfAttention")),
+    "T5LayerCrossAttention": partial(_RULE, compute=_sublayer("EncDecAttention")),
+}

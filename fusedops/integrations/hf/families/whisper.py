@@ -1,4 +1,4 @@
-"""Rules for Whisper: attention, and the layers, which hold their MLP and dropouts themselves.
+"""Whisper's layers, which hold their MLP and dropouts themselves.
 
 In a layer, dropout + residual sum + norm are one op, the MLP is another (two where its inner
 dropout has work), dropout + residual sum at the end a third.
@@ -6,13 +6,12 @@ dropout has work), dropout + residual sum at the end a third.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from transformers.models.whisper import modeling_whisper
 
 from fusedops.integrations.hf.rules import chain
-from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.residual_norm import add_norm, layer_rule
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
@@ -66,22 +65,10 @@ def _dropout_p(layer: Any) -> float:
     return layer.dropout if layer.training else 0.0
 
 
-_REST: Any = {"ops": ("bias_dropout_add",), "feed_forward": _STEPS}
-
-RULES = (
-    attention_rule(modeling_whisper.WhisperAttention, __name__),
-    layer_rule(
-        modeling_whisper.WhisperEncoderLayer,
-        __name__,
-        _encoder_layer,
-        norms=("final_layer_norm",),
-        **_REST,
+_RULE = partial(layer_rule, ops=("bias_dropout_add",), feed_forward=_STEPS)
+RULES = {
+    "WhisperEncoderLayer": partial(_RULE, compute=_encoder_layer, norms=("final_layer_norm",)),
+    "WhisperDecoderLayer": partial(
+        _RULE, compute=_decoder_layer, norms=("encoder_attn_layer_norm", "final_layer_norm")
     ),
-    layer_rule(
-        modeling_whisper.WhisperDecoderLayer,
-        __name__,
-        _decoder_layer,
-        norms=("encoder_attn_layer_norm", "final_layer_norm"),
-        **_REST,
-    ),
-)
+}

@@ -29,13 +29,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import original_code
 from fusedops.integrations.hf.original_code import is_plain, name_of, replaced, with_others
-from fusedops.integrations.hf.renamed_arguments import only_renames
 from fusedops.integrations.hf.rules.rotary import fused_rotary
 from fusedops.integrations.hf.rules.rule import (
     FusionPlan,
     PatchRule,
     Refusal,
-    copyable,
     global_hooks,
     hooks_obstacle,
     runs_here,
@@ -159,7 +157,7 @@ def _serves(module: Any, query: Any, key: Any, value: Any, mask: Any) -> bool:
         and is_plain(key)
         and is_plain(value)
         and (groups is None or groups * key.shape[1] == query.shape[1])
-        and (mask is None or (is_plain(mask) and mask.shape[-1] in (1, key.shape[2])))
+        and (mask is None or (is_plain(mask) and mask.shape[-1] == key.shape[2]))
     )
 
 
@@ -263,40 +261,37 @@ def weights_obstacle(module: Any) -> str | None:
     return None if watched is None else f"it gives its attention weights away: {watched}"
 
 
+def _only_renames(function: Any) -> bool:
+    """Return whether ``function`` is no wrapper, or one that only accepts arguments' old names."""
+    while hasattr(function, "__wrapped__"):
+        home = getattr(function, "__globals__", {}).get("__name__")
+        if home != "transformers.utils.deprecation":
+            return False
+        function = function.__wrapped__
+    return True
+
+
 def _entry(name: str, function: Any) -> str:
     return f"the attention function {name!r} was replaced by {name_of(function)}"
 
 
-@copyable
-def attention_rule(
-    original: type[nn.Module],
-    module_name: str,
-    absorbs: tuple[str, ...] = (),
-    *,
-    eager: bool = False,
-    rotary: bool = False,
-    half_tables: bool = False,
-) -> PatchRule:
+def attention_rule(original: type[nn.Module], module_name: str, *, eager: bool) -> PatchRule:
     """Return the rule for an attention class that asks ``self.config`` for its implementation.
 
     Args:
         original: the class.
         module_name: holds the patched class.
-        absorbs: names of the children whose work the attention's function does.
         eager: whether the class's ``eager`` is ``attend_as_eager``, and its caller drops the
             weights.
-        rotary: whether its ``apply_rotary_pos_emb`` is Llama's or GPT-NeoX's: pairs are halves.
-        half_tables: whether its cosines and sines hold each angle once (GPT-OSS), not twice.
 
     Raises:
         UnsupportedError: the forward is no plain function, or other code wraps it.
     """
     code: Any = inspect.unwrap(original.forward)
     interface = FusedInterface(code.__globals__, eager=eager)
-    others = {_REGISTRY: interface}
-    others |= fused_rotary(code, half_tables=half_tables) if rotary else {}
+    others = {_REGISTRY: interface} | fused_rotary(code)
     forward = with_others(original.forward, others, __name__)
-    if forward is None or not only_renames(original.forward):
+    if forward is None or not _only_renames(original.forward):
         raise UnsupportedError(f"{original.__name__}.forward cannot run with another registry")
     ops = ("attention", "rotary_embedding") if len(others) > 1 else ("attention",)
 
@@ -305,7 +300,7 @@ def attention_rule(
         reason = interface.obstacle(configured)
         if configured == "eager":
             reason = reason or weights_obstacle(module)
-        return Refusal(reason) if reason is not None else FusionPlan(ops, absorbs, note(configured))
+        return Refusal(reason) if reason is not None else FusionPlan(ops, note=note(configured))
 
     def note(configured: str) -> str | None:
         function = interface.registry.get(configured)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf import symbolic
+from fusedops.integrations.hf.class_table import own_attribute
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules import recognition
 from fusedops.integrations.hf.rules.batched_experts import batched_experts_rule
@@ -23,7 +24,6 @@ from fusedops.integrations.hf.rules.recognition import NormExpression
 from fusedops.integrations.hf.rules.rms_norms import NormKind, rms_norm_rule
 from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, Refusal, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import LINEARS
-from fusedops.integrations.hf.same_code import own_attribute
 from fusedops.integrations.hf.symbolic import Path, value_of
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.rms_norm import rms_norm

@@ -33,7 +33,7 @@ from fusedops.integrations.hf.original_code import (
     watched_function,
     with_inner,
 )
-from fusedops.integrations.hf.partitioned_weights import whole_shape
+from fusedops.integrations.hf.partitioned_weights import unsharded_shape
 from fusedops.integrations.hf.rules import transformers_modules  # noqa: F401 (its activations)
 from fusedops.integrations.hf.rules.activations import activation_obstacle, known_activation
 from fusedops.integrations.hf.rules.recognition import ClampedGate, clamped_gate_of
@@ -42,7 +42,6 @@ from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     Refusal,
     bypass_obstacle,
-    copyable,
     global_hooks,
     runs_here,
     subclass,
@@ -225,7 +224,7 @@ def obstacle(module: Any) -> str | None:
     function = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
     if function is not _KNOWN[configured]:
         return f"the experts function {configured!r} was replaced by {name_of(function)}"
-    count = whole_shape(module.down_proj)[0]
+    count = unsharded_shape(module.down_proj)[0]
     if module.num_experts != count:
         return f"it has weights for {count} experts, not {module.num_experts}"
     return replaced(_WATCHED[configured]) if configured in _WATCHED else None
@@ -266,10 +265,7 @@ def experts_obstacle(name: str, experts: Any) -> str | None:
     return bypass_obstacle(name, experts, (experts.fused_rule.patched,)) or refusal
 
 
-@copyable
-def experts_rule(
-    original: type[nn.Module], module_name: str, *, loop_is_known: bool = True
-) -> PatchRule:
+def experts_rule(original: type[nn.Module], module_name: str, *, loop_is_known: bool) -> PatchRule:
     """Return the rule for an experts class that ``use_experts_implementation`` has decorated.
 
     Args:

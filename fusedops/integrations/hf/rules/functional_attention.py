@@ -55,7 +55,10 @@ def fused_in_torch(value: Any) -> Any:
 
 @functools.wraps(_torchs)
 def _attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    mask = args[0] if args else options.get("attn_mask")
     known = runs_here(query) and is_plain(key) and is_plain(value)
+    if isinstance(mask, torch.Tensor) and mask.dim() > 0:  # torch refuses another number of keys
+        known = known and is_plain(mask) and mask.shape[-1] in (key.shape[-2], 1)
     if not (known and query.dtype == key.dtype == value.dtype and query.dim() > 1):
         return _torchs(query, key, value, *args, **options)
     if query.dim() > 2 and key.shape[-3] == value.shape[-3] == 1:  # torch broadcasts the head

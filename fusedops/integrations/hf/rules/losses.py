@@ -210,4 +210,4 @@ def _loss_of(owner: Any) -> Any:
 
 def _unknown(stock: Any) -> str | None:
     """Return why ``stock`` is not the loss that ours was written for, or ``None``."""
-    return _replaced(_ours(stock)) or unknown_code(stock)
+    return _replaced(_ours(stock)) or unknown_code(stock, "losses")

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.known_code import copyable_if_known
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules import chain, rms_norms
 from fusedops.integrations.hf.rules.rule import (
@@ -96,13 +95,11 @@ def probability(dropout: Any) -> float:
 Names = tuple[str, ...]
 
 
-@copyable_if_known
 def layer_rule(
     original: type[nn.Module],
     module_name: str,
-    compute: Callable[..., Any],
     *,
-    unknown: str | None,
+    compute: Callable[..., Any],
     norms: Names | Callable[[Any], Names] = (),
     dropouts: Names = (),
     ops: Names = (),
@@ -112,13 +109,12 @@ def layer_rule(
 ) -> PatchRule:
     """Return the rule for a layer whose forward does the work of some norms and dropouts.
 
-    It refuses where this transformers has another forward, and where one of them must be called.
+    It refuses where one of them must be called.
 
     Args:
         original: the class.
         module_name: holds the patched class.
         compute: the fused forward, see the top of this file.
-        unknown: why it was not written for this transformers, or ``None``.
         norms: names of the norms behind a sum, each for ``add_norm``; or what they are in a layer.
         dropouts: names of the dropouts that the forward does not call.
         ops: what it calls but for norms and feed-forward layer.
@@ -133,7 +129,7 @@ def layer_rule(
         return tuple(name for name in names if hasattr(layer, name))
 
     def obstacle(layer: Any) -> str | None:
-        reason = unknown or global_hooks()
+        reason = global_hooks()
         for name in names_of(layer):
             reason = reason or norm_obstacle(name, getattr(layer, name))
         for name in dropouts:

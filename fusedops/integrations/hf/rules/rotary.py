@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fusedops.integrations.hf import known_code
 from fusedops.integrations.hf.original_code import names_in, replaced, watched_function
 from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.rotary_embedding import rotary_embedding
@@ -23,37 +24,33 @@ _NAME = "apply_rotary_pos_emb"
 _INTERLEAVED = "apply_rotary_pos_emb_interleave"
 
 
-def fused_rotary(forward: Any, *, half_tables: bool = False) -> dict[str, Any]:
-    """Return what stands for the ``apply_rotary_pos_emb`` that a forward calls, by global name.
+def fused_rotary(forward: Any) -> dict[str, Any]:
+    """Return what stands for the rotary functions that a forward calls, by their global names.
 
     Args:
         forward: of an attention class.
-        half_tables: whether its cosines and sines hold each angle once (GPT-OSS), not twice.
     """
-    names = set(names_in(forward.__code__))
-    prepared = {
-        _NAME: _whole_tables if half_tables else _as_given,
-        _INTERLEAVED: _deinterleaved,
-    }
-    return {
-        name: _fused(forward.__globals__, name, prepare)
-        for name, prepare in prepared.items()
-        if name in names and _NAME in names
-    }
+    others = {}
+    for name in set(names_in(forward.__code__)) & {_NAME, _INTERLEAVED}:
+        known = known_code.known_as(forward.__globals__.get(name), "rotary")
+        if known is not None:
+            others[name] = _fused(forward.__globals__, name, known)
+    return others
 
 
-def _fused(
-    namespace: dict[str, Any], name: str, prepared: Callable[..., Any]
-) -> Callable[..., Any]:
+def _fused(namespace: dict[str, Any], name: str, known: str) -> Callable[..., Any]:
     """Return a function with the fused op for arguments that it takes, else the file's own."""
+    prepared = _PREPARED.get(known, _as_given)
     watched = watched_function(namespace["__name__"], name)
 
     @wraps(namespace[name])
     def apply_rotary(*args: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if options or len(args) != 4 or not _fits(*args) or replaced(watched) is not None:
-            output: tuple[torch.Tensor, torch.Tensor] = namespace[name](*args, **options)
-            return output
-        return rotary_embedding(*prepared(*args))
+        if not options and len(args) == 4 and _fits(*args) and replaced(watched) is None:
+            q, k, cos, sin = prepared(*args)
+            if known in _PARTIAL or cos.shape[-1] == q.shape[-1]:
+                return rotary_embedding(q, k, cos, sin)
+        output: tuple[torch.Tensor, torch.Tensor] = namespace[name](*args, **options)
+        return output
 
     return apply_rotary
 
@@ -74,6 +71,17 @@ def _deinterleaved(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, ..
 def _halves(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` with the first elements of all pairs before the second ones."""
     return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+
+
+# Known function -> what makes the arguments of the op from its own.
+_PREPARED = {
+    "gpt_oss.apply_rotary_pos_emb": _whole_tables,
+    "deepseek_v3.apply_rotary_pos_emb_interleave": _deinterleaved,
+}
+
+
+# Functions that rotate the first elements of a head, as many as the tables have.
+_PARTIAL = ("gpt_neox.apply_rotary_pos_emb", "phi3.apply_rotary_pos_emb")
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

@@ -6,13 +6,13 @@ stays what the families' layers take: logits, weights and indices (int64).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf.known_code import copyable_if_known
 from fusedops.integrations.hf.rules.rule import (
     FusionPlan,
     PatchRule,
@@ -127,16 +127,20 @@ def router_obstacle(name: str, router: Any) -> str | None:
     return bypass_obstacle(name, router, (router.fused_rule.patched,))
 
 
-@copyable_if_known
-def router_rule(
-    original: type[nn.Module], module_name: str, forward: type[Router], *, unknown: str | None
-) -> PatchRule:
-    """Return the rule for a router, which refuses where this transformers has another."""
+def _rule(original: type[nn.Module], module_name: str, *, forward: type[Router]) -> PatchRule:
     plan = FusionPlan(("moe_route",))
 
     def plan_of(module: Any) -> FusionPlan | Refusal:
-        reason = unknown or forward._obstacle(module)
+        reason = forward._obstacle(module)
         return plan if reason is None else Refusal(reason)
 
     patched = subclass(original, forward, module_name)
     return PatchRule(original, patched, "O2", plan_of, guarded=True)
+
+
+RULES = {
+    "MixtralTopKRouter": partial(_rule, forward=SoftmaxRouter),
+    "Qwen2MoeTopKRouter": partial(_rule, forward=SoftmaxAsConfigured),
+    "DeepseekV3TopkRouter": partial(_rule, forward=GroupedSigmoid),
+    "GptOssTopKRouter": partial(_rule, forward=SoftmaxOfChosen),
+}

@@ -88,9 +88,8 @@ class PatchRule:
     copies_code: bool = False
     # What these methods of ``original`` read when the rule was made
     watched: WatchList = field(init=False)
-    # Makes the rule for a class with the same methods, of class and module name; see ``copyable``
-    for_copy: Callable[[type[nn.Module], str], PatchRule] | None = field(init=False, default=None)
-    copy_of: str | None = None  # name of the class with the same methods that the rule was made for
+    # Name of another class with the same code that the rule was written for
+    copy_of: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Watch the original, and give the methods of the patched class their fallback."""
@@ -169,27 +168,6 @@ def always(*ops: str) -> Callable[[Any], FusionPlan]:
     """Return what plans a rule whose forward runs these ops in any state of an instance."""
     plan = FusionPlan(ops)
     return lambda module: plan
-
-
-def copyable(make: Callable[..., PatchRule]) -> Callable[..., PatchRule]:
-    """Let a function that makes a class's rule make that of a copy of the class as well.
-
-    Args:
-        make: takes the original class, the name of the module that holds the patched class, and
-            whatever else it needs, which is the same for a copy.
-    """
-
-    @functools.wraps(make)
-    def made(original: type[nn.Module], module_name: str, *args: Any, **options: Any) -> PatchRule:
-        rule = make(original, module_name, *args, **options)
-
-        def for_copy(copy: type[nn.Module], copy_module_name: str) -> PatchRule:
-            return made(copy, copy_module_name, *args, **options)
-
-        object.__setattr__(rule, "for_copy", for_copy)
-        return rule
-
-    return made
 
 
 def rule_of(module: nn.Module) -> PatchRule | None:

@@ -8,18 +8,17 @@ is fused on its own then.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.known_code import copyable_if_known
 from fusedops.integrations.hf.rules.experts import OWN_GATE, compute, experts_obstacle, known_gate
 from fusedops.integrations.hf.rules.routers import router_obstacle
 from fusedops.integrations.hf.rules.rule import (
     FusionPlan,
     PatchRule,
-    Refusal,
     global_hooks,
     runs_here,
     subclass,
@@ -91,18 +90,10 @@ class ScoredBlock(SparseBlock):
         return output, plan.probs.to(input.dtype)
 
 
-@copyable_if_known
-def block_rule(
-    original: type[nn.Module], module_name: str, forward: type[SparseBlock], *, unknown: str | None
-) -> PatchRule:
-    """Return the rule for a sparse layer, which refuses where this transformers has another."""
+def _rule(original: type[nn.Module], module_name: str, *, forward: type[SparseBlock]) -> PatchRule:
     children = (forward.router_name, "experts")
-    return PatchRule(
-        original,
-        subclass(original, forward, module_name),
-        "O2",
-        lambda module: Refusal(unknown) if unknown is not None else _plan(module, children),
-    )
+    patched = subclass(original, forward, module_name)
+    return PatchRule(original, patched, "O2", lambda module: _plan(module, children))
 
 
 def _plan(module: Any, children: tuple[str, ...]) -> FusionPlan:
@@ -113,3 +104,13 @@ def _plan(module: Any, children: tuple[str, ...]) -> FusionPlan:
     if reason is not None:
         return FusionPlan(ops, note=f"router and experts apart: {reason}")
     return FusionPlan(ops, children, None if known_gate(module.experts) is not None else OWN_GATE)
+
+
+RULES = {
+    "MixtralSparseMoeBlock": partial(_rule, forward=NoisyBlock),
+    "Qwen2MoeSparseMoeBlock": partial(_rule, forward=GatedSharedBlock),
+    "Qwen3MoeSparseMoeBlock": partial(_rule, forward=SparseBlock),
+    "OlmoeSparseMoeBlock": partial(_rule, forward=SparseBlock),
+    "DeepseekV3MoE": partial(_rule, forward=SharedBlock),
+    "GptOssMLP": partial(_rule, forward=ScoredBlock),
+}

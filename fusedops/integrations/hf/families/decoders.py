@@ -1,0 +1,92 @@
+"""The layers of GPT-2, GPT-NeoX and OPT.
+
+GPT-NeoX's rule is for branches that follow each other: parallel ones have no norm after a sum. OPT
+has feed-forward layer and dropouts in the layer's own forward.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusedops.integrations.hf.rules import chain
+from fusedops.integrations.hf.rules.residual_norm import add_norm, layer_rule, probability
+from fusedops.ops.bias_dropout_add import bias_dropout_add
+
+
+def _gpt2(
+    self: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None,
+    encoder_attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    if encoder_hidden_states is not None:
+        output: torch.Tensor = self.fused_rule.original.forward(
+            self,
+            hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            **options,
+        )
+        return output
+    attended, _ = self.attn(self.ln_1(hidden_states), **options)
+    normed, residual = add_norm(attended, hidden_states, self.ln_2)
+    return residual + self.mlp(normed)
+
+
+def _gpt_neox(self: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+    attended, _ = self.attention(self.input_layernorm(hidden_states), **options)
+    dropout_p = probability(self.post_attention_dropout)
+    norm = self.post_attention_layernorm
+    normed, residual = add_norm(attended, hidden_states, norm, dropout_p)
+    output: torch.Tensor = self.post_mlp_dropout(self.mlp(normed)) + residual
+    return output
+
+
+_STEPS = ("fc1", "activation_fn", "fc2")
+
+
+def _opt(
+    self: Any, hidden_states: torch.Tensor, use_cache: bool | None, **options: Any
+) -> torch.Tensor:
+    dropout_p = self.dropout if self.training else 0.0
+    first, second = self.self_attn_layer_norm, self.final_layer_norm
+    if not self.do_layer_norm_before:
+        attended, _ = self.self_attn(hidden_states=hidden_states, **options)
+        normed, _ = add_norm(attended, hidden_states, first, dropout_p)
+        return add_norm(_feed_forward(self, normed), normed, second, dropout_p)[0]
+    attended, _ = self.self_attn(hidden_states=first(hidden_states), **options)
+    normed, residual = add_norm(attended, hidden_states, second, dropout_p)
+    return bias_dropout_add(_feed_forward(self, normed), None, residual, dropout_p)
+
+
+def _feed_forward(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    rows = hidden_states.reshape(-1, hidden_states.size(-1))  # as the original calls the children
+    return chain.run(layer, _STEPS, rows).view(hidden_states.shape)
+
+
+def _opt_norms(layer: Any) -> tuple[str, ...]:
+    first = () if layer.do_layer_norm_before else ("self_attn_layer_norm",)
+    return (*first, "final_layer_norm")
+
+
+RULES = {
+    "GPT2Block": partial(layer_rule, compute=_gpt2, norms=("ln_2",)),
+    "GPTNeoXLayer": partial(
+        layer_rule,
+        compute=_gpt_neox,
+        norms=("post_attention_layernorm",),
+        dropouts=("post_attention_dropout",),
+        applies=lambda layer: not layer.use_parallel_residual,
+    ),
+    "OPTDecoderLayer": partial(
+        layer_rule,
+        compute=_opt,
+        norms=_opt_norms,
+        ops=("bias_dropout_add",),
+        feed_forward=_STEPS,
+    ),
+}
