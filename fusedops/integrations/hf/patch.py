@@ -52,12 +52,13 @@ def patch(
     in the process. A second call with another level changes the level.
 
     Args:
-        model: any module. Hugging Face's families with a table in ``families/`` are recognized, and
-            torch's ``LayerNorm``, ``RMSNorm``, ``GELU``, ``Linear`` and ``Sequential`` in any
-            model.
-        level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also matrix products
-            with what follows them, and losses; ``"O3"`` also attention that a module's own code
-            computes by ``F.scaled_dot_product_attention``, or writes out.
+        model: any module. What is replaced is known by its class (torch's modules, layers of
+            transformers' families), by its code (norms, feed-forward layers) or by transformers'
+            registries (attention, experts, losses).
+        level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also attention by
+            transformers' registry, matrix products with what follows them, experts and losses;
+            ``"O3"`` also attention that a module's own code computes by
+            ``F.scaled_dot_product_attention``. Attention that code writes out is not replaced.
         strict: raise if a module has a rule but cannot be replaced, or if no module has a rule.
         calibrate: measure each class and shape of module, patched and stock, on the inputs that it
             receives in a step with ``example``, and keep the stock one if it is faster. This takes
@@ -86,10 +87,11 @@ def patch(
 
     Note:
         Patch after loading adapters and before ``fully_shard``. If the children of a fused module
-        get hooks or adapters later, or another library replaces a function of its original, the
-        module runs its original forward from then on; ``describe`` shows it. Libraries that compare
-        exact classes (``torch.ao.quantization``) do not recognize patched classes and skip them
-        with a warning: call ``unpatch`` first. Calibration chooses by the clock of this machine.
+        get hooks or adapters later, or something is changed that its original's code reads
+        (``report.watched(module)``), the original forward runs meanwhile; ``describe`` shows it.
+        Libraries that compare exact classes (``torch.ao.quantization``) do not recognize patched
+        classes and skip them with a warning: call ``unpatch`` first. Calibration chooses by the
+        clock of this machine.
         Each choice computes the same function, but two machines, or two processes on one machine,
         may run different kernels for a module and round differently. With a file all processes on a
         machine choose alike; if you need the same bits on all machines, do not calibrate.
