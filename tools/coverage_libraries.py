@@ -404,7 +404,7 @@ def row_of(case: Case) -> dict[str, Any]:
     fill_zero_weights(model)
     model.eval()  # what is drawn in training may be drawn in another order
     patched = copy.deepcopy(model)
-    entry = coverage(case.name, patched, "", run=lambda: patched(**inputs))
+    entry = coverage(case.name, patched, "")
     stock = values_of(model, inputs)
     row = {
         "name": case.name,

@@ -1,8 +1,7 @@
 """What `fusedops.patch` fuses in each model type of transformers: writes docs/coverage.md.
 
 Every type is built on the meta device with two layers, patched at level O3, and its report read:
-nothing is downloaded. A model with attention that its code writes out also runs once, because only
-a call shows whether the op serves the code: on the meta device, or on the CPU if it reads values.
+nothing is downloaded.
 
     python tools/coverage_page.py            # writes the page
     python tools/coverage_page.py --check    # fails if the page says something else
@@ -17,7 +16,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ from torch import nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
 import fusedops
-from fusedops.integrations.hf import tables
+from fusedops.integrations.hf import known_code, tables
 from fusedops.integrations.hf.rules.rule import rule_of
-from fusedops.integrations.hf.rules.written_attention import outcome_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "coverage.md"
@@ -140,12 +138,13 @@ def way_of(module: nn.Module) -> str:
     assert rule is not None
     if rule.copy_of is not None:
         return "copy"
-    if tables.rules().get(rule.original) is rule:
+    listed = any(known_code.known_as(rule.original, name) for name in tables._SECTIONS)
+    if listed or tables.rules().get(rule.original) is rule:
         return "table"
-    asks = "attention" in rule.ops and rule.level == "O2"
-    if "moe_mlp" in rule.ops:
+    asks = "ALL_ATTENTION_FUNCTIONS" in getattr(rule.original.forward, "__globals__", {})
+    if "experts" in rule.original.__name__.lower():
         asks = importlib.import_module(EXPERTS).asks_registry(rule.original)
-    return "registry" if asks else "code"
+    return "registry" if asks and rule.level == "O2" else "code"
 
 
 def example_inputs(model: Any, task: str) -> dict[str, torch.Tensor]:
@@ -162,39 +161,15 @@ def example_inputs(model: Any, task: str) -> dict[str, torch.Tensor]:
     return dict.fromkeys(names, words)
 
 
-def run_written(name: str, model: nn.Module, task: str) -> None:
-    """Run a model once if whether its attention is fused is known from calls only."""
-    outcomes = [outcome_of(module) for module in model.modules()]
-    if all(outcome is None or outcome.num_fused for outcome in outcomes):
-        return
-    for device in ("meta", "cpu"):
-        try:
-            if device == "cpu":
-                model = small_model(name, TASKS[task][1], device, few=device != "meta")
-                fusedops.patch(model, level="O3")
-            with torch.no_grad():
-                model.eval()(**example_inputs(model, task))
-        except Exception:  # it reads values, or needs other arguments: nothing is shown
-            continue
-        return
-
-
-def coverage(
-    name: str, model: nn.Module, task: str, run: Callable[[], object] | None = None
-) -> TypeCoverage:
+def coverage(name: str, model: nn.Module, task: str) -> TypeCoverage:
     """Return what of a model is fused after ``patch``.
 
     Args:
         name: of its type.
         model: of a task.
         task: one of ``TASKS``.
-        run: calls the patched model once, for one that has no task.
     """
     report = fusedops.patch(model, level="O3")
-    if run is None:
-        run_written(name, model, task)
-    else:
-        run()
     modules = dict(model.named_modules())
     ways: dict[str, list[str]] = {column: [] for column in COLUMNS}
     present = {
@@ -211,9 +186,6 @@ def coverage(
             continue
         module = modules.get(entry.name)
         rule = None if module is None else rule_of(module)
-        outcome = None if module is None else outcome_of(module)
-        if outcome is not None and (outcome.obstacle is not None or not outcome.num_fused):
-            continue
         ops = set(entry.op.split(", "))
         if isinstance(module, nn.Linear):
             ops.discard("linear_act")

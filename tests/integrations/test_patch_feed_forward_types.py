@@ -136,12 +136,6 @@ TYPES = {
         },
         {"moe_mlp": 1, "mlp": 1},
     ),
-    "llama4_text": ModelType(
-        "Llama4ForCausalLM",
-        EXPERTS | {"num_local_experts": 4, "intermediate_size_mlp": 48},
-        {"moe_mlp": 2},
-        "Llama4TextConfig",
-    ),
 }
 
 

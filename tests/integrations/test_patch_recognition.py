@@ -19,13 +19,12 @@ from torch import nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 
 import fusedops
 from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.rules.experts import known_gate
-from fusedops.integrations.hf.rules.recognition import batched_experts_of, clamped_gate_of
+from fusedops.integrations.hf.rules.recognition import clamped_gate_of
 from fusedops.integrations.hf.symbolic import paths_of
 
 
@@ -94,19 +93,6 @@ def test_a_class_derived_from_linear_is_known_by_its_code(
     with counted() as calls:
         torch.testing.assert_close(patched(rows()), stock(rows()))
     assert calls["mlp"] == count
-
-
-class SwappedHalves(Llama4TextExperts):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        hidden_states = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
-        gate_up = torch.bmm(hidden_states, self.gate_up_proj)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return torch.bmm(gate * self.act_fn(up), self.down_proj).view(-1, self.hidden_size)
-
-
-def test_experts_by_bmm_are_known_and_their_halves_have_an_order() -> None:
-    assert batched_experts_of(paths_of(Llama4TextExperts)[0].result) is not None
-    assert batched_experts_of(paths_of(SwappedHalves)[0].result) is None
 
 
 class OtherBound(MiniMaxM3VLExperts):

@@ -412,10 +412,7 @@ class _Module(_Value):
             return _Method(self, name)
         return self._run.attribute(self._path, name)
 
-    def __getitem__(self, index: Any) -> _Symbol:
-        if index is None:  # an argument that was left out
-            raise NoExpressionError
-        return _Symbol(self._run, ("item", self._expression(), _plain(index)))
+    __getitem__ = _no_answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Symbol:
         if kwargs or len(args) != 1 or not self._path:

@@ -26,6 +26,7 @@ from fusedops.integrations.hf.rules.rule import PatchRule, registering_bases
 _TABLES = {
     "fusedops.integrations.hf.rules.torch_modules": "torch",
     "fusedops.integrations.hf.rules.functional_attention": "torch",
+    "fusedops.integrations.hf.rules.sequential": "torch",
     "fusedops.integrations.hf.rules.torch_transformer": "torch",
     "fusedops.integrations.hf.rules.transformers_modules": "transformers.activations",
     "fusedops.integrations.hf.rules.bloom_gelu": "transformers.models.bloom.modeling_bloom",

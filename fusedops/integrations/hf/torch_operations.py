@@ -21,8 +21,8 @@ class NoExpressionError(Exception):
 # Methods of tensors that have an expression, and functions of torch: each under one name.
 METHODS = {
     *("add", "mul", "sub", "div", "pow", "square", "sqrt", "rsqrt", "mean", "var", "chunk", "size"),
-    *("to", "float", "type", "type_as", "sigmoid", "tanh", "relu", "contiguous", "clamp", "view"),
-    *("matmul", "bmm"),
+    *("to", "float", "type", "type_as", "sigmoid", "tanh", "relu", "contiguous", "clamp"),
+    "matmul",
 }
 NAMES: dict[Any, str] = {
     function: name

@@ -1,7 +1,7 @@
 """Rules for classes that no table knows, from what the code of their forward computes.
 
-Norms, feed-forward layers, chains of children and experts of equal numbers of rows are recognised
-under any name, in any library (``symbolic.py`` runs the code, ``recognition.py`` names it).
+Norms, feed-forward layers and chains of children are recognised under any name, in any library
+(``symbolic.py`` runs the code, ``recognition.py`` names it).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from fusedops.integrations.hf import symbolic
 from fusedops.integrations.hf.class_table import own_attribute
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules import recognition
-from fusedops.integrations.hf.rules.batched_experts import batched_experts_rule
 from fusedops.integrations.hf.rules.chain import chain_rule
 from fusedops.integrations.hf.rules.gated_mlp import GatedNames, PackedNames, gated_mlp_rule
 from fusedops.integrations.hf.rules.recognition import NormExpression
@@ -46,11 +45,7 @@ def rule_by_code(original: type[nn.Module], module_name: str) -> PatchRule | Non
     if issubclass(original, nn.Linear):
         _remember_linear(original, paths)
         return None
-    return (
-        _batched_experts_rule(original, module_name, paths)
-        or _feed_forward_rule(original, module_name, paths)
-        or _chunk_rule(original, module_name)
-    )
+    return _feed_forward_rule(original, module_name, paths) or _chunk_rule(original, module_name)
 
 
 def _remember_linear(original: type[nn.Linear], paths: tuple[Path, ...]) -> None:
@@ -59,15 +54,6 @@ def _remember_linear(original: type[nn.Linear], paths: tuple[Path, ...]) -> None
     if adds_no_bias is not None:
         remember(original)
         LINEARS[original] = adds_no_bias
-
-
-def _batched_experts_rule(
-    original: type[nn.Module], module_name: str, paths: tuple[Path, ...]
-) -> PatchRule | None:
-    if len(paths) != 1 or paths[0].answers:
-        return None
-    experts = recognition.batched_experts_of(paths[0].result)
-    return None if experts is None else batched_experts_rule(original, module_name, experts)
 
 
 def _feed_forward_rule(

@@ -20,6 +20,7 @@ from fusedops.integrations.hf.rules.activations import (
     Function,
     activation_name,
     known_name_in,
+    name_in,
     obstacle_in,
 )
 from fusedops.integrations.hf.rules.probes import empty_like_parameters
@@ -188,6 +189,12 @@ def _does_nothing(module: Any, step: Step) -> bool:
 def _pairs(module: Any, steps: tuple[Step, ...]) -> list[_Pair]:
     pairs = (_pair_at(module, steps, position) for position in range(len(steps)))
     return [pair for pair in pairs if pair is not None]
+
+
+def has_pair(module: Any, steps: tuple[Step, ...]) -> bool:
+    """Return whether a chain has a linear layer with a known activation behind it."""
+    pairs = _pairs(module, steps)
+    return any(name_in(module, pair.activation) is not None for pair in pairs)
 
 
 def _unknown_children(module: Any, steps: tuple[Step, ...]) -> list[str]:

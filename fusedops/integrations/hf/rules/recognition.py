@@ -289,39 +289,3 @@ def clamped_gate_of(expression: Expression) -> ClampedGate | None:
             if (gate, factor) == parts and lowest == highest == limit and _is_number(limit):
                 return ClampedGate(activation.parameter, limit, interleaved)
     return None
-
-
-class BatchedExperts(NamedTuple):
-    """Gated experts of as many rows each, which ``bmm`` computes together.
-
-    Attributes:
-        gate_up: where the weight of gate and up is, ``[num_experts, in, 2 * inner]``.
-        down: where the other one is.
-        activation: a child, or a function of torch.
-    """
-
-    gate_up: Place
-    down: Place
-    activation: str | Function
-
-
-def batched_experts_of(expression: Expression) -> BatchedExperts | None:
-    """Return the experts that an expression is, or ``None``."""
-    match expression:
-        case ("view", ("bmm", product, down), -1, width) if _is_place(down) and _is_place(width):
-            pass
-        case _:
-            return None
-    for gate, up in factors(product):
-        activation, half = activation_of(gate)
-        match half, up:
-            case (("part", ("chunk", hidden, 2, ("dim", -1)), 0), ("part", chunk, 1)):
-                if activation is None or chunk != half[1]:
-                    continue
-            case _:
-                continue
-        match hidden:
-            case ("bmm", ("view", source, ("item", shape, 0), -1, columns), ("attribute", path)):
-                if (source, columns, shape) == (INPUT, width, ("attribute", f"{path}.shape")):
-                    return BatchedExperts(("attribute", path), down, activation)
-    return None

@@ -1,7 +1,7 @@
 """Rules for torch's own modules, by exact type.
 
 A linear layer on its own is only worth replacing where the own product is faster than torch's:
-``own_product`` says where. With an activation behind it, in an ``nn.Sequential``, it always is.
+``own_product`` says where. With an activation behind it (``sequential.py``), it always is.
 """
 
 from __future__ import annotations
@@ -19,21 +19,17 @@ from fusedops._core.architecture import is_by_intel
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules import activations
-from fusedops.integrations.hf.rules.activations import activation_name
 from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
-    NOT_APPLICABLE,
     FusionPlan,
     PatchRule,
     Refusal,
     always,
     bypass_obstacle,
-    global_hooks,
     runs_here,
 )
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
-from fusedops.ops.mlp import mlp
 from fusedops.ops.rms_norm import rms_norm
 
 
@@ -132,24 +128,6 @@ class Linear(nn.Linear):
         return linear_act(input, self.weight, self.bias, activation="identity")
 
 
-class Sequential(nn.Sequential):
-    """``nn.Sequential`` that runs linear, activation (and linear) as one op where they follow."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the last module's output."""
-        modules = list(self._modules.values())
-        fusable = global_hooks() is None
-        position = 0
-        while position < len(modules):
-            count = _fusable(modules, position) if fusable and _is_input(input) else 1
-            if count == 1:
-                input = modules[position](input)
-            else:
-                input = _run(modules[position : position + count], input)
-            position += count
-        return input
-
-
 class CrossEntropyLoss(fused.CrossEntropyLoss):
     """``nn.CrossEntropyLoss`` of logits and class indices with the fused op."""
 
@@ -205,78 +183,13 @@ def linear_obstacle(name: str, module: Any) -> str | None:
     return reason
 
 
-def _is_input(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and runs_here(value)
-
-
-def _is_pair(modules: list[Any], position: int) -> bool:
-    """Return whether a linear layer and a known activation stand at ``position``."""
-    return (
-        position + 1 < len(modules)
-        and type(modules[position]) in LINEARS
-        and activation_name(modules[position + 1]) is not None
-    )
-
-
-def _pair_obstacle(modules: list[Any], position: int) -> str | None:
-    activation = modules[position + 1]
-    return linear_obstacle(str(position), modules[position]) or bypass_obstacle(
-        str(position + 1), activation, (type(activation),)
-    )
-
-
-def _fusable(modules: list[Any], position: int) -> int:
-    """Return how many modules from ``position`` on run as one: 1, 2 or 3."""
-    if not _is_pair(modules, position) or _pair_obstacle(modules, position) is not None:
-        return 1
-    if torchs_product_is_faster(modules[position].weight):
-        return 1
-    last = position + 2
-    return 2 if last == len(modules) or linear_obstacle(str(last), modules[last]) else 3
-
-
-def _run(modules: list[Any], input: torch.Tensor) -> torch.Tensor:
-    first, activation = modules[0], activation_name(modules[1])
-    assert activation is not None
-    if len(modules) == 2:
-        return linear_act(input, first.weight, first.bias, activation=activation)
-    second = modules[2]
-    return mlp(input, first.weight, first.bias, second.weight, second.bias, activation=activation)
-
-
-def _sequence_inside(module: nn.Sequential) -> tuple[str, ...]:
-    """Return the names of the children that run as one with others."""
-    names, children = list(module._modules), list(module)
-    inside: list[str] = []
-    position = 0
-    while position < len(children):
-        count = _fusable(children, position)
-        if count > 1:
-            inside += names[position : position + count]
-        position += count
-    return tuple(inside)
-
-
-def _sequence_plan(module: nn.Sequential) -> FusionPlan | Refusal:
-    children = list(module)
-    pairs = [position for position in range(len(children)) if _is_pair(children, position)]
-    if not pairs:
-        return NOT_APPLICABLE
-    reasons = [_pair_obstacle(children, position) for position in pairs]
-    reason = global_hooks() if None in reasons else "; ".join(map(str, reasons))
-    if reason is not None:
-        return Refusal(reason)
-    if torchs_product_is_faster(empty_like_parameters(module)):
-        return FusionPlan((), note=AS_FAST)
-    return FusionPlan(("linear_act", "mlp"), _sequence_inside(module))
-
-
 AS_FAST = "torch's own product is as fast here"
 
 
 def product_plan(module: nn.Module) -> FusionPlan:
     """Return the plan of a linear layer."""
-    runs = own_product(empty_like_parameters(module))
+    example = empty_like_parameters(module)
+    runs = example.is_meta or own_product(example)  # on meta, the device is not known yet
     return FusionPlan(("linear_act",)) if runs else FusionPlan((), note=AS_FAST)
 
 
@@ -290,6 +203,5 @@ RULES = (
     PatchRule(nn.RMSNorm, RMSNorm, "O1", always("rms_norm")),
     PatchRule(nn.GELU, GELU, "O1", always("gelu"), guarded=True),
     PatchRule(nn.Linear, Linear, "O2", product_plan),
-    PatchRule(nn.Sequential, Sequential, "O2", _sequence_plan),
     PatchRule(nn.CrossEntropyLoss, CrossEntropyLoss, "O2", _loss_plan),
 )
