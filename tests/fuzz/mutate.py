@@ -178,7 +178,7 @@ def _nothing(rng: random.Random, given: torch.Tensor) -> Any:
 
 
 def _empty(rng: random.Random, given: torch.Tensor) -> Any:
-    return given.new_empty(rng.choice(((0,), (0, 3), (3, 0), (0, 0, 0), ())))
+    return given.new_zeros(rng.choice(((0,), (0, 3), (3, 0), (0, 0, 0), ())))
 
 
 _TENSOR_CHANGES = (

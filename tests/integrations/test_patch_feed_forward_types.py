@@ -103,6 +103,46 @@ TRANSLATION = {
 }
 TYPES = {
     "bloom": ModelType("BloomForCausalLM", {"n_head": 4}, {"mlp": 2}),
+    "falcon_h1": ModelType(
+        "FalconH1ForCausalLM",
+        GROUPED
+        | {
+            "mlp_multipliers": [0.7, 1.3],
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+        {"swiglu": 2},
+    ),
+    "xlnet": ModelType(
+        "XLNetModel",
+        {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "dropout": 0.0},
+        {"mlp": 2},
+        "XLNetConfig",
+        hidden_loss,
+        frozen=("mask_emb", "seg_embed", "r_s_bias"),
+        sizes={"vocab_size": 97},
+    ),
+    "funnel": ModelType(
+        "FunnelBaseModel",
+        {
+            "block_sizes": [1, 1],
+            "d_model": 32,
+            "n_head": 4,
+            "d_head": 8,
+            "d_inner": 48,
+            "num_decoder_layers": 1,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+        },
+        {"mlp": 2},
+        "FunnelConfig",
+        hidden_loss,
+        sizes={"vocab_size": 97},
+    ),
     "falcon": ModelType(
         "FalconForCausalLM",
         {"new_decoder_architecture": False, "multi_query": True, "bias": False},

@@ -40,11 +40,13 @@ def _vit(
     return bias_dropout_add(self.mlp(normed), None, residual, dropout_p)
 
 
+_CLIP = partial(layer_rule, compute=_clip, norms=("layer_norm2",))
 RULES = {
     "BertSelfOutput": partial(
         layer_rule, compute=_bert, norms=("LayerNorm",), dropouts=("dropout",)
     ),
-    "CLIPEncoderLayer": partial(layer_rule, compute=_clip, norms=("layer_norm2",)),
+    "CLIPEncoderLayer": _CLIP,
+    "SiglipEncoderLayer": _CLIP,
     "TransformerBlock": partial(
         layer_rule, compute=_distilbert, norms=("sa_layer_norm", "output_layer_norm")
     ),

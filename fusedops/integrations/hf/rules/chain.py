@@ -66,7 +66,17 @@ class DropoutFunction(NamedTuple):
         return value if module.training else 0.0
 
 
-Step = str | Function | DropoutFunction
+class Scale(NamedTuple):
+    """A factor.
+
+    Attributes:
+        factor: the number, or where the module keeps it: ``("attribute", path)``.
+    """
+
+    factor: float | tuple[str, str]
+
+
+Step = str | Function | DropoutFunction | Scale
 
 
 class Fusion(NamedTuple):
@@ -85,12 +95,27 @@ class Fusion(NamedTuple):
     steps: int
 
 
+class Residual(NamedTuple):
+    """A sum at the end of a chain.
+
+    Attributes:
+        argument: name of the second argument, which is added; ``None``: the first one is.
+        behind: the steps that follow.
+    """
+
+    argument: str | None
+    behind: tuple[Step, ...]
+
+
 def apply(module: Any, step: Step, input: torch.Tensor) -> torch.Tensor:
     """Return what a step alone computes."""
     if isinstance(step, DropoutFunction):
         return F.dropout(input, step.of(module), module.training)
     if isinstance(step, Function):
         return _function(module, step)(input)
+    if isinstance(step, Scale):
+        factor: Any = step.factor
+        return input * (value_of(module, factor[1]) if isinstance(factor, tuple) else factor)
     output: torch.Tensor = value_of(module, step)(input)
     return output
 
@@ -158,7 +183,7 @@ def _pair_at(module: Any, steps: tuple[Step, ...], position: int) -> _Pair | Non
         return None
     if isinstance(activation, Function):
         return _Pair(linear, activation)
-    if isinstance(activation, DropoutFunction):
+    if not isinstance(activation, str):
         return None
     child = value_of(module, activation)
     if isinstance(child, nn.Module) and (child._parameters or child._modules):
@@ -178,7 +203,7 @@ def _does_nothing(module: Any, step: Step) -> bool:
     """Return whether a step returns its input now, and nobody waits for its call."""
     if isinstance(step, DropoutFunction):
         return step.of(module) == 0.0
-    if isinstance(step, Function):
+    if not isinstance(step, str):
         return False
     child = value_of(module, step)
     if type(child) is nn.Dropout and child.training and child.p > 0.0:
@@ -278,7 +303,7 @@ def chain_rule(
     original: type[nn.Module],
     module_name: str,
     steps: tuple[Step, ...],
-    residual: str | None = None,
+    residual: Residual | None = None,
     method: str = "forward",
     condition: Callable[[Any], bool] | None = None,
 ) -> PatchRule:
@@ -288,7 +313,7 @@ def chain_rule(
         original: the class.
         module_name: holds the patched class.
         steps: what runs.
-        residual: the method's second argument, if that is added to the result.
+        residual: what is added to the result, and what follows the sum.
         method: the name of the method.
         condition: whether an instance in its current state computes this.
     """
@@ -303,11 +328,12 @@ def chain_rule(
             return output
         return run(self, steps, hidden_states)
 
-    def run_and_add(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if not runs_here(hidden_states) or obstacle(self) is not None:
-            output: torch.Tensor = theirs(self, hidden_states, residual)
-            return output
-        return run(self, steps, hidden_states) + residual
+    def run_and_add(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not runs_here(hidden_states) or obstacle(self) is not None or residual is None:
+            return theirs(self, hidden_states, *args, **kwargs)
+        (other,) = (*args, *kwargs.values()) or (hidden_states,)
+        total = run(self, steps, hidden_states) + other
+        return run(self, residual.behind, total)
 
     def plan(module: Any) -> FusionPlan | Refusal:
         reason = obstacle(module)

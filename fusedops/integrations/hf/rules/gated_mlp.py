@@ -18,7 +18,7 @@ from fusedops.integrations.hf.rules.activations import (
     name_in,
     obstacle_in,
 )
-from fusedops.integrations.hf.rules.chain import Step, apply
+from fusedops.integrations.hf.rules.chain import Scale, Step, apply
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
     FusionPlan,
@@ -48,12 +48,14 @@ class GatedNames(NamedTuple):
         up: the other one.
         activation: a child, or a function of torch.
         last: what follows their product, steps of a chain (``chain.py``).
+        scales: factors between gate and activation.
     """
 
     gate: str
     up: str
     activation: str | Function
     last: tuple[Step, ...] = ()
+    scales: tuple[Scale, ...] = ()
 
 
 class PackedNames(NamedTuple):
@@ -84,6 +86,8 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torc
 
 def projections_obstacle(module: Any, names: GatedNames) -> str | None:
     """Return why the two projections must be called on their own, or ``None``."""
+    if names.scales:
+        return f"{names.gate} is scaled"
     for name in (names.gate, names.up):
         projection = value_of(module, name)
         reason = linear_obstacle(name, projection)
@@ -101,7 +105,10 @@ def _halves(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the activation is applied to, and the factor."""
     if isinstance(names, GatedNames):
-        return value_of(module, names.gate)(input), value_of(module, names.up)(input)
+        gate = value_of(module, names.gate)(input)
+        for scale in names.scales:
+            gate = apply(module, scale, gate)
+        return gate, value_of(module, names.up)(input)
     halves = value_of(module, names.packed)(input).chunk(2, dim=-1)
     return halves[names.gate], halves[1 - names.gate]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedops.integrations.hf.rules.activations import Function
-from fusedops.integrations.hf.rules.chain import DropoutFunction, Step
+from fusedops.integrations.hf.rules.chain import DropoutFunction, Residual, Scale, Step
 from fusedops.integrations.hf.rules.gated_mlp import GatedNames, PackedNames
 from fusedops.integrations.hf.symbolic import INPUT, Expression, Path, Question
 from fusedops.integrations.hf.torch_operations import is_same_value
@@ -161,10 +161,14 @@ def gated_of(expression: Expression) -> GatedNames | PackedNames | None:
         activation, projected = activation_of(gate)
         if activation is None:
             continue
+        scales: tuple[Scale, ...] = ()
+        step, source = step_of(projected)
+        if isinstance(step, Scale):
+            scales, projected = (step,), source
         match (projected, up):
             case (("call", first, argument), ("call", second, other)):
                 if argument == other == INPUT and first != second:
-                    return GatedNames(first, second, activation, last)
+                    return GatedNames(first, second, activation, last, scales)
             case (("part", chunk, half), ("part", other, rest)):
                 match chunk:
                     case ("chunk", ("call", packed, argument), 2, _) if (
@@ -174,16 +178,17 @@ def gated_of(expression: Expression) -> GatedNames | PackedNames | None:
     return None
 
 
-def chain_of(expression: Expression) -> tuple[tuple[Step, ...], str | None]:
+def chain_of(expression: Expression) -> tuple[tuple[Step, ...], Residual | None]:
     """Return the steps that an expression is if they run one after the other; else none.
 
     Returns:
-        The steps, and the name of the argument that is added behind the last, or ``None``.
+        The steps, and the sum behind the last, or ``None``.
     """
+    behind, total = _steps(expression)
     residual = None
-    match expression:
-        case ("add", content, ("input", str(name))) | ("add", ("input", str(name)), content):
-            residual, expression = name, content
+    match total:
+        case ("add", content, ("input", *names)) | ("add", ("input", *names), content):
+            residual, expression = Residual(next(iter(names), None), behind), content
     steps, source = _steps(expression)
     return (steps, residual) if source == INPUT and len(steps) > 1 else ((), None)
 
@@ -206,7 +211,12 @@ def step_of(expression: Expression) -> tuple[Step | None, Expression]:
             if _in_place(rest) is False and _is_number(p):
                 return DropoutFunction(p), source
             return None, expression
-    return activation_of(expression)
+    activation, source = activation_of(expression)
+    if activation is None:
+        for scaled, factor in factors(expression):
+            if _is_number(factor):
+                return Scale(factor), scaled
+    return activation, source
 
 
 def activation_of(expression: Expression) -> tuple[str | Function | None, Expression]:
