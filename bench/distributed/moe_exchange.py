@@ -206,7 +206,7 @@ def _write(path: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]
         "device": here.name,
         "torch": torch.__version__,
         "commit": machine.git_commit().get("commit", ""),
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()

@@ -46,16 +46,16 @@ PyObject* make_module() {
       {"is_unchanged", is_unchanged, METH_VARARGS, nullptr},
       {nullptr, nullptr, 0, nullptr},
   };
-  static PyModuleDef definition = {
-      PyModuleDef_HEAD_INIT,
-      "host",
-      "Threads of an offloaded optimizer, identities and watch lists of objects, offsets of an arena.",
-      -1,
-      functions,
-      nullptr,
-      nullptr,
-      nullptr,
-      nullptr};
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                   "host",
+                                   "Threads of an offloaded optimizer, identities and watch lists "
+                                   "of objects, offsets of an arena.",
+                                   -1,
+                                   functions,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr};
   python::Reference module(PyModule_Create(&definition));
   python::Reference queue(step_queue_type());
   if (PyModule_AddObject(module.get(), "StepQueue", queue.get()) != 0) throw python::Raised{};

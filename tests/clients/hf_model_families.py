@@ -16,8 +16,21 @@ import causal_families
 import encoder_families
 import torch
 import transformers
-import written_families
 from causal_families import GROUPED
+
+DECODER = {"d_model": 32, "vocab_size": 97, "pad_token_id": 1, "max_position_embeddings": 64}
+ENCODER_DECODER = DECODER | {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
 
 BATCH, SEQ_LEN = 3, 7
 PATCHES = (16 // 4) ** 2 + 1  # of encoder_families.VISION, with the class token
@@ -223,7 +236,7 @@ def masked(name: str, *models: str, **options: Any) -> tuple[Group, ...]:
 def to_text(name: str, **options: Any) -> tuple[Group, ...]:
     """Return a family like BART."""
     tasks = ("MODEL", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_QUESTION_ANSWERING")
-    options = written_families.ENCODER_DECODER | TOKENS | options
+    options = ENCODER_DECODER | TOKENS | options
     flags = {"is_encoder_decoder": True}
     return (Group(name, f"{name}Config", options, text_to_text, tasks, flags=flags),)
 

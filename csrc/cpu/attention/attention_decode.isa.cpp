@@ -235,11 +235,11 @@ class FewQueries {
     const int64_t at = head * call_.mask_head_stride + row * call_.mask_row_stride + key * stride;
     switch (call_.mask_kind) {
       case MaskKind::data:
-        return x + mask_in_bits<A>(load_as<T, A>(static_cast<const T*>(sequence.mask) + at,
-                                                 stride, count));
+        return x + mask_in_bits<A>(
+                       load_as<T, A>(static_cast<const T*>(sequence.mask) + at, stride, count));
       case MaskKind::wide:
-        return x + mask_in_bits<A>(load_as<A, A>(static_cast<const A*>(sequence.mask) + at,
-                                                 stride, count));
+        return x + mask_in_bits<A>(
+                       load_as<A, A>(static_cast<const A*>(sequence.mask) + at, stride, count));
       default:
         break;
     }
