@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fusedops.kernels._device import INTERPRETED, LOG2E, kept, kept_at, reciprocal
 
-LEAST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of the finite float32 numbers
+LEAST: tl.constexpr = tl.constexpr(-2.35e38)  # in units of log2 the least of float32
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -259,7 +259,8 @@ def scores(
     if MASK == "add":
         # Only minus infinity forbids: a finite number stays finite in units of log2.
         mask = mask.to(tl.float32)
-        s += tl.where((mask >= LEAST) & (mask * LOG2E < LEAST), LEAST, mask * LOG2E)
+        least = tl.maximum(mask, LEAST, propagate_nan=tl.PropagateNan.ALL)
+        s += tl.where(mask == float("-inf"), mask, least) * LOG2E
     elif MASK == "bool":
         s = tl.where(mask != 0, s, float("-inf"))
     return s, tanh
