@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import logging
 import sys
@@ -141,7 +142,8 @@ def way_of(module: nn.Module) -> str:
     listed = any(known_code.known_as(rule.original, name) for name in tables._SECTIONS)
     if listed or tables.rules().get(rule.original) is rule:
         return "table"
-    asks = "ALL_ATTENTION_FUNCTIONS" in getattr(rule.original.forward, "__globals__", {})
+    forward: Any = inspect.unwrap(rule.original.forward)
+    asks = "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
     if "experts" in rule.original.__name__.lower():
         asks = importlib.import_module(EXPERTS).asks_registry(rule.original)
     return "registry" if asks and rule.level == "O2" else "code"

@@ -9,15 +9,14 @@ import pytest
 @pytest.mark.parametrize(
     ("name", "task", "expected"),
     [
-        ("llama", "causal", {"attention": "table", "residual": "table", "feed-forward": "code"}),
+        ("llama", "causal", {"attention": "registry", "residual": "table", "feed-forward": "code"}),
         ("olmo", "causal", {"attention": "registry", "norm": "code", "feed-forward": "code"}),
-        ("gptj", "causal", {"attention": "code", "norm": "table", "feed-forward": "code"}),
+        ("gptj", "causal", {"attention": "no", "norm": "table", "feed-forward": "code"}),
         ("falcon", "causal", {"attention": "code", "norm": "table", "feed-forward": "code"}),
         ("mpt", "causal", {"attention": "no"}),  # it returns its weights
-        ("mpnet", "masked", {"attention": "code"}),
         ("bart", "sequence to sequence", {"loss": "code"}),
         ("nemotron_h", "causal", {"norm": "code", "experts": "registry"}),
-        ("mt5", "sequence to sequence", {"attention": "copy", "norm": "copy"}),
+        ("mt5", "sequence to sequence", {"attention": "registry", "norm": "copy"}),
     ],
 )
 def test_a_row_says_how_each_rule_is_known(name: str, task: str, expected: dict[str, str]) -> None:
