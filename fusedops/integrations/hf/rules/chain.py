@@ -6,7 +6,7 @@ A dropout between activation and product that has no work, and an identity, are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -242,47 +242,14 @@ def chain_obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
     return "; ".join(known or _unknown_children(module, steps)) or "it has no activation"
 
 
-def _fusions(module: Any, steps: tuple[Step, ...]) -> Iterator[tuple[int, Fusion]]:
-    """Yield where in a chain each op for several steps begins, and the op."""
-    position = 0
-    while position < len(steps):
-        fusion = fusion_at(module, steps, position)
-        if fusion is not None:
-            yield position, fusion
-        position += 1 if fusion is None else fusion.steps
-
-
-def fused_children(module: Any, steps: tuple[Step, ...]) -> tuple[str, ...]:
-    """Return the children of a chain whose work is done by an op for several steps."""
-    return tuple(
-        step
-        for position, fusion in _fusions(module, steps)
-        for step in steps[position : position + fusion.steps]
-        if isinstance(step, str)
-    )
-
-
-def fused_ops(module: Any, steps: tuple[Step, ...]) -> tuple[str, ...]:
-    """Return the ops that do several steps of a chain."""
-    ops = (
-        "linear_act" if fusion.second is None else "mlp" for _, fusion in _fusions(module, steps)
-    )
-    return tuple(dict.fromkeys(ops))
-
-
-def chain_note(module: Any, steps: tuple[Step, ...]) -> str | None:
-    """Return why the second linear layer of the first fused part is called on its own."""
-    for position in range(len(steps)):
-        fusion = fusion_at(module, steps, position)
-        if fusion is not None and fusion.second is None:
-            reasons = [
-                product_obstacle(step, value_of(module, step))
-                for step in steps[position + 2 :]
-                if _has_linear(module, step) and isinstance(step, str)
-            ]
-            reason = next((reason for reason in reasons if reason is not None), None)
-            return f"linear_act alone: {reason}" if reason is not None else None
-    return None
+def _second_obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
+    """Return why the linear layer behind a fused pair is called on its own, or ``None``."""
+    linears = [
+        step for step in steps if isinstance(step, str) and is_linear(value_of(module, step))
+    ]
+    reasons = (product_obstacle(name, value_of(module, name)) for name in linears)
+    reason = next((reason for reason in reasons if reason is not None), None)
+    return None if reason is None else f"linear_act alone: {reason}"
 
 
 def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
@@ -294,9 +261,21 @@ def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
         return Refusal(reason)
     if torchs_product_is_faster(empty_like_parameters(module)):
         return FusionPlan((), note=AS_FAST)
-    return FusionPlan(
-        fused_ops(module, steps), fused_children(module, steps), chain_note(module, steps)
-    )
+    ops: list[str] = []
+    children: list[str] = []
+    note, position = None, 0
+    while position < len(steps):
+        fusion = fusion_at(module, steps, position)
+        if fusion is None:
+            position += 1
+            continue
+        if fusion.second is None and note is None:
+            note = _second_obstacle(module, steps[position + 2 :])
+        ops.append("linear_act" if fusion.second is None else "mlp")
+        behind = position + fusion.steps
+        children += [step for step in steps[position:behind] if isinstance(step, str)]
+        position = behind
+    return FusionPlan(tuple(dict.fromkeys(ops)), tuple(children), note)
 
 
 def chain_rule(
@@ -354,7 +333,3 @@ def _is_activation(module: Any, step: Step) -> bool:
     if isinstance(step, str):
         return activation_name(value_of(module, step)) is not None
     return isinstance(step, Function)
-
-
-def _has_linear(module: Any, step: Step) -> bool:
-    return isinstance(step, str) and is_linear(value_of(module, step))
