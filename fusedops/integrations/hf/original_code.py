@@ -84,8 +84,9 @@ def changed(watched: WatchList, module: Any, name: str = "it") -> str | None:
     """Return what keeps a module from being what its class was made for, or ``None``.
 
     That is something that was replaced, or a parameter that cannot be read directly. Called before
-    every forward of a patched module and for each child that it bypasses: the compiled host module
-    compares in 0.1 us. Dynamo traces the comparison in Python and makes guards of it.
+    every forward of a patched module and for each child that it bypasses: 0.4 to 0.6 us for two to
+    nine attributes in the compiled host module, on a Zen 4 core that others used too. Dynamo traces
+    the comparison in Python and makes guards of it.
 
     Args:
         watched: what the module's class watches.
