@@ -167,9 +167,12 @@ def assert_named(
 ) -> None:
     named = [finding for finding in found if finding.kind == kind]
     assert named, found
-    assert named[0].ranks == ranks and section in ("", named[0].section)
-    # On a busy machine a step just before it may have been slow as well.
-    assert named[0].since >= FAULT_STEP - 4 and named[0].step <= FAULT_STEP + within
+    # Another process of the machine may take a core from a rank at any step: what it costs is
+    # smaller than the fault.
+    worst = max(named, key=lambda finding: finding.factor)
+    assert worst.ranks == ranks and section in ("", worst.section), found
+    # A step just before the fault may have been slow for the same reason.
+    assert worst.since >= FAULT_STEP - 4 and worst.step <= FAULT_STEP + within, found
 
 
 @pytest.mark.parametrize(
