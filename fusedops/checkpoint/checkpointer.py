@@ -471,9 +471,10 @@ class Checkpointer:
         self, folder: Path, record: dict[str, Any], passed_over: tuple[tuple[Path, str], ...]
     ) -> Restored:
         saved = record["ranks"]
-        mine = _read_rank(folder, self._rank if self._rank < saved else 0)
-        others = range(self._rank, saved, self._ranks)  # a share: of many ranks, not all by each
-        shares = self._gather([_read_rank(folder, rank)["data"] for rank in others])
+        # A share of the files on each rank: all ranks read all files of a large job too often.
+        share = {rank: _read_rank(folder, rank) for rank in range(self._rank, saved, self._ranks)}
+        mine = share[self._rank] if share else _read_rank(folder, 0)
+        shares = self._gather([part["data"] for part in share.values()])
         positions = (shares[rank % self._ranks][rank // self._ranks] for rank in range(saved))
         missing = sorted(self._stateful.keys() - mine["stateful"].keys())
         names = {name for of_rank in self._gather(self._state.names()) for name in of_rank}
