@@ -18,6 +18,8 @@ def device_tensor(values: Any, dtype: torch.dtype, device: torch.device | str) -
         dtype: of the result.
         device: of the result.
     """
+    if torch.compiler.is_compiling():  # the compiler makes a constant of it
+        return torch.tensor(values, dtype=dtype, device=device)
     device = torch.device(device)
     numbers = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return numbers.to(device, non_blocking=True)

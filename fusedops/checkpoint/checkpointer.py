@@ -447,9 +447,9 @@ class Checkpointer:
                 "torch": torch.__version__,
                 "files": files,
             }
-            written = {path.name for path in job.partial.iterdir()}
-            if written - files.keys():
-                problem = f"no rank has written {', '.join(sorted(written - files.keys()))}"
+            unknown = {path.name for path in job.partial.glob("*.distcp")} - files.keys()
+            if unknown:
+                problem = f"no rank has fingerprinted {', '.join(sorted(unknown))}"
             else:
                 problem = reasons.attempt(lambda: folders.commit(job.partial, job.final, record))
             if problem is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fusedops._core.device_tensors import device_tensor
 from fusedops.generation.decoder import device_of, start
 from fusedops.generation.options import Generated, NonFiniteLogitsError, Options
 from fusedops.generation.sampling import penalized, tokens_seen
@@ -91,7 +92,7 @@ def search(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -
             scores_RV = penalized(
                 logits_RV.float().log_softmax(-1), seen_RV, options.repetition_penalty
             )
-            before_R1 = torch.tensor([s for prompt in alive for s in prompt.scores], device=device)
+            before_R1 = device_tensor([s for p in alive for s in p.scores], torch.float32, device)
             totals = (scores_RV + before_R1.unsqueeze(-1)).reshape(len(alive), size * vocab_size)
             best, indices = totals.topk(count)
         best, indices = batch.from_last_stage(best), batch.from_last_stage(indices)
@@ -110,12 +111,10 @@ def search(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -
         alive = [prompt for prompt in alive if not prompt.done]
         if not batch.any(bool(alive)):
             break
-        rows = torch.tensor(kept, dtype=torch.int64, device=device)
+        rows = device_tensor(kept, torch.int64, device)
         decoder.select(rows)
-        tokens_R = torch.tensor(
-            [beam[-1] for prompt in alive for beam in prompt.beams],
-            dtype=torch.int64,
-            device=device,
+        tokens_R = device_tensor(
+            [beam[-1] for prompt in alive for beam in prompt.beams], torch.int64, device
         )
         if seen_RV is not None:
             seen_RV = seen_RV[rows]

@@ -19,6 +19,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.deprecation import Renamed, renamed
+from fusedops._core.device_tensors import device_tensor
 from fusedops.generation.cache import KVCache, KVCacheCall
 from fusedops.generation.options import Options
 from fusedops.generation.ranks import BatchShard
@@ -155,7 +156,7 @@ class Decoder:
             self._lengths = self._lengths[rows]
 
     def _new(self, values: Any) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        return device_tensor(list(values), torch.int64, self._device)
 
     def _padding(self, tokens: int) -> int:
         """Return how many tokens are missing for all ranks to have as many, and one at least."""

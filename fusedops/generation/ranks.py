@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fusedops._core.device_tensors import device_tensor
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.parallel.collective_errors import gather_objects
 from fusedops.parallel.comm import collectives
@@ -77,7 +78,7 @@ class BatchShard:
         """Return whether the value is true on any rank."""
         if self._group is None:
             return value
-        count = torch.tensor([int(value)], device=self._device)
+        count = device_tensor([int(value)], torch.int64, self._device)
         return bool(collectives.all_reduce(count, self._group, label="unfinished").wait())
 
     def gather(self, values: list[Any]) -> list[Any]:

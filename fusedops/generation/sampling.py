@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fusedops._core.device_tensors import device_tensor
 from fusedops._core.philox import philox4x32
 from fusedops.generation.options import Options, Stream
 from fusedops.parallel.tensor.vocabulary import VocabParallelProjection, largest
@@ -116,7 +117,7 @@ def uniforms(
     """
 
     def column(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device).reshape(-1, 1)
+        return device_tensor(values, torch.int64, device).reshape(-1, 1)
 
     seeds = column([stream.seed for stream in streams])
     samples = column([stream.sample for stream in streams])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
+from fusedops._core.device_tensors import device_tensor
 from fusedops.generation.beams import search
 from fusedops.generation.decoder import check_model, device_of, start
 from fusedops.generation.options import Generated, NonFiniteLogitsError, Options, Token
@@ -142,7 +143,7 @@ def _stream(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) 
             kept = [row for row, sequence in enumerate(sequences) if sequence in unfinished]
             # Finished rows are removed once they are half of the batch: copying stays cheap.
             if 2 * len(kept) <= len(sequences) and sequences:
-                rows = torch.tensor(kept, dtype=torch.int64, device=device)
+                rows = device_tensor(kept, torch.int64, device)
                 decoder.select(rows)
                 sampler.select(rows)
                 sequences, tokens = [sequences[row] for row in kept], tokens[rows]

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from fusedops._core import backends, dtypes, philox
+from fusedops._core.device_tensors import device_tensor
 from fusedops._core.library import define_op
 
 _LOW = 0xFFFFFFFF
@@ -245,7 +246,7 @@ def _words(
     both = []
     for offset in (2 * int(step), 2 * int(step) + 1):
         offset_low, offset_high, key_low, key_high = (
-            torch.tensor(word & _LOW, device=param.device)
+            device_tensor(word & _LOW, torch.int64, param.device)
             for word in (offset, offset >> 32, key, key >> 32)
         )
         drawn = philox.philox4x32(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks
+from fusedops._core.device_tensors import device_tensor
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_sort import MOST_EXPERTS
 
@@ -72,7 +73,7 @@ def hash_route(
     if domains is not None or domain_experts is not None:
         sizes = _check_domains(token_ids, num_experts, top_k, table, domains, domain_experts)
         assert domains is not None
-        counts = torch.tensor(sizes, device=token_ids.device)
+        counts = device_tensor(sizes, torch.int64, token_ids.device)
         domain = domains.to(torch.int64)
         first = (counts.cumsum(0) - counts)[domain]
         within = _hashed(token_ids.to(torch.int64), counts[domain], top_k, seed)

@@ -8,9 +8,9 @@ see different tokens, are divided differently.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -153,17 +153,14 @@ def make_mesh(sizes: Sizes, *, device_type: str = "cpu") -> Mesh:
     return mesh
 
 
-def connect(
-    mesh: Mesh, device: torch.device, all_reduce: Callable[..., Any] = dist.all_reduce
-) -> None:
+def connect(mesh: Mesh, device: torch.device) -> None:
     """Begin each group of a mesh by an all-reduce, in the same order on all ranks.
 
     Args:
         mesh: whose groups.
         device: of this process.
-        all_reduce: that of ``torch.distributed``.
     """
     for name in (*DENSE, "data", "edp", "ep", "expert_data", "stage"):
         group = mesh.group(name)
         if group.size() > 1:
-            all_reduce(torch.zeros(1, device=device), group=group)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from checkpoint_runs import Run
 from process_pool import start_process
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fusedops.checkpoint import CheckpointError, generators
+from fusedops.checkpoint import Checkpointer, CheckpointError, generators
 from fusedops.checkpoint import folder as folders
 
 FILES = (".metadata", "__0_0.distcp", "rank-00000.pt", "manifest.json")
@@ -261,3 +262,18 @@ def test_what_ended_the_run_is_told_before_a_checkpoint_that_was_not_written(
         checkpointer.save(1, block=False)
         raise KeyError("the cause")
     assert caplog.text.count("step 1 was not written: No space left on device") == 1
+
+
+def test_a_file_that_no_rank_fingerprinted_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest without one of the files would not notice its damage."""
+    take = folders.fingerprints
+    monkeypatch.setattr(
+        folders,
+        "fingerprints",
+        lambda folder, names: take(folder, [name for name in names if "distcp" not in name]),
+    )
+    with pytest.raises(CheckpointError, match="no rank has fingerprinted __0_0.distcp"):
+        Checkpointer(tmp_path, nn.Linear(2, 2)).save(1)
+    assert not folders.checkpoints(tmp_path)

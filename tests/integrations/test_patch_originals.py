@@ -505,3 +505,72 @@ def test_functions_of_registries_know_every_keyword() -> None:
     for stock, ours in losses._PAIRS:
         known = signatures.known_arguments(ours, stock)
         assert not known.foreign and known.positional >= 5
+
+
+class AddsItsInput(nn.Module):
+    """A feed-forward layer with an argument that only some calls give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return self.fc2(nn.functional.gelu(self.fc1(x))) + x
+
+
+@pytest.mark.usefixtures("own_products")
+def test_an_optional_argument_is_not_added() -> None:
+    stock = nn.ModuleList([AddsItsInput()])
+    patched = copy.deepcopy(stock)
+    assert fusedops.patch(patched)["0"].replaced
+    x, scale = torch.randn(2, 5, 64)
+    for args, keywords in (((x,), {}), ((x, scale), {}), ((x,), {"scale": scale}), ((), {"x": x})):
+        with counted() as calls:
+            assert_close(patched[0](*args, **keywords), stock[0](*args, **keywords))
+        assert bool(calls) == (scale not in (*args, *keywords.values()))
+
+
+class CallsAttention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class CallsMultiHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("cls", [CallsAttention, CallsMultiHead])
+def test_an_attention_that_replaces_that_of_torch_is_called(
+    cls: type[nn.Module], training: bool, monkeypatch: Context
+) -> None:
+    stock = cls().train(training)
+    patched = copy.deepcopy(stock)
+    fusedops.patch(patched, level="O3")
+    x, original = torch.randn(2, 8, 64), nn.functional.scaled_dot_product_attention
+    with counted() as calls:
+        before = patched(x)
+    assert calls["attention"] == 1
+    name = "scaled_dot_product_attention"
+    monkeypatch.setattr(nn.functional, name, lambda *args, **keys: 2 * original(*args, **keys))
+    assert_close(patched(x), stock(x))
+    assert not torch.allclose(patched(x), before)
+
+
+def test_activations_that_all_models_share_stay_stock() -> None:
+    from transformers import XLMConfig, XLMModel, activations
+
+    model = XLMModel(XLMConfig(vocab_size=50, emb_dim=32, n_layers=1, n_heads=4))
+    report = fusedops.patch(model)
+    assert type(activations.gelu) is activations.GELUActivation
+    reasons = [
+        entry.reason
+        for entry in report
+        if "global of transformers.activations" in (entry.reason or "")
+    ]
+    assert reasons

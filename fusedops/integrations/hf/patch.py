@@ -319,10 +319,23 @@ def _covered(module: nn.Module) -> bool:
 
 def _plan(rule: PatchRule, module: nn.Module) -> FusionPlan | Refusal:
     """Return the plan of a rule for an instance, which may be of a derived class."""
+    if _is_global(module, rule.original.__module__):
+        file = rule.original.__module__
+        return Refusal(f"it is a global of {file}, which other models may use")
     try:
         return rule.current_plan(module)
     except Exception as error:  # an instance may lack what others of its class have
         return Refusal(f"its state could not be read: {type(error).__name__}: {error}")
+
+
+def _is_global(module: nn.Module, file: str) -> bool:
+    """Return whether the file of a class keeps this activation for everybody.
+
+    ``transformers.activations.gelu`` is one module of all models of the process.
+    """
+    if module._parameters or module._modules or file == "__main__" or file not in sys.modules:
+        return False
+    return any(value is module for value in vars(sys.modules[file]).values())
 
 
 def _report(model: nn.Module, level: str) -> PatchReport:

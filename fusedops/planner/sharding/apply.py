@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fusedops._core import checks
+from fusedops._core.device_tensors import device_tensor
 from fusedops.planner.device import Device, load_device
 from fusedops.planner.sharding.cost import MeshCosts, Placements
 from fusedops.planner.sharding.evaluate import Evaluator
@@ -123,6 +124,6 @@ def _check(model: nn.Module, planned: Mapping[str, tuple[int, ...]]) -> None:
 
 def _agreed_seed(mesh: DeviceMesh) -> int:
     """Return the seed of the mesh's first rank, on all of its ranks."""
-    seed = torch.tensor([torch.initial_seed() % 2**62], device=mesh.device_type)
+    seed = device_tensor([torch.initial_seed() % 2**62], torch.int64, mesh.device_type)
     agreed: Any = distribute_tensor(seed, mesh, [Replicate()] * mesh.ndim)
     return int(agreed.to_local())

@@ -6,6 +6,7 @@ A dropout between activation and product that has no work, and an identity, are 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -307,11 +308,21 @@ def chain_rule(
             return output
         return run(self, steps, hidden_states)
 
-    def run_and_add(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not runs_here(hidden_states) or obstacle(self) is not None or residual is None:
-            return theirs(self, hidden_states, *args, **kwargs)
-        (other,) = (*args, *kwargs.values()) or (hidden_states,)
-        total = run(self, steps, hidden_states) + other
+    names = list(inspect.signature(theirs).parameters)[1:]
+    added = names[0] if residual is None or residual.argument is None else residual.argument
+
+    def run_and_add(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        # The steps are those of calls without the optional arguments.
+        known = given.keys() == {names[0], added} and len(given) == len(args) + len(kwargs)
+        if (
+            residual is None
+            or not known
+            or not runs_here(given[names[0]])
+            or obstacle(self) is not None
+        ):
+            return theirs(self, *args, **kwargs)
+        total = run(self, steps, given[names[0]]) + given[added]
         return run(self, residual.behind, total)
 
     def plan(module: Any) -> FusionPlan | Refusal:

@@ -15,13 +15,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf import original_code, patched
-from fusedops.integrations.hf.original_code import is_plain
-from fusedops.integrations.hf.rules.rule import FusionPlan, PatchRule, runs_here, subclass
+from fusedops.integrations.hf.original_code import is_plain, replaced
+from fusedops.integrations.hf.rules.rule import (
+    FusionPlan,
+    PatchRule,
+    Refusal,
+    runs_here,
+    subclass,
+)
 from fusedops.ops.attention import attention
 
 ATTENTION = "scaled_dot_product_attention"
 _MULTI_HEAD = "multi_head_attention_forward"
 _torchs = F.scaled_dot_product_attention
+_WATCHED = original_code.functions(ATTENTION)
 
 
 def functional_attention_rule(original: type[nn.Module], module_name: str) -> PatchRule | None:
@@ -38,13 +45,15 @@ def functional_attention_rule(original: type[nn.Module], module_name: str) -> Pa
         original,
         subclass(original, None, module_name, **methods),
         "O3",
-        lambda module: _PLAN,
+        lambda module: _plan("its call of F.scaled_dot_product_attention"),
         methods=tuple(methods),
         copies_code=True,
     )
 
 
-_PLAN = FusionPlan(("attention",), note="its call of F.scaled_dot_product_attention")
+def _plan(note: str) -> FusionPlan | Refusal:
+    reason = replaced(_WATCHED)
+    return FusionPlan(("attention",), note=note) if reason is None else Refusal(reason)
 
 
 def fused_in_torch(value: Any) -> Any:
@@ -59,8 +68,10 @@ def _attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any
     known = runs_here(query) and is_plain(key) and is_plain(value)
     if isinstance(mask, torch.Tensor) and mask.dim() > 0:  # torch refuses another number of keys
         known = known and is_plain(mask) and mask.shape[-1] in (key.shape[-2], 1)
-    if not (known and query.dtype == key.dtype == value.dtype and query.dim() > 1):
-        return _torchs(query, key, value, *args, **options)
+    known = known and query.dtype == key.dtype == value.dtype and query.dim() > 1
+    # Torch's function is called inside of others, whose callers do not watch it.
+    if not known or replaced(_WATCHED) is not None:
+        return F.scaled_dot_product_attention(query, key, value, *args, **options)
     if query.dim() > 2 and key.shape[-3] == value.shape[-3] == 1:  # torch broadcasts the head
         options["enable_gqa"] = True
     return attention(query, key, value, *args, **options)
@@ -111,6 +122,7 @@ class _MultiHead(nn.Module):
             and key_padding_mask is None
             and (attn_mask.shape == (length, length) if attn_mask is not None else not is_causal)
             and _is_plain(self, query)
+            and replaced(_WATCHED) is None
         )
         if not direct:
             others = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -143,12 +155,11 @@ def _is_plain(module: Any, query: torch.Tensor) -> bool:
 def _multi_head_rule() -> PatchRule:
     original, module_name = nn.MultiheadAttention, patched.module_of(nn.MultiheadAttention)
     methods = original_code.methods_with(original, {ATTENTION, _MULTI_HEAD}, fused_in_torch)
-    plan = FusionPlan(("attention",), note="calls without need_weights")
     return PatchRule(
         original,
         subclass(original, _MultiHead, module_name, general_forward=methods["forward"]),
         "O3",
-        lambda module: plan,
+        lambda module: _plan("calls without need_weights"),
     )
 
 
