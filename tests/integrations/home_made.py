@@ -140,7 +140,6 @@ NORMS: dict[str, tuple[type[nn.Module], str]] = {
     "litgpt": (LitgptRMSNorm, "rms_norm"),
     "dividing": (DividingRMSNorm, "rms_norm"),
     "functional": (PlainRMSNorm, "rms_norm"),
-    "dimension": (DimRMSNorm, "rms_norm"),
     "no weight": (NoWeightRMSNorm, "rms_norm"),
     "rounded twice": (RoundedTwiceRMSNorm, "rms_norm"),
     "optional scale": (OptionalScaleNorm, "rms_norm"),

@@ -106,14 +106,6 @@ def test_a_way_through_an_unknown_function_is_stock() -> None:
     assert calls["layer_norm"] == 0
 
 
-def test_a_norm_over_another_dimension_is_stock() -> None:
-    patched, stock = patched_pair(module_of("norm dimension"))
-    patched.dim = stock.dim = -2
-    with counted() as calls:
-        assert torch.equal(patched(rows()), stock(rows()))
-    assert calls["rms_norm"] == 0
-
-
 def test_an_attribute_may_be_none() -> None:
     for scale in (True, False):
         patched, stock = patched_pair(home_made.OptionalScaleNorm(scale=scale))
@@ -148,6 +140,26 @@ def test_a_second_argument_is_added() -> None:
                 outputs.append(module(rows(), residual=rows().roll(2, 1)))
             torch.testing.assert_close(*outputs)
     assert calls["mlp"] == 2
+
+
+class OptionalScale(home_made.ConvertedMLP):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        output = self.down(F.gelu(self.up(x))) + x
+        return output if scale is None else output * scale
+
+
+@pytest.mark.usefixtures("own_products")
+def test_an_argument_with_a_default_is_not_added() -> None:
+    patched, stock = patched_pair(OptionalScale())
+    for options in ({}, {"scale": None}, {"scale": rows()}):
+        with counted() as calls:
+            for args, keywords in (
+                ((rows(), *options.values()), {}),
+                ((rows(),), options),
+                ((), {"x": rows()} | options),
+            ):
+                torch.testing.assert_close(patched(*args, **keywords), stock(*args, **keywords))
+        assert calls["mlp"] == (0 if options else 3)
 
 
 @pytest.mark.usefixtures("own_products")
@@ -286,7 +298,7 @@ class FirstDimension(home_made.PackedSwiGLU):
 
 
 NEAR = [
-    *(WideWeight, WideWeightLast, NamedLikeAMethod),
+    *(WideWeight, WideWeightLast, NamedLikeAMethod, home_made.DimRMSNorm),
     *(SumNorm, OutsideEps, OtherDimension, OtherRow, StaysWide, Counting, AsksForGradients),
     *(AsksForTypes, WithoutGradient, OwnBackward, OwnCall, Derived, FirstDimension),
 ]

@@ -7,12 +7,15 @@ and ``transformers_modules`` enter the classes that they know.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
-from fusedops._core.activation import FAST_GELU_SLOPE
+from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE
 from fusedops.integrations.hf.rules.rule import bypass_obstacle
 from fusedops.integrations.hf.symbolic import value_of
 
@@ -39,6 +42,57 @@ class Function(NamedTuple):
         """Return the parameter for a module in its current state."""
         place = self.parameter
         return value_of(module, place[1]) if isinstance(place, tuple) else place
+
+
+class DropoutFunction(NamedTuple):
+    """``F.dropout`` in training.
+
+    Attributes:
+        probability: the number, or where the module keeps it: ``("attribute", path)``.
+    """
+
+    probability: float | tuple[str, str]
+
+    def of(self, module: Any) -> float:
+        """Return the probability with which it drops now."""
+        given = self.probability
+        value = value_of(module, given[1]) if isinstance(given, tuple) else given
+        return value if module.training else 0.0
+
+
+class Scale(NamedTuple):
+    """A factor.
+
+    Attributes:
+        factor: the number, or where the module keeps it: ``("attribute", path)``.
+    """
+
+    factor: float | tuple[str, str]
+
+
+def apply(
+    module: Any, step: str | Function | DropoutFunction | Scale, input: torch.Tensor
+) -> torch.Tensor:
+    """Return what a child of a module, named by its path, or a function alone computes."""
+    if isinstance(step, DropoutFunction):
+        return F.dropout(input, step.of(module), module.training)
+    if isinstance(step, Function):
+        return _function(module, step)(input)
+    if isinstance(step, Scale):
+        factor: Any = step.factor
+        return input * (value_of(module, factor[1]) if isinstance(factor, tuple) else factor)
+    output: torch.Tensor = value_of(module, step)(input)
+    return output
+
+
+def _function(module: Any, step: Function) -> Any:
+    """Return an activation as the code computes it."""
+    parameter = step.parameter_of(module)
+    if step.name == "gelu":
+        return partial(F.gelu, approximate=parameter)
+    if step.name == "swish":
+        return lambda input: input * torch.sigmoid(parameter * input)
+    return {"silu": F.silu, "relu": F.relu, "relu2": ACTIVATIONS["relu2"]}[step.name]
 
 
 def activation_name(module: Any) -> str | None:
