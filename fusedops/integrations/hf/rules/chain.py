@@ -297,6 +297,9 @@ def chain_rule(
             return output
         return run(self, steps, given[first], given[added])
 
+    # ``apply_chunking_to_forward`` counts the arguments of a method.
+    run_all.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
+
     def plan(module: Any) -> FusionPlan | Refusal:
         reason = obstacle(module)
         return chain_plan(module, steps) if reason is None else Refusal(reason)

@@ -174,7 +174,7 @@ def steps_of(expression: Expression) -> tuple[Step, ...]:
             return ()
         steps.append(step)
         expression = source
-    enough = len(steps) > 1 or (steps and isinstance(steps[0], Gate))
+    enough = len(steps) - has_sum > 1 or any(isinstance(step, Gate) for step in steps)
     return tuple(reversed(steps)) if enough else ()
 
 
