@@ -104,6 +104,11 @@ def value_of(module: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
+def at(module: Any, place: Any) -> Any:
+    """Return what is at ``("attribute", path)`` of a module; anything else is a value itself."""
+    return value_of(module, place[1]) if isinstance(place, tuple) else place
+
+
 def paths_of(cls: type[nn.Module], method: str = "forward") -> tuple[Path, ...]:
     """Return the ways through a method of a class that can be run on symbols.
 

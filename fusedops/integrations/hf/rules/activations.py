@@ -17,7 +17,7 @@ from torch import nn
 
 from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE
 from fusedops.integrations.hf.rules.rule import bypass_obstacle
-from fusedops.integrations.hf.symbolic import value_of
+from fusedops.integrations.hf.symbolic import at, value_of
 
 # Class -> the name of its activation, or what tells it of an instance.
 KNOWN: dict[type, str | Callable[[Any], str | None]] = {}
@@ -38,11 +38,6 @@ class Function(NamedTuple):
     name: str
     parameter: str | float | tuple[str, str] = "none"
 
-    def parameter_of(self, module: Any) -> Any:
-        """Return the parameter for a module in its current state."""
-        place = self.parameter
-        return value_of(module, place[1]) if isinstance(place, tuple) else place
-
 
 class DropoutFunction(NamedTuple):
     """``F.dropout`` in training.
@@ -55,9 +50,8 @@ class DropoutFunction(NamedTuple):
 
     def of(self, module: Any) -> float:
         """Return the probability with which it drops now."""
-        given = self.probability
-        value = value_of(module, given[1]) if isinstance(given, tuple) else given
-        return value if module.training else 0.0
+        probability: float = at(module, self.probability)
+        return probability if module.training else 0.0
 
 
 class Scale(NamedTuple):
@@ -79,15 +73,14 @@ def apply(
     if isinstance(step, Function):
         return _function(module, step)(input)
     if isinstance(step, Scale):
-        factor: Any = step.factor
-        return input * (value_of(module, factor[1]) if isinstance(factor, tuple) else factor)
+        return input * at(module, step.factor)
     output: torch.Tensor = value_of(module, step)(input)
     return output
 
 
 def _function(module: Any, step: Function) -> Any:
     """Return an activation as the code computes it."""
-    parameter = step.parameter_of(module)
+    parameter = at(module, step.parameter)
     if step.name == "gelu":
         return partial(F.gelu, approximate=parameter)
     if step.name == "swish":
@@ -123,7 +116,7 @@ def name_in(module: Any, activation: str | Function) -> str | None:
     """Return the name of the activation that is a child of ``module``, or a function."""
     if isinstance(activation, str):
         return activation_name(value_of(module, activation))
-    parameter = activation.parameter_of(module)
+    parameter = at(module, activation.parameter)
     if activation.name == "gelu":
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(parameter)
     if activation.name == "swish":
@@ -143,6 +136,6 @@ def obstacle_in(module: Any, activation: str | Function) -> str | None:
     if isinstance(activation, str):
         return activation_obstacle(activation, value_of(module, activation))
     if name_in(module, activation) is None:
-        parameter = activation.parameter_of(module)
+        parameter = at(module, activation.parameter)
         return f"{activation.name} with {parameter!r} is no activation of linear_act"
     return None

@@ -138,7 +138,7 @@ def _fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | 
     pair = _pair_at(module, steps, position)
     if pair is None or _pair_obstacle(module, pair) is not None:
         return None
-    first, activation = value_of(module, pair.linear), known_name_in(module, pair.activation)
+    first, activation = value_of(module, pair[0]), known_name_in(module, pair[1])
     if torchs_product_is_faster(first.weight):
         return None
     last = position + 2
@@ -152,11 +152,7 @@ def _fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | 
     return Fusion(first, activation, None, steps[position : position + 2])
 
 
-class _Pair(NamedTuple):
-    """A linear layer, and what may be an activation behind it."""
-
-    linear: str
-    activation: str | Function
+_Pair = tuple[str, str | Function]  # a linear layer, and what may be an activation behind it
 
 
 def _pair_at(module: Any, steps: tuple[Step, ...], position: int) -> _Pair | None:
@@ -166,21 +162,21 @@ def _pair_at(module: Any, steps: tuple[Step, ...], position: int) -> _Pair | Non
     if not isinstance(linear, str) or not is_linear(value_of(module, linear)):
         return None
     if isinstance(activation, Function):
-        return _Pair(linear, activation)
+        return linear, activation
     if not isinstance(activation, str):
         return None
     child = value_of(module, activation)
     if isinstance(child, nn.Module) and (child._parameters or child._modules):
         return None  # a norm, an adapter or another layer
-    return None if isinstance(child, _PASSED_OVER) else _Pair(linear, activation)
+    return None if isinstance(child, _PASSED_OVER) else (linear, activation)
 
 
 _PASSED_OVER = (nn.Dropout, nn.Identity)
 
 
 def _pair_obstacle(module: Any, pair: _Pair) -> str | None:
-    reason = product_obstacle(pair.linear, value_of(module, pair.linear))
-    return reason or obstacle_in(module, pair.activation)
+    linear, activation = pair
+    return product_obstacle(linear, value_of(module, linear)) or obstacle_in(module, activation)
 
 
 def _does_nothing(module: Any, step: Step) -> bool:
@@ -202,8 +198,7 @@ def _pairs(module: Any, steps: tuple[Step, ...]) -> list[_Pair]:
 
 def has_pair(module: Any, steps: tuple[Step, ...]) -> bool:
     """Return whether a chain has a linear layer with a known activation behind it."""
-    pairs = _pairs(module, steps)
-    return any(name_in(module, pair.activation) is not None for pair in pairs)
+    return any(name_in(module, activation) is not None for _, activation in _pairs(module, steps))
 
 
 def _unknown_children(module: Any, steps: tuple[Step, ...]) -> list[str]:
@@ -217,7 +212,7 @@ def _unknown_children(module: Any, steps: tuple[Step, ...]) -> list[str]:
     ]
 
 
-def chain_obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
+def _obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
     """Return why no part of a chain is one op now, or ``None``."""
     reasons = [_pair_obstacle(module, pair) for pair in _pairs(module, steps)]
     if None in reasons:
@@ -243,7 +238,7 @@ def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
         return gate_plan(module, gate)
     if not _pairs(module, steps) and not any(_is_activation(module, step) for step in steps):
         return NOT_APPLICABLE
-    reason = chain_obstacle(module, steps)
+    reason = _obstacle(module, steps)
     if reason is not None:
         return Refusal(reason)
     if torchs_product_is_faster(empty_like_parameters(module)):
@@ -281,6 +276,7 @@ def chain_rule(
     names = list(inspect.signature(theirs).parameters)[1:]
     first = names[0]
     added = next((step.argument for step in steps if isinstance(step, Add)), None) or first
+    needed = {first, added}
 
     def obstacle(module: Any) -> str | None:
         return configuration_obstacle(module, condition) or global_hooks()
@@ -289,7 +285,7 @@ def chain_rule(
         given = dict(zip(names, args, strict=False)) | kwargs
         if (
             len(args) > len(names)
-            or given.keys() != {first, added}
+            or given.keys() != needed
             or not runs_here(given[first])
             or obstacle(self) is not None
         ):

@@ -21,7 +21,7 @@ from fusedops.integrations.hf.rules.rule import (
     runs_here,
     subclass,
 )
-from fusedops.integrations.hf.symbolic import Path, value_of
+from fusedops.integrations.hf.symbolic import Path, at
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.rms_norm import rms_norm
@@ -98,15 +98,16 @@ def _arguments(
     module: Any, norm: NormExpression, size: torch.Size, dtype: torch.dtype
 ) -> _Arguments | None:
     """Return the arguments for an input of this size and dtype, ``None`` if no op serves it."""
-    weight, bias, eps = (_at(module, place) for place in (norm.weight, norm.bias, norm.eps))
+    weight, bias, eps = at(module, norm.weight), at(module, norm.bias), at(module, norm.eps)
     shape: Any = size[-1:]
     if norm.shape is not None:
-        given = value_of(module, norm.shape[1])
+        given = at(module, norm.shape)
         shape = (given,) if isinstance(given, int) else tuple(given)
     dtypes = (dtype, torch.float32) if dtype in _HALF else (dtype,)
     fits = (
         size[-len(shape) :] == shape
-        and all(_is_parameter(value, shape, dtypes) for value in (weight, bias))
+        and _is_parameter(weight, shape, dtypes)
+        and _is_parameter(bias, shape, dtypes)
         and (weight is None or bias is None or weight.dtype == bias.dtype)
         and (eps is None or isinstance(eps, float))
         # Written in float32, it is computed in float32 for float64 too.
@@ -115,10 +116,6 @@ def _arguments(
         and ((norm.wide and not norm.one_dtype) or weight is None or weight.dtype == dtype)
     )
     return _Arguments(shape, weight, bias, eps) if fits else None
-
-
-def _at(module: Any, place: Any) -> Any:
-    return value_of(module, place[1]) if isinstance(place, tuple) else place
 
 
 def _is_parameter(value: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> bool:
