@@ -273,28 +273,29 @@ def chain_rule(
         condition: whether an instance in its current state computes this.
     """
     theirs: Any = getattr(original, method)
+    added = next((step.argument for step in steps if isinstance(step, Add)), None)
     names = list(inspect.signature(theirs).parameters)[1:]
-    first = names[0]
-    added = next((step.argument for step in steps if isinstance(step, Add)), None) or first
-    needed = {first, added}
+    needed = {names[0], added}
 
     def obstacle(module: Any) -> str | None:
         return configuration_obstacle(module, condition) or global_hooks()
 
-    def run_all(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run_all(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not runs_here(hidden_states) or obstacle(self) is not None:
+            output: torch.Tensor = theirs(self, hidden_states)
+            return output
+        return run(self, steps, hidden_states, hidden_states)
+
+    def run_with_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         if (
             len(args) > len(names)
             or given.keys() != needed
-            or not runs_here(given[first])
+            or not runs_here(given[names[0]])
             or obstacle(self) is not None
         ):
-            output: torch.Tensor = theirs(self, *args, **kwargs)
-            return output
-        return run(self, steps, given[first], given[added])
-
-    # ``apply_chunking_to_forward`` counts the arguments of a method.
-    run_all.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
+            return theirs(self, *args, **kwargs)
+        return run(self, steps, given[names[0]], given[added or names[0]])
 
     def plan(module: Any) -> FusionPlan | Refusal:
         reason = obstacle(module)
@@ -304,7 +305,9 @@ def chain_rule(
     packed = gate is not None and len(gate.projections) == 1
     return PatchRule(
         original,
-        subclass(original, None, module_name, **{method: run_all}),
+        subclass(
+            original, None, module_name, **{method: run_all if added is None else run_with_argument}
+        ),
         "O1" if packed else "O2",
         plan,
         methods=(method,),
