@@ -25,7 +25,7 @@ from fusedops.integrations.hf.rules.activations import (
     name_in,
     obstacle_in,
 )
-from fusedops.integrations.hf.rules.gated_mlp import Gate, gate_plan, gated
+from fusedops.integrations.hf.rules.gated_mlp import GateStep, gate_plan, gated
 from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
@@ -63,7 +63,7 @@ class Add(NamedTuple):
     argument: str | None
 
 
-Step = str | Function | DropoutFunction | Scale | Gate | Add
+Step = str | Function | DropoutFunction | Scale | GateStep | Add
 
 
 class Fusion(NamedTuple):
@@ -96,7 +96,7 @@ def run(
     for part in _parts(module, steps):
         if isinstance(part, Add):
             input = input + added
-        elif isinstance(part, Gate):
+        elif isinstance(part, GateStep):
             input = gated(module, part, input)
         elif isinstance(part, Fusion):
             input = _fused(part, input)
@@ -113,8 +113,8 @@ def _fused(fusion: Fusion, input: torch.Tensor) -> torch.Tensor:
     return mlp(input, *weights, activation=name)
 
 
-def _gate_of(steps: tuple[Step, ...]) -> Gate | None:
-    return steps[0] if steps and isinstance(steps[0], Gate) else None
+def _gate_of(steps: tuple[Step, ...]) -> GateStep | None:
+    return steps[0] if steps and isinstance(steps[0], GateStep) else None
 
 
 def _parts(module: Any, steps: tuple[Step, ...]) -> list[Step | Fusion]:

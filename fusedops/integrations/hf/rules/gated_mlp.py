@@ -30,7 +30,7 @@ from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.swiglu import swiglu
 
 
-class Gate(NamedTuple):
+class GateStep(NamedTuple):
     """``activation(gate(x)) * up(x)``, the first step of a layer.
 
     Attributes:
@@ -56,7 +56,7 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torc
     return swiglu(gate, up) if activation == "silu" else geglu(gate, up, _GEGLUS[activation])
 
 
-def _projections_obstacle(module: Any, gate: Gate) -> str | None:
+def _projections_obstacle(module: Any, gate: GateStep) -> str | None:
     """Return why the two projections must be called on their own, or ``None``."""
     if gate.scales:
         return f"{gate.projections[0]} is scaled"
@@ -72,7 +72,7 @@ def _projections_obstacle(module: Any, gate: Gate) -> str | None:
     return None
 
 
-def gate_plan(module: Any, gate: Gate) -> FusionPlan | Refusal:
+def gate_plan(module: Any, gate: GateStep) -> FusionPlan | Refusal:
     """Return which op does a gate now, with or without both projections, or why none does."""
     activation = name_in(module, gate.activation)
     if activation is None:
@@ -91,7 +91,7 @@ def gate_plan(module: Any, gate: Gate) -> FusionPlan | Refusal:
     return FusionPlan(("swiglu" if activation == "silu" else "geglu",), children, reason)
 
 
-def gated(module: Any, gate: Gate, input: torch.Tensor) -> torch.Tensor:
+def gated(module: Any, gate: GateStep, input: torch.Tensor) -> torch.Tensor:
     """Return what a gate computes, with one op where there is one."""
     plan = gate_plan(module, gate)
     if isinstance(plan, FusionPlan) and plan.ops == ("linear_glu",):

@@ -8,7 +8,7 @@ import torch
 
 from fusedops.integrations.hf.rules.activations import DropoutFunction, Function, Scale
 from fusedops.integrations.hf.rules.chain import Add, Step
-from fusedops.integrations.hf.rules.gated_mlp import Gate
+from fusedops.integrations.hf.rules.gated_mlp import GateStep
 from fusedops.integrations.hf.symbolic import INPUT, Expression, Path, Question
 from fusedops.integrations.hf.torch_operations import is_same_value
 
@@ -174,7 +174,7 @@ def steps_of(expression: Expression) -> tuple[Step, ...]:
             return ()
         steps.append(step)
         expression = source
-    enough = len(steps) - has_sum > 1 or any(isinstance(step, Gate) for step in steps)
+    enough = len(steps) - has_sum > 1 or any(isinstance(step, GateStep) for step in steps)
     return tuple(reversed(steps)) if enough else ()
 
 
@@ -186,7 +186,7 @@ def _sum_of(expression: Expression) -> tuple[Add | None, Expression]:
     return None, expression
 
 
-def _gate_of(expression: Expression) -> Gate | None:
+def _gate_of(expression: Expression) -> GateStep | None:
     """Return the gate that an expression is, or ``None``."""
     for gate, up in factors(expression):
         activation, projected = activation_of(gate)
@@ -199,13 +199,13 @@ def _gate_of(expression: Expression) -> Gate | None:
         match (projected, up):
             case (("call", first, argument), ("call", second, other)):
                 if argument == other == INPUT and first != second:
-                    return Gate((first, second), activation, scales=scales)
+                    return GateStep((first, second), activation, scales=scales)
             case (("part", chunk, half), ("part", other, rest)):
                 match chunk:
                     case ("chunk", ("call", packed, argument), 2, _) if (
                         chunk == other and half + rest == 1 and argument == INPUT and not scales
                     ):
-                        return Gate((packed,), activation, half)
+                        return GateStep((packed,), activation, half)
     return None
 
 
