@@ -41,17 +41,6 @@ class LitgptRMSNorm(Scaled):
         return (x_normed * weight).to(dtype=dtype)
 
 
-class DimRMSNorm(Scaled):
-    """Keeps the dimension as an attribute."""
-
-    dim = -1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        mean = torch.mean(wide * wide, dim=self.dim, keepdim=True)
-        return (wide * torch.rsqrt(mean + self.eps) * self.weight.float()).to(dtype=x.dtype)
-
-
 class DividingRMSNorm(Scaled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.float32)
