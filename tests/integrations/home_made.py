@@ -41,17 +41,6 @@ class LitgptRMSNorm(Scaled):
         return (x_normed * weight).to(dtype=dtype)
 
 
-class DimRMSNorm(Scaled):
-    """Keeps the dimension as an attribute."""
-
-    dim = -1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        mean = torch.mean(wide * wide, dim=self.dim, keepdim=True)
-        return (wide * torch.rsqrt(mean + self.eps) * self.weight.float()).to(dtype=x.dtype)
-
-
 class DividingRMSNorm(Scaled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.float32)
@@ -140,7 +129,6 @@ NORMS: dict[str, tuple[type[nn.Module], str]] = {
     "litgpt": (LitgptRMSNorm, "rms_norm"),
     "dividing": (DividingRMSNorm, "rms_norm"),
     "functional": (PlainRMSNorm, "rms_norm"),
-    "dimension": (DimRMSNorm, "rms_norm"),
     "no weight": (NoWeightRMSNorm, "rms_norm"),
     "rounded twice": (RoundedTwiceRMSNorm, "rms_norm"),
     "optional scale": (OptionalScaleNorm, "rms_norm"),

@@ -25,7 +25,6 @@ BROADCAST = nn.Parameter(torch.rand(5, WIDTH, generator=torch.Generator().manual
 ATTRIBUTES: dict[str, tuple[type[nn.Module], str, dict[Any, bool]]] = {
     "condition": (home_made.LitgptRMSNorm, "add_unit_offset", {False: True, True: True}),
     "unknown function": (home_made.ChoosingLayerNorm, "in_low_precision", {True: False}),
-    "dimension": (home_made.DimRMSNorm, "dim", {-2: False, -1: True}),
     "scale": (home_made.OptionalScaleNorm, "weight", {None: True}),
     "broadcast weight": (home_made.DividingRMSNorm, "weight", {BROADCAST: False}),
 }
@@ -68,6 +67,26 @@ def test_dropout_draws_what_stock_draws(make: Callable[[], nn.Module]) -> None:
             needs_numbers = training and type(stock) is home_made.TimmMlp  # inside of the op
             assert calls["mlp"] == (module is patched and not needs_numbers)
         torch.testing.assert_close(*outputs)
+
+
+class OptionalScale(home_made.ConvertedMLP):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        output = self.down(F.gelu(self.up(x))) + x
+        return output if scale is None else output * scale
+
+
+@pytest.mark.usefixtures("own_products")
+def test_an_argument_with_a_default_is_not_added() -> None:
+    patched, stock = patched_pair(OptionalScale())
+    for args, keywords, fused in (
+        ((ROWS,), {}, True),
+        ((ROWS, ROWS), {}, False),
+        ((ROWS,), {"scale": ROWS}, False),
+        ((), {"x": ROWS}, False),  # the rule knows the input by its place
+    ):
+        with counted() as calls:
+            torch.testing.assert_close(patched(*args, **keywords), stock(*args, **keywords))
+        assert calls["mlp"] == fused
 
 
 @pytest.mark.usefixtures("own_products")
@@ -147,6 +166,10 @@ FORWARDS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str | Non
     ),
     "another dimension": (
         lambda self, x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + self.eps) * self.weight,
+        None,
+    ),
+    "dimension of an attribute": (
+        lambda self, x: x * torch.rsqrt(x.pow(2).mean(self.dim, True) + self.eps) * self.weight,
         None,
     ),
     "another row": (lambda self, x: x * _scale(self, x - 1) * self.weight, None),

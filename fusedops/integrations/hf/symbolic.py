@@ -104,6 +104,11 @@ def value_of(module: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
+def at(module: Any, place: Any) -> Any:
+    """Return what is at ``("attribute", path)`` of a module; anything else is a value itself."""
+    return value_of(module, place[1]) if isinstance(place, tuple) else place
+
+
 def paths_of(cls: type[nn.Module], method: str = "forward") -> tuple[Path, ...]:
     """Return the ways through a method of a class that can be run on symbols.
 
@@ -112,24 +117,11 @@ def paths_of(cls: type[nn.Module], method: str = "forward") -> tuple[Path, ...]:
     function: Any = getattr(cls, method)
     if not isinstance(function, FunctionType):
         return ()
-    return _paths(cls, function, _further_inputs(function)[0])
-
-
-def has_optional_arguments(cls: type[nn.Module]) -> bool:
-    """Return whether the forward of a class has arguments with a default."""
-    function: Any = cls.forward
-    return bool(_further_inputs(function)[1])
-
-
-def _paths(
-    cls: type[nn.Module], function: FunctionType, names: tuple[str, ...]
-) -> tuple[Path, ...]:
-    """Return the ways through a method for symbols in the place of its input and of ``names``."""
     paths: list[Path] = []
     answers: list[tuple[Question, bool]] = []
     for _ in range(_MOST_PATHS):
         run = _Run(cls, answers)
-        result = run.result(function, names)
+        result = run.result(function)
         answers = list(run.answers.items())
         if result is not None:
             paths.append(Path(result, tuple(answers)))
@@ -142,15 +134,13 @@ def _paths(
     return tuple(paths)
 
 
-def _further_inputs(function: FunctionType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the arguments behind the first: those needed, those with a default."""
-    names: tuple[list[str], list[str]] = [], []
-    for parameter in list(inspect.signature(function).parameters.values())[2:]:
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            names[parameter.default is not parameter.empty].append(parameter.name)
-        elif parameter.kind is not parameter.VAR_KEYWORD:
-            names[0].append(parameter.name)
-    return tuple(names[0]), tuple(names[1])
+def _needed_inputs(function: FunctionType) -> list[str]:
+    """Return the names of the arguments behind the first that a call must give."""
+    return [
+        parameter.name
+        for parameter in list(inspect.signature(function).parameters.values())[2:]
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
 
 
 # What changes something that outlives the call, or needs more than values.
@@ -266,10 +256,10 @@ class _Run:
         self.module = _Module(self, "")
         self.may_be_none: set[str] = set()
 
-    def result(self, function: FunctionType, names: tuple[str, ...]) -> Expression | None:
+    def result(self, function: FunctionType) -> Expression | None:
         """Return what a method computes on this way, or ``None`` if that is no expression."""
         try:
-            others = {name: _Symbol(self, ("input", name)) for name in names}
+            others = {name: _Symbol(self, ("input", name)) for name in _needed_inputs(function)}
             return _plain(self.call(function, (_Symbol(self, INPUT),), others))
         except Exception:  # whatever the code does on symbols that it would not do on tensors
             return None
@@ -281,11 +271,8 @@ class _Run:
         self.may_be_none |= _compared_with_none(function) or set()
         namespace: dict[str, Any] = {"isinstance": self.is_instance}
         for name in function.__code__.co_names:
-            value = function.__globals__.get(name)
-            if _is_refused(value):
+            if _is_refused(function.__globals__.get(name)):
                 namespace[name] = _no_answer
-            elif value is torch:
-                namespace[name] = _TORCH
         if namespace.keys() & set(function.__code__.co_names):
             function = with_globals(function, function.__globals__ | namespace)
         return function(self.module, *args, **kwargs)
@@ -308,15 +295,11 @@ class _Run:
         if name in self.may_be_none and not self.answer(Question(full_path, "is_not", None)):
             return None
         value = None if path else own_attribute(self.cls, name)
-        if value is None:
-            return _Module(self, full_path)
-        if isinstance(value, property):
-            return self.call(value.fget, (), {})
-        if isinstance(value, staticmethod):
+        if isinstance(value, property | staticmethod):
             raise NoExpressionError
         if callable(value):
             return lambda *args, **kwargs: self.call(value, args, kwargs)
-        return _Module(self, name)
+        return _Module(self, full_path)
 
 
 def _no_answer(*_: Any, **__: Any) -> Any:
@@ -332,8 +315,6 @@ class _Value:
         raise NotImplementedError
 
     def _apply(self, name: str, *args: Any, **kwargs: Any) -> _Symbol:
-        if isinstance(kwargs.get("dim"), _Module) and kwargs["dim"] == -1:
-            kwargs["dim"] = -1
         return _Symbol(self._run, operation(name, _plain(args), _plain(kwargs)))
 
     @classmethod
@@ -352,22 +333,6 @@ class _Value:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no_answer
     __enter__ = __exit__ = __setitem__ = _no_answer
     __hash__ = None  # type: ignore[assignment]
-
-
-class _Torch:
-    """The module ``torch``, whose functions take any value of the run for any argument."""
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(torch, name)
-        known = callable(function) and function in NAMES
-        return functools.partial(self._call, function) if known else function
-
-    @staticmethod
-    def _call(function: Any, *args: Any, **kwargs: Any) -> _Symbol:
-        return _Value.__torch_function__(function, (), args, kwargs)
-
-
-_TORCH = _Torch()
 
 
 class _Method:

@@ -12,32 +12,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
+from fusedops.integrations.hf.rules.norms import norm_rule
+from fusedops.integrations.hf.rules.recognition import NormExpression
 from fusedops.integrations.hf.rules.residual_norm import layer_rule, probability
-from fusedops.integrations.hf.rules.rule import PatchRule, always, runs_here, subclass
+from fusedops.integrations.hf.symbolic import Path
 from fusedops.ops.bias_dropout_add import bias_dropout_add
-from fusedops.ops.rms_norm import rms_norm
 
-
-class _LayerNorm(nn.Module):
-    """T5's root-mean-square norm as one op."""
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the normalised and scaled input."""
-        dtype = hidden_states.dtype
-        # T5 has float32 statistics for float64 too, the op has not.
-        fits = dtype == self.weight.dtype != torch.float64
-        if not fits or not runs_here(hidden_states):
-            return super().forward(hidden_states)
-        shape, eps = self.weight.shape, self.variance_epsilon
-        return rms_norm(hidden_states, shape, self.weight, eps, rounding="hf")
-
-
-def _norm_rule(original: type[nn.Module], module_name: str) -> PatchRule:
-    """Return the rule for the norm."""
-    patched = subclass(original, _LayerNorm, module_name)
-    return PatchRule(original, patched, "O1", always("rms_norm"))
+_NORM = NormExpression(
+    "rms_norm",
+    weight=("attribute", "weight"),
+    eps=("attribute", "variance_epsilon"),
+    rounding="hf",
+    one_dtype=True,
+)
 
 
 def _feed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -64,7 +52,7 @@ def _summed(sublayer: Any, branch: torch.Tensor, residual: torch.Tensor) -> torc
 
 _RULE = partial(layer_rule, dropouts=("dropout",), ops=("bias_dropout_add",))
 RULES = {
-    "T5LayerNorm": _norm_rule,
+    "T5LayerNorm": partial(norm_rule, norms=[(Path(_NORM), _NORM)]),
     "T5LayerFF": partial(_RULE, compute=_feed_forward),
     "T5LayerSelfAttention": partial(_RULE, compute=_sublayer("SelfAttention")),
     "T5LayerCrossAttention": partial(_RULE, compute=_sublayer("EncDecAttention")),

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from fusedops.integrations.hf.rules import chain
+from fusedops.integrations.hf.rules.activations import DropoutFunction
 from fusedops.integrations.hf.rules.residual_norm import add_norm, layer_rule
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
-_INNER_DROPOUT = chain.DropoutFunction(("attribute", "activation_dropout"))
+_INNER_DROPOUT = DropoutFunction(("attribute", "activation_dropout"))
 _STEPS = ("fc1", "activation_fn", _INNER_DROPOUT, "fc2")
 
 

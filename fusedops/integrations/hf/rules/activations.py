@@ -7,14 +7,17 @@ and ``transformers_modules`` enter the classes that they know.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
-from fusedops._core.activation import FAST_GELU_SLOPE
+from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE
 from fusedops.integrations.hf.rules.rule import bypass_obstacle
-from fusedops.integrations.hf.symbolic import value_of
+from fusedops.integrations.hf.symbolic import at, value_of
 
 # Class -> the name of its activation, or what tells it of an instance.
 KNOWN: dict[type, str | Callable[[Any], str | None]] = {}
@@ -35,10 +38,54 @@ class Function(NamedTuple):
     name: str
     parameter: str | float | tuple[str, str] = "none"
 
-    def parameter_of(self, module: Any) -> Any:
-        """Return the parameter for a module in its current state."""
-        place = self.parameter
-        return value_of(module, place[1]) if isinstance(place, tuple) else place
+
+class DropoutFunction(NamedTuple):
+    """``F.dropout`` in training.
+
+    Attributes:
+        probability: the number, or where the module keeps it: ``("attribute", path)``.
+    """
+
+    probability: float | tuple[str, str]
+
+    def of(self, module: Any) -> float:
+        """Return the probability with which it drops now."""
+        probability: float = at(module, self.probability)
+        return probability if module.training else 0.0
+
+
+class Scale(NamedTuple):
+    """A factor.
+
+    Attributes:
+        factor: the number, or where the module keeps it: ``("attribute", path)``.
+    """
+
+    factor: float | tuple[str, str]
+
+
+def apply(
+    module: Any, step: str | Function | DropoutFunction | Scale, input: torch.Tensor
+) -> torch.Tensor:
+    """Return what a child of a module, named by its path, or a function alone computes."""
+    if isinstance(step, DropoutFunction):
+        return F.dropout(input, step.of(module), module.training)
+    if isinstance(step, Function):
+        return _function(module, step)(input)
+    if isinstance(step, Scale):
+        return input * at(module, step.factor)
+    output: torch.Tensor = value_of(module, step)(input)
+    return output
+
+
+def _function(module: Any, step: Function) -> Any:
+    """Return an activation as the code computes it."""
+    parameter = at(module, step.parameter)
+    if step.name == "gelu":
+        return partial(F.gelu, approximate=parameter)
+    if step.name == "swish":
+        return lambda input: input * torch.sigmoid(parameter * input)
+    return {"silu": F.silu, "relu": F.relu, "relu2": ACTIVATIONS["relu2"]}[step.name]
 
 
 def activation_name(module: Any) -> str | None:
@@ -69,7 +116,7 @@ def name_in(module: Any, activation: str | Function) -> str | None:
     """Return the name of the activation that is a child of ``module``, or a function."""
     if isinstance(activation, str):
         return activation_name(value_of(module, activation))
-    parameter = activation.parameter_of(module)
+    parameter = at(module, activation.parameter)
     if activation.name == "gelu":
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(parameter)
     if activation.name == "swish":
@@ -89,6 +136,6 @@ def obstacle_in(module: Any, activation: str | Function) -> str | None:
     if isinstance(activation, str):
         return activation_obstacle(activation, value_of(module, activation))
     if name_in(module, activation) is None:
-        parameter = activation.parameter_of(module)
+        parameter = at(module, activation.parameter)
         return f"{activation.name} with {parameter!r} is no activation of linear_act"
     return None

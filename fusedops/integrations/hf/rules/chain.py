@@ -1,6 +1,7 @@
 """Modules whose children run one after the other: linear, activation (and linear) are one op.
 
-A step is the path of a child, an activation that is a function of torch, or a dropout that is one.
+A step is the path of a child, an activation or a dropout that is a function of torch, a factor, a
+gate (``gated_mlp.py``), or a sum with an argument.
 A dropout between activation and product that has no work, and an identity, are passed over.
 """
 
@@ -8,22 +9,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from fusedops._core.activation import ACTIVATIONS
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules.activations import (
+    DropoutFunction,
     Function,
+    Scale,
     activation_name,
+    apply,
     known_name_in,
     name_in,
     obstacle_in,
 )
+from fusedops.integrations.hf.rules.gated_mlp import GateStep, gate_plan, gated
 from fusedops.integrations.hf.rules.probes import empty_like_parameters
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
@@ -51,33 +53,17 @@ remember(nn.Dropout)
 remember(nn.Identity)
 
 
-class DropoutFunction(NamedTuple):
-    """``F.dropout`` in training.
+class Add(NamedTuple):
+    """A sum with an argument of the method.
 
     Attributes:
-        probability: the number, or where the module keeps it: ``("attribute", path)``.
+        argument: its name; ``None``: that of the first one, which the steps begin with.
     """
 
-    probability: float | tuple[str, str]
-
-    def of(self, module: Any) -> float:
-        """Return the probability with which it drops now."""
-        given = self.probability
-        value = value_of(module, given[1]) if isinstance(given, tuple) else given
-        return value if module.training else 0.0
+    argument: str | None
 
 
-class Scale(NamedTuple):
-    """A factor.
-
-    Attributes:
-        factor: the number, or where the module keeps it: ``("attribute", path)``.
-    """
-
-    factor: float | tuple[str, str]
-
-
-Step = str | Function | DropoutFunction | Scale
+Step = str | Function | DropoutFunction | Scale | GateStep | Add
 
 
 class Fusion(NamedTuple):
@@ -87,75 +73,72 @@ class Fusion(NamedTuple):
         first: the linear layer.
         activation: its name.
         second: the linear layer behind it, or ``None``.
-        steps: how many steps these are.
+        steps: which steps these are.
     """
 
     first: Any
     activation: str
     second: Any
-    steps: int
+    steps: tuple[Step, ...]
 
 
-class Residual(NamedTuple):
-    """A sum at the end of a chain.
+def run(
+    module: Any, steps: tuple[Step, ...], input: torch.Tensor, added: Any = None
+) -> torch.Tensor:
+    """Return what the steps compute one after the other, with one op where they can be one.
 
-    Attributes:
-        argument: name of the second argument, which is added; ``None``: the first one is.
-        behind: the steps that follow.
+    Args:
+        module: whose steps they are.
+        steps: what runs.
+        input: of the first step.
+        added: what ``Add`` adds.
     """
-
-    argument: str | None
-    behind: tuple[Step, ...]
-
-
-def apply(module: Any, step: Step, input: torch.Tensor) -> torch.Tensor:
-    """Return what a step alone computes."""
-    if isinstance(step, DropoutFunction):
-        return F.dropout(input, step.of(module), module.training)
-    if isinstance(step, Function):
-        return _function(module, step)(input)
-    if isinstance(step, Scale):
-        factor: Any = step.factor
-        return input * (value_of(module, factor[1]) if isinstance(factor, tuple) else factor)
-    output: torch.Tensor = value_of(module, step)(input)
-    return output
-
-
-def _function(module: Any, step: Function) -> Any:
-    """Return an activation as the code computes it."""
-    parameter = step.parameter_of(module)
-    if step.name == "gelu":
-        return partial(F.gelu, approximate=parameter)
-    if step.name == "swish":
-        return lambda input: input * torch.sigmoid(parameter * input)
-    return {"silu": F.silu, "relu": F.relu, "relu2": ACTIVATIONS["relu2"]}[step.name]
-
-
-def run(module: Any, steps: tuple[Step, ...], input: torch.Tensor) -> torch.Tensor:
-    """Return what the steps compute one after the other, with one op where they can be one."""
-    position = 0
-    while position < len(steps):
-        fusion = fusion_at(module, steps, position)
-        if fusion is None:
-            input = apply(module, steps[position], input)
-            position += 1
-            continue
-        first, second, name = fusion.first, fusion.second, fusion.activation
-        if second is None:
-            input = linear_act(input, weight_of(first), first.bias, activation=name)
+    for part in _parts(module, steps):
+        if isinstance(part, Add):
+            input = input + added
+        elif isinstance(part, GateStep):
+            input = gated(module, part, input)
+        elif isinstance(part, Fusion):
+            input = _fused(part, input)
         else:
-            weights = (weight_of(first), first.bias, weight_of(second), second.bias)
-            input = mlp(input, *weights, activation=name)
-        position += fusion.steps
+            input = apply(module, part, input)
     return input
 
 
-def fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | None:
+def _fused(fusion: Fusion, input: torch.Tensor) -> torch.Tensor:
+    first, second, name = fusion.first, fusion.second, fusion.activation
+    if second is None:
+        return linear_act(input, weight_of(first), first.bias, activation=name)
+    weights = (weight_of(first), first.bias, weight_of(second), second.bias)
+    return mlp(input, *weights, activation=name)
+
+
+def _gate_of(steps: tuple[Step, ...]) -> GateStep | None:
+    return steps[0] if steps and isinstance(steps[0], GateStep) else None
+
+
+def _parts(module: Any, steps: tuple[Step, ...]) -> list[Step | Fusion]:
+    """Return the steps, with those that are one op now as one part.
+
+    What follows a gate is one step each, as ``gate_plan`` says.
+    """
+    if _gate_of(steps) is not None:
+        return list(steps)
+    parts: list[Step | Fusion] = []
+    position = 0
+    while position < len(steps):
+        fusion = _fusion_at(module, steps, position)
+        parts.append(steps[position] if fusion is None else fusion)
+        position += 1 if fusion is None else len(fusion.steps)
+    return parts
+
+
+def _fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | None:
     """Return what may run as one op from a step on, or ``None``."""
     pair = _pair_at(module, steps, position)
     if pair is None or _pair_obstacle(module, pair) is not None:
         return None
-    first, activation = value_of(module, pair.linear), known_name_in(module, pair.activation)
+    first, activation = value_of(module, pair[0]), known_name_in(module, pair[1])
     if torchs_product_is_faster(first.weight):
         return None
     last = position + 2
@@ -165,15 +148,11 @@ def fusion_at(module: Any, steps: tuple[Step, ...], position: int) -> Fusion | N
     if isinstance(name, str):
         second = value_of(module, name)
         if is_linear(second) and product_obstacle(name, second) is None:
-            return Fusion(first, activation, second, last + 1 - position)
-    return Fusion(first, activation, None, 2)
+            return Fusion(first, activation, second, steps[position : last + 1])
+    return Fusion(first, activation, None, steps[position : position + 2])
 
 
-class _Pair(NamedTuple):
-    """A linear layer, and what may be an activation behind it."""
-
-    linear: str
-    activation: str | Function
+_Pair = tuple[str, str | Function]  # a linear layer, and what may be an activation behind it
 
 
 def _pair_at(module: Any, steps: tuple[Step, ...], position: int) -> _Pair | None:
@@ -183,21 +162,21 @@ def _pair_at(module: Any, steps: tuple[Step, ...], position: int) -> _Pair | Non
     if not isinstance(linear, str) or not is_linear(value_of(module, linear)):
         return None
     if isinstance(activation, Function):
-        return _Pair(linear, activation)
+        return linear, activation
     if not isinstance(activation, str):
         return None
     child = value_of(module, activation)
     if isinstance(child, nn.Module) and (child._parameters or child._modules):
         return None  # a norm, an adapter or another layer
-    return None if isinstance(child, _PASSED_OVER) else _Pair(linear, activation)
+    return None if isinstance(child, _PASSED_OVER) else (linear, activation)
 
 
 _PASSED_OVER = (nn.Dropout, nn.Identity)
 
 
 def _pair_obstacle(module: Any, pair: _Pair) -> str | None:
-    reason = product_obstacle(pair.linear, value_of(module, pair.linear))
-    return reason or obstacle_in(module, pair.activation)
+    linear, activation = pair
+    return product_obstacle(linear, value_of(module, linear)) or obstacle_in(module, activation)
 
 
 def _does_nothing(module: Any, step: Step) -> bool:
@@ -219,8 +198,7 @@ def _pairs(module: Any, steps: tuple[Step, ...]) -> list[_Pair]:
 
 def has_pair(module: Any, steps: tuple[Step, ...]) -> bool:
     """Return whether a chain has a linear layer with a known activation behind it."""
-    pairs = _pairs(module, steps)
-    return any(name_in(module, pair.activation) is not None for pair in pairs)
+    return any(name_in(module, activation) is not None for _, activation in _pairs(module, steps))
 
 
 def _unknown_children(module: Any, steps: tuple[Step, ...]) -> list[str]:
@@ -234,7 +212,7 @@ def _unknown_children(module: Any, steps: tuple[Step, ...]) -> list[str]:
     ]
 
 
-def chain_obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
+def _obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
     """Return why no part of a chain is one op now, or ``None``."""
     reasons = [_pair_obstacle(module, pair) for pair in _pairs(module, steps)]
     if None in reasons:
@@ -255,27 +233,24 @@ def _second_obstacle(module: Any, steps: tuple[Step, ...]) -> str | None:
 
 def chain_plan(module: Any, steps: tuple[Step, ...]) -> FusionPlan | Refusal:
     """Return which parts of a chain are one op now, or why none is."""
+    gate = _gate_of(steps)
+    if gate is not None:
+        return gate_plan(module, gate)
     if not _pairs(module, steps) and not any(_is_activation(module, step) for step in steps):
         return NOT_APPLICABLE
-    reason = chain_obstacle(module, steps)
+    reason = _obstacle(module, steps)
     if reason is not None:
         return Refusal(reason)
     if torchs_product_is_faster(empty_like_parameters(module)):
         return FusionPlan((), note=AS_FAST)
-    ops: list[str] = []
-    children: list[str] = []
-    note, position = None, 0
-    while position < len(steps):
-        fusion = fusion_at(module, steps, position)
-        if fusion is None:
-            position += 1
-            continue
-        if fusion.second is None and note is None:
-            note = _second_obstacle(module, steps[position + 2 :])
-        ops.append("linear_act" if fusion.second is None else "mlp")
-        behind = position + fusion.steps
-        children += [step for step in steps[position:behind] if isinstance(step, str)]
-        position = behind
+    parts = _parts(module, steps)
+    fusions = [part for part in parts if isinstance(part, Fusion)]
+    ops = ["linear_act" if fusion.second is None else "mlp" for fusion in fusions]
+    note = None
+    if "linear_act" in ops:
+        fusion = fusions[ops.index("linear_act")]
+        note = _second_obstacle(module, steps[steps.index(fusion.steps[0]) + 2 :])
+    children = [step for fusion in fusions for step in fusion.steps if isinstance(step, str)]
     return FusionPlan(tuple(dict.fromkeys(ops)), tuple(children), note)
 
 
@@ -283,21 +258,24 @@ def chain_rule(
     original: type[nn.Module],
     module_name: str,
     steps: tuple[Step, ...],
-    residual: Residual | None = None,
     method: str = "forward",
     condition: Callable[[Any], bool] | None = None,
 ) -> PatchRule:
     """Return the rule for a class of which a method is these steps, one after the other.
 
+    The original runs for calls with other arguments than those that the steps need.
+
     Args:
         original: the class.
         module_name: holds the patched class.
         steps: what runs.
-        residual: what is added to the result, and what follows the sum.
         method: the name of the method.
         condition: whether an instance in its current state computes this.
     """
     theirs: Any = getattr(original, method)
+    added = next((step.argument for step in steps if isinstance(step, Add)), None)
+    names = list(inspect.signature(theirs).parameters)[1:]
+    needed = {names[0], added}
 
     def obstacle(module: Any) -> str | None:
         return configuration_obstacle(module, condition) or global_hooks()
@@ -306,34 +284,28 @@ def chain_rule(
         if not runs_here(hidden_states) or obstacle(self) is not None:
             output: torch.Tensor = theirs(self, hidden_states)
             return output
-        return run(self, steps, hidden_states)
+        return run(self, steps, hidden_states, hidden_states)
 
-    names = list(inspect.signature(theirs).parameters)[1:]
-    added = names[0] if residual is None or residual.argument is None else residual.argument
-
-    def run_and_add(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_with_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         # The steps are those of calls without the optional arguments.
-        known = given.keys() == {names[0], added} and len(given) == len(args) + len(kwargs)
-        if (
-            residual is None
-            or not known
-            or not runs_here(given[names[0]])
-            or obstacle(self) is not None
-        ):
+        known = given.keys() == needed and len(given) == len(args) + len(kwargs)
+        if not known or not runs_here(given[names[0]]) or obstacle(self) is not None:
             return theirs(self, *args, **kwargs)
-        total = run(self, steps, given[names[0]]) + given[added]
-        return run(self, residual.behind, total)
+        return run(self, steps, given[names[0]], given[added or names[0]])
 
     def plan(module: Any) -> FusionPlan | Refusal:
         reason = obstacle(module)
         return chain_plan(module, steps) if reason is None else Refusal(reason)
 
-    forward = run_all if residual is None else run_and_add
+    gate = _gate_of(steps)
+    packed = gate is not None and len(gate.projections) == 1
     return PatchRule(
         original,
-        subclass(original, None, module_name, **{method: forward}),
-        "O2",
+        subclass(
+            original, None, module_name, **{method: run_all if added is None else run_with_argument}
+        ),
+        "O1" if packed else "O2",
         plan,
         methods=(method,),
     )

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedops.integrations.hf.rules.activations import Function
-from fusedops.integrations.hf.rules.chain import DropoutFunction, Residual, Scale, Step
-from fusedops.integrations.hf.rules.gated_mlp import GatedNames, PackedNames
+from fusedops.integrations.hf.rules.activations import DropoutFunction, Function, Scale
+from fusedops.integrations.hf.rules.chain import Add, Step
+from fusedops.integrations.hf.rules.gated_mlp import GateStep
 from fusedops.integrations.hf.symbolic import INPUT, Expression, Path, Question
 from fusedops.integrations.hf.torch_operations import is_same_value
 
@@ -30,6 +30,7 @@ class NormExpression(NamedTuple):
         shape: where ``normalized_shape`` is; ``None`` for the last dimension.
         wide: whether the code computes in float32.
         narrowed: whether it returns the dtype of the input at last.
+        one_dtype: whether weight and input must have one.
     """
 
     op: str
@@ -41,6 +42,7 @@ class NormExpression(NamedTuple):
     shape: Place | None = None
     wide: bool = True
     narrowed: bool = False
+    one_dtype: bool = False
 
 
 def norm_of(expression: Expression) -> NormExpression | None:
@@ -154,10 +156,39 @@ def _is_number(expression: Expression) -> bool:
     return isinstance(expression, float) or _is_place(expression)
 
 
-def gated_of(expression: Expression) -> GatedNames | PackedNames | None:
-    """Return the gated feed-forward layer that an expression is, or ``None``."""
-    last, product = _steps(expression)
-    for gate, up in factors(product):
+def steps_of(expression: Expression) -> tuple[Step, ...]:
+    """Return the steps of a feed-forward layer that an expression is: a gate, or two or more.
+
+    They run one after the other; there are none where it is something else.
+    """
+    steps: list[Step] = []
+    has_sum = False
+    while expression != INPUT:
+        step, source = step_of(expression)
+        if step is None and not has_sum:
+            step, source = _sum_of(expression)
+            has_sum = step is not None
+        if step is None:
+            step, source = _gate_of(expression), INPUT
+        if step is None:
+            return ()
+        steps.append(step)
+        expression = source
+    enough = len(steps) - has_sum > 1 or any(isinstance(step, GateStep) for step in steps)
+    return tuple(reversed(steps)) if enough else ()
+
+
+def _sum_of(expression: Expression) -> tuple[Add | None, Expression]:
+    """Return the argument that is added at the end of an expression, and what it is added to."""
+    match expression:
+        case ("add", content, ("input", *names)) | ("add", ("input", *names), content):
+            return Add(next(iter(names), None)), content
+    return None, expression
+
+
+def _gate_of(expression: Expression) -> GateStep | None:
+    """Return the gate that an expression is, or ``None``."""
+    for gate, up in factors(expression):
         activation, projected = activation_of(gate)
         if activation is None:
             continue
@@ -168,40 +199,14 @@ def gated_of(expression: Expression) -> GatedNames | PackedNames | None:
         match (projected, up):
             case (("call", first, argument), ("call", second, other)):
                 if argument == other == INPUT and first != second:
-                    return GatedNames(first, second, activation, last, scales)
+                    return GateStep((first, second), activation, scales=scales)
             case (("part", chunk, half), ("part", other, rest)):
                 match chunk:
                     case ("chunk", ("call", packed, argument), 2, _) if (
-                        chunk == other and half + rest == 1 and argument == INPUT
+                        chunk == other and half + rest == 1 and argument == INPUT and not scales
                     ):
-                        return PackedNames(packed, activation, half, last)
+                        return GateStep((packed,), activation, half)
     return None
-
-
-def chain_of(expression: Expression) -> tuple[tuple[Step, ...], Residual | None]:
-    """Return the steps that an expression is if they run one after the other; else none.
-
-    Returns:
-        The steps, and the sum behind the last, or ``None``.
-    """
-    behind, total = _steps(expression)
-    residual = None
-    match total:
-        case ("add", content, ("input", *names)) | ("add", ("input", *names), content):
-            residual, expression = Residual(next(iter(names), None), behind), content
-    steps, source = _steps(expression)
-    return (steps, residual) if source == INPUT and len(steps) > 1 else ((), None)
-
-
-def _steps(expression: Expression) -> tuple[tuple[Step, ...], Expression]:
-    """Return the steps at the end of an expression, and what the first of them is applied to."""
-    steps: list[Step] = []
-    while True:
-        step, source = step_of(expression)
-        if step is None:
-            return tuple(reversed(steps)), expression
-        steps.append(step)
-        expression = source
 
 
 def step_of(expression: Expression) -> tuple[Step | None, Expression]:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.original_code import remember
-from fusedops.integrations.hf.rules import chain, rms_norms
+from fusedops.integrations.hf.rules import chain
+from fusedops.integrations.hf.rules import norms as norms_by_code
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
     FusionPlan,
@@ -75,7 +76,7 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``norm(residual + dropout(branch))`` and the sum, for a norm that may be bypassed."""
     if not isinstance(norm, nn.LayerNorm):
-        return rms_norms.add_norm(branch, residual, norm, dropout_p)
+        return norms_by_code.add_norm(branch, residual, norm, dropout_p)
     shape, weight, bias = norm.normalized_shape, norm.weight, norm.bias
     return add_layer_norm(branch, residual, shape, weight, bias, norm.eps, dropout_p=dropout_p)
 
@@ -84,7 +85,7 @@ def norm_obstacle(name: str, norm: Any) -> str | None:
     """Return why ``add_norm`` must not do the work of ``norm``, or ``None``."""
     if isinstance(norm, nn.LayerNorm):
         return bypass_obstacle(name, norm, _NORMS)
-    return rms_norms.norm_obstacle(name, norm)
+    return norms_by_code.norm_obstacle(name, norm)
 
 
 def probability(dropout: Any) -> float:
