@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -215,4 +216,28 @@ BY_CODE = by_name(
     body("CpmAntModel", CPM_ANT, {"varied": ("norm", "bias")}, linear_glu=2),
     body("XLMModel", SIZES | XLM, layer_norm=5, mlp=2),
     body("FlaubertModel", SIZES | XLM, layer_norm=5, mlp=2),
+)
+
+
+def variant(family: Family, label: str, options: dict[str, Any], **ops: int) -> Family:
+    """Return a row with other options; an op that does not run has the count 0."""
+    ops = {op: count for op, count in (family.ops | ops).items() if count}
+    name = f"{family.name}, {label}"
+    return replace(family, name=name, options=family.options | options, ops=ops)
+
+
+NORM_AFTER = {"do_layer_norm_before": False}
+NORM_AFTER_OPS = {"layer_norm": 0, "add_layer_norm": 4, "bias_dropout_add": 0}
+BARE = {"enable_bias": False, "layer_norm_elementwise_affine": False}
+IN_SEQUENCE = {"use_parallel_residual": False}
+TWO_PRODUCTS = {"moe_mlp": 0, "moe_permute": 2, "grouped_mm": 4, "moe_unpermute": 2}
+VARIANTS = by_name(
+    variant(DENSE["GPTNeoX"], "in sequence", IN_SEQUENCE, layer_norm=3, add_layer_norm=2),
+    variant(DENSE["OPT"], "norm after", NORM_AFTER, **NORM_AFTER_OPS),
+    variant(DENSE["OPT"], "bare", BARE),
+    variant(DENSE["OPT"], "norm after, bare", NORM_AFTER | BARE, **NORM_AFTER_OPS),
+    variant(DENSE["Gemma2"], "capped", {"attn_logit_softcapping": 0.1}),
+    variant(SPARSE["Mixtral"], "GELU", {"hidden_act": "gelu"}),
+    variant(SPARSE["Mixtral"], "Mish", {"hidden_act": "mish"}, **TWO_PRODUCTS),
+    variant(SPARSE["DeepseekV3"], "halves", {"rope_interleave": False}),
 )

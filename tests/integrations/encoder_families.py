@@ -156,6 +156,7 @@ T5_SIZES = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
+FEED_FORWARD = "feed_forward_proj"
 T5_OPS = {"cross_entropy": 1, "attention": 6, "rms_norm": 12, "bias_dropout_add": 10}
 T5 = encoder(
     "T5ForConditionalGeneration",
@@ -279,6 +280,22 @@ BY_CODE = {
             {"layer_norm": 12, "mlp": 4},
             {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
             failed=("NllbMoeAttention",),
+        ),
+    )
+}
+VARIANTS = {
+    family.name: family
+    for family in (
+        replace(
+            GATED_T5,
+            name="T5, gated ReLU",
+            options=GATED_T5.options | {FEED_FORWARD: "gated-relu"},
+        ),
+        replace(
+            GATED_T5,
+            name="T5, gated tanh",
+            options=GATED_T5.options | {FEED_FORWARD: "gated-tanh"},
+            ops=T5_OPS,
         ),
     )
 }
