@@ -81,6 +81,14 @@ class Layer(nn.Module):
     {_LAYER}
     exec("def forward(self, x): return {_ATTENDS}", {{"F": F}}, locals())
 """,
+    "relative import": f"""
+FACTOR = 2.0
+class Layer(nn.Module):
+    {_LAYER}
+    def forward(self, x):
+        from .layers import FACTOR
+        return FACTOR * {_ATTENDS}
+""",
     "forward that is no function": f"""
 import functools
 
