@@ -128,6 +128,18 @@ def train(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
 
+class Adapted(nn.Module):
+    """What an adapter library puts in a linear layer's place."""
+
+    def __init__(self, base: nn.Module, out_features: int) -> None:
+        super().__init__()
+        self.base = base
+        self.scale = nn.Parameter(torch.full((out_features,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) * self.scale
+
+
 TABLES = (*_TABLES, *_SECTIONS, "attention")
 
 

@@ -1,7 +1,7 @@
 """What patching must keep of every model type, each in a row of a table.
 
-What only some types have is tested in ``test_patch_families_decoders.py``, ``_encoders.py`` and
-``_moe.py``, what hangs on the modules of a model (hooks, adapters) with GPT-2.
+What only some types have is tested in ``test_patch_families_special.py`` and ``_moe.py``, what
+hangs on the modules of a model (hooks, adapters) with GPT-2.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from causal_families import DENSE, GPT2, SPARSE
 from families import Family
 from patch_testing import assert_close, assert_same_training, counted, gradients
 from torch import nn
+from transformers.activations import gelu
 
 import fusedops
 from fusedops._core import dtypes
@@ -36,6 +37,12 @@ with_eager = pytest.mark.parametrize("family", EAGER.values(), ids=EAGER)
 OF_EXPERTS = {"moe_sort", "moe_permute", "moe_unpermute", "grouped_mm"}
 # Ends of the names of classes for which there is no op.
 KEPT = ("Embedding", "Dropout", "Conv1d", "Conv2d")
+
+
+@pytest.fixture(autouse=True)
+def shared_activation() -> None:
+    """Unpatch what XLM's and RoBERTa's models share in a process, if another test patched it."""
+    fusedops.unpatch(gelu)
 
 
 @all_families
@@ -75,7 +82,7 @@ def test_norms_alone_match_stock(family: Family) -> None:
 @all_families
 @pytest.mark.usefixtures("own_products")
 def test_every_op_runs_and_the_report_names_it(family: Family) -> None:
-    model = copy.deepcopy(family.model())  # XLM's share one activation of the process
+    model = copy.deepcopy(family.model())  # without what it shares
     report = fusedops.patch(model)
     with counted() as calls:
         family.loss(model).backward()

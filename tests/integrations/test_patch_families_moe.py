@@ -1,6 +1,6 @@
 """Families with experts: a patched model trains and generates as the stock one.
 
-What every causal language model must do is tested in ``test_patch_families_causal.py``.
+What every causal language model must do is tested in ``test_patch_families.py``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 import torch
 from causal_families import GPT2, IDS, loss
 from encoder_families import FAMILIES
-from patch_testing import assert_close, assert_same_training, counted, gradients
+from patch_testing import Adapted, assert_close, assert_same_training, counted, gradients
 from torch import nn
 
 import fusedops
@@ -207,18 +207,6 @@ def test_a_hook_may_change_what_a_bypassed_child_returns(name: str, module: str)
     assert_close(family.logits(patched), family.logits(stock))
 
 
-class _Adapted(nn.Module):
-    """What an adapter library puts in a linear layer's place."""
-
-    def __init__(self, base: nn.Module, out_features: int) -> None:
-        super().__init__()
-        self.base = base
-        self.scale = nn.Parameter(torch.full((out_features,), 0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) * self.scale
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @own_products
 def test_an_adapter_in_a_childs_place_is_called(when: str) -> None:
@@ -228,10 +216,10 @@ def test_an_adapter_in_a_childs_place_is_called(when: str) -> None:
     for model in (patched, stock):
         mlp = model.transformer.h[0].mlp
         assert isinstance(mlp.c_fc, Conv1D)
-        mlp.c_fc = _Adapted(mlp.c_fc, 4 * 32)
+        mlp.c_fc = Adapted(mlp.c_fc, 4 * 32)
     if when == "before":
         report = fusedops.patch(patched)
-        assert report["transformer.h.0.mlp"].reason == "c_fc is a _Adapted"
+        assert report["transformer.h.0.mlp"].reason == "c_fc is a Adapted"
         assert report["transformer.h.1.mlp"].replaced
     assert_same_training(patched, stock, loss)
 

@@ -1,15 +1,15 @@
-"""Decoder families: a patched model trains and generates as the stock one, as it is configured.
-
-What every causal language model must do is tested in ``test_patch_families_causal.py``. Here is
-what is about attention, and what only some families have.
-"""
+"""What only some model types have: options, dtypes and modules of their own."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from causal_families import DENSE, IDS, loss
-from patch_testing import assert_close, assert_same_training, counted
+from encoder_families import FAMILIES, MASK, SPECTRUM
+from encoder_families import IDS as TOKENS
+from patch_testing import Adapted, assert_close, assert_same_training, counted
 from torch import nn
 
 import fusedops
@@ -76,29 +76,67 @@ def test_opt_calls_the_feed_forward_children_that_have_hooks() -> None:
     assert report["model.decoder.layers.1.fc2"].reason == "inside model.decoder.layers.1"
 
 
-class _Adapted(nn.Module):
-    """What an adapter library puts in a linear layer's place."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.scale = nn.Parameter(torch.full((base.out_features,), 0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) * self.scale
-
-
 @pytest.mark.usefixtures("own_products")
 def test_adapted_projections_are_called_and_the_gate_is_still_one_op() -> None:
     patched, stock = DENSE["Llama"].pair()
     for model in (patched, stock):
         mlp = model.model.layers[0].mlp
-        mlp.gate_proj = _Adapted(mlp.gate_proj)
+        mlp.gate_proj = Adapted(mlp.gate_proj, 48)
     with counted() as calls:
         loss(patched)
     assert (calls["swiglu"], calls["linear_glu"]) == (1, 1)
     assert_same_training(patched, stock, loss)
     report = describe(patched)
-    assert "gate_proj is a _Adapted" in report["model.layers.0.mlp"].reason
+    assert "gate_proj is a Adapted" in report["model.layers.0.mlp"].reason
     assert report["model.layers.0.mlp.up_proj"].op == "linear_act"
     assert report["model.layers.0.mlp.act_fn"].reason == "inside model.layers.0.mlp"
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "gated T5"])
+def test_t5_with_its_second_product_kept_in_float32(name: str) -> None:
+    """As transformers loads T5 in half precision; the stream after it is then float32 too."""
+    family = FAMILIES[name]
+    patched, stock = (model.to(torch.bfloat16) for model in family.pair())
+    for model in (patched, stock):
+        for module in model.modules():
+            if hasattr(module, "wo"):
+                module.wo.float()
+    exact = family.logits(family.model().double())
+    found, expected = family.logits(patched), family.logits(stock)
+    assert found.dtype == expected.dtype
+    assert (found.double() - exact).norm() <= 1.5 * (expected.double() - exact).norm()
+
+
+@pytest.mark.usefixtures("own_products")
+def test_whisper_in_training_calls_the_second_product_after_its_inner_dropout() -> None:
+    family = FAMILIES["WhisperForConditionalGeneration"]
+    patched, stock = family.pair(activation_dropout=1.0)
+    assert describe(patched)["model.encoder.layers.0.fc2"].op == "linear_act"
+    assert_close(family.logits(patched), family.logits(stock))
+    assert describe(patched.eval())["model.encoder.layers.0.fc2"].reason.startswith("inside")
+
+
+def test_whisper_in_float16_is_clamped() -> None:
+    family = FAMILIES["WhisperForConditionalGeneration"]
+    patched, stock = (model.eval().half() for model in family.pair())
+    for model in (patched, stock):
+        model.model.encoder.layers[0].fc2.bias.data.fill_(65000.0)
+        model.model.encoder.layers[1].fc2.bias.data.fill_(65000.0)
+    states, expected = (
+        model.model.encoder(SPECTRUM.half(), output_hidden_states=True).hidden_states
+        for model in (patched, stock)
+    )
+    assert torch.equal(states[1], expected[1])
+    assert states[1].max() == 65504.0 - 1000
+
+
+@pytest.mark.usefixtures("own_products")
+def test_classifier_with_pooler() -> None:
+    bert = replace(FAMILIES["BertForMaskedLM"], cls="BertForSequenceClassification")
+    patched, stock = bert.pair()
+    labels = torch.tensor([0, 1])
+    assert_same_training(
+        patched, stock, lambda model: model(TOKENS, attention_mask=MASK, labels=labels).loss
+    )
+    assert describe(patched)["bert.pooler.dense"].op == "linear_act"
+    assert not describe(patched)["bert.pooler.activation"].replaced
