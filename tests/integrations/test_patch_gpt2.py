@@ -268,14 +268,6 @@ def test_cross_attention_blocks_keep_their_own_forward() -> None:
     assert_close(logits, expected)
 
 
-def test_deepcopy_is_patched_and_independent() -> None:
-    patched, stock = GPT2.pair()
-    twin = copy.deepcopy(patched)
-    assert type(twin.transformer.h[0]) is type(patched.transformer.h[0])
-    fusedops.unpatch(patched)
-    assert_same_training(twin, stock, loss)
-
-
 def test_saved_model_loads_in_another_process(tmp_path: Path) -> None:
     patched, stock = GPT2.pair()
     torch.save(patched, tmp_path / "model.pt")
