@@ -107,6 +107,21 @@ def test_t5_with_its_second_product_kept_in_float32(name: str) -> None:
     assert (found.double() - exact).norm() <= 1.5 * (expected.double() - exact).norm()
 
 
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "gated T5"])
+def test_dropout_of_t5_sublayers_drops_all_branches(name: str) -> None:
+    """Alone: one option has the dropouts of attention and feed-forward layers in it as well."""
+    family = FAMILIES[name]
+    patched, stock = family.pair(dropout_rate=1.0)
+    for model in (patched, stock):
+        for path, module in model.named_modules():
+            is_layer = path.split(".")[-2:-1] in (["0"], ["1"], ["2"])
+            if isinstance(module, nn.Dropout) and not is_layer:
+                module.p = 0.0
+            elif isinstance(getattr(module, "dropout", None), float):
+                module.dropout = 0.0
+    assert_close(family.logits(patched), family.logits(stock))
+
+
 @pytest.mark.usefixtures("own_products")
 def test_whisper_in_training_calls_the_second_product_after_its_inner_dropout() -> None:
     family = FAMILIES["WhisperForConditionalGeneration"]
