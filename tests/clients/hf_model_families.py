@@ -18,20 +18,6 @@ import torch
 import transformers
 from causal_families import GROUPED
 
-DECODER = {"d_model": 32, "vocab_size": 97, "pad_token_id": 1, "max_position_embeddings": 64}
-ENCODER_DECODER = DECODER | {
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-}
-
 BATCH, SEQ_LEN = 3, 7
 PATCHES = (16 // 4) ** 2 + 1  # of encoder_families.VISION, with the class token
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -236,7 +222,7 @@ def masked(name: str, *models: str, **options: Any) -> tuple[Group, ...]:
 def to_text(name: str, **options: Any) -> tuple[Group, ...]:
     """Return a family like BART."""
     tasks = ("MODEL", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_QUESTION_ANSWERING")
-    options = ENCODER_DECODER | TOKENS | options
+    options = encoder_families.BART_SIZES | TOKENS | options
     flags = {"is_encoder_decoder": True}
     return (Group(name, f"{name}Config", options, text_to_text, tasks, flags=flags),)
 
@@ -254,14 +240,7 @@ def recordings(name: str) -> tuple[Group, ...]:
     return (Group(name, f"{name}Config", SPEECH, speech, SPEECH_TASKS, facts=facts),)
 
 
-GPT2 = {
-    "vocab_size": 97,
-    "n_positions": 32,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    **TOKENS,
-}
+GPT2 = causal_families.GPT | {"vocab_size": 97} | TOKENS
 SPEECH = encoder_families.LAYERS | {
     "vocab_size": 97,
     "conv_dim": (32, 32),

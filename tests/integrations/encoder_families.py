@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from families import LAYERS, TEXT, build
-from patch_testing import patched_pair
+from families import LAYERS, TEXT, Family
 from torch import nn
 
 IDS = torch.arange(2, 2 * 12 + 2).mul(7).remainder(97).view(2, 12)
 MASK = torch.ones_like(IDS)
 MASK[1, 8:] = 0
+LABELS = IDS.masked_fill(IDS % 5 == 1, -100)
 BERT_SIZES = TEXT | {
     "max_position_embeddings": 40,
     "initializer_range": 0.2,
@@ -24,6 +23,16 @@ VISION = LAYERS | {"image_size": 16, "patch_size": 4}
 PIXELS = torch.sin(torch.arange(2.0 * 3 * 16 * 16)).view(2, 3, 16, 16)
 SPECTRUM = torch.sin(torch.arange(2.0 * 8 * 32)).view(2, 8, 32)
 DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+TWO_STACKS = {
+    "d_model": 32,
+    "vocab_size": 97,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 
 
 def masked(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -31,77 +40,29 @@ def masked(model: nn.Module) -> dict[str, torch.Tensor]:
     return {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
 
 
-@dataclass(frozen=True)
-class Family:
-    """A model in a size that runs in milliseconds.
-
-    Attributes:
-        name: of the model's class.
-        config: of its configuration's class.
-        options: of the configuration.
-        ops: how often each op runs in a step of training without checkpointing.
-        fused: modules of which a fused op does the work at level O2, with the ops.
-        inputs: the arguments of the model, labels included.
-        valid: takes from the logits those that are not of padding.
-        logits_name: of the model's output.
-        objective: the loss, from the model's output.
-        dropout: the options that are probabilities of dropout.
-        smooth: options without ReLU, for half precision: its slope jumps, and whichever way an
-            argument near 0 is rounded is right.
-        draws: of the weights that a comparison in half precision takes the largest errors of;
-            0: one, without a redraw. A scalar parameter needs several.
-        label: of the tests, where it is not ``name``.
-    """
-
-    name: str
-    config: str
-    options: dict[str, Any]
-    ops: dict[str, int]
-    fused: dict[str, str]
-    inputs: Callable[[nn.Module], dict[str, torch.Tensor]] = masked
-    valid: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda logits: logits[MASK > 0])
-    logits_name: str = "logits"
-    objective: Callable[[Any], torch.Tensor] = field(default=lambda output: output.loss)
-    dropout: tuple[str, ...] = DROPOUT
-    smooth: dict[str, Any] = field(default_factory=dict)
-    draws: int = 0
-    label: str = ""
-
-    def model(self, **options: Any) -> nn.Module:
-        return build(self.name, self.config, self.options | options, varied=("norm",))
-
-    def pair(self, **options: Any) -> tuple[nn.Module, nn.Module]:
-        return patched_pair(self.model(**options))
-
-    def loss(self, model: nn.Module) -> torch.Tensor:
-        return self.objective(model(**self.inputs(model)))
-
-    def logits(self, model: nn.Module) -> torch.Tensor:
-        return self.valid(getattr(model(**self.inputs(model)), self.logits_name))
+def all_tokens(logits: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
-def bert_like(prefix: str, *, base: str, head: str | None = None, norms: int = 2) -> Family:
-    """Return a family whose modules are BERT's; ``head``: the fused layer before the projection."""
-    layer = f"{base}.encoder.layer.1"
-    return Family(
-        f"{prefix}ForMaskedLM",
-        f"{prefix}Config",
-        BERT_SIZES | {"embedding_size": 32} if prefix == "Electra" else BERT_SIZES,
-        {"cross_entropy": 1, "attention": 2, "add_layer_norm": 4, "layer_norm": norms},
-        {
-            f"{layer}.attention.self": "attention",
-            f"{layer}.attention.output": "add_layer_norm",
-            f"{layer}.intermediate": "linear_act",
-            f"{layer}.output": "add_layer_norm",
-            **({} if head is None else {head: "linear_act"}),
-            "": "cross_entropy",
-        },
-    )
+def encoder(
+    name: str, options: dict[str, Any], ops: dict[str, int], config: str, **columns: Any
+) -> Family:
+    """Return a row; what is compared in evaluation are the logits of training."""
+    inputs = columns.setdefault("inputs", masked)
+    cls = columns.pop("cls", name)
+    columns = {"prompt": inputs, "valid": lambda logits: logits[MASK > 0]} | columns
+    return Family(name, cls, f"{config}Config", options, ops, **columns)
 
 
-DISTILBERT = Family(
+def bert_like(prefix: str, *, norms: int = 2, **options: Any) -> Family:
+    """Return a family whose modules are BERT's."""
+    ops = {"cross_entropy": 1, "attention": 2, "add_layer_norm": 4, "layer_norm": norms}
+    name = f"{prefix}ForMaskedLM"
+    return encoder(name, BERT_SIZES | options, ops, prefix, dropout=DROPOUT)
+
+
+DISTILBERT = encoder(
     "DistilBertForMaskedLM",
-    "DistilBertConfig",
     {
         "vocab_size": 97,
         "dim": 32,
@@ -121,17 +82,11 @@ DISTILBERT = Family(
         "mlp": 2,
         "gelu": 1,
     },
-    {
-        "mlm_loss_fct": "cross_entropy",
-        "distilbert.transformer.layer.0": "add_layer_norm",
-        "distilbert.transformer.layer.0.attention": "attention",
-        "distilbert.transformer.layer.1.ffn": "mlp",
-    },
+    "DistilBert",
     dropout=("dropout", "attention_dropout"),
 )
-VIT = Family(
+VIT = encoder(
     "ViTForImageClassification",
-    "ViTConfig",
     VISION | {"initializer_range": 0.2} | dict.fromkeys(DROPOUT, 0.0),
     {
         "attention": 2,
@@ -140,18 +95,14 @@ VIT = Family(
         "mlp": 2,
         "bias_dropout_add": 2,
     },
-    {
-        "vit.layers.0": "add_layer_norm",
-        "vit.layers.0.attention": "attention",
-        "vit.layers.1.mlp": "mlp",
-        "vit.layers.1.mlp.fc2": "mlp",
-    },
+    "ViT",
     inputs=lambda model: {"pixel_values": PIXELS, "labels": torch.tensor([0, 1])},
-    valid=lambda logits: logits,
+    valid=all_tokens,
+    dropout=DROPOUT,
 )
 
 
-def clip_logits(model: nn.Module) -> dict[str, torch.Tensor]:
+def clip_inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the arguments of the contrastive loss; token 96 is the end of a text."""
     ids = IDS.clone()
     ids[0, -1] = ids[1, 7] = 96
@@ -170,9 +121,8 @@ def clip_objective(output: Any) -> torch.Tensor:
     return output.loss / 16 + (embeds - targets).square().sum()
 
 
-CLIP = Family(
+CLIP = encoder(
     "CLIPModel",
-    "CLIPConfig",
     {
         "projection_dim": 32,
         "text_config": TEXT
@@ -185,16 +135,11 @@ CLIP = Family(
         "initializer_factor": 5.0,
     },
     {"attention": 4, "layer_norm": 7, "add_layer_norm": 4, "mlp": 4},
-    {
-        "text_model.encoder.layers.1": "add_layer_norm",
-        "text_model.encoder.layers.1.self_attn": "attention",
-        "vision_model.encoder.layers.0.mlp": "mlp",
-    },
-    inputs=clip_logits,
+    "CLIP",
+    inputs=clip_inputs,
     logits_name="logits_per_image",
     objective=clip_objective,
-    valid=lambda logits: logits,
-    dropout=(),
+    valid=all_tokens,
     draws=16,
 )
 T5_SIZES = {
@@ -211,44 +156,29 @@ T5_SIZES = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
+FEED_FORWARD = "feed_forward_proj"
 T5_OPS = {"cross_entropy": 1, "attention": 6, "rms_norm": 12, "bias_dropout_add": 10}
-T5 = Family(
+T5 = encoder(
     "T5ForConditionalGeneration",
-    "T5Config",
     T5_SIZES,
     T5_OPS | {"mlp": 4},
-    {
-        "encoder.block.0.layer.0": "bias_dropout_add",
-        "encoder.block.0.layer.0.SelfAttention": "attention",
-        "encoder.block.1.layer.0.layer_norm": "rms_norm",
-        "decoder.block.1.layer.1.EncDecAttention": "attention",
-        "decoder.block.1.layer.2.DenseReluDense": "mlp",
-        "": "cross_entropy",
-    },
-    valid=lambda logits: logits,
+    "T5",
+    valid=all_tokens,
     dropout=("dropout_rate",),
     smooth={"feed_forward_proj": "gelu"},
+    generates=True,
 )
 GATED_T5 = replace(
     T5,
-    label="gated T5",
+    name="gated T5",
     options=T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ops=T5_OPS | {"linear_glu": 4},
-    fused={"decoder.block.1.layer.2.DenseReluDense": "linear_glu"},
     smooth={},
 )
-WHISPER = Family(
+WHISPER = encoder(
     "WhisperForConditionalGeneration",
-    "WhisperConfig",
-    {
-        "vocab_size": 97,
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
+    TWO_STACKS
+    | {
         "num_mel_bins": 8,
         "max_source_positions": 16,
         "max_target_positions": 40,
@@ -268,34 +198,104 @@ WHISPER = Family(
         "mlp": 4,
         "bias_dropout_add": 4,
     },
-    {
-        "": "cross_entropy",
-        "model.encoder.layers.0": "mlp",
-        "model.encoder.layers.0.self_attn": "attention",
-        "model.decoder.layers.1": "add_layer_norm",
-        "model.decoder.layers.1.encoder_attn": "attention",
-        "model.decoder.layers.1.encoder_attn_layer_norm": "add_layer_norm",
-    },
+    "Whisper",
     inputs=lambda model: {
         "input_features": SPECTRUM.to(model.dtype),
         "decoder_attention_mask": MASK,
         "labels": IDS,
     },
     dropout=("dropout", "attention_dropout", "activation_dropout"),
+    generates=True,
 )
 FAMILIES = {
-    each.label or each.name: each
-    for each in (
-        bert_like("Bert", base="bert", head="cls.predictions.transform"),
-        bert_like("Roberta", base="roberta"),
-        bert_like("XLMRoberta", base="roberta"),
-        bert_like("Camembert", base="roberta"),
-        bert_like("Electra", base="electra", head="generator_predictions"),
+    family.name: family
+    for family in (
+        bert_like("Bert"),
+        bert_like("Roberta"),
+        bert_like("XLMRoberta"),
+        bert_like("Camembert"),
+        bert_like("Electra", embedding_size=32),
         DISTILBERT,
         VIT,
         CLIP,
         T5,
         GATED_T5,
         WHISPER,
+    )
+}
+BART_SIZES = TWO_STACKS | {
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+NO_DROPOUT |= {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+
+
+def bart_like(
+    prefix: str, ops: dict[str, int], options: dict[str, Any] | None = None, **columns: Any
+) -> Family:
+    """Return a family without a table, which has its loss in its own forward."""
+    columns = {
+        "cls": f"{prefix}ForConditionalGeneration",
+        "inputs": lambda model: {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS},
+        "valid": all_tokens,
+        "draws": 4,
+        "dropout": ("dropout", "attention_dropout", "activation_dropout"),
+        "smooth": {"activation_function": "gelu"},
+        "generates": True,
+    } | columns
+    options = BART_SIZES | NO_DROPOUT | {"init_std": 0.2} | (options or {})
+    return encoder(prefix, options, {"cross_entropy": 1} | ops, prefix, **columns)
+
+
+POST_NORM_OPS = {"attention": 6, "layer_norm": 12, "gelu": 4}
+PRE_NORM_OPS = {
+    "attention": 6,
+    "layer_norm": 10,
+    "add_layer_norm": 2,
+    "bias_dropout_add": 2,
+    "gelu": 2,
+    "mlp": 2,
+}
+M2M100_OPS = {op: count for op, count in PRE_NORM_OPS.items() if op != "gelu"}
+POSITIONS = ("embed_positions",)  # are constants
+BY_CODE = {
+    family.name: family
+    for family in (
+        bart_like("Bart", POST_NORM_OPS),
+        bart_like("MBart", PRE_NORM_OPS | {"layer_norm": 12}),
+        bart_like("Pegasus", PRE_NORM_OPS, frozen=POSITIONS),
+        bart_like("M2M100", M2M100_OPS),
+        bart_like("Blenderbot", PRE_NORM_OPS),
+        bart_like("PLBart", POST_NORM_OPS),
+        bart_like(
+            "Marian", POST_NORM_OPS | {"layer_norm": 10}, cls="MarianMTModel", frozen=POSITIONS
+        ),
+        bart_like(
+            "NllbMoe",
+            {"layer_norm": 12, "mlp": 4},
+            {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
+            failed=("NllbMoeAttention",),
+        ),
+    )
+}
+VARIANTS = {
+    family.name: family
+    for family in (
+        replace(
+            GATED_T5,
+            name="T5, gated ReLU",
+            options=GATED_T5.options | {FEED_FORWARD: "gated-relu"},
+        ),
+        replace(
+            GATED_T5,
+            name="T5, gated tanh",
+            options=GATED_T5.options | {FEED_FORWARD: "gated-tanh"},
+            ops=T5_OPS,
+        ),
     )
 }

@@ -8,27 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from causal_families import DENSE, SPARSE
+from causal_families import DENSE, GPT2, SPARSE
 from encoder_families import FAMILIES
-from families import build
 from torch import nn
 from torch.export import Dim
 
 import fusedops
-
-GPT2_SIZES = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 32,
-    "vocab_size": 97,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "initializer_range": 0.1,
-}
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:
@@ -87,16 +72,12 @@ class _Logits(nn.Module):
         return self.model(**dict(zip(self.kind.inputs, args, strict=True)), **self.kind.options)[0]
 
 
-def gpt2() -> nn.Module:
-    return build("GPT2LMHeadModel", "GPT2Config", GPT2_SIZES, varied=("ln_",))
-
-
 def _causal(make: Callable[[], nn.Module]) -> Model:
     return Model(make, {"input_ids": tokens}, {"use_cache": False})
 
 
 MODELS = {
-    "GPT2": _causal(gpt2),
+    "GPT2": _causal(GPT2.model),
     "Llama": _causal(DENSE["Llama"].model),
     "Qwen3": _causal(DENSE["Qwen3"].model),
     "Mixtral": _causal(SPARSE["Mixtral"].model),

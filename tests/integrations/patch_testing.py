@@ -105,25 +105,39 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def train(
-    model: nn.Module, folder: Path, rows: list[dict[str, torch.Tensor]], **options: Any
+    model: nn.Module,
+    folder: Path,
+    rows: list[dict[str, torch.Tensor]],
+    *,
+    optimizers: tuple[Any, Any] = (None, None),
+    **options: Any,
 ) -> tuple[list[float], Any]:
     """Train with Hugging Face's Trainer; return the loss of every step, and the Trainer."""
     from transformers import Trainer, TrainingArguments
 
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        learning_rate=3e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=1,
-        **options,
+    defaults = {"use_cpu": True, "learning_rate": 3e-3, "logging_steps": 1, "seed": 1}
+    defaults |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(folder), **(defaults | options)),
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+        optimizers=optimizers,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:4])
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
+
+
+class Adapted(nn.Module):
+    """What an adapter library puts in a linear layer's place."""
+
+    def __init__(self, base: nn.Module, out_features: int) -> None:
+        super().__init__()
+        self.base = base
+        self.scale = nn.Parameter(torch.full((out_features,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) * self.scale
 
 
 TABLES = (*_TABLES, *_SECTIONS, "attention")

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from patch_testing import assert_close, counted
-from torch import nn
 
 import fusedops
 
@@ -28,21 +27,11 @@ needs_model = pytest.mark.skipif(
 HIDDEN_SIZE = 384
 
 
-@pytest.fixture(scope="module")
-def stock() -> nn.Module:
-    return encode_minilm.load_model()
-
-
-@pytest.fixture(scope="module")
-def batches() -> list[encode_minilm.Batch]:
-    return encode_minilm.make_batches(encode_minilm.sentences(), 32)
-
-
 @needs_model
 @pytest.mark.usefixtures("own_products")
-def test_embeddings_are_those_of_stock(
-    stock: nn.Module, batches: list[encode_minilm.Batch]
-) -> None:
+def test_embeddings_are_those_of_stock() -> None:
+    stock = encode_minilm.load_model()
+    batches = encode_minilm.make_batches(encode_minilm.sentences(), 32)
     expected = encode_minilm.embed(stock, batches)
     patched = copy.deepcopy(stock)
     report = fusedops.patch(patched, strict=True)
@@ -55,34 +44,6 @@ def test_embeddings_are_those_of_stock(
     assert report["encoder.layer.5.attention.self"].op == "attention"
     fusedops.unpatch(patched)
     assert torch.equal(encode_minilm.embed(patched, batches), expected)
-
-
-@needs_model
-def test_bfloat16_is_as_near_to_float32_as_stock(
-    stock: nn.Module, batches: list[encode_minilm.Batch]
-) -> None:
-    batches = batches[:1]
-    exact = encode_minilm.embed(copy.deepcopy(stock).double(), batches)
-    eager = copy.deepcopy(stock).to(torch.bfloat16)
-    patched = copy.deepcopy(eager)
-    fusedops.patch(patched)
-    found, expected = (encode_minilm.embed(model, batches) for model in (patched, eager))
-    assert found.dtype == torch.bfloat16
-    assert (found.double() - exact).norm() <= (expected.double() - exact).norm() * 1.1
-
-
-@needs_model
-def test_what_it_was_trained_for_survives(stock: nn.Module) -> None:
-    """A sentence is nearer to its paraphrase than to any other: the weights are no noise."""
-    texts = [
-        *("A man is playing a guitar.", "The stock market fell sharply.", "The soup is too hot."),
-        *("Someone plays an instrument.", "Share prices dropped a lot.", "I burnt my tongue."),
-    ]
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
-    batches = [batch for text in texts for batch in encode_minilm.make_batches([text], 1)]
-    embeddings = encode_minilm.embed(patched, batches)
-    assert (embeddings[:3] @ embeddings[3:].T).argmax(1).tolist() == [0, 1, 2]
 
 
 @needs_model

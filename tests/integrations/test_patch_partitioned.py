@@ -21,9 +21,8 @@ from fusedops.integrations import describe
 
 pytest.importorskip("transformers")
 
-from causal_families import DENSE, SPARSE, loss
+from causal_families import DENSE, GPT2, SPARSE, loss
 from encoder_families import FAMILIES as ENCODERS
-from test_patch_gpt2 import gpt2
 
 HOME = "deepspeed.runtime.zero.parameter_offload"
 
@@ -116,7 +115,7 @@ def test_patch_and_describe_know_the_shapes(name: str) -> None:
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "OPT", "Mixtral", "GPT2", "BertForMaskedLM"])
 @pytest.mark.usefixtures("own_products")
 def test_training_where_hooks_gather(name: str, order: str) -> None:
-    stock = gpt2() if name == "GPT2" else FAMILIES[name].model()
+    stock = (FAMILIES | {"GPT2": GPT2})[name].model()
     total = getattr(FAMILIES.get(name), "loss", loss)
     model = copy.deepcopy(stock)
     total(stock).backward()

@@ -1,21 +1,21 @@
-"""Linear layers, experts and feed-forward layers are known by what their code computes.
+"""Layers of types without a table are known as copies, or by what their code computes.
 
 One that differs by an operation is not known.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from causal_families import IDS, SIZES
-from families import build
+from causal_families import BY_CODE, HEADS, IDS, causal
 from home_made import WIDTH, TimmMlp, TorchtitanFeedForward
 from patch_testing import counted, patched_pair
 from torch import nn
+from transformers import BertConfig
+from transformers.models.bert import modeling_bert
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -25,6 +25,7 @@ import fusedops
 from fusedops.integrations.hf import tables
 from fusedops.integrations.hf.rules.experts import known_gate
 from fusedops.integrations.hf.rules.recognition import clamped_gate_of
+from fusedops.integrations.hf.rules.rule import FusionPlan
 from fusedops.integrations.hf.symbolic import paths_of
 
 
@@ -111,13 +112,13 @@ def test_a_clamped_gate_is_known_by_its_code() -> None:
         assert clamped_gate_of(paths_of(cls, "_apply_gate")[0].result) is None
 
 
+EXPERTS = causal(
+    "MiniMaxM3VL", HEADS | {"num_local_experts": 4}, {}, config="MiniMaxM3VLTextConfig"
+)
+
+
 def test_a_limit_that_the_op_lacks_leaves_the_gate_to_the_module() -> None:
-    sizes = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
-    stock: Any = build(
-        "MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", SIZES | sizes, varied=("norm",)
-    )
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
+    patched: Any = EXPERTS.pair()[0]
     experts = patched.model.layers[0].mlp.experts
     gate = known_gate(experts)
     assert gate is not None and gate.activation == "swiglu_oai" and not gate.interleaved
@@ -126,28 +127,82 @@ def test_a_limit_that_the_op_lacks_leaves_the_gate_to_the_module() -> None:
 
 
 def test_a_loop_that_is_not_known_keeps_its_experts() -> None:
-    sizes = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
-    stock: Any = build(
-        "MiniMaxM3VLForCausalLM",
-        "MiniMaxM3VLTextConfig",
-        SIZES | sizes | {"experts_implementation": "eager"},
-        varied=("norm",),
-    )
-    patched = copy.deepcopy(stock)
-    report = fusedops.patch(patched)
-    assert "experts_implementation='eager'" in report["model.layers.0.mlp.experts"].reason
+    patched, stock = EXPERTS.pair(experts_implementation="eager")
+    reason = fusedops.patch(patched)["model.layers.0.mlp.experts"].reason
+    assert "experts_implementation='eager'" in reason
     with counted() as calls:
         torch.testing.assert_close(patched(IDS).logits, stock(IDS).logits)
     assert calls["moe_mlp"] == 0
 
 
 def test_a_layer_without_cross_attention_is_patched() -> None:
-    sizes = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "vocab_size": 97}
-    stock: Any = build(
-        "XGLMForCausalLM", "XGLMConfig", sizes | {"pad_token_id": 1}, varied=("norm",)
-    )
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
+    sizes = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "pad_token_id": 1}
+    patched, stock = causal("XGLM", sizes, {}).pair()
     with counted() as calls:
         torch.testing.assert_close(patched.eval()(IDS).logits, stock.eval()(IDS).logits)
     assert calls["add_layer_norm"] == 2 and calls["mlp"] == 2
+
+
+def test_the_report_names_what_is_copied() -> None:
+    for name in ("SmolLM3", "Ministral", "Gemma3"):
+        report = fusedops.patch(BY_CODE[name].model())
+        copies = {entry.cls for entry in report.replaced if entry.reason.startswith("as ")}
+        assert f"{name}DecoderLayer" in copies
+
+
+def test_a_module_of_patched_classes_has_no_others() -> None:
+    from fusedops.integrations.hf.patched.transformers.models.granite import (
+        modeling_granite as module,
+    )
+
+    patched, _ = BY_CODE["Granite"].pair()
+    assert type(patched.model.layers[0].mlp) is module.GraniteMLP
+    assert module.GraniteMLP.__name__ == "GraniteMLP"
+    for name in ("GraniteForCausalLM", "nothing", "torch"):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+            getattr(module, name)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        import fusedops.integrations.hf.patched.no_such_package as missing
+
+        missing.Anything  # noqa: B018
+
+
+class OwnOutput(nn.Module):
+    """A copy of the end of BERT's attention in a file of the user's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        first = modeling_bert.BertSelfOutput(config)
+        self.dense, self.dropout, self.LayerNorm = first.dense, first.dropout, first.LayerNorm
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        hidden_states = self.dense(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.LayerNorm(hidden_states + input_tensor)
+        return hidden_states
+
+
+class OtherOutput(OwnOutput):
+    """The same with one token changed."""
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        hidden_states = self.dense(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.LayerNorm(hidden_states - input_tensor)
+        return hidden_states
+
+
+def test_a_home_made_copy_is_taken_and_a_near_copy_is_not() -> None:
+    rule = tables.rule_of_class(OwnOutput)
+    assert rule is not None and rule.copy_of == "BertSelfOutput"
+    other = tables.rule_of_class(OtherOutput)
+    assert other is None or not isinstance(other.plan(OtherOutput(BertConfig())), FusionPlan)
+
+
+def test_a_class_that_cannot_be_imported_is_not_taken() -> None:
+    class Local(OwnOutput):
+        pass
+
+    assert tables.rule_of_class(Local) is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from patch_testing import assert_close, counted, patched_pair
+from patch_testing import assert_close, counted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,9 +23,8 @@ from fusedops.integrations import describe
 
 pytest.importorskip("transformers")
 
-from causal_families import DENSE, IDS, SPARSE, loss
+from causal_families import DENSE, GPT2, IDS, SPARSE, loss
 from encoder_families import FAMILIES as ENCODERS
-from test_patch_gpt2 import gpt2
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def name_of(model: nn.Module, find: Callable[[Any], nn.Module]) -> str:
 def gpt2_with(modules: Callable[[Any], list[nn.Module]], num_products: int) -> Any:
     """Return a case of ``test_gradients_under_fully_shard`` with GPT-2."""
     ops = {"mlp_backward": num_products, "cross_entropy_backward": 1}
-    return lambda: patched_pair(gpt2()), modules, ops
+    return lambda: GPT2.pair(), modules, ops
 
 
 def family_with(name: str, find: Callable[[Any], nn.Module]) -> Any:
@@ -105,7 +104,7 @@ def test_gradients_under_fully_shard(mesh: Any, name: str) -> None:
 
 @pytest.mark.usefixtures("mesh", "own_products")
 def test_gradients_under_distributed_data_parallel() -> None:
-    patched, stock = patched_pair(gpt2())
+    patched, stock = GPT2.pair()
     loss(stock).backward()
     wrapped = DistributedDataParallel(patched)
     with counted() as calls:
@@ -116,7 +115,7 @@ def test_gradients_under_distributed_data_parallel() -> None:
 
 
 def test_unpatch_under_fully_shard_is_refused(mesh: Any) -> None:
-    model, _ = patched_pair(gpt2())
+    model, _ = GPT2.pair()
     fully_shard(model.transformer.h[0], mesh=mesh)
     with pytest.raises(fusedops.UnsupportedError, match=r"transformer\.h\.0 is a FSDPGPT2Block"):
         fusedops.unpatch(model)
@@ -138,7 +137,7 @@ def test_parametrized_experts_and_routers_are_called(name: str) -> None:
 
 
 def test_patching_after_fully_shard_is_reported_and_strictly_refused(mesh: Any) -> None:
-    model = gpt2()
+    model = GPT2.model()
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     report = fusedops.patch(model)

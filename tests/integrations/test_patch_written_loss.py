@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from encoder_families import BY_CODE
 from patch_testing import assert_same_training, counted, gradients, patched_pair
 from torch import nn
 
@@ -19,30 +21,6 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 96
 TOKENS = torch.randint(3, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(3))
 LABELS = TOKENS.masked_fill(torch.arange(11) > 8, -100)
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-}
-# Configuration -> model.
-MODELS = {
-    name: f"{name}ForConditionalGeneration"
-    for name in ("Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "PLBart")
-} | {"Marian": "MarianMTModel"}
 
 
 def through_closures(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,28 +113,6 @@ def test_a_home_made_loss_is_the_same(cls: type[Written], calls: int) -> None:
         assert torch.equal(gradient, before[name]), name
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_transformers_is_the_same(name: str) -> None:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES)
-
-    def loss(model: Any) -> torch.Tensor:
-        value: torch.Tensor = model(TOKENS, labels=LABELS.clamp(min=1)).loss
-        return value
-
-    patched, stock = patched_pair(getattr(transformers, MODELS[name])(config).train())
-    with counted() as counts:
-        loss(patched)
-    assert counts["cross_entropy"] == 1
-    assert_same_training(patched, stock, loss)
-    plain, tuples = (
-        patched(TOKENS, labels=LABELS.clamp(min=1), return_dict=as_dict)
-        for as_dict in (True, False)
-    )
-    assert isinstance(tuples, tuple) and torch.equal(tuples[0], plain.loss)
-    assert "cross_entropy" in fusedops.describe(patched).counts
-
-
 def test_compiled_code_is_the_same_in_one_graph() -> None:
     torch.manual_seed(0)
     patched, stock = patched_pair(SmoothedLoss())
@@ -185,8 +141,8 @@ def test_a_replaced_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_loss_of_a_few_classes_stays() -> None:
-    config = transformers.BartConfig(**SIZES, num_labels=3)
-    model = transformers.BartForSequenceClassification(config)
+    bart = replace(BY_CODE["Bart"], cls="BartForSequenceClassification")
+    model = bart.model(num_labels=3)
     assert "cross_entropy" not in fusedops.patch(model).counts
 
 

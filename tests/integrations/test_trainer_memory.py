@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from causal_families import DENSE
+from patch_testing import train
 
 import fusedops
 from fusedops import memory
@@ -23,8 +24,6 @@ STEPS = 6
 
 
 def _train(folder: Path, with_policy: bool, optimizer_class: Any) -> tuple[Any, list[float]]:
-    from transformers import Trainer, TrainingArguments
-
     model = DENSE["Llama"].model()
     fusedops.patch(model)
     if with_policy:
@@ -36,28 +35,19 @@ def _train(folder: Path, with_policy: bool, optimizer_class: Any) -> tuple[Any, 
     optimizer = optimizer_class(model.named_parameters(), lr=3e-3, max_norm=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     rows = [(torch.arange(16) * 3 + start) % 97 for start in range(0, 704, 11)]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
+    losses, _ = train(
+        model,
+        folder,
+        [{"input_ids": row, "labels": row} for row in rows],
+        optimizers=(optimizer, schedule),
         bf16=True,
         max_grad_norm=0.0,  # the optimizer clips
         gradient_accumulation_steps=2,
         per_device_train_batch_size=4,
         max_steps=STEPS,
-        logging_steps=1,
+        save_strategy="steps",
         save_steps=STEPS // 2,
-        report_to=[],
-        disable_tqdm=True,
-        seed=1,
     )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        optimizers=(optimizer, schedule),
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if isinstance(optimizer, OffloadedAdamW):
         optimizer.close()
     return model, losses
