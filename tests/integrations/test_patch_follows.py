@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import fusedops
+from fusedops.integrations.hf import original_code
 
 pytest.importorskip("transformers")
 
@@ -269,6 +270,20 @@ def test_a_change_is_followed(
         assert not torch.equal(_call(stock)[0], unchanged[0])
         _assert_same(layer, stock)
     _assert_same(layer, stock)
+
+
+@pytest.mark.parametrize("name", ["closure", "forward of the base", "method of the base"])
+def test_what_no_rule_by_code_reads_yet_is_watched(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Cells of closures and bases: a class that reads them may have a rule in a table."""
+    importlib.reload(followed)
+    case = cases()[name]
+    layer = case.make()
+    watched = original_code.watch_list(type(layer))
+    assert original_code.replaced(watched) is None
+    case.change(monkeypatch, layer)
+    assert original_code.replaced(watched) is not None
 
 
 @pytest.mark.parametrize("level", LEVELS)

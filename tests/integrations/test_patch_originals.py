@@ -301,6 +301,10 @@ def test_a_replaced_function_of_transformers_is_called(
     assert not torch.allclose(actual.loss, unchanged.loss)
     if place.entry is not None:
         assert "was replaced by" in describe(model)[place.entry].reason
+    fusedops.unpatch(model)
+    with counted() as calls:
+        model(**inputs)
+    assert not calls
 
 
 class _Doubles(TorchFunctionMode):
