@@ -51,6 +51,28 @@ def test_the_report_knows_what_runs_inside_a_sequence() -> None:
     assert [describe(model)[str(each)].reason for each in range(5)] == ["", "", "", inside, inside]
 
 
+class _Quantised(torch.Tensor):
+    """A weight that answers torch's functions itself, as quantisation libraries make them."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear:
+                return func(args[0], 2 * args[1], *args[2:])
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_that_is_no_parameter_any_more_is_asked() -> None:
+    model = feed_forward(nn.GELU())
+    weight = model[2].weight.detach().as_subclass(_Quantised)
+    del model[2].weight
+    model[2].weight = weight
+    expected = model(INPUT)
+    report = fusedops.patch(model)
+    assert "_Quantised" in report["2"].reason
+    assert_close(model(INPUT), expected)
+
+
 def test_shared_module_is_patched_once() -> None:
     norm = nn.LayerNorm(32)
     model = nn.Sequential(norm, nn.Tanh(), norm)
