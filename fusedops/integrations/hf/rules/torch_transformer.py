@@ -6,14 +6,13 @@ layer. In evaluation torch's own forward runs, with its fast path for inference.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf import patched
+from fusedops.integrations.hf import known_code, patched
 from fusedops.integrations.hf.rules import chain
 from fusedops.integrations.hf.rules.chain import run
 from fusedops.integrations.hf.rules.residual_norm import add_norm, norm_obstacle
@@ -101,34 +100,6 @@ class _DecoderLayer(_Layer):
         return self._add_norm(self._ff_block(normed), normed, "norm3")[0]
 
 
-# What the encoder layer's forward asks about inference.
-_INFERENCE = (
-    *("_privateuse1_backend_name", "_qkv_same_embed_dim", "_transformer_encoder_layer_fwd"),
-    *("activation_relu_or_gelu", "all", "any", "backend_registration", "backends", "batch_first"),
-    *("embed_dim", "get_fastpath_enabled", "has_torch_function", "in_proj_bias", "in_proj_weight"),
-    *("is_autocast_enabled", "is_grad_enabled", "linear1", "linear2", "merge_masks", "mha"),
-    *("norm1", "norm2", "norm3", "num_heads", "out_proj", "overrides", "self_attn", "utils"),
-    *("bias", "eps", "modules", "weight"),
-)
-# What a forward calls torch's functions by, and these.
-_TORCH = {"torch", "nn", "functional", "F", "linear", *dir(torch), *dir(torch.Tensor)}
-
-
-def unknown_names(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
-    """Return which names ``original.forward`` uses that no method of ``patched`` does, as a reason.
-
-    A later torch whose forward does more than this one is known by it.
-    """
-    ours = patched.__mro__[: patched.__mro__.index(nn.Module)]
-    methods = [value for cls in ours for value in vars(cls).values() if inspect.isfunction(value)]
-    known = {name for method in methods for name in method.__code__.co_names}
-    used = set(inspect.unwrap(original.forward).__code__.co_names)
-    unknown = used - known - set(_INFERENCE) - _TORCH
-    if unknown:
-        return f"{original.__name__}.forward of this torch uses {', '.join(sorted(unknown))}"
-    return None
-
-
 def _rule(
     original: type[nn.Module],
     forward: type[nn.Module],
@@ -136,12 +107,12 @@ def _rule(
     norms: tuple[str, ...],
 ) -> PatchRule:
     steps = ("linear1", "activation", "dropout", "linear2", dropout)
-    unknown_code = unknown_names(forward, original)
+    unknown_code = None
+    if known_code.known_as(original, "torch_transformer") is None:
+        unknown_code = f"this torch has another {original.__name__}, whose code no table knows"
 
     def fused_norms(layer: Any) -> tuple[str, ...]:
         """Return the norms of a sum that one op computes now."""
-        if unknown_code is not None:
-            return ()
         names = norms[1:] if layer.norm_first else norms
         return tuple(name for name in names if norm_obstacle(name, getattr(layer, name)) is None)
 
