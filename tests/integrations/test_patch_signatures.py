@@ -14,13 +14,13 @@ from patch_testing import TABLES, rules_of
 from torch import nn
 
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf import signatures
 from fusedops.integrations.hf.rules.rule import PatchRule, always
 
 pytest.importorskip("transformers")
 
 from fusedops.integrations.hf.rules import attention, experts, losses
 
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Calls = list[tuple[Any, ...]]
 
 
@@ -40,7 +40,7 @@ def _assert_keywords_are_known(monkeypatch: pytest.MonkeyPatch, rule: PatchRule,
     if any(row.kind is inspect.Parameter.VAR_POSITIONAL for row in ours.values()):
         return  # binds all by the signature of the original
     instance, called = _instance_of(monkeypatch, rule, name)
-    named = [other for other in theirs if theirs[other].kind in signatures._NAMED][1:]
+    named = [other for other in theirs if theirs[other].kind in NAMED][1:]
     foreign = [each for each in named if each not in ours]
     if not any(row.kind is inspect.Parameter.VAR_KEYWORD for row in ours.values()):
         foreign.append("of_a_later_version")
@@ -94,8 +94,7 @@ def test_a_rule_of_a_later_original(hands_on: bool) -> None:
     assert call(1, 2) == ("original", 1, 2, None, 1.0)
     assert call(1, cache=3) == ("original", 1, None, 3, 1.0)
     assert call(1, scale=2.0)[0] == "original"
-    expected = "fused" if hands_on else "original"  # what is the default changes nothing
-    assert call(1, cache=None)[0] == expected
+    assert call(1, cache=None)[0] == "original"
 
 
 def _sdpa_with_cache(*args: Any, cache: Any = None, **kwargs: Any) -> Any:
@@ -107,7 +106,7 @@ def test_attention_hands_what_only_sdpa_knows_to_sdpa(
     monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     """As ``cache`` of transformers 5.23, which ``sdpa`` must update."""
-    known = signatures.known_arguments(attention.attend, _sdpa_with_cache)
+    known = attention._further_arguments(_sdpa_with_cache, attention.attend)
     monkeypatch.setattr(attention, "_SDPA_ARGUMENTS", known)
     monkeypatch.setattr(attention, "sdpa_attention_forward", _sdpa_with_cache)
     heads = torch.randn(1, 2, 3, 8)
@@ -127,7 +126,7 @@ def test_attention_knows_the_installed_sdpa() -> None:
     theirs = inspect.signature(attention.sdpa_attention_forward).parameters
     ours = inspect.signature(attention.attend).parameters
     unknown = {name for name in theirs if name not in ours}
-    assert unknown == set(attention._SDPA_ARGUMENTS.foreign)
+    assert unknown == set(attention._SDPA_ARGUMENTS) | (unknown & {"args", "kwargs"})
 
 
 def _eager_with_cache(
@@ -151,5 +150,4 @@ def test_functions_of_registries_know_every_keyword() -> None:
     theirs = inspect.signature(experts.moe.grouped_mm_experts_forward).parameters
     assert list(theirs)[1:] == list(inspect.signature(experts.experts_forward).parameters)[1:-1]
     for stock, ours in losses._PAIRS:
-        known = signatures.known_arguments(ours, stock)
-        assert not known.foreign and known.positional >= 5
+        assert not attention._further_arguments(stock, ours)

@@ -15,6 +15,7 @@ ours does not (the paged ``cache`` of continuous batching) has transformers' fun
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ from fusedops.integrations.hf.rules.rule import (
     subclass,
 )
 from fusedops.integrations.hf.sequence_parallel import around
-from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments, read_keywords
 from fusedops.ops.attention import attention
 
 _REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
@@ -82,7 +82,7 @@ def attend(
     Raises:
         UnsupportedError: a keyword that only ``sdpa`` knows, with one that only this one knows.
     """
-    unknown = foreign_keyword(_SDPA_ARGUMENTS, kwargs)
+    unknown = _unknown_keyword(_SDPA_ARGUMENTS, kwargs)
     if unknown is not None:
         if softcap is not None or s_aux is not None:
             raise UnsupportedError(
@@ -113,6 +113,29 @@ def attend(
         causal = False
     options = {"is_causal": bool(causal), "scale": scaling, "softcap": softcap, "sinks": s_aux}
     return _fused(query, key, value, attention_mask, dropout, **options)
+
+
+def _further_arguments(stock: Callable[..., Any], fused: Callable[..., Any]) -> dict[str, Any]:
+    """Return name and default of the arguments that only the stock function names.
+
+    A later transformers may have given it one, as 5.23 gave ``cache`` to ``sdpa``.
+    """
+    known = inspect.signature(fused).parameters
+    parameters = inspect.signature(stock).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind in named and parameter.name not in known
+    }
+
+
+def _unknown_keyword(further: Mapping[str, Any], keywords: Mapping[str, Any]) -> str | None:
+    """Return a keyword of a call that is none of ours and no default, or ``None``."""
+    for name, default in further.items():
+        if name in keywords and keywords[name] is not default:
+            return name
+    return None
 
 
 def _fused(
@@ -161,8 +184,8 @@ def _serves(module: Any, query: Any, key: Any, value: Any, mask: Any) -> bool:
     )
 
 
-_SDPA_ARGUMENTS = known_arguments(attend, sdpa_attention_forward)
-_SDPA_READS_SOFTCAP = "softcap" in read_keywords(sdpa_attention_forward)
+_SDPA_ARGUMENTS = _further_arguments(sdpa_attention_forward, attend)
+_SDPA_READS_SOFTCAP = "softcap" in sdpa_attention_forward.__code__.co_consts
 _SDPA = original_code.watched_function(sdpa_attention_forward.__module__, "sdpa_attention_forward")
 
 # An implementation without a mask function gets no mask, and ignores padding without a word.
@@ -189,7 +212,7 @@ class FusedInterface:
         self._eager = None
         if eager and _EAGER in namespace:
             self._eager = original_code.watched_function(namespace["__name__"], _EAGER)
-            self._eager_arguments = known_arguments(self.attend_as_eager, namespace[_EAGER])
+            self._eager_arguments = _further_arguments(namespace[_EAGER], self.attend_as_eager)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.registry, name)
@@ -239,7 +262,7 @@ class FusedInterface:
         """
         if (
             not _serves(module, query, key, value, attention_mask)
-            or foreign_keyword(self._eager_arguments, kwargs) is not None
+            or _unknown_keyword(self._eager_arguments, kwargs) is not None
             or weights_obstacle(module) is not None
         ):
             known = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
