@@ -101,24 +101,20 @@ def _sdpa_with_cache(*args: Any, cache: Any = None, **kwargs: Any) -> Any:
     return "sdpa", cache, kwargs
 
 
-@pytest.mark.parametrize("function", ["attend", "attend_as_sdpa"])
-def test_attention_hands_what_only_sdpa_knows_to_sdpa(
-    monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
+def test_attention_hands_what_only_sdpa_knows_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``cache`` of transformers 5.23, which ``sdpa`` must update."""
     known = attention._further_arguments(_sdpa_with_cache, attention.attend)
     monkeypatch.setattr(attention, "_SDPA_ARGUMENTS", known)
     monkeypatch.setattr(attention, "sdpa_attention_forward", _sdpa_with_cache)
     heads = torch.randn(1, 2, 3, 8)
-    call = getattr(attention, function)
+    call: Any = attention.attend_as_sdpa
     module = SimpleNamespace(is_causal=True)
     name, cache, options = call(module, heads, heads, heads, None, scaling=0.5, cache="paged")
     assert (name, cache, options["scaling"]) == ("sdpa", "paged", 0.5)
     output, _ = call(module, heads, heads, heads, None, cache=None)
     assert output.shape == (1, 3, 2, 8)
-    if function == "attend":
-        with pytest.raises(UnsupportedError, match="cache is an argument of transformers' sdpa"):
-            attention.attend(module, heads, heads, heads, None, cache="paged", softcap=3.0)
+    with pytest.raises(UnsupportedError, match="cache is an argument of transformers' sdpa"):
+        attention.attend(module, heads, heads, heads, None, cache="paged")
 
 
 def test_attention_knows_the_installed_sdpa() -> None:

@@ -80,26 +80,13 @@ def attend(
         ``[B, Sq, H, Dv]``, and ``None`` for the weights, which are never whole.
 
     Raises:
-        UnsupportedError: a keyword that only ``sdpa`` knows, with one that only this one knows.
+        UnsupportedError: a keyword that only ``sdpa`` knows.
     """
     unknown = _unknown_keyword(_SDPA_ARGUMENTS, kwargs)
     if unknown is not None:
-        if softcap is not None or s_aux is not None:
-            raise UnsupportedError(
-                f"fusedops attention: {unknown} is an argument of transformers' sdpa, which has "
-                "neither softcap nor sinks; choose another attn_implementation"
-            )
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            position_bias=position_bias,
-            **kwargs,
+        raise UnsupportedError(
+            f"fusedops attention: {unknown} is an argument of transformers' sdpa that the fused "
+            "one does not know; choose another attn_implementation"
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     # A single query with a KV cache sees all keys. Equal lengths are compared first, which adds no
@@ -163,8 +150,11 @@ def attend_as_sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers' ``sdpa`` does, which knows neither soft-cap nor sinks."""
-    raises = softcap is not None and _SDPA_READS_SOFTCAP  # from 5.23 on
-    if raises or not _serves(module, query, key, value, attention_mask):
+    if (
+        (softcap is not None and _SDPA_READS_SOFTCAP)  # it raises from 5.23 on
+        or _unknown_keyword(_SDPA_ARGUMENTS, kwargs) is not None
+        or not _serves(module, query, key, value, attention_mask)
+    ):
         options = {} if softcap is None else {"softcap": softcap}
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, *args, **options, **kwargs

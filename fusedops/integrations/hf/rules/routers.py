@@ -71,22 +71,20 @@ class GroupedSigmoid(Router):
     """DeepSeek-V3's router: float32 sigmoids, the best groups by two each, a balancing bias.
 
     A token that takes more experts than its best groups have gets others, whose scores stand at
-    minus infinity there. If it takes all experts, groups mean nothing; if not, which others it
-    gets is up to the order in which ``torch.topk`` happens to meet them.
+    minus infinity there: which of them is up to ``torch.topk``.
     """
 
     def _route(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
         rows = hidden_states.reshape(-1, self.hidden_dim).float()
         logits = F.linear(rows, self.weight.float()).view(-1, self.num_experts)
-        grouped = self.top_k <= _experts_of_best_groups(self)
         plan = moe_route(
             logits,
             self.top_k,
             score="sigmoid",
             normalize=bool(self.norm_topk_prob),
             bias=self.e_score_correction_bias,
-            num_groups=self.num_group if grouped else None,
-            topk_groups=self.topk_group if grouped else None,
+            num_groups=self.num_group,
+            topk_groups=self.topk_group,
             group_score="top2_sum",
             scaling=float(self.routed_scaling_factor),
         )
@@ -96,17 +94,13 @@ class GroupedSigmoid(Router):
         return probs
 
     def _obstacle(self: Any) -> str | None:
-        within = _experts_of_best_groups(self)
-        if self.top_k <= within or self.top_k == self.num_experts:
+        within = int(self.num_experts // self.num_group * self.topk_group)
+        if self.top_k <= within:
             return None
         return (
             f"a token takes {self.top_k} experts, its best groups have {within}, and which of "
             "the others it gets is not defined"
         )
-
-
-def _experts_of_best_groups(router: Any) -> int:
-    return int(router.num_experts // router.num_group * router.topk_group)
 
 
 class SoftmaxOfChosen(Router):
