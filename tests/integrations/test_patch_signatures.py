@@ -145,5 +145,5 @@ def test_functions_of_registries_know_every_keyword() -> None:
     """Experts and losses have the signatures of those that they stand for."""
     theirs = inspect.signature(experts.moe.grouped_mm_experts_forward).parameters
     assert list(theirs)[1:] == list(inspect.signature(experts.experts_forward).parameters)[1:-1]
-    for stock, ours in losses._PAIRS:
-        assert not attention._further_arguments(stock, ours)
+    for known in losses._LOSSES:
+        assert not attention._further_arguments(known.stock, known.fused)
