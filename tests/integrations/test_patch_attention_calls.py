@@ -183,8 +183,11 @@ def test_the_attention_of_plain_code_needs_level_o3(name: str) -> None:
     assert "from level O3 on" in str(report)
 
 
-def test_another_attention_in_torchs_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched, _ = pair("nanogpt")
+@pytest.mark.parametrize("name", ["nanogpt", "multi-head"])
+def test_another_attention_in_torchs_place_is_called(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    patched, _ = pair(name)
     called = []
     torchs = F.scaled_dot_product_attention
 

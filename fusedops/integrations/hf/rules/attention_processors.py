@@ -22,13 +22,15 @@ from torch import nn
 
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import (
-    functions,
-    replaced,
     with_globals,
     with_other,
     with_others,
 )
-from fusedops.integrations.hf.rules.functional_attention import ATTENTION, fused_in_torch
+from fusedops.integrations.hf.rules.functional_attention import (
+    ATTENTION,
+    attention_plan,
+    fused_in_torch,
+)
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
     FusionPlan,
@@ -38,7 +40,6 @@ from fusedops.integrations.hf.rules.rule import (
 )
 
 _ATTRIBUTE, _FUSED = "processor", "fused_processor"
-_WATCHED = functions(ATTENTION)
 _DISPATCH, _REGISTRY = "dispatch_attention_fn", "_AttentionBackendRegistry"
 _DIFFUSERS = "diffusers.models.attention_dispatch"
 
@@ -86,7 +87,7 @@ def _plan(module: Any) -> FusionPlan | Refusal:
     name = type(processor).__name__
     if _fused_class(type(processor)) is None:
         return Refusal(f"its {name} does not call F.{ATTENTION}")
-    return FusionPlan(("attention",), note=f"the attention that its {name} calls")
+    return attention_plan(f"the attention that its {name} calls")
 
 
 class _FusedProcessor:
@@ -107,7 +108,7 @@ class _Caller(nn.Module):
     def fused_processor(self) -> Any:
         processor = self.processor
         fused = _fused_class(type(processor))
-        return processor if fused is None or replaced(_WATCHED) else fused(processor)
+        return processor if fused is None else fused(processor)
 
 
 _CLASSES: ClassTable[tuple[Any, type | None]] = ClassTable("processor")

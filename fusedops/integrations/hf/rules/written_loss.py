@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf import original_code
+from fusedops.integrations.hf.rules.functional_attention import calls_rule
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
     FusionPlan,
@@ -24,7 +25,6 @@ from fusedops.integrations.hf.rules.rule import (
     Refusal,
     global_hooks,
     runs_here,
-    subclass,
 )
 from fusedops.ops.cross_entropy import cross_entropy
 
@@ -40,17 +40,7 @@ def written_loss_rule(original: type[nn.Module], module_name: str) -> PatchRule 
         original: the class.
         module_name: holds the patched class.
     """
-    methods = original_code.methods_with(original, _NAMES, _replacement)
-    if not methods:
-        return None
-    return PatchRule(
-        original,
-        subclass(original, None, module_name, **methods),
-        "O2",
-        _plan,
-        methods=tuple(methods),
-        copies_code=True,
-    )
+    return calls_rule(original, module_name, "O2", _plan, _NAMES, _replacement)
 
 
 _NOTE = "the cross-entropy in its own code: no softmax of the logits in memory"
