@@ -30,6 +30,8 @@ from fusedops.ops.cross_entropy import cross_entropy
 
 _torchs = F.cross_entropy
 _NAMES = {"CrossEntropyLoss", "cross_entropy"}
+_SERVED = {"ignore_index", "reduction", "label_smoothing"}
+_UNSERVED = {"weight", "size_average", "reduce"}  # unless they are None
 _OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
@@ -61,28 +63,14 @@ def served(logits: Any, labels: Any) -> bool:
 
 
 @functools.wraps(_torchs)
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    known = weight is None and size_average is None and reduce is None
-    if known and served(input, target) and input.dim() == 2 and target.dim() == 1:
-        return cross_entropy(
-            input,
-            target,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
-    return _torchs(
-        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-    )
+def _cross_entropy(input: Any, target: Any, *args: Any, **options: Any) -> Any:
+    given = {
+        name: value for name, value in options.items() if value is not None or name not in _UNSERVED
+    }
+    known = not args and given.keys() <= _SERVED and served(input, target)
+    if known and input.dim() == 2 and target.dim() == 1:
+        return cross_entropy(input, target, **given)
+    return _torchs(input, target, *args, **options)
 
 
 def _criterion(*args: Any, **options: Any) -> Callable[..., Any]:
