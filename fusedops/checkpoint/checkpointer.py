@@ -426,25 +426,32 @@ class Checkpointer:
             _log.warning("%s", self._failure)  # before wait raises it
 
     def _finish(self, job: _WriteJob) -> str | None:
-        """Take the fingerprints, a share on each rank, and make the checkpoint visible."""
+        """Take the fingerprints, each rank of what it wrote, and make the checkpoint visible."""
         parts: dict[str, dict[str, Any]] = {}
 
         def take_fingerprints() -> None:
-            names = sorted(path.name for path in job.partial.iterdir())
-            parts.update(folders.fingerprints(job.partial, names[self._rank :: self._ranks]))
+            names = [path.name for path in job.partial.glob(f"__{self._rank}_*")]
+            names += [_METADATA] if self._rank == 0 else []
+            names.append(_file_of(self._rank))
+            parts.update(folders.fingerprints(job.partial, names))
 
         problem = self._agree(reasons.attempt(take_fingerprints))
         gathered = self._gather(parts)
         if problem is None and self._rank == 0:
+            files = {name: entry for entries in gathered for name, entry in entries.items()}
             record = {
                 "schema": folders.SCHEMA,
                 "step": job.step,
                 "ranks": self._ranks,
                 "flat": job.flat,
                 "torch": torch.__version__,
-                "files": {name: entry for entries in gathered for name, entry in entries.items()},
+                "files": files,
             }
-            problem = reasons.attempt(lambda: folders.commit(job.partial, job.final, record))
+            written = {path.name for path in job.partial.iterdir()}
+            if written - files.keys():
+                problem = f"no rank has written {', '.join(sorted(written - files.keys()))}"
+            else:
+                problem = reasons.attempt(lambda: folders.commit(job.partial, job.final, record))
             if problem is None:
                 folders.keep_last(self.root, self.keep, self._damaged)
         return self._agree(problem)
@@ -464,8 +471,11 @@ class Checkpointer:
         self, folder: Path, record: dict[str, Any], passed_over: tuple[tuple[Path, str], ...]
     ) -> Restored:
         saved = record["ranks"]
-        parts = [_read_rank(folder, rank) for rank in range(saved)]
-        mine = parts[self._rank] if self._rank < saved else parts[0]
+        # A share of the files on each rank: all ranks read all files of a large job too often.
+        share = {rank: _read_rank(folder, rank) for rank in range(self._rank, saved, self._ranks)}
+        mine = share[self._rank] if share else _read_rank(folder, 0)
+        shares = self._gather([part["data"] for part in share.values()])
+        positions = (shares[rank % self._ranks][rank // self._ranks] for rank in range(saved))
         missing = sorted(self._stateful.keys() - mine["stateful"].keys())
         names = {name for of_rank in self._gather(self._state.names()) for name in of_rank}
         with raise_on_all(ValueError, lambda errors: ValueError(self._joined(errors)), self._group):
@@ -495,7 +505,7 @@ class Checkpointer:
         return Restored(
             step=record["step"],
             data=mine["data"],
-            positions=tuple(part["data"] for part in parts),
+            positions=tuple(positions),
             extra=mine["extra"],
             folder=folder,
             confirmed=self._from_first(folders.is_confirmed(folder)),
@@ -564,6 +574,9 @@ def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     for _ in range(max(counts) - counts[dist.get_rank(group)]):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+_METADATA = ".metadata"  # of torch's checkpoint; the first rank writes it
 
 
 def _file_of(rank: int) -> str:

@@ -30,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fusedops._core import env, host
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.device_tensors import device_tensor
 from fusedops.launch.config_table import InputError
 from fusedops.launch.job import RendezvousError, check_address, join_job
 from fusedops.parallel.collective_errors import raise_on_all
@@ -117,7 +118,7 @@ class Ranks:
             return list(values)
         world = dist.group.WORLD
         assert world is not None
-        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        sums = device_tensor(values, torch.float64, self.device)
         return collectives.all_reduce(sums, world, label="losses").wait().tolist()
 
 

@@ -124,16 +124,16 @@ class Watchdog:
             if self._record is None:
                 return
             store.set(f"record-{rank}", self._record.text())
-            before = _values(store, "beat", size)
+            # One process reads what all have written: of many, each would flood the store.
+            is_reporter = store.add("reporters", 1) == 1
+            before = _values(store, "beat", size) if is_reporter else {}
             # The others come to their end at about the same time: when one has begun the
             # communication that another never comes to.
             time.sleep(self._grace)
-            records = {
-                rank: FlightRecord.of(text) for rank, text in _values(store, "record", size).items()
-            }
-            after = _values(store, "beat", size)
-            slow = [rank for rank, beat in after.items() if beat != before.get(rank)]
-            if store.add("reporters", 1) == 1:
+            if is_reporter:
+                texts, after = _values(store, "record", size), _values(store, "beat", size)
+                records = {rank: FlightRecord.of(text) for rank, text in texts.items()}
+                slow = [rank for rank, beat in after.items() if beat != before.get(rank)]
                 _print_error(self._diagnosis(records, slow))
                 store.set("reported", "")
             store.wait(["reported"])  # the first process that ends, ends all

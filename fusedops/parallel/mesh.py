@@ -8,9 +8,9 @@ see different tokens, are divided differently.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -121,7 +121,9 @@ def make_mesh(sizes: Sizes, *, device_type: str = "cpu") -> Mesh:
 
     Note:
         One group per dimension, and one each for ``data``, ``expert_data`` and ``stage`` unless
-        that is the entire job. No communication but that of making groups.
+        that is the entire job. On GPUs one all-reduce of each group makes its communicator: NCCL
+        needs all ranks of a group in its first communication, and a transfer from one rank to
+        another may be the first.
 
     Example:
         >>> import torch.distributed as dist
@@ -145,4 +147,23 @@ def make_mesh(sizes: Sizes, *, device_type: str = "cpu") -> Mesh:
     sparse = data._unflatten(0, (sizes.edp, sizes.ep), ("edp", "ep"))
     expert_data = DeviceMesh._concatenate([sparse["edp"], dense["tp"]])._flatten("expert_data")
     stage = dense["dp", "cp", "tp"]._flatten("stage")
-    return Mesh(sizes, dense, data, sparse, expert_data, stage)
+    mesh = Mesh(sizes, dense, data, sparse, expert_data, stage)
+    if device_type == "cuda":
+        connect(mesh, torch.device("cuda", torch.cuda.current_device()))
+    return mesh
+
+
+def connect(
+    mesh: Mesh, device: torch.device, all_reduce: Callable[..., Any] = dist.all_reduce
+) -> None:
+    """Begin each group of a mesh by an all-reduce, in the same order on all ranks.
+
+    Args:
+        mesh: whose groups.
+        device: of this process.
+        all_reduce: that of ``torch.distributed``.
+    """
+    for name in (*DENSE, "data", "edp", "ep", "expert_data", "stage"):
+        group = mesh.group(name)
+        if group.size() > 1:
+            all_reduce(torch.zeros(1, device=device), group=group)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusedops._core.device_tensors import device_tensor
 from fusedops._core.generators import seed_generators
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.checkpoint import Restored
@@ -45,7 +46,7 @@ def backward(run: Run) -> tuple[float, float]:
     """
     config, parallel, device = run.config, run.parallel, run.ranks.device
     parts = parallel.config.microbatches
-    targets = torch.tensor(config.batch * config.data.seq_len, device=device)
+    targets = device_tensor(config.batch * config.data.seq_len, torch.int64, device)
     total, routers = torch.zeros(2, dtype=torch.float64, device=device)
     rows = run.train.microbatches(
         run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from checkpoint_runs import Run, on_ranks
 from torch import nn
 
-from fusedops.checkpoint import Checkpointer, CheckpointError, tensors
+from fusedops.checkpoint import Checkpointer, CheckpointError, checkpointer, tensors
 from fusedops.checkpoint import folder as folders
 
 pytestmark = pytest.mark.distributed
@@ -83,6 +85,40 @@ def _in_other_groups(rank: int, root: str) -> list[int]:
                 assert restored is not None
                 steps.append(restored.step)
     return steps
+
+
+def _counted(rank: int, root: str) -> tuple[list[str], int, list[int]]:
+    """Return the files that a rank fingerprints in a save, those it reads back, and the data."""
+    run = Run(Path(root), wrap=_shard)
+    names: list[str] = []
+    reads: list[int] = []
+    take, read = folders.fingerprints, checkpointer._read_rank
+
+    def fingerprints(folder: Path, listed: Iterable[str]) -> dict[str, dict[str, Any]]:
+        names.extend(listed)
+        return take(folder, names)
+
+    def read_rank(folder: Path, saved: int) -> dict[str, Any]:
+        reads.append(saved)
+        return read(folder, saved)
+
+    with (
+        mock.patch.object(folders, "fingerprints", fingerprints),
+        mock.patch.object(checkpointer, "_read_rank", read_rank),
+    ):
+        run.checkpointer.save(1, data=10 * rank)
+        restored = run.checkpointer.load()
+    assert restored is not None
+    return names, len(reads), list(restored.positions)
+
+
+def test_a_rank_reads_its_share_and_fingerprints_what_it_wrote(tmp_path: Path) -> None:
+    """Listings of a shared file system may differ; reads of all files by all ranks are many."""
+    for rank, (names, reads, positions) in enumerate(on_ranks(4, _counted, str(tmp_path))):
+        expected = {f"rank-{rank:05d}.pt"} | ({".metadata"} if rank == 0 else set())
+        shards = {name for name in names if name.endswith(".distcp")}
+        assert set(names) - shards == expected and reads == 1 and positions == [0, 10, 20, 30]
+        assert all(name.startswith(f"__{rank}_") for name in shards)
 
 
 def test_ranks_may_be_in_other_groups(tmp_path: Path) -> None:

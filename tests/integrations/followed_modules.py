@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,29 @@ from torch import nn
 WIDTH = 32
 EPSILONS = {"norm": 1e-6}
 HEADS = {"count": 4}
+EPS = 1e-6
 CAUSAL = True
+SQUARED = False
+APPROXIMATE = "none"
+SMOOTHING = 0.0
+SCALE = 1.0
+TABLE = torch.ones(WIDTH)
+STEP = CALLS = 0
 ACTIVATION = nn.GELU()
+functional = F  # under another name
 
 
 def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def normed_by_number(x: torch.Tensor) -> torch.Tensor:
+    return normed(x, EPS)
+
+
+def advance() -> None:
+    global CALLS
+    CALLS += 1
 
 
 class Norm(nn.Module):
@@ -69,6 +87,27 @@ class PropertyNorm(Norm):
         return self.weight * normed(x.float(), self.epsilon).to(x.dtype)
 
 
+class GlobalNorm(Norm):
+    """A norm whose number is a global."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * normed(x.float(), EPS).to(x.dtype)
+
+
+class HelpedNorm(Norm):
+    """A norm whose number is a global that a function of a method reads."""
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return normed_by_number(x)
+
+
+class DefaultNorm(Norm):
+    """A norm whose number is a default of a method."""
+
+    def _norm(self, x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+        return normed(x, eps)
+
+
 def _forward_of(eps: float) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * normed(x.float(), eps).to(x.dtype)
@@ -106,6 +145,22 @@ class FunctionalFeedForward(FeedForward):
         return F.gelu(self.up(x))
 
 
+class OtherNameFeedForward(FeedForward):
+    """A feed-forward layer that calls torch's function by another name of the module."""
+
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.silu(self.up(x))
+
+
+class GlobalFeedForward(FeedForward):
+    """A feed-forward layer that reads a global flag and a global string."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if SQUARED:
+            x = x * x
+        return self.down(F.gelu(self.up(4 * x), approximate=APPROXIMATE))
+
+
 class _Underscored(FunctionalFeedForward):
     """A class whose name is private."""
 
@@ -119,6 +174,21 @@ class GatedFeedForward(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class SmoothedLoss(FeedForward):
+    """A loss with a global number as an argument."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        labels = torch.arange(x.size(0))
+        return F.cross_entropy(self.up(x[:, 0]), labels, label_smoothing=SMOOTHING)
+
+
+class ScaledLoss(FeedForward):
+    """A loss that is multiplied by a global number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return SCALE * nn.CrossEntropyLoss()(self.up(x[:, 0]), torch.arange(x.size(0)))
 
 
 class Attention(nn.Module):
@@ -147,6 +217,70 @@ class DerivedAttention(Attention):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return super().attend(2 * q, k, v)
+
+
+class TableAttention(Attention):
+    """An attention that reads a global tensor and the name of its file."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return len(__file__) * super().forward(x * TABLE)
+
+
+class DefaultAttention(Attention):
+    """An attention with a default."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+class CountingAttention(Attention):
+    """An attention that counts its calls in globals, by itself and in a function."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        global STEP
+        STEP += 1
+        advance()
+        return F.scaled_dot_product_attention(q, STEP * k, CALLS * v)
+
+
+class Processor:
+    """Computes attention with the layers of a module."""
+
+    heads = 4
+
+    def __call__(
+        self, module: Any, hidden: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        query, key, value = (
+            layer(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (module.to_q, module.to_k, module.to_v)
+        )
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return module.to_out(output.transpose(1, 2).flatten(2))
+
+
+class LinearProcessor:
+    """A processor without attention."""
+
+    def __call__(self, module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return module.to_out(module.to_v(hidden))
+
+
+class ProcessorAttention(nn.Module):
+    """An attention that hands its work to a processor, as those of diffusers do."""
+
+    def __init__(self, processor: Any) -> None:
+        super().__init__()
+        for name in ("to_q", "to_k", "to_v", "to_out"):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+        self.processor = processor
+
+    def forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        known = set(inspect.signature(self.processor.__call__).parameters)
+        options = {name: value for name, value in options.items() if name in known}
+        return self.processor(self, hidden, **options)
 
 
 class MaskedAttention(Attention):
@@ -210,30 +344,3 @@ class AsksForOutputs(Attention):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         y = F.scaled_dot_product_attention(q, k, v)
         return torch.tanh(y) if type(y) is torch.Tensor else y
-
-
-class Counting(nn.Module):
-    """A layer with state that is no tensor, and a buffer that its forward writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.zeros(()))
-        self.calls, self.shapes = 0, []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.shapes.append(tuple(x.shape))
-        self.seen += x.numel()
-        return self.linear(self.norm(x))
-
-
-class CountingBlock(nn.Module):
-    """A gated layer whose children count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = Counting(), Counting(), Counting()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))

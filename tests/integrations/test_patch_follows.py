@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 import os
@@ -18,10 +17,12 @@ import followed_modules as followed
 import pytest
 import torch
 from patch_sweep import TOLERANCE, distance
+from patch_testing import counted
 from torch import nn
 from torch.utils._pytree import tree_map
 
 import fusedops
+from fusedops.integrations.hf import original_code
 
 pytest.importorskip("transformers")
 
@@ -36,10 +37,17 @@ Context = pytest.MonkeyPatch
 
 
 class Case(NamedTuple):
-    """A module, and a change of what it reads, made for each of two instances."""
+    """A module, and a change of what it reads, made for each of two instances.
+
+    Attributes:
+        make: returns the module.
+        change: makes the change.
+        fused: whether the unchanged module calls fused ops at level O3.
+    """
 
     make: Callable[[], nn.Module]
     change: Callable[[Context, Any], object]
+    fused: bool = True
 
 
 def sets(owner: Any, name: str, value: Any) -> Callable[[Context, Any], object]:
@@ -54,6 +62,24 @@ def sets_method(name: str, function: Callable[..., Any]) -> Callable[[Context, A
 
 def sets_own(name: str, value: Any) -> Callable[[Context, Any], object]:
     return lambda context, layer: context.setattr(layer, name, value, raising=False)
+
+
+def sets_child(name: str, child: nn.Module) -> Callable[[Context, Any], object]:
+    return lambda context, layer: context.setitem(layer._modules, name, child)
+
+
+def hooks_child(index: int) -> Callable[[Context, Any], object]:
+    return lambda context, layer: context.setitem(
+        layer[index]._forward_hooks, 0, lambda module, args, output: 2 * output
+    )
+
+
+def _sequence() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8))
+
+
+def _processed() -> nn.Module:
+    return followed.ProcessorAttention(followed.Processor())
 
 
 def _cell(context: Context, layer: Any) -> None:
@@ -97,16 +123,33 @@ def cases() -> dict[str, Case]:
         "code of a method": Case(
             followed.Norm, sets(followed.Norm._norm, "__code__", _twice.__code__)
         ),
-        "forward of the base": Case(followed.DerivedNorm, sets(followed.Norm, "forward", _twice)),
-        "method of the base": Case(followed.DerivedNorm, sets(followed.Norm, "_norm", _twice)),
-        "closure": Case(followed.ClosureNorm, _cell),
+        "forward of the base": Case(
+            followed.DerivedNorm, sets(followed.Norm, "forward", _twice), fused=False
+        ),
+        "method of the base": Case(
+            followed.DerivedNorm, sets(followed.Norm, "_norm", _twice), fused=False
+        ),
+        "closure": Case(followed.ClosureNorm, _cell, fused=False),
         "property": Case(
             followed.PropertyNorm,
             sets(followed.PropertyNorm, "epsilon", property(lambda self: 1.0)),
         ),
+        "global number": Case(followed.GlobalNorm, sets(followed, "EPS", 1.0)),
+        "global number of a function": Case(followed.HelpedNorm, sets(followed, "EPS", 1.0)),
+        "function of a function": Case(
+            followed.HelpedNorm, sets(followed, "normed", lambda x, eps: 2 * x)
+        ),
+        "method of the class": Case(followed.Norm, sets(followed.Norm, "_norm", _twice)),
+        "default of a method": Case(
+            followed.DefaultNorm, sets(followed.DefaultNorm._norm, "__defaults__", (1.0,))
+        ),
+        "code of the forward": Case(
+            followed.GlobalNorm, sets(followed.GlobalNorm.forward, "__code__", _twice.__code__)
+        ),
         "table, in place": Case(
             followed.TableNorm,
             lambda context, layer: context.setitem(followed.EPSILONS, "norm", 1.0),
+            fused=False,
         ),
         "hook of a global activation": Case(followed.FeedForward, _hooked),
         "forward of a global activation": Case(
@@ -126,6 +169,16 @@ def cases() -> dict[str, Case]:
         "torch's activation": Case(
             followed.FunctionalFeedForward, sets(functional, "gelu", torch.relu)
         ),
+        "global flag": Case(followed.GlobalFeedForward, sets(followed, "SQUARED", True)),
+        "global string": Case(followed.GlobalFeedForward, sets(followed, "APPROXIMATE", "tanh")),
+        "torch's activation by another name": Case(
+            followed.OtherNameFeedForward, sets(functional, "silu", torch.relu)
+        ),
+        "argument of a loss": Case(followed.SmoothedLoss, sets(followed, "SMOOTHING", 0.5)),
+        "factor of a loss": Case(followed.ScaledLoss, sets(followed, "SCALE", 3.0)),
+        "child of a sequence": Case(_sequence, sets_child("1", nn.Tanh())),
+        "further child of a sequence": Case(_sequence, sets_child("3", nn.Tanh())),
+        **{f"hook of child {index}": Case(_sequence, hooks_child(index)) for index in range(3)},
         "forward of a child": Case(
             followed.GatedFeedForward,
             lambda context, layer: context.setattr(
@@ -135,6 +188,15 @@ def cases() -> dict[str, Case]:
         "activation of a child": Case(followed.GatedFeedForward, sets_own("act", nn.ReLU())),
         "forward of the class of a child": Case(
             followed.GatedFeedForward, sets(nn.SiLU, "forward", _twice)
+        ),
+        "flag of attention": Case(followed.Attention, sets(followed, "CAUSAL", False)),
+        "tensor of attention": Case(
+            followed.TableAttention, sets(followed, "TABLE", torch.linspace(0, 1, 32))
+        ),
+        "name of the file": Case(followed.TableAttention, sets(followed, "__file__", "another")),
+        "default of attention": Case(
+            followed.DefaultAttention,
+            sets(followed.DefaultAttention.attend, "__defaults__", (True,)),
         ),
         "table of attention, in place": Case(
             followed.Attention, lambda context, layer: context.setitem(followed.HEADS, "count", 2)
@@ -151,9 +213,19 @@ def cases() -> dict[str, Case]:
         "torch's attention": Case(
             followed.Attention, sets(functional, "scaled_dot_product_attention", _doubled(_SDPA))
         ),
+        "processor": Case(_processed, sets_own("processor", followed.LinearProcessor())),
+        "method of a processor": Case(
+            _processed, sets(followed.Processor, "__call__", followed.LinearProcessor.__call__)
+        ),
+        "torch's attention in a processor": Case(
+            _processed, sets(functional, "scaled_dot_product_attention", _doubled(_SDPA))
+        ),
         "function of torch": Case(followed.Norm, sets(torch, "rsqrt", _doubled(torch.rsqrt))),
         "torch's product": Case(
             followed.WrittenAttention, sets(torch, "matmul", _doubled(torch.matmul))
+        ),
+        "torch's softmax": Case(
+            followed.WrittenAttention, sets(torch, "softmax", lambda scores, dim: scores / 8)
         ),
     }
 
@@ -187,7 +259,9 @@ def test_a_change_is_followed(
     layer, unchanged = copy.deepcopy(stock), _call(stock)
     if moment != "before":
         fusedops.patch(layer, level=level)
-        _assert_same(layer, stock)
+        with counted() as calls:
+            _assert_same(layer, stock)
+        assert level != "O3" or bool(calls) == case.fused
     with monkeypatch.context() as context:
         for instance in (stock, layer):
             case.change(context, instance)
@@ -196,6 +270,20 @@ def test_a_change_is_followed(
         assert not torch.equal(_call(stock)[0], unchanged[0])
         _assert_same(layer, stock)
     _assert_same(layer, stock)
+
+
+@pytest.mark.parametrize("name", ["closure", "forward of the base", "method of the base"])
+def test_what_no_rule_by_code_reads_yet_is_watched(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Cells of closures and bases: a class that reads them may have a rule in a table."""
+    importlib.reload(followed)
+    case = cases()[name]
+    layer = case.make()
+    watched = original_code.watch_list(type(layer))
+    assert original_code.replaced(watched) is None
+    case.change(monkeypatch, layer)
+    assert original_code.replaced(watched) is not None
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -234,6 +322,21 @@ def test_dropout_that_is_set_later_drops(level: str) -> None:
     first, second = layer(ROWS), layer(ROWS)
     assert not torch.allclose(first, second)
     assert_close(layer.eval()(ROWS), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_counters_of_a_file_are_counted(level: str) -> None:
+    importlib.reload(followed)
+    stock = followed.CountingAttention()
+    layer, outputs = copy.deepcopy(stock), []
+    fusedops.patch(layer, level=level)
+    for module in (layer, stock):
+        followed.STEP = followed.CALLS = 0
+        first, second = module(ROWS), module(ROWS)
+        followed.STEP = 7
+        outputs.append(torch.stack([first, second, module(ROWS)]))
+        assert (followed.STEP, followed.CALLS) == (8, 3)
+    assert_close(*outputs)
 
 
 def _row(value: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -455,37 +558,6 @@ def test_a_saved_model_loads_in_another_process(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         timeout=120,
     )
-
-
-def test_measuring_a_step_leaves_weights_that_the_backward_updates() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
-    optimizers = {weight: torch.optim.Adam([weight], lr=1.0) for weight in model.parameters()}
-
-    def step(weight: torch.Tensor) -> None:
-        optimizers[weight].step()
-        weight.grad = None
-
-    for weight in model.parameters():
-        weight.register_post_accumulate_grad_hook(step)
-    before = copy.deepcopy(model.state_dict())
-    with contextlib.suppress(ValueError, fusedops.UnsupportedError):  # it may refuse
-        fusedops.patch(model, example=ROWS)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    states = [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
-    assert not any(states)
-
-
-@pytest.mark.parametrize("option", [{"example": ROWS}, {"calibrate": True}], ids=lambda o: [*o][0])
-def test_measuring_leaves_buffers_and_state_of_python(option: dict[str, Any]) -> None:
-    model = followed.CountingBlock()
-    before = copy.deepcopy(model.state_dict())
-    with contextlib.suppress(ValueError, fusedops.UnsupportedError):  # it may refuse
-        fusedops.patch(model, **option)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    for module in (model.gate, model.up, model.down):
-        assert module.calls == 0 and module.shapes == []
 
 
 def test_the_report_names_what_is_watched_and_what_changed(

@@ -81,6 +81,14 @@ class Layer(nn.Module):
     {_LAYER}
     exec("def forward(self, x): return {_ATTENDS}", {{"F": F}}, locals())
 """,
+    "relative import": f"""
+FACTOR = 2.0
+class Layer(nn.Module):
+    {_LAYER}
+    def forward(self, x):
+        from .layers import FACTOR
+        return FACTOR * {_ATTENDS}
+""",
     "forward that is no function": f"""
 import functools
 
@@ -142,10 +150,8 @@ def test_a_class_is_replaced_or_left_alone(
         assert_close(pickle.loads(pickle.dumps(model))(rows), stock(rows))
 
 
-def test_a_registry_of_classes_does_not_see_the_patched_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    source = f"""
+REGISTRIES = {
+    "base": f"""
 class Base(nn.Module):
     classes = []
     def __init_subclass__(cls):
@@ -154,8 +160,25 @@ class Base(nn.Module):
 
 class Layer(Base):
     {FEED_FORWARD}
-"""
-    module = written(monkeypatch, source)
+""",
+    "metaclass": f"""
+class Base(type):
+    classes = []
+    def __init__(cls, name, bases, body):
+        super().__init__(name, bases, body)
+        Base.classes.append(cls)
+
+class Layer(nn.Module, metaclass=Base):
+    {FEED_FORWARD}
+""",
+}
+
+
+@pytest.mark.parametrize("name", REGISTRIES)
+def test_a_registry_of_classes_does_not_see_the_patched_one(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module = written(monkeypatch, REGISTRIES[name])
     model = nn.Sequential(module.Layer())
     stock, rows = copy.deepcopy(model), torch.randn(5, 8)
     report = fusedops.patch(model)

@@ -1,14 +1,18 @@
-"""What others put in the place of torch's and transformers' functions is called, not bypassed."""
+"""What others put in the place of torch's and transformers' functions is called, not bypassed.
+
+So is the original where a keyword or a class is one that the fused function does not know.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType
-from typing import Any
+from types import CodeType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,32 +21,30 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fusedops
+from fusedops._core.checks import UnsupportedError
 from fusedops.integrations import describe
 from fusedops.integrations.hf import original_code
 from fusedops.integrations.hf.rules.rule import PatchRule, always, subclass
 
 pytest.importorskip("transformers")
 
-from causal_families import DENSE, IDS, SPARSE, loss
+from causal_families import DENSE, IDS, SPARSE
 from encoder_families import FAMILIES as ENCODERS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.loss import loss_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
 
+from fusedops.integrations.hf.rules import attention, experts, losses
+
 functional = nn.functional
+Context = pytest.MonkeyPatch
+EAGER_AND_COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
-def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[str]:
-    """Put a function into a place that counts its calls and does what the one before did."""
-    seen, known = [], getattr(owner, name)
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        seen.append(name)
-        return known(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, replacement)
-    return seen
+def compiled_or_not(model: nn.Module, compiled: bool) -> Callable[..., Any]:
+    torch._dynamo.reset()  # code that other tests had compiled counts towards its limit
+    return torch.compile(model, fullgraph=True, backend="eager") if compiled else model
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
@@ -56,28 +58,24 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@EAGER_AND_COMPILED
 @pytest.mark.parametrize(("make", "owner", "name"), MODULES.values(), ids=MODULES)
 @pytest.mark.usefixtures("own_products")
-def test_torch_modules_step_aside(
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[], nn.Module],
-    owner: Any,
-    name: str,
-    compiled: bool,
+def test_torch_modules_run_what_was_replaced(
+    monkeypatch: Context, make: Callable[[], nn.Module], owner: Any, name: str, compiled: bool
 ) -> None:
     stock, rows = make(), torch.linspace(-2, 2, 20 * 32).view(20, 32)
     model, expected = copy.deepcopy(stock), stock(rows)
     fusedops.patch(model)
-    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    call = compiled_or_not(model, compiled)
     with counted() as calls:
         assert_close(call(rows), expected)
     assert calls
     with monkeypatch.context() as patches:
         patches.setattr(owner, name, lambda *args, **kwargs: torch.full((20, 8), 7.0))
         with counted() as calls:
-            found = call(rows)
-        assert torch.equal(found, stock(rows)) and not calls.keys() - {"linear_act"}
+            actual = call(rows)
+        assert torch.equal(actual, stock(rows)) and not calls.keys() - {"linear_act"}
         reasons = [entry.reason for entry in describe(model).modules]
         assert any(f"{name} was replaced by test_patch_originals." in reason for reason in reasons)
     with counted() as calls:
@@ -94,8 +92,21 @@ def other_value(known: Any) -> Any:
     return (lambda *args, **kwargs: None) if callable(known) else object()
 
 
+def bare_instance(
+    monkeypatch: Context, rule: PatchRule
+) -> tuple[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """Return a patched instance without state, and the calls of the original's methods."""
+    instance, called = rule.patched.__new__(rule.patched), []
+    nn.Module.__init__(instance)
+    for method in rule.methods:
+        monkeypatch.setattr(
+            rule.original, method, lambda *args, **kwargs: called.append((args, kwargs))
+        )
+    return instance, called
+
+
 @pytest.mark.parametrize("table", TABLES)
-def test_every_rule_asks_for_every_place(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
+def test_every_rule_compares_every_place(monkeypatch: Context, table: str) -> None:
     """The original's method is called, whatever the patched class would do."""
     for rule in rules_of(table):
         assert original_code.replaced(rule.watched) is None
@@ -104,134 +115,197 @@ def test_every_rule_asks_for_every_place(monkeypatch: pytest.MonkeyPatch, table:
                 patches.setattr(owner, name, other_value(known))
                 reason = original_code.replaced(rule.watched)
                 assert reason is not None and f".{name} " in reason
-                _assert_the_original_is_called(patches, rule)
+                instance, called = bare_instance(patches, rule)
+                for method in rule.methods:
+                    getattr(instance, method)(torch.zeros(2, 4))
+                assert [args[0] for args, _ in called] == [instance] * len(rule.methods)
 
 
-def _assert_the_original_is_called(monkeypatch: pytest.MonkeyPatch, rule: PatchRule) -> None:
-    instance, called = rule.patched.__new__(rule.patched), []
-    nn.Module.__init__(instance)
-    for method in rule.methods:
-        monkeypatch.setattr(rule.original, method, lambda *args, **kwargs: called.append(args))
-    for method in rule.methods:
-        getattr(instance, method)(torch.zeros(2, 4))
-    assert [args[0] for args in called] == [instance] * len(rule.methods)
+@pytest.mark.parametrize("table", TABLES)
+def test_every_keyword_is_known_or_runs_the_original(monkeypatch: Context, table: str) -> None:
+    for rule in rules_of(table):
+        for name in rule.methods if rule.watched.attributes else ():
+            with monkeypatch.context() as patches:
+                _assert_keywords_are_known(patches, rule, name)
+
+
+def _assert_keywords_are_known(monkeypatch: Context, rule: PatchRule, name: str) -> None:
+    theirs = inspect.signature(getattr(rule.original, name)).parameters
+    ours = inspect.signature(getattr(rule.patched, name)).parameters
+    if any(row.kind is inspect.Parameter.VAR_POSITIONAL for row in ours.values()):
+        return  # binds all by the signature of the original
+    # What the rule watches stays: a replaced method would run the original anyway.
+    monkeypatch.setattr("fusedops.integrations.hf.rules.rule.changed", lambda watched, module: None)
+    instance, called = bare_instance(monkeypatch, rule)
+    named = [other for other in theirs if theirs[other].kind in NAMED][1:]
+    foreign = [keyword for keyword in named if keyword not in ours]
+    if not any(row.kind is inspect.Parameter.VAR_KEYWORD for row in ours.values()):
+        foreign.append("of_a_later_version")
+    for keyword in foreign:
+        getattr(instance, name)(**{keyword: torch.zeros(2, 4)})
+    assert len(called) == len(foreign)
+    if not any(row.kind is inspect.Parameter.VAR_POSITIONAL for row in theirs.values()):
+        getattr(instance, name)(*[torch.zeros(2, 4)] * len(theirs), "further")
+        assert len(called) == len(foreign) + 1
 
 
 FAMILIES = DENSE | SPARSE | ENCODERS
-
-
-def total(family: Any, model: nn.Module) -> torch.Tensor:
-    return family.loss(model) if hasattr(family, "loss") else loss(model)
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_SDPA = "scaled_dot_product_attention"
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "GptOss"])  # has no sdpa
-def test_a_replaced_attention_is_called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_replaced_attention_is_called(monkeypatch: Context, name: str) -> None:
     family = FAMILIES[name]
-    model = family.model(attn_implementation="sdpa")
+    model, seen = family.model(attn_implementation="sdpa"), []
     fusedops.patch(model)
-    seen = spy(monkeypatch, functional, "scaled_dot_product_attention")
+    known = functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional, _SDPA, lambda *args, **kwargs: seen.append(0) or known(*args, **kwargs)
+    )
     with counted() as calls:
-        total(family, model)
+        family.loss(model) if hasattr(family, "loss") else model(IDS, labels=IDS)
     assert len(seen) == family.ops["attention"] and "attention" not in calls
     notes = [module.reason for module in describe(model).modules]
-    aside = "steps aside now: F.scaled_dot_product_attention was replaced by"
-    assert sum(note.startswith(aside) for note in notes) >= len(seen)
+    reason = f"steps aside now: F.{_SDPA} was replaced by"
+    assert sum(note.startswith(reason) for note in notes) >= len(seen)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("mapping", ["local", "global", "eager"])
-def test_a_replaced_entry_of_the_registry_is_called(
-    monkeypatch: pytest.MonkeyPatch, mapping: str, compiled: bool
-) -> None:
-    key = "eager" if mapping == "eager" else "sdpa"
-    model = DENSE["Llama"].model(attn_implementation=key)
-    expected = model(IDS).logits
-    fusedops.patch(model)
-    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
-    with counted() as calls:
-        assert_close(call(IDS).logits, expected)
-    assert calls["attention"] == 2
-
-    def nothing(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return torch.zeros_like(query).transpose(1, 2), None
-
-    if mapping == "local":
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, key, nothing)
-    elif mapping == "global":
-        monkeypatch.setitem(AttentionInterface._global_mapping, key, nothing)
-    else:
-        monkeypatch.setattr(modeling_llama, "eager_attention_forward", nothing)
-    with counted() as calls:
-        found = call(IDS).logits
-    assert "attention" not in calls
-    fusedops.unpatch(model)
-    assert_close(found, model(IDS).logits)
-    assert not torch.allclose(found, expected)
+def _no_attention(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return torch.zeros_like(query).transpose(1, 2), None
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mixtral", "GPTNeoX"])
-def test_a_replaced_rotary_function_is_called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    family = FAMILIES[name]
-    model = family.model()
-    fusedops.patch(model)
-    modeling = sys.modules[model.__module__]
-    seen = spy(monkeypatch, modeling, "apply_rotary_pos_emb")
-    with counted() as calls:
-        loss(model)
-    assert len(seen) == 2 and "rotary_embedding" not in calls and calls["attention"] == 2
+def _no_experts(module: Any, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+    return torch.zeros_like(rows)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("configured", ["eager", "grouped_mm", "batched_mm"])
-def test_a_replaced_experts_function_is_called(
-    monkeypatch: pytest.MonkeyPatch, configured: str, compiled: bool
-) -> None:
-    torch._dynamo.reset()  # code that other tests had compiled counts towards its limit
-    model = SPARSE["Mixtral"].model(experts_implementation=configured)
-    fusedops.patch(model)
-    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
-    expected = call(IDS).logits
-    functions = ALL_EXPERTS_FUNCTIONS._local_mapping
-    monkeypatch.setitem(functions, configured, lambda module, rows, *args: torch.zeros_like(rows))
-    with counted() as calls:
-        found = call(IDS).logits
-    assert not calls["moe_mlp"]
-    entry = describe(model)["model.layers.0.mlp.experts"]
-    assert f"the experts function {configured!r} was replaced by" in entry.reason
-    fusedops.unpatch(model)
-    assert_close(found, model(IDS).logits)
-    assert not torch.allclose(found, expected)
+def _one(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.ones(())
 
 
-@pytest.mark.parametrize("place", ["F", "file", "mapping"])
-def test_a_replaced_loss_is_called(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    model = DENSE["Llama"].model()
-    fusedops.patch(model)
-    if place == "mapping":
-        name, seen = "ForCausalLM", []
-        monkeypatch.setitem(
-            loss_utils.LOSS_MAPPING, name, lambda *args, **kwargs: seen.append(0) or torch.ones(())
+def _unturned(query: torch.Tensor, key: torch.Tensor, *args: Any) -> Any:
+    return query, key
+
+
+class Place(NamedTuple):
+    """A function that a model calls in one place, and what replaces it.
+
+    Attributes:
+        family: the model's.
+        options: of its configuration.
+        change: replaces the function.
+        op: what is not called any more.
+        entry: of the report, which has the reason; or ``None`` where the others stay fused.
+    """
+
+    family: str
+    options: dict[str, Any]
+    change: Callable[[Context], object]
+    op: str
+    entry: str | None
+
+
+def attends(key: str, change: Callable[[Context], object]) -> Place:
+    entry = "model.layers.0.self_attn"
+    return Place("Llama", {"attn_implementation": key}, change, "attention", entry)
+
+
+def turns(name: str) -> Place:
+    def change(context: Context) -> None:
+        modeling = sys.modules[type(FAMILIES[name].model()).__module__]
+        context.setattr(modeling, "apply_rotary_pos_emb", _unturned)
+
+    return Place(name, {}, change, "rotary_embedding", None)
+
+
+def computes_loss(family: str, entry: str | None, change: Callable[[Context], object]) -> Place:
+    return Place(family, {}, change, "cross_entropy", entry)
+
+
+PLACES = {
+    "attention of all models": attends(
+        "sdpa",
+        lambda context: context.setitem(AttentionInterface._global_mapping, "sdpa", _no_attention),
+    ),
+    "attention of the registry": attends(
+        "sdpa",
+        lambda context: context.setitem(
+            ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", _no_attention
+        ),
+    ),
+    "eager attention": attends(
+        "eager",
+        lambda context: context.setattr(modeling_llama, "eager_attention_forward", _no_attention),
+    ),
+    **{f"rotary function of {name}": turns(name) for name in ("Llama", "Mixtral", "GPTNeoX")},
+    **{
+        f"experts, {key}": Place(
+            "Mixtral",
+            {"experts_implementation": key},
+            lambda context, key=key: context.setitem(
+                ALL_EXPERTS_FUNCTIONS._local_mapping, key, _no_experts
+            ),
+            "moe_mlp",
+            "model.layers.0.mlp.experts",
         )
-    elif place == "file":
-        seen = spy(monkeypatch, loss_utils, "fixed_cross_entropy")
-    else:
-        seen = spy(monkeypatch, functional, "cross_entropy")
-    with counted() as calls:
-        loss(model)
-    assert len(seen) == 1 and "cross_entropy" not in calls
-    assert "was replaced by" in describe(model)["loss_function"].reason
+        for key in ("eager", "grouped_mm", "batched_mm")
+    },
+    "loss of torch": computes_loss(
+        "Llama", "loss_function", lambda context: context.setattr(functional, "cross_entropy", _one)
+    ),
+    "loss of the file": computes_loss(
+        "Llama",
+        "loss_function",
+        lambda context: context.setattr(loss_utils, "fixed_cross_entropy", _one),
+    ),
+    "loss of the registry": computes_loss(
+        "Llama",
+        "loss_function",
+        lambda context: context.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", _one),
+    ),
+    "loss in a forward": computes_loss(
+        "BertForMaskedLM", "", lambda context: context.setattr(functional, "cross_entropy", _one)
+    ),
+}
 
 
-def test_a_loss_inside_a_forward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = ENCODERS["BertForMaskedLM"]
-    model = family.model()
+COMPILED = [name for name, place in PLACES.items() if place.op in ("attention", "moe_mlp")]
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        *((name, False) for name in PLACES),
+        *(pytest.param(name, True, marks=pytest.mark.ci) for name in COMPILED),
+    ],
+)
+def test_a_replaced_function_of_transformers_is_called(
+    monkeypatch: Context, name: str, compiled: bool
+) -> None:
+    place = PLACES[name]
+    family = FAMILIES[place.family]
+    model = family.model(**place.options)
+    inputs = {"input_ids": IDS, "labels": IDS}
+    stock = copy.deepcopy(model)
     fusedops.patch(model)
-    seen = spy(monkeypatch, functional, "cross_entropy")
+    call = compiled_or_not(model, compiled)
     with counted() as calls:
-        family.loss(model)
-    assert len(seen) == 1 and "cross_entropy" not in calls
+        unchanged = call(**inputs)
+    assert calls[place.op] == family.ops[place.op]
+    place.change(monkeypatch)
+    with counted() as calls:
+        actual = call(**inputs)
+    expected = stock(**inputs)
+    assert not calls[place.op] and (place.op == "attention" or calls["attention"] == 2)
+    assert_close(actual.logits, expected.logits)
+    assert_close(actual.loss, expected.loss)
+    assert not torch.allclose(actual.loss, unchanged.loss)
+    if place.entry is not None:
+        assert "was replaced by" in describe(model)[place.entry].reason
+    fusedops.unpatch(model)
+    with counted() as calls:
+        model(**inputs)
+    assert not calls
 
 
 class _Doubles(TorchFunctionMode):
@@ -250,18 +324,15 @@ def default_device() -> Iterator[None]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@EAGER_AND_COMPILED
 def test_a_function_mode_sees_the_function(compiled: bool) -> None:
-    torch._dynamo.reset()  # code that other tests had compiled counts towards its limit
     model = DENSE["Llama"].model(attn_implementation="sdpa").eval()
     stock = copy.deepcopy(model)
     fusedops.patch(model)
-    call, wanted = (
-        torch.compile(each, fullgraph=True, backend="eager") if compiled else each
-        for each in (model, stock)
-    )
+    call = compiled_or_not(model, compiled)
+    expected = torch.compile(stock, fullgraph=True, backend="eager") if compiled else stock
     with counted() as calls, _Doubles():
-        assert_close(call(IDS).logits, wanted(IDS).logits)
+        assert_close(call(IDS).logits, expected(IDS).logits)
         entry = describe(model)["model.layers.0.self_attn"]
         assert entry.reason == "steps aside now: _Doubles intercepts torch's functions"
     assert not calls
@@ -271,9 +342,7 @@ def test_a_function_mode_sees_the_function(compiled: bool) -> None:
         assert calls["attention"] == 2 and calls["rms_norm"] == 3
 
 
-def test_what_was_replaced_before_is_not_taken_for_the_original(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_replaced_before_is_not_taken_for_the_original(monkeypatch: Context) -> None:
     """The rule of a class whose forward another library has replaced refuses, by its name."""
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
     attribute, *_ = original_code.watch_list(modeling_llama.LlamaMLP).attributes
@@ -281,8 +350,8 @@ def test_what_was_replaced_before_is_not_taken_for_the_original(
     reason = original_code.replaced(original_code.WatchList((attribute,)))
     assert reason is not None and reason.startswith("LlamaMLP.forward was replaced by test_patch")
     known = functional.scaled_dot_product_attention
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *args: args)
-    (attribute,) = original_code.functions("scaled_dot_product_attention").attributes
+    monkeypatch.setattr(functional, _SDPA, lambda *args: args)
+    (attribute,) = original_code.functions(_SDPA).attributes
     assert attribute.known is known
 
 
@@ -303,7 +372,7 @@ UlyssesSPAttentionHF.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_s
 
 
 @pytest.mark.parametrize("core", ["known", "unknown"])
-def test_ulysses_runs_around_the_fused_op(monkeypatch: pytest.MonkeyPatch, core: str) -> None:
+def test_ulysses_runs_around_the_fused_op(monkeypatch: Context, core: str) -> None:
     stock = DENSE["Llama"].model(attn_implementation="sdpa")
     model = copy.deepcopy(stock)
     fusedops.patch(model)
@@ -317,8 +386,8 @@ def test_ulysses_runs_around_the_fused_op(monkeypatch: pytest.MonkeyPatch, core:
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", wrapper)
     with counted() as calls:
-        found = model(IDS).logits
-    assert_close(found, stock(IDS).logits)
+        logits = model(IDS).logits
+    assert_close(logits, stock(IDS).logits)
     entry = describe(model)["model.layers.1.self_attn"]
     if core == "known":
         assert calls["attention"] == 2 and entry.reason.startswith("inside test_patch_originals.")
@@ -360,3 +429,76 @@ def test_what_a_base_puts_around_each_forward_stays_around_the_fused_one() -> No
     module.__class__ = rule.patched
     assert module(1) == 2
     assert acted == [Layer, rule.patched]
+
+
+class Later(nn.Module):
+    """A class that a later version has given two more arguments."""
+
+    def forward(self, x: Any, y: Any = None, *, cache: Any = None, scale: float = 1.0) -> Any:
+        return "original", x, y, cache, scale
+
+
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_a_rule_of_a_later_original(hands_on: bool) -> None:
+    def closed(self: Any, x: Any) -> Any:
+        return "fused", x
+
+    def hands_further_keywords_on(self: Any, x: Any, **kwargs: Any) -> Any:
+        return "fused", x
+
+    forward = hands_further_keywords_on if hands_on else closed
+    patched = type("Later", (Later,), {"forward": forward})
+    module: Any = Later()
+    module.__class__ = PatchRule(Later, patched, "O1", always("gelu")).patched
+    assert module(1) == module(x=1) == ("fused", 1)
+    assert module(1, 2) == ("original", 1, 2, None, 1.0)
+    assert module(1, cache=3) == ("original", 1, None, 3, 1.0)
+    assert module(1, scale=2.0)[0] == "original"
+    assert module(1, cache=None)[0] == "original"
+
+
+def _sdpa_with_cache(*args: Any, cache: Any = None, **kwargs: Any) -> Any:
+    return "sdpa", cache, kwargs
+
+
+def test_attention_hands_what_only_sdpa_knows_to_sdpa(monkeypatch: Context) -> None:
+    """As ``cache`` of transformers 5.23, which ``sdpa`` must update."""
+    known = attention._further_arguments(_sdpa_with_cache, attention.attend)
+    monkeypatch.setattr(attention, "_SDPA_ARGUMENTS", known)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", _sdpa_with_cache)
+    heads = torch.randn(1, 2, 3, 8)
+    call: Any = attention.attend_as_sdpa
+    module = SimpleNamespace(is_causal=True)
+    name, cache, options = call(module, heads, heads, heads, None, scaling=0.5, cache="paged")
+    assert (name, cache, options["scaling"]) == ("sdpa", "paged", 0.5)
+    output, _ = call(module, heads, heads, heads, None, cache=None)
+    assert output.shape == (1, 3, 2, 8)
+    with pytest.raises(UnsupportedError, match="cache is an argument of transformers' sdpa"):
+        attention.attend(module, heads, heads, heads, None, cache="paged")
+
+
+def _eager_with_cache(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any, dropout: Any, cache: Any
+) -> Any:
+    return "eager", scaling, dropout, cache
+
+
+def test_eager_attention_hands_what_only_the_original_knows_to_it(monkeypatch: Context) -> None:
+    monkeypatch.setitem(globals(), "eager_attention_forward", _eager_with_cache)
+    interface = attention.FusedInterface(globals(), eager=True)
+    module, heads = nn.Module().eval(), torch.randn(1, 2, 3, 8)
+    output = interface.attend_as_eager(module, heads, heads, heads, None, 0.5, cache="paged")
+    assert output == ("eager", 0.5, 0.0, "paged")
+    assert interface.attend_as_eager(module, heads, heads, heads, None, 0.5)[1] is None
+
+
+def test_functions_of_registries_know_every_keyword() -> None:
+    """Attention, experts and losses have the signatures of those that they stand for."""
+    theirs = inspect.signature(attention.sdpa_attention_forward).parameters
+    ours = inspect.signature(attention.attend).parameters
+    unknown = {name for name in theirs if name not in ours}
+    assert unknown - {"kwargs"} == set(attention._SDPA_ARGUMENTS)
+    theirs = inspect.signature(experts.moe.grouped_mm_experts_forward).parameters
+    assert list(theirs)[1:] == list(inspect.signature(experts.experts_forward).parameters)[1:-1]
+    for known in losses._LOSSES:
+        assert not attention._further_arguments(known.stock, known.fused)

@@ -14,6 +14,8 @@ from torch import distributed as dist
 
 from fusedops._core.collectives import all_gather_single
 from fusedops.parallel import Sizes, make_mesh, rank_groups
+from fusedops.parallel.mesh import connect
+from fusedops.testing import threads
 
 OnRanks = Callable[..., list[Any]]
 
@@ -121,3 +123,39 @@ def _refused(world: World) -> str:
 def test_a_mesh_of_another_world_size_is_refused_on_every_rank(on_ranks: OnRanks) -> None:
     words = "pp x dp x cp x tp = 1 x 2 x 1 x 3 = 6 must be the 8 processes"
     assert all(words in answer for answer in on_ranks(_refused))
+
+
+def _connected(rank: int) -> list[list[int]]:
+    """Return the groups that an all-reduce of this rank began, in order."""
+    mesh = make_mesh(Sizes(pp=2, dp=2, tp=2, ep=2))
+    began: list[list[int]] = []
+
+    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        began.append(dist.get_process_group_ranks(group))
+        dist.all_reduce(tensor, group=group)
+
+    connect(mesh, torch.device("cpu"), all_reduce)
+    return began
+
+
+def test_each_group_begins_with_a_collective_of_all_its_ranks() -> None:
+    """NCCL hangs where the first communication of a group is a transfer that some ranks skip."""
+    groups = rank_groups(Sizes(pp=2, dp=2, tp=2, ep=2))
+    for rank, began in enumerate(threads.run(_connected, 8)):
+        mine = [group for of_name in groups.values() for group in of_name if rank in group]
+        expected = {tuple(group) for group in mine if len(group) > 1}
+        assert {tuple(group) for group in began} == expected
+
+
+def test_groups_of_gpus_are_connected_when_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedops.parallel import mesh as module
+
+    devices: list[torch.device] = []
+    monkeypatch.setattr(module, "connect", lambda mesh, device: devices.append(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        make_mesh(Sizes(), device_type="cuda")
+    finally:
+        dist.destroy_process_group()
+    assert devices == [torch.device("cuda", 3)]

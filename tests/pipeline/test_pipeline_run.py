@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -128,6 +130,36 @@ def test_what_autograd_keeps_is_bounded_by_what_is_alive(schedule: str) -> None:
             assert single < kept <= parts * single
         else:
             assert kept == parts * single
+
+
+def _outputs_alive(rank: int, schedule: str) -> int:
+    """Return how many outputs of the first stage are there at most when it begins a forward."""
+    run = _spread("tiny-llama", pp=2, microbatches=6, pipeline_schedule=schedule)
+    _step(run)
+    assert run.pipeline is not None
+    driver = run.pipeline.driver
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def observed(compute: Any, stage: int, microbatch: int, input: torch.Tensor | None) -> Any:
+        nonlocal most
+        most = max(most, sum(output() is not None for output in outputs))
+        passed, share = compute(stage, microbatch, input)
+        if passed is not None:
+            outputs.append(weakref.ref(passed))
+        return passed, share
+
+    original = driver.step
+    with mock.patch.object(
+        driver, "step", lambda compute, *args: original(partial(observed, compute), *args)
+    ):
+        _step(run)
+    return most
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_an_output_that_was_sent_does_not_wait_for_its_backward(schedule: str) -> None:
+    assert threads.run(_outputs_alive, 2, schedule)[0] == 0
 
 
 def _goes_on(run: TrainEngine, folder: str) -> dict[str, torch.Tensor]:

@@ -160,6 +160,61 @@ def _suspended(connection: Any, folder: str) -> None:
 
 
 @pytest.mark.ci
+class _CountingStore:
+    """A store in memory that counts the requests of one process."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self.values, self.requests = values, 0
+
+    def clone(self) -> _CountingStore:
+        return self
+
+    def set_timeout(self, timeout: object) -> None:
+        pass
+
+    def set(self, key: str, value: str) -> None:
+        self.requests += 1
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self.requests += 1
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, number: int) -> int:
+        self.requests += 1
+        self.values[key] = str(int(self.values.get(key, b"0")) + number).encode()
+        return int(self.values[key])
+
+    def wait(self, keys: list[str]) -> None:
+        assert self.check(keys), f"nobody has set {keys}"
+
+
+def test_one_of_a_thousand_stuck_processes_reads_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = 1024
+    waits = "all_reduce 7 of the group default_pg"
+    values = {f"record-{rank}": record(rank, waits, a=7).text().encode() for rank in range(size)}
+    values |= {f"beat-{rank}": b"1" for rank in range(size)}
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(Watchdog, "_grace", 0.01)
+    requests = []
+    for rank in range(3):
+        store: Any = _CountingStore(values)
+        watchdog = Watchdog(Ranks(rank, size, torch.device("cpu"), store), tmp_path, 1.0)
+        watchdog._record = record(rank, waits, a=6 if rank == 0 else 7)
+        watchdog._stuck.set()
+        watchdog._send_heartbeats()
+        assert watchdog._reported.is_set()
+        requests.append(store.requests)
+    assert requests[0] <= 6 * size + 10 and max(requests[1:]) <= 10
+    assert "process 0 is behind the others" in capsys.readouterr().err
+
+
 def test_time_in_which_a_process_was_suspended_does_not_count(tmp_path: Path) -> None:
     process, mine = start_process(_suspended, str(tmp_path))
     assert [mine.recv() for _ in range(3)] == [0, 1, 2]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
+from fusedops._core.device_tensors import device_tensor
 from fusedops.memory.apply import apply, policy_state_of, remove
 from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.measure import (
@@ -247,7 +248,7 @@ def _largest(model: nn.Module, number: float) -> float:
         if (mesh := getattr(parameter, "device_mesh", None))
     }
     for mesh in sorted(meshes, key=str):
-        largest = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
+        largest = device_tensor(number, torch.float64, mesh.device_type)
         for dim in range(mesh.ndim):
             torch.distributed.all_reduce(
                 largest, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim)

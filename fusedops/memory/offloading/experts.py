@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from fusedops._core import checks, dtypes
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.copy_engine import CopyEngine
+from fusedops._core.device_tensors import device_tensor
 from fusedops.memory.offloading.offloader import OffloadSettings, offload_settings_of
 from fusedops.memory.offloading.pool import Pool
 from fusedops.memory.saved_tensors import check_version, mark_lasting
@@ -295,7 +296,7 @@ def _among(plan: RoutingPlan, chosen: Sequence[int]) -> RoutingPlan:
     if len(chosen) == plan.num_experts:
         return plan
     device = plan.expert_ids.device
-    kept = torch.tensor(chosen, device=device)
+    kept = device_tensor(chosen, torch.int64, device)
     number = torch.full((plan.num_experts + 1,), len(chosen), dtype=torch.int32, device=device)
     number[kept] = torch.arange(len(chosen), dtype=torch.int32, device=device)
     return replace(

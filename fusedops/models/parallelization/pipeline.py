@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fusedops._core import dtypes
+from fusedops._core.device_tensors import device_tensor
 from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.models.parallelization.stages import Stage
@@ -172,11 +173,8 @@ class PipelineEngine:
         squares = collectives.all_gather(mine, self.driver.group, label="norm").wait()
         values = squares.tolist()
         finite = all(map(math.isfinite, values))
-        return torch.tensor(
-            math.sqrt(math.fsum(values)) if finite else sum(values),
-            dtype=torch.float64,
-            device=mine.device,
-        )
+        norm = math.sqrt(math.fsum(values)) if finite else sum(values)
+        return device_tensor(norm, torch.float64, mine.device)
 
 
 def _keys(tokens: Sequence[torch.Tensor], computing: Computing) -> Callable[[int], Hashable]:

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from fusedops._core.device_tensors import device_tensor
+
 _LOG = logging.getLogger("fusedops")
 # All ranks connect at the same time: one that does not answer by then cannot be reached.
 _TIME_TO_CONNECT = timedelta(seconds=60)
@@ -39,7 +41,7 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
     for group in groups:
         if group not in _companions and not _takes_cpu(group):
             _companions[group] = _companion(group, device)
-    works = torch.tensor(None not in map(_serving, groups), dtype=torch.int32, device=device)
+    works = device_tensor(None not in map(_serving, groups), torch.int32, device)
     for group in groups:
         dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
     by_last = _connected.setdefault(groups[0], WeakKeyDictionary())

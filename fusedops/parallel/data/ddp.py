@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from fusedops._core import checks, dtypes
+from fusedops._core.device_tensors import device_tensor
 from fusedops.parallel.comm import collectives
 
 BUCKET_BYTES = 25 << 20
@@ -237,7 +238,7 @@ def _pack(parameters: list[nn.Parameter]) -> torch.Tensor:
         part = _local(parameter if grad is None else grad).reshape(-1).to(dtype)
         parts.append(torch.zeros_like(part) if grad is None else part)
     exists = [float(parameter.grad is not None) for parameter in parameters]
-    return torch.cat([*parts, torch.tensor(exists, dtype=dtype, device=parts[0].device)])
+    return torch.cat([*parts, device_tensor(exists, dtype, parts[0].device)])
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fusedops._core.device_tensors import device_tensor
 from fusedops.parallel.async_exchange import RowCounts
 from fusedops.parallel.collective_errors import ErrorCode, code_of, error_of
 from fusedops.parallel.comm.collectives import Pending, all_to_all, note
@@ -142,9 +143,7 @@ def _fill(message: torch.Tensor, metadata: Metadata) -> None:
         _VALUES[name].index(value) if name in _VALUES else int(value)
         for name, value in metadata.signature._asdict().items()
     ]
-    # From pinned memory: a copy from pageable memory waits for all work of the stream.
-    signature = torch.tensor(numbers, dtype=torch.int64, pin_memory=message.device.type == "cuda")
-    message[:, _SIGNATURE:_ROWS] = signature.to(message.device, non_blocking=True)
+    message[:, _SIGNATURE:_ROWS] = device_tensor(numbers, torch.int64, message.device)
     for i, count in enumerate(metadata.rows, _ROWS):
         message[:, i] = count
     for i, count in enumerate(metadata.slots, _SLOTS):

@@ -21,7 +21,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
+from fusedops._core.device_tensors import device_tensor
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.pipeline.schedules import (
@@ -80,7 +82,7 @@ class _InFlight:
     """A micro-batch on a stage, from its forward to the end of its backward."""
 
     input: torch.Tensor | None
-    roots: list[torch.Tensor]
+    roots: list[Any]  # tensors, or their edges in the graph
     grads: list[torch.Tensor]
     groups: list[dict[str, Any]] | None = None
 
@@ -102,6 +104,7 @@ class Driver:
         self._rank = self.group.rank()
         self._lists = self.table.with_transfers()[self._rank]
         self._forwards = self.table.forwards()[self._rank]
+        self._split = {(stage, part) for kind, stage, part in self._lists if kind == INPUT}
         self._known: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
 
     def step(self, compute: Computes, device: torch.device, key: Callable[[int], Hashable]) -> None:
@@ -218,8 +221,11 @@ class _Step:
             self._put(self.forward, (stage + 1, microbatch), passed.detach(), place)
         if not training:
             return
-        roots = [root for root in (passed, share) if root is not None and root.requires_grad]
+        roots: list[Any] = [r for r in (passed, share) if r is not None and r.requires_grad]
         grads = [torch.ones_like(share)] if share is not None and share.requires_grad else []
+        if place not in self.driver._split:
+            # What is sent need not live until its backward, which starts from the edges.
+            roots = [get_gradient_edge(root) for root in roots]
         self.in_flight[place] = _InFlight(input, roots, grads)
         self.alive[stage] += 1
         most = self.driver.most_alive
@@ -277,7 +283,7 @@ class _Step:
         if forward and self._learns(stage + 1, microbatch, tensor):
             header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
             header += [0] * (_HEADER - len(header))
-            sent = torch.tensor(header, device=self.device)
+            sent = device_tensor(header, torch.int64, self.device)
             collectives.send_receive(sent, group, to=to, source=None, label="shape").wait()
         self.sent[kind] = collectives.send_receive(
             tensor, group, to=to, source=None, label=str(action)

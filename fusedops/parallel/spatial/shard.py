@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedops._core import checks
+from fusedops._core.device_tensors import device_tensor
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.spatial.align import gathered, slice_dim
 from fusedops.parallel.spatial.padding import padded_rows
@@ -98,7 +99,7 @@ def from_parts(part: Tensor, axes: Mapping[int, Axis], *, op: str = "from_parts"
     dims = [plain(size) for size in part.shape]
     by_dim = placed(op, axes, part.dim())
     for dim, axis in by_dim.items():
-        shape = torch.tensor(part.shape, device=part.device)
+        shape = device_tensor(part.shape, torch.int64, part.device)
         received = collectives.all_gather(shape, axis.group, label="extents").wait()
         shapes = received.view(axis.size, -1).tolist()
         for rank, sizes in enumerate(shapes):

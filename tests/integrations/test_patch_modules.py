@@ -1,0 +1,297 @@
+"""Modules without a family: of torch, of users, and with attention of their own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import followed_modules as followed
+import home_made
+import pytest
+import torch
+from home_made import FEED_FORWARDS, NORMS, WIDTH
+from patch_testing import assert_same_training, counted
+from torch import nn
+
+import fusedops
+from fusedops._core import dtypes
+
+OPTIONS: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+PADDING = torch.zeros(2, 12)
+PADDING[0, 9:] = -torch.inf
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(12)
+ROWS = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def feed_forward(activation: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 48), activation, nn.Linear(48, 8))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.options = options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        masks = {
+            name: value.to(x.dtype) if value.is_floating_point() else value
+            for name, value in self.options.items()
+            if isinstance(value, torch.Tensor)
+        }
+        result: torch.Tensor = self.inner(x, x, x, **(self.options | masks))[0]
+        return result
+
+
+class Padded(nn.Module):
+    """An encoder layer that gets boolean masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, **OPTIONS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x, CAUSAL.isinf(), PADDING.bool())
+        return result
+
+
+class CausalDecoder(nn.Module):
+    """A decoder layer that attends to its input and to another one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = CAUSAL.to(x.dtype)
+        result: torch.Tensor = self.layer(x, x.roll(1, 1), tgt_mask=mask, tgt_is_causal=True)
+        return result
+
+
+class DerivedDecoder(nn.TransformerDecoderLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        mask = CAUSAL.to(x.dtype)
+        return super().forward(x, x.roll(1, 1), tgt_mask=mask, tgt_is_causal=True)
+
+
+class Row(NamedTuple):
+    """A module, how often ops run in its forward, and the level of ``patch``."""
+
+    make: Callable[[], nn.Module]
+    ops: dict[str, int]
+    level: str = "O2"
+
+
+TORCH = {
+    "LayerNorm": Row(lambda: nn.LayerNorm(WIDTH), {"layer_norm": 1}),
+    "LayerNorm, no bias": Row(lambda: nn.LayerNorm(WIDTH, eps=0.1, bias=False), {"layer_norm": 1}),
+    "LayerNorm, no weight": Row(
+        lambda: nn.LayerNorm(WIDTH, elementwise_affine=False), {"layer_norm": 1}
+    ),
+    "RMSNorm": Row(lambda: nn.RMSNorm(WIDTH), {"rms_norm": 1}),
+    "Linear": Row(lambda: nn.Linear(WIDTH, 8), {"linear_act": 1}),
+    "Linear, no bias": Row(lambda: nn.Linear(WIDTH, 8, bias=False), {"linear_act": 1}),
+    "GELU last": Row(
+        lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.GELU()),
+        {"linear_act": 1, "layer_norm": 1, "gelu": 1},
+    ),
+    "GELU inside": Row(
+        lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU("tanh"), nn.LayerNorm(8)),
+        {"linear_act": 1, "layer_norm": 1, "gelu": 0},
+    ),
+    "GELU first": Row(
+        lambda: nn.Sequential(nn.GELU("tanh"), nn.LayerNorm(WIDTH)), {"gelu": 1, "layer_norm": 1}
+    ),
+    "MLP, GELU": Row(lambda: feed_forward(nn.GELU()), {"mlp": 1}),
+    "MLP, tanh GELU": Row(lambda: feed_forward(nn.GELU("tanh")), {"mlp": 1}),
+    "MLP, ReLU": Row(lambda: feed_forward(nn.ReLU()), {"mlp": 1}),
+    "MLP, SiLU": Row(lambda: feed_forward(nn.SiLU()), {"mlp": 1}),
+    "MLP, Tanh": Row(lambda: feed_forward(nn.Tanh()), {"mlp": 0, "linear_act": 2}),
+    "MLP and more": Row(
+        lambda: nn.Sequential(
+            *feed_forward(nn.GELU()), nn.SiLU(), nn.Dropout(0.0), nn.Linear(8, 3), nn.GELU()
+        ),
+        {"mlp": 1, "linear_act": 1, "gelu": 0},
+    ),
+    "MLP and GELU": Row(
+        lambda: nn.Sequential(*feed_forward(nn.ReLU()), nn.GELU()), {"mlp": 1, "gelu": 1}
+    ),
+    "encoder layer, default level": Row(
+        lambda: nn.TransformerEncoderLayer(WIDTH, 4, 64, activation="gelu", **OPTIONS),
+        {"mlp": 1, "add_layer_norm": 2},
+    ),
+}
+USERS = {
+    name: Row(make, {op: 1})
+    for name, (make, op) in (
+        {f"norm {name}": value for name, value in NORMS.items()} | FEED_FORWARDS
+    ).items()
+}
+ATTENDING = {
+    "nanogpt": Row(home_made.NanoGPTAttention, {"attention": 1}, "O3"),
+    "litgpt attention": Row(home_made.LitgptAttention, {"attention": 1}, "O3"),
+    "one head of keys": Row(home_made.OneHeadOfKeys, {"attention": 1}, "O3"),
+    "processor": Row(
+        lambda: followed.ProcessorAttention(followed.Processor()), {"attention": 1}, "O3"
+    ),
+    "multi-head": Row(lambda: SelfAttention(need_weights=False), {"attention": 1}, "O3"),
+    "multi-head, masks": Row(
+        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL, key_padding_mask=PADDING),
+        {"attention": 1},
+        "O3",
+    ),
+    "multi-head, causal mask": Row(
+        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL.isinf()), {"attention": 1}, "O3"
+    ),
+    "multi-head, causal": Row(
+        lambda: SelfAttention(need_weights=False, attn_mask=CAUSAL, is_causal=True),
+        {"attention": 1},
+        "O3",
+    ),
+    "weights wanted": Row(SelfAttention, {"attention": 0}, "O3"),
+    "encoder layer": Row(
+        lambda: nn.TransformerEncoderLayer(WIDTH, 4, 48, activation="gelu", **OPTIONS),
+        {"attention": 1, "mlp": 1, "add_layer_norm": 2, "layer_norm": 0},
+        "O3",
+    ),
+    "encoder, norm first": Row(
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 4, 48, norm_first=True, **OPTIONS),
+            2,
+            enable_nested_tensor=False,
+        ),
+        {"attention": 2, "mlp": 2, "add_layer_norm": 2, "layer_norm": 2},
+        "O3",
+    ),
+    "decoder": Row(
+        lambda: CausalDecoder(nn.TransformerDecoderLayer(WIDTH, 4, 48, **OPTIONS)),
+        {"attention": 2, "mlp": 1, "add_layer_norm": 3, "layer_norm": 0},
+        "O3",
+    ),
+    "decoder, norm first": Row(
+        lambda: CausalDecoder(nn.TransformerDecoderLayer(WIDTH, 4, 48, norm_first=True, **OPTIONS)),
+        {"attention": 2, "mlp": 1, "add_layer_norm": 2, "layer_norm": 1},
+        "O3",
+    ),
+    "derived decoder layer": Row(
+        lambda: DerivedDecoder(WIDTH, 4, 48, **OPTIONS), {"attention": 2, "layer_norm": 3}, "O3"
+    ),
+    "encoder layer, masks": Row(Padded, {"attention": 1, "mlp": 1, "add_layer_norm": 2}, "O3"),
+}
+MODULES = TORCH | USERS | ATTENDING
+TRAINED = sorted(MODULES.keys() - {"norm no weight", "LayerNorm, no weight", "GELU first"})
+
+
+def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """Return a patched module and a stock one; norms have other weights than ones."""
+    torch.manual_seed(0)
+    stock = MODULES[name].make().to(dtype)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    patched = copy.deepcopy(stock)
+    fusedops.patch(patched, level=MODULES[name].level)
+    return patched, stock
+
+
+def loss(module: nn.Module) -> torch.Tensor:
+    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+    output = module(ROWS.to(dtype))
+    output = output.to(torch.promote_types(output.dtype, torch.float32))
+    return (output * torch.cos(torch.arange(output.numel())).view_as(output)).sum()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.usefixtures("own_products")
+def test_training_matches_stock(name: str, autocast: bool) -> None:
+    patched, stock = pair(name)
+    expected = MODULES[name].ops
+    with counted() as calls:
+        loss(patched)
+    assert {op: calls[op] for op in expected} == expected
+    assert_same_training(patched, stock, loss, autocast=autocast, draws=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_evaluation_matches_stock(name: str, dtype: torch.dtype) -> None:
+    patched, stock = pair(name, dtype)
+    rows = ROWS.to(dtype)
+    with torch.no_grad():
+        actual, expected = patched.eval()(rows), stock.eval()(rows)
+        if dtype == torch.bfloat16:
+            assert_as_precise(actual, expected, stock.double()(rows.double()))
+        else:
+            torch.testing.assert_close(actual, expected)
+
+
+def assert_as_precise(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
+    """Compare with eager's error; inside both round to bfloat16, whatever the result's dtype is."""
+    assert actual.dtype == eager.dtype
+    budget = dtypes.error_budget(eager, exact, torch.bfloat16, depth=WIDTH)
+    assert ((actual.double() - exact).abs() <= budget).all()
+
+
+def test_a_float32_weight_keeps_the_dtype_of_the_result() -> None:
+    for name in NORMS:
+        patched, stock = pair(f"norm {name}")
+        rows = ROWS.bfloat16()
+        try:
+            expected = stock(rows)
+        except RuntimeError:  # torch's own functions need one dtype
+            continue
+        assert_as_precise(patched(rows), expected, stock.double()(rows.double()))
+
+
+# Stock is not one graph with a padding mask: torch checks the mask's values.
+@pytest.mark.parametrize("name", [name for name in ATTENDING if not name.endswith("masks")])
+def test_one_graph_has_the_fused_attention(name: str) -> None:
+    patched, stock = pair(name)
+    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
+    with counted() as calls:
+        torch.testing.assert_close(compiled(ROWS), stock(ROWS))
+    assert calls["attention"] == MODULES[name].ops["attention"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_copied_pickled_and_unpatched(name: str) -> None:
+    patched, stock = pair(name)
+    for loaded in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
+        assert type(loaded) is type(patched)
+        assert torch.equal(loaded(ROWS), patched(ROWS))
+    fusedops.unpatch(patched)
+    assert [type(module) for module in patched.modules()] == [
+        type(module) for module in stock.modules()
+    ]
+    with counted() as calls:
+        assert torch.equal(patched(ROWS), stock(ROWS))
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "multi-head", "processor"])
+def test_the_attention_of_plain_code_needs_level_o3(name: str) -> None:
+    module = MODULES[name].make()
+    report = fusedops.patch(module, level="O2")
+    with counted() as calls:
+        module(ROWS)
+    assert calls["attention"] == 0
+    assert "from level O3 on" in str(report)
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "multi-head", "processor"])
+def test_another_attention_in_torchs_place_is_called(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    patched, stock = pair(name)
+    torchs = nn.functional.scaled_dot_product_attention
+
+    def doubled(*args: Any, **options: Any) -> torch.Tensor:
+        return 2 * torchs(*args, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", doubled)
+    torch.testing.assert_close(patched(ROWS), stock(ROWS))
+    assert "F.scaled_dot_product_attention was replaced" in str(fusedops.describe(patched))
