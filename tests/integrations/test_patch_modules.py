@@ -281,3 +281,18 @@ def test_the_attention_of_plain_code_needs_level_o3(name: str) -> None:
         module(ROWS)
     assert calls["attention"] == 0
     assert "from level O3 on" in str(report)
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "multi-head", "processor"])
+def test_another_attention_in_torchs_place_is_called(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    patched, stock = pair(name)
+    torchs = nn.functional.scaled_dot_product_attention
+
+    def doubled(*args: Any, **options: Any) -> torch.Tensor:
+        return 2 * torchs(*args, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", doubled)
+    torch.testing.assert_close(patched(ROWS), stock(ROWS))
+    assert "F.scaled_dot_product_attention was replaced" in str(fusedops.describe(patched))

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 import fusedops
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations import describe
-from fusedops.integrations.hf import original_code, signatures
+from fusedops.integrations.hf import original_code
 from fusedops.integrations.hf.rules.rule import PatchRule, always, subclass
 
 pytest.importorskip("transformers")
@@ -139,7 +139,7 @@ def _assert_keywords_are_known(monkeypatch: Context, rule: PatchRule, name: str)
     # What the rule watches stays: a replaced method would run the original anyway.
     monkeypatch.setattr("fusedops.integrations.hf.rules.rule.changed", lambda watched, module: None)
     instance, called = bare_instance(monkeypatch, rule)
-    named = [other for other in theirs if theirs[other].kind in signatures._NAMED][1:]
+    named = [other for other in theirs if theirs[other].kind in NAMED][1:]
     foreign = [keyword for keyword in named if keyword not in ours]
     if not any(row.kind is inspect.Parameter.VAR_KEYWORD for row in ours.values()):
         foreign.append("of_a_later_version")
@@ -152,6 +152,7 @@ def _assert_keywords_are_known(monkeypatch: Context, rule: PatchRule, name: str)
 
 
 FAMILIES = DENSE | SPARSE | ENCODERS
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SDPA = "scaled_dot_product_attention"
 
 
@@ -458,30 +459,27 @@ def test_a_rule_of_a_later_original(hands_on: bool) -> None:
     assert module(1, 2) == ("original", 1, 2, None, 1.0)
     assert module(1, cache=3) == ("original", 1, None, 3, 1.0)
     assert module(1, scale=2.0)[0] == "original"
-    expected = "fused" if hands_on else "original"  # what is the default changes nothing
-    assert module(1, cache=None)[0] == expected
+    assert module(1, cache=None)[0] == "original"
 
 
 def _sdpa_with_cache(*args: Any, cache: Any = None, **kwargs: Any) -> Any:
     return "sdpa", cache, kwargs
 
 
-@pytest.mark.parametrize("function", ["attend", "attend_as_sdpa"])
-def test_attention_hands_what_only_sdpa_knows_to_sdpa(monkeypatch: Context, function: str) -> None:
+def test_attention_hands_what_only_sdpa_knows_to_sdpa(monkeypatch: Context) -> None:
     """As ``cache`` of transformers 5.23, which ``sdpa`` must update."""
-    known = signatures.known_arguments(attention.attend, _sdpa_with_cache)
+    known = attention._further_arguments(_sdpa_with_cache, attention.attend)
     monkeypatch.setattr(attention, "_SDPA_ARGUMENTS", known)
     monkeypatch.setattr(attention, "sdpa_attention_forward", _sdpa_with_cache)
     heads = torch.randn(1, 2, 3, 8)
-    call = getattr(attention, function)
+    call: Any = attention.attend_as_sdpa
     module = SimpleNamespace(is_causal=True)
     name, cache, options = call(module, heads, heads, heads, None, scaling=0.5, cache="paged")
     assert (name, cache, options["scaling"]) == ("sdpa", "paged", 0.5)
     output, _ = call(module, heads, heads, heads, None, cache=None)
     assert output.shape == (1, 3, 2, 8)
-    if function == "attend":
-        with pytest.raises(UnsupportedError, match="cache is an argument of transformers' sdpa"):
-            attention.attend(module, heads, heads, heads, None, cache="paged", softcap=3.0)
+    with pytest.raises(UnsupportedError, match="cache is an argument of transformers' sdpa"):
+        attention.attend(module, heads, heads, heads, None, cache="paged")
 
 
 def _eager_with_cache(
@@ -504,12 +502,11 @@ def test_functions_of_registries_know_every_keyword() -> None:
     theirs = inspect.signature(attention.sdpa_attention_forward).parameters
     ours = inspect.signature(attention.attend).parameters
     unknown = {name for name in theirs if name not in ours}
-    assert unknown == set(attention._SDPA_ARGUMENTS.foreign)
+    assert unknown - {"kwargs"} == set(attention._SDPA_ARGUMENTS)
     theirs = inspect.signature(experts.moe.grouped_mm_experts_forward).parameters
     assert list(theirs)[1:] == list(inspect.signature(experts.experts_forward).parameters)[1:-1]
-    for stock, ours in losses._PAIRS:
-        known = signatures.known_arguments(ours, stock)
-        assert not known.foreign and known.positional >= 5
+    for known in losses._LOSSES:
+        assert not attention._further_arguments(known.stock, known.fused)
 
 
 class AddsItsInput(nn.Module):

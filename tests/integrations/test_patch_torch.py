@@ -9,7 +9,7 @@ from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
-from fusedops.integrations.hf.rules import torch_modules
+from fusedops.integrations.hf.rules import torch_modules, torch_transformer
 
 INPUT = torch.linspace(-2, 2, 20 * 32).view(20, 32)
 
@@ -280,3 +280,11 @@ def test_reports_give_the_reason() -> None:
         fusedops.patch(model, strict=True)
     fusedops.unpatch(model)
     assert [type(module) for module in model.modules()] == before
+
+
+def test_a_layer_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_transformer.known_code, "known_as", lambda *args: None)
+    layer = nn.TransformerEncoderLayer
+    rule = torch_transformer._rule(layer, torch_transformer._EncoderLayer, layer.forward, ())
+    plan = rule.current_plan(layer(8, 2))
+    assert plan.reason == "this torch has another TransformerEncoderLayer, whose code is not known"

@@ -12,8 +12,9 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -115,8 +116,7 @@ def patch(
     if calibrate is not False and example is None:
         raise ValueError("patch: calibrate measures modules in a step of the model: pass example=")
     step = None if example is None else ExampleStep(model, example, "patch")
-    before = {module: type(module) for module in model.modules()}
-    owners = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
+    give_back = _what_is_patched(model)
     try:
         report = _patched(model, level)
         if strict and (report.failed or not report.replaced):
@@ -126,10 +126,7 @@ def patch(
     except BaseException:
         _restore(model)
         calibration.forget(model)
-        for module, cls in before.items():
-            module.__class__ = cls
-        for owner in owners:
-            _losses().take(owner)
+        give_back()
         raise
     return report
 
@@ -177,16 +174,26 @@ def _gradients(module: nn.Module, gradients: set[nn.Parameter]) -> str:
 @contextlib.contextmanager
 def _stock(model: nn.Module) -> Iterator[None]:
     """Let a model run its original code inside of the block."""
-    classes = {module: type(module) for module in model.modules()}
-    owners = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
+    give_back = _what_is_patched(model)
     _restore(model)
     try:
         yield
     finally:
+        give_back()
+
+
+def _what_is_patched(model: nn.Module) -> Callable[[], None]:
+    """Return what gives a model the classes and fused losses that it has now."""
+    classes = {module: type(module) for module in model.modules()}
+    owners = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
+
+    def give_back() -> None:
         for module, cls in classes.items():
             module.__class__ = cls
         for owner in owners:
             _losses().take(owner)
+
+    return give_back
 
 
 def _patched(model: nn.Module, level: str) -> PatchReport:
@@ -344,24 +351,23 @@ def _report(model: nn.Module, level: str) -> PatchReport:
     owners = _owners(names)
     entries = []
     for module, name in names.items():
-        rule = rule_of(module)
+        rule, entry = rule_of(module), partial(ModuleReport, name, type(module).__name__)
         if name in owners:
             owner, ops = owners[name]
             inside = f"inside {owner}" if owner else "inside the model's own forward"
-            entries.append(ModuleReport(name, type(module).__name__, True, ops, "", inside))
+            entries.append(entry(True, ops, reason=inside))
         elif rule is not None:
             entries.append(_entry_of_patched(name, module, rule))
         elif module in uncalled:
-            reason = _ONLY_READ.format(uncalled[module])
-            entries.append(ModuleReport(name, type(module).__name__, False, reason=reason))
+            entries.append(entry(False, reason=_ONLY_READ.format(uncalled[module])))
         elif (refusal := tables.refusal_of_class(type(module))) is not None:
-            entries.append(ModuleReport(name, type(module).__name__, False, reason=refusal))
+            entries.append(entry(False, reason=refusal))
         elif (original := _rule_for(module, rules)) is not None:
             refused = _entry_of_refused(name, module, original, level)
             entries += [] if refused is None else [refused]
         elif not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
-            entries.append(ModuleReport(name, type(module).__name__, False, reason=_NO_RULE))
-    entries.extend(_entry_of_loss(name, owner, level) for name, owner in _loss_owners(model))
+            entries.append(entry(False, reason=_NO_RULE))
+    entries += [_losses().entry(name, owner, level) for name, owner in _loss_owners(model)]
     return PatchReport(type(model).__name__, level, tuple(entries))
 
 
@@ -417,11 +423,10 @@ def _entry_of_refused(
     finding = calibration.finding_of(module)
     if finding is not None:
         return ModuleReport(name, cls, False, reason=str(finding))
+    if type(module).__module__.startswith("fusedops."):
+        return ModuleReport(name, cls, False, reason=_OWN)
     if level == "-":
         return ModuleReport(name, cls, False, reason="not patched")
-    own = type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
-    if own:
-        return ModuleReport(name, cls, False, reason="it calls fused ops itself")
     if type(module) is not rule.original:
         reason = _derived(rule, module)
     elif level < rule.level:
@@ -429,6 +434,9 @@ def _entry_of_refused(
     else:
         reason = plan.reason if isinstance(plan, Refusal) else "not patched"
     return ModuleReport(name, cls, False, reason=reason, failed=level >= rule.level)
+
+
+_OWN = "it calls fused ops itself"
 
 
 def _derived(rule: PatchRule, module: nn.Module) -> str:
@@ -441,18 +449,6 @@ def _derived(rule: PatchRule, module: nn.Module) -> str:
     if cls.forward is rule.original.forward:
         return f"it is derived from {base}, and the rule is for {base} itself"
     return f"it is derived from {base} and has a forward of its own"
-
-
-def _entry_of_loss(name: str, owner: Any, level: str) -> ModuleReport:
-    losses = _losses()
-    name, cls = f"{name}.loss_function".removeprefix("."), losses.title(owner)
-    if losses.is_replaced(owner):
-        backend = resolution(losses.OP, owner)
-        return ModuleReport(name, cls, True, losses.OP, backend or "", losses.note(owner))
-    reason = losses.obstacle(owner)
-    if reason is None:
-        reason = "not patched" if level == "-" else f"from level {losses.LEVEL} on"
-    return ModuleReport(name, cls, False, reason=reason, failed=losses.refuses(owner))
 
 
 def _failures(report: PatchReport) -> str:

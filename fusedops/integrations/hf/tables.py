@@ -20,7 +20,7 @@ from torch import nn
 from fusedops.integrations.hf import known_code, patched
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import name_of, names_in, with_inner
-from fusedops.integrations.hf.rules.rule import PatchRule, registering_bases
+from fusedops.integrations.hf.rules.rule import PatchRule
 
 # Module with RULES -> the module that must be loaded for its classes to exist.
 _TABLES = {
@@ -85,9 +85,9 @@ def _made(cls: type) -> PatchRule | str | None:
     """Return the rule of a class without a table, or the reason why none could be made."""
     if sys.version_info[:2] > _NEWEST_PYTHON:
         return "its code is that of a later Python than the rules know"
-    makes = _makes_of_each_class(cls)
-    if makes is not None:
-        return f"{makes} acts for each class that is derived from it"
+    actor = _acts_on_derived_classes(cls)
+    if actor is not None:
+        return f"{actor} acts for each class that is derived from it"
     try:
         rule = None
         if "transformers.modeling_utils" in sys.modules:
@@ -99,17 +99,20 @@ def _made(cls: type) -> PatchRule | str | None:
         return reason
 
 
-def _makes_of_each_class(cls: type) -> str | None:
-    """Return whose code would have to run when a class is derived from ``cls``.
+# Where metaclasses and bases come from that may do something for each class derived from them.
+_LIBRARIES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
 
-    That of a metaclass of a user; or of a base of a user, where one of transformers has work too.
+
+def _acts_on_derived_classes(cls: type) -> str | None:
+    """Return the name of a metaclass or base of a user that acts when a class is derived.
+
+    It may register the class, from which new models would be made then.
     """
-    users, metaclass = registering_bases(cls), type(cls)
-    if metaclass.__module__.partition(".")[0] not in ("abc", "builtins", "torch", "transformers"):
-        return metaclass.__name__
-    named = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
-    works = any(base.__module__.startswith("transformers.") for base in named)
-    return users[0].__name__ if users and works else None
+    bases = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
+    for actor in (type(cls), *bases):
+        if actor.__module__.partition(".")[0] not in _LIBRARIES:
+            return actor.__name__
+    return None
 
 
 def _has_own_code(cls: type) -> bool:
@@ -130,17 +133,21 @@ def _of_own_code(cls: type[nn.Module]) -> PatchRule | None:
     """Return the rule for what the code of a class computes or calls, or ``None``."""
     if any("__call__" in vars(base) for base in cls.__mro__[: cls.__mro__.index(nn.Module)]):
         return None
-    attention: Any = importlib.import_module("fusedops.integrations.hf.rules.functional_attention")
-    by_code: Any = importlib.import_module("fusedops.integrations.hf.rules.by_code")
-    loss: Any = importlib.import_module("fusedops.integrations.hf.rules.written_loss")
-    processors: Any = importlib.import_module("fusedops.integrations.hf.rules.attention_processors")
-    name = patched.module_of(cls)
-    return (
-        by_code.rule_by_code(cls, name)
-        or attention.functional_attention_rule(cls, name)
-        or processors.processor_rule(cls, name)
-        or loss.written_loss_rule(cls, name)
-    )
+    for module, function in _BY_OWN_CODE.items():
+        make: Any = getattr(importlib.import_module(f"{__package__}.rules.{module}"), function)
+        rule: PatchRule | None = make(cls, patched.module_of(cls))
+        if rule is not None:
+            return rule
+    return None
+
+
+# Module -> its function that returns the rule of a class, or None; in the order of precedence.
+_BY_OWN_CODE = {
+    "by_code": "rule_by_code",
+    "functional_attention": "functional_attention_rule",
+    "attention_processors": "processor_rule",
+    "written_loss": "written_loss_rule",
+}
 
 
 def _of_known_code(cls: type[nn.Module]) -> PatchRule | None:

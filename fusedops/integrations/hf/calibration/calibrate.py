@@ -235,17 +235,14 @@ def _classes(
 ) -> Iterator[None]:
     """Give modules their classes inside of the block, under autocast as in the example step."""
     before = {module: type(module) for module in classes}
-    _set_classes(classes)
+    for module, cls in classes.items():
+        module.__class__ = cls
     try:
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             yield
     finally:
-        _set_classes(before)
-
-
-def _set_classes(classes: dict[nn.Module, type]) -> None:
-    for module, cls in classes.items():
-        module.__class__ = cls
+        for module, cls in before.items():
+            module.__class__ = cls
 
 
 def _measured(module: nn.Module, call: _ModuleCall, deadline: float) -> CalibrationFinding:

@@ -15,6 +15,7 @@ ours does not (the paged ``cache`` of continuous batching) has transformers' fun
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ from fusedops.integrations.hf.rules.rule import (
     subclass,
 )
 from fusedops.integrations.hf.sequence_parallel import around
-from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments, read_keywords
 from fusedops.ops.attention import attention
 
 _REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
@@ -80,26 +80,13 @@ def attend(
         ``[B, Sq, H, Dv]``, and ``None`` for the weights, which are never whole.
 
     Raises:
-        UnsupportedError: a keyword that only ``sdpa`` knows, with one that only this one knows.
+        UnsupportedError: a keyword that only ``sdpa`` knows.
     """
-    unknown = foreign_keyword(_SDPA_ARGUMENTS, kwargs)
+    unknown = _unknown_keyword(_SDPA_ARGUMENTS, kwargs)
     if unknown is not None:
-        if softcap is not None or s_aux is not None:
-            raise UnsupportedError(
-                f"fusedops attention: {unknown} is an argument of transformers' sdpa, which has "
-                "neither softcap nor sinks; choose another attn_implementation"
-            )
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            position_bias=position_bias,
-            **kwargs,
+        raise UnsupportedError(
+            f"fusedops attention: {unknown} is an argument of transformers' sdpa that the fused "
+            "one does not know; choose another attn_implementation"
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     # A single query with a KV cache sees all keys. Equal lengths are compared first, which adds no
@@ -113,6 +100,29 @@ def attend(
         causal = False
     options = {"is_causal": bool(causal), "scale": scaling, "softcap": softcap, "sinks": s_aux}
     return _fused(query, key, value, attention_mask, dropout, **options)
+
+
+def _further_arguments(stock: Callable[..., Any], fused: Callable[..., Any]) -> dict[str, Any]:
+    """Return name and default of the arguments that only the stock function names.
+
+    A later transformers may have given it one, as 5.23 gave ``cache`` to ``sdpa``.
+    """
+    known = inspect.signature(fused).parameters
+    parameters = inspect.signature(stock).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind in named and parameter.name not in known
+    }
+
+
+def _unknown_keyword(further: Mapping[str, Any], keywords: Mapping[str, Any]) -> str | None:
+    """Return a keyword of a call that is none of ours and no default, or ``None``."""
+    for name, default in further.items():
+        if name in keywords and keywords[name] is not default:
+            return name
+    return None
 
 
 def _fused(
@@ -140,8 +150,11 @@ def attend_as_sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers' ``sdpa`` does, which knows neither soft-cap nor sinks."""
-    raises = softcap is not None and _SDPA_READS_SOFTCAP  # from 5.23 on
-    if raises or not _serves(module, query, key, value, attention_mask):
+    if (
+        (softcap is not None and _SDPA_READS_SOFTCAP)  # it raises from 5.23 on
+        or _unknown_keyword(_SDPA_ARGUMENTS, kwargs) is not None
+        or not _serves(module, query, key, value, attention_mask)
+    ):
         options = {} if softcap is None else {"softcap": softcap}
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, *args, **options, **kwargs
@@ -161,8 +174,8 @@ def _serves(module: Any, query: Any, key: Any, value: Any, mask: Any) -> bool:
     )
 
 
-_SDPA_ARGUMENTS = known_arguments(attend, sdpa_attention_forward)
-_SDPA_READS_SOFTCAP = "softcap" in read_keywords(sdpa_attention_forward)
+_SDPA_ARGUMENTS = _further_arguments(sdpa_attention_forward, attend)
+_SDPA_READS_SOFTCAP = "softcap" in sdpa_attention_forward.__code__.co_consts
 _SDPA = original_code.watched_function(sdpa_attention_forward.__module__, "sdpa_attention_forward")
 
 # An implementation without a mask function gets no mask, and ignores padding without a word.
@@ -189,7 +202,7 @@ class FusedInterface:
         self._eager = None
         if eager and _EAGER in namespace:
             self._eager = original_code.watched_function(namespace["__name__"], _EAGER)
-            self._eager_arguments = known_arguments(self.attend_as_eager, namespace[_EAGER])
+            self._eager_arguments = _further_arguments(namespace[_EAGER], self.attend_as_eager)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.registry, name)
@@ -239,7 +252,7 @@ class FusedInterface:
         """
         if (
             not _serves(module, query, key, value, attention_mask)
-            or foreign_keyword(self._eager_arguments, kwargs) is not None
+            or _unknown_keyword(self._eager_arguments, kwargs) is not None
             or weights_obstacle(module) is not None
         ):
             known = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}

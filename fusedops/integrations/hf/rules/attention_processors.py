@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import itertools
 import sys
 from types import FunctionType
@@ -21,12 +22,15 @@ from torch import nn
 
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import (
-    functions,
-    replaced,
     with_globals,
     with_other,
+    with_others,
 )
-from fusedops.integrations.hf.rules.functional_attention import ATTENTION, fused_in_torch
+from fusedops.integrations.hf.rules.functional_attention import (
+    ATTENTION,
+    attention_plan,
+    fused_in_torch,
+)
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
     FusionPlan,
@@ -36,8 +40,7 @@ from fusedops.integrations.hf.rules.rule import (
 )
 
 _ATTRIBUTE, _FUSED = "processor", "fused_processor"
-_WATCHED = functions(ATTENTION)
-_DISPATCH = "dispatch_attention_fn"
+_DISPATCH, _REGISTRY = "dispatch_attention_fn", "_AttentionBackendRegistry"
 _DIFFUSERS = "diffusers.models.attention_dispatch"
 
 
@@ -84,7 +87,7 @@ def _plan(module: Any) -> FusionPlan | Refusal:
     name = type(processor).__name__
     if _fused_class(type(processor)) is None:
         return Refusal(f"its {name} does not call F.{ATTENTION}")
-    return FusionPlan(("attention",), note=f"the attention that its {name} calls")
+    return attention_plan(f"the attention that its {name} calls")
 
 
 class _FusedProcessor:
@@ -105,7 +108,7 @@ class _Caller(nn.Module):
     def fused_processor(self) -> Any:
         processor = self.processor
         fused = _fused_class(type(processor))
-        return processor if fused is None or replaced(_WATCHED) else fused(processor)
+        return processor if fused is None else fused(processor)
 
 
 _CLASSES: ClassTable[tuple[Any, type | None]] = ClassTable("processor")
@@ -142,49 +145,34 @@ def _replacement(value: Any) -> Any:
     return fused_in_torch(value)
 
 
+class _FusedRegistry:
+    """Diffusers' registry of backends, whose active one may be the fused one."""
+
+    def __init__(self, registry: Any, stock: Any, fused: Any) -> None:
+        self._registry = registry
+        self._stock = stock
+        self._fused = fused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._registry, name)
+
+    def get_active_backend(self) -> tuple[Any, Any]:
+        name, function = self._registry.get_active_backend()
+        return name, self._fused if function is self._stock else function
+
+
 @functools.cache
 def _dispatch() -> Any:
-    """Return diffusers' ``dispatch_attention_fn`` whose backend ``native`` is the fused one.
+    """Return the code of ``dispatch_attention_fn`` with a registry whose ``native`` is fused.
 
     ``None`` for a version of diffusers that keeps its backends in another way.
     """
     diffusers: Any = sys.modules[_DIFFUSERS]
-    original = diffusers.dispatch_attention_fn
-    registry: Any = getattr(diffusers, "_AttentionBackendRegistry", None)
+    registry: Any = getattr(diffusers, _REGISTRY, None)
     stock: Any = getattr(diffusers, "_native_attention", None)
-    names = ("_active_backend", "_checks_enabled", "_backends")
-    if stock is None or not all(hasattr(registry, name) for name in names):
+    native = None if stock is None else with_other(stock, {ATTENTION}, fused_in_torch)
+    code: Any = inspect.unwrap(diffusers.dispatch_attention_fn)
+    if native is None or "get_active_backend" not in code.__code__.co_names:
         return None
-    native = with_other(stock, {ATTENTION}, fused_in_torch)
-    if native is None:
-        return None
-
-    @functools.wraps(original)
-    def dispatch(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        attention_kwargs: Any = None,
-        *,
-        backend: Any = None,
-        parallel_config: Any = None,
-    ) -> Any:
-        options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        name = registry._active_backend if backend is None else backend
-        if (
-            name != "native"
-            or attention_kwargs
-            or parallel_config is not None
-            or registry._checks_enabled
-            or registry._backends[name] is not stock
-        ):
-            chosen = {"backend": backend, "parallel_config": parallel_config}
-            return original(query, key, value, *options, attention_kwargs, **chosen)
-        return native(query, key, value, *options)
-
-    return dispatch
+    fused = _FusedRegistry(registry, stock, native)
+    return with_others(diffusers.dispatch_attention_fn, {_REGISTRY: fused}, __name__)

@@ -8,6 +8,7 @@ that differ from torch's in this function and in ``multi_head_attention_forward`
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,29 +32,53 @@ _torchs = F.scaled_dot_product_attention
 _WATCHED = original_code.functions(ATTENTION)
 
 
-def functional_attention_rule(original: type[nn.Module], module_name: str) -> PatchRule | None:
+def functional_attention_rule(
+    original: type[nn.Module],
+    module_name: str,
+    note: str = "its call of F.scaled_dot_product_attention",
+) -> PatchRule | None:
     """Return the rule for a class whose methods call torch's attention, or ``None``.
 
     Args:
         original: the class.
         module_name: holds the patched class.
+        note: for the report.
     """
-    methods = original_code.methods_with(original, {ATTENTION, _MULTI_HEAD}, fused_in_torch)
-    if not methods:
-        return None
-    return PatchRule(
-        original,
-        subclass(original, None, module_name, **methods),
-        "O3",
-        lambda module: _plan("its call of F.scaled_dot_product_attention"),
-        methods=tuple(methods),
-        copies_code=True,
+    calls = {ATTENTION, _MULTI_HEAD}
+    return calls_rule(
+        original, module_name, "O3", lambda module: attention_plan(note), calls, fused_in_torch
     )
 
 
-def _plan(note: str) -> FusionPlan | Refusal:
+def attention_plan(note: str) -> FusionPlan | Refusal:
+    """Return what becomes now of code that calls torch's attention."""
     reason = replaced(_WATCHED)
     return FusionPlan(("attention",), note=note) if reason is None else Refusal(reason)
+
+
+def calls_rule(
+    original: type[nn.Module],
+    module_name: str,
+    level: str,
+    plan: Callable[[Any], FusionPlan | Refusal],
+    calls: set[str],
+    replacement: Callable[[Any], Any],
+) -> PatchRule | None:
+    """Return the rule for a class whose methods call some functions of torch, or ``None``.
+
+    Args:
+        original: the class.
+        module_name: holds the patched class.
+        level: as in ``PatchRule``.
+        plan: as in ``PatchRule``.
+        calls: names of these functions.
+        replacement: returns what stands for a global in the patched code, or ``None``.
+    """
+    methods = original_code.methods_with(original, calls, replacement)
+    if not methods:
+        return None
+    patched = subclass(original, None, module_name, **methods)
+    return PatchRule(original, patched, level, plan, methods=tuple(methods), copies_code=True)
 
 
 def fused_in_torch(value: Any) -> Any:
@@ -96,71 +121,11 @@ def multi_head_attention(*args: Any, **options: Any) -> torch.Tensor:
     return output
 
 
-class _MultiHead(nn.Module):
-    """``nn.MultiheadAttention``: in training, self-attention reads its packed projection directly.
-
-    Torch copies queries, keys and values, and the result, into other orders of dimensions.
-    """
-
-    def forward(
-        self: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: torch.Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attended values, and the weights where they are needed."""
-        length = query.size(-2)
-        direct = (
-            self.training
-            and not need_weights
-            and query is key is value
-            and key_padding_mask is None
-            and (attn_mask.shape == (length, length) if attn_mask is not None else not is_causal)
-            and _is_plain(self, query)
-            and replaced(_WATCHED) is None
-        )
-        if not direct:
-            others = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            result: tuple[torch.Tensor, torch.Tensor | None]
-            result = self.general_forward(query, key, value, *others)
-            return result
-        packed = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-        heads = packed.view(*query.shape[:2], 3, self.num_heads, self.head_dim)
-        queries, keys, values = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mask = None if is_causal else attn_mask
-        mask = F._canonical_mask(mask, "attn_mask", None, "", queries.dtype, check_other=False)
-        attended = attention(queries, keys, values, mask, self.dropout, is_causal)
-        attended = attended.transpose(1, 2).reshape(query.shape)
-        return F.linear(attended, self.out_proj.weight, self.out_proj.bias), None
-
-
-def _is_plain(module: Any, query: torch.Tensor) -> bool:
-    """Return whether a module projects batches of rows to heads, and attends to nothing else."""
-    return (
-        type(query) is torch.Tensor
-        and module.batch_first
-        and query.dim() == 3
-        and runs_here(query)
-        and module._qkv_same_embed_dim
-        and module.bias_k is None
-        and not module.add_zero_attn
-    )
-
-
 def _multi_head_rule() -> PatchRule:
     original, module_name = nn.MultiheadAttention, patched.module_of(nn.MultiheadAttention)
-    methods = original_code.methods_with(original, {ATTENTION, _MULTI_HEAD}, fused_in_torch)
-    return PatchRule(
-        original,
-        subclass(original, _MultiHead, module_name, general_forward=methods["forward"]),
-        "O3",
-        lambda module: _plan("calls without need_weights"),
-    )
+    rule = functional_attention_rule(original, module_name, "calls without need_weights")
+    assert rule is not None
+    return rule
 
 
 RULES = (_multi_head_rule(),)

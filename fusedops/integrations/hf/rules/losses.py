@@ -9,8 +9,8 @@ float32 copy of the logits and of their log-softmax, these read the logits as th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from fusedops.integrations.hf.original_code import (
     replaced,
     watched_function,
 )
+from fusedops.integrations.hf.report import ModuleReport
+from fusedops.integrations.hf.rules.probes import resolution
 from fusedops.integrations.hf.rules.written_loss import served
 from fusedops.ops.cross_entropy import cross_entropy
 
@@ -53,7 +55,7 @@ def causal_lm_loss(
         **kwargs: not looked at.
     """
     targets: Any = labels if shift_labels is None else shift_labels
-    if not served(logits, targets) or bypass_reason(causal_lm_loss) is not None:
+    if not served(logits, targets) or _bypass_reason(_LOSSES[0]) is not None:
         return loss_utils.LOSS_MAPPING["ForCausalLM"](
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
@@ -74,7 +76,7 @@ def masked_lm_loss(
 
     Its arguments are those of ``causal_lm_loss``; ``labels`` ``[...]`` are not shifted.
     """
-    if not served(logits, labels) or bypass_reason(masked_lm_loss) is not None:
+    if not served(logits, labels) or _bypass_reason(_LOSSES[1]) is not None:
         return loss_utils.LOSS_MAPPING["ForMaskedLM"](
             logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs
         )
@@ -104,26 +106,19 @@ def _loss(
     return loss / num_items_in_batch
 
 
-# (theirs, ours)
-_PAIRS: tuple[tuple[Any, Any], ...] = (
-    (loss_utils.ForCausalLMLoss, causal_lm_loss),
-    (loss_utils.ForMaskedLMLoss, masked_lm_loss),
+class _KnownLoss(NamedTuple):
+    """A loss of transformers, and ours."""
+
+    task: str  # the name under which transformers has it
+    stock: Callable[..., Any]
+    fused: Callable[..., Any]
+
+
+_LOSSES = (
+    _KnownLoss("ForCausalLM", loss_utils.ForCausalLMLoss, causal_lm_loss),
+    _KnownLoss("ForMaskedLM", loss_utils.ForMaskedLMLoss, masked_lm_loss),
 )
-_TASKS = {causal_lm_loss: "ForCausalLM", masked_lm_loss: "ForMaskedLM"}
 _WATCHED = watched_function(loss_utils.__name__, "fixed_cross_entropy")
-
-
-def bypass_reason(loss: Any) -> str | None:
-    """Return why one of our losses leaves the work to transformers' now, or ``None``."""
-    return _replaced(loss) or context_obstacle()
-
-
-def _replaced(loss: Any) -> str | None:
-    task = _TASKS[loss]
-    function = loss_utils.LOSS_MAPPING[task]
-    if function is not _stock(loss):
-        return f"the loss {task!r} was replaced by {name_of(function)}"
-    return replaced(_WATCHED)
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -135,61 +130,59 @@ def owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(module, PreTrainedModel):
             code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
             asks = code is not None and "loss_function" in code.co_names
-            if asks and (_set_loss(module) is not None or _ours(_loss_of(module)) is not None):
+            if asks and (_set_loss(module) is not None or _known(_loss_of(module)) is not None):
                 yield name, module
 
 
 def is_replaced(owner: Any) -> bool:
     """Return whether the loss of ``owner`` is one of ours."""
-    return _stock(_set_loss(owner)) is not None
-
-
-def title(owner: Any) -> str:
-    """Return the name of the loss that ``owner`` computes; of ours, transformers' name for it."""
-    loss = _loss_of(owner)
-    return str(getattr(_stock(loss) or loss, "__name__", type(loss).__name__))
-
-
-def obstacle(owner: Any) -> str | None:
-    """Return why the loss of ``owner`` is not taken, or ``None``."""
-    loss = _loss_of(owner)
-    return "a loss of its own" if _ours(loss) is None else _unknown(loss)
-
-
-def refuses(owner: Any) -> bool:
-    """Return whether the loss of ``owner`` is one to take, but not in this transformers."""
-    loss = _loss_of(owner)
-    return _ours(loss) is not None and _unknown(loss) is not None
+    known = _known(_set_loss(owner))
+    return known is not None and _set_loss(owner) is known.fused
 
 
 def take(owner: Any) -> None:
     """Let ``owner`` compute its loss by ``cross_entropy``, if there is no obstacle."""
-    if obstacle(owner) is None:
-        owner.loss_function = _ours(_loss_of(owner))
+    known = _known(_loss_of(owner))
+    if known is not None and _refusal(known) is None:
+        owner.loss_function = known.fused
 
 
 def restore(owner: Any) -> None:
     """Give ``owner`` the loss back that it had before ``take``; one set since then stays."""
-    stock = _stock(_set_loss(owner))
-    if stock is None:
+    known = _known(_set_loss(owner))
+    if known is None or not is_replaced(owner):
         return
     del owner._loss_function
-    if _loss_of(owner) is not stock:  # somebody had chosen it
-        owner.loss_function = stock
+    if _loss_of(owner) is not known.stock:  # somebody had chosen it
+        owner.loss_function = known.stock
 
 
-def note(owner: Any) -> str:
-    """Return what a reader of the report should know about the loss taken from ``owner``."""
-    reason = bypass_reason(_set_loss(owner))
-    return NOTE if reason is None else f"steps aside now: {reason}"
+def entry(name: str, owner: Any, level: str) -> ModuleReport:
+    """Return the entry of the report for the loss of a model.
+
+    Args:
+        name: of the model.
+        owner: the model.
+        level: of the report.
+    """
+    name, loss = f"{name}.loss_function".removeprefix("."), _loss_of(owner)
+    known = _known(loss)
+    if known is None:
+        cls = str(getattr(loss, "__name__", type(loss).__name__))
+        return ModuleReport(name, cls, False, reason="a loss of its own")
+    cls = known.stock.__name__
+    if loss is known.fused:
+        reason = _bypass_reason(known)
+        note = NOTE if reason is None else f"steps aside now: {reason}"
+        return ModuleReport(name, cls, True, OP, resolution(OP, owner), note)
+    reason = _refusal(known)
+    later = "not patched" if level == "-" else f"from level {LEVEL} on"
+    return ModuleReport(name, cls, False, reason=reason or later, failed=reason is not None)
 
 
-def _ours(loss: Any) -> Any:
-    return next((fused for stock, fused in _PAIRS if stock is loss), None)
-
-
-def _stock(loss: Any) -> Any:
-    return next((stock for stock, fused in _PAIRS if fused is loss), None)
+def _known(loss: Any) -> _KnownLoss | None:
+    """Return what is known of a loss, transformers' or ours; ``None`` for any other."""
+    return next((known for known in _LOSSES if loss in (known.stock, known.fused)), None)
 
 
 def _set_loss(owner: Any) -> Any:
@@ -208,6 +201,18 @@ def _loss_of(owner: Any) -> Any:
     return mapping.get(getattr(owner, "loss_type", None), mapping["ForCausalLM"])
 
 
-def _unknown(stock: Any) -> str | None:
-    """Return why ``stock`` is not the loss that ours was written for, or ``None``."""
-    return _replaced(_ours(stock)) or unknown_code(stock, "losses")
+def _bypass_reason(known: _KnownLoss) -> str | None:
+    """Return why our loss leaves the work to transformers' now, or ``None``."""
+    return _replaced(known) or context_obstacle()
+
+
+def _refusal(known: _KnownLoss) -> str | None:
+    """Return why transformers' loss is not the one that ours was written for, or ``None``."""
+    return _replaced(known) or unknown_code(known.stock, "losses")
+
+
+def _replaced(known: _KnownLoss) -> str | None:
+    function = loss_utils.LOSS_MAPPING[known.task]
+    if function is not known.stock:
+        return f"the loss {known.task!r} was replaced by {name_of(function)}"
+    return replaced(_WATCHED)

@@ -30,18 +30,16 @@ class Router(nn.Module):
     """The forward of every patched router, around the family's own ``_route``."""
 
     fused_rule: PatchRule
+    rounds_weights = True  # to the dtype of the logits; the op computes them in float32
 
     def forward(self, hidden_states: torch.Tensor) -> Routed:
         """Return logits ``[tokens, num_experts]``, weights and indices ``[tokens, k]``."""
         logits, plan = self._route(hidden_states)
-        return logits, self._rounded(plan.probs, logits), plan.expert_ids.long()
+        weights = plan.probs.to(logits.dtype) if self.rounds_weights else plan.probs
+        return logits, weights, plan.expert_ids.long()
 
     def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
         raise NotImplementedError
-
-    def _rounded(self, probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the weights in the dtype in which the family has them."""
-        return probs.to(logits.dtype)
 
     def _obstacle(self) -> str | None:
         """Return why this router's settings are not computed as the family does, or ``None``."""
@@ -49,17 +47,6 @@ class Router(nn.Module):
 
 
 class SoftmaxRouter(Router):
-    """Mixtral's router: the weights of the chosen add up to 1, and stay float32."""
-
-    def _route(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
-        logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-        return logits, moe_route(logits, self.top_k, normalize=True)
-
-    def _rounded(self, probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return probs
-
-
-class SoftmaxAsConfigured(Router):
     """The router of Qwen and OLMoE: the weights add up to 1 if ``norm_topk_prob``."""
 
     def _route(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
@@ -67,46 +54,46 @@ class SoftmaxAsConfigured(Router):
         return logits, moe_route(logits, self.top_k, normalize=bool(self.norm_topk_prob))
 
 
+class Float32Router(SoftmaxRouter):
+    """Mixtral's router: the weights of the chosen add up to 1, and stay float32."""
+
+    norm_topk_prob = True
+    rounds_weights = False
+
+
 class GroupedSigmoid(Router):
     """DeepSeek-V3's router: float32 sigmoids, the best groups by two each, a balancing bias.
 
     A token that takes more experts than its best groups have gets others, whose scores stand at
-    minus infinity there. If it takes all experts, groups mean nothing; if not, which others it
-    gets is up to the order in which ``torch.topk`` happens to meet them.
+    minus infinity there: which of them is up to ``torch.topk``.
     """
+
+    rounds_weights = False
 
     def _route(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
         rows = hidden_states.reshape(-1, self.hidden_dim).float()
         logits = F.linear(rows, self.weight.float()).view(-1, self.num_experts)
-        grouped = self.top_k <= _experts_of_best_groups(self)
         plan = moe_route(
             logits,
             self.top_k,
             score="sigmoid",
             normalize=bool(self.norm_topk_prob),
             bias=self.e_score_correction_bias,
-            num_groups=self.num_group if grouped else None,
-            topk_groups=self.topk_group if grouped else None,
+            num_groups=self.num_group,
+            topk_groups=self.topk_group,
             group_score="top2_sum",
             scaling=float(self.routed_scaling_factor),
         )
         return logits, plan
 
-    def _rounded(self, probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return probs
-
     def _obstacle(self: Any) -> str | None:
-        within = _experts_of_best_groups(self)
-        if self.top_k <= within or self.top_k == self.num_experts:
+        within = int(self.num_experts // self.num_group * self.topk_group)
+        if self.top_k <= within:
             return None
         return (
             f"a token takes {self.top_k} experts, its best groups have {within}, and which of "
             "the others it gets is not defined"
         )
-
-
-def _experts_of_best_groups(router: Any) -> int:
-    return int(router.num_experts // router.num_group * router.topk_group)
 
 
 class SoftmaxOfChosen(Router):
@@ -139,8 +126,8 @@ def _rule(original: type[nn.Module], module_name: str, *, forward: type[Router])
 
 
 RULES = {
-    "MixtralTopKRouter": partial(_rule, forward=SoftmaxRouter),
-    "Qwen2MoeTopKRouter": partial(_rule, forward=SoftmaxAsConfigured),
+    "MixtralTopKRouter": partial(_rule, forward=Float32Router),
+    "Qwen2MoeTopKRouter": partial(_rule, forward=SoftmaxRouter),
     "DeepseekV3TopkRouter": partial(_rule, forward=GroupedSigmoid),
     "GptOssTopKRouter": partial(_rule, forward=SoftmaxOfChosen),
 }

@@ -8,8 +8,8 @@ transformers and accelerate compare class *names* (``_no_split_modules``) keep w
 
 What the original's code reads is watched (``original_code.py``): a rule has the list because it has
 an original. A call runs the original forward where anything on the list was replaced, where an
-argument is one that the fused forward does not know (``signatures.py``), and where a tensor is of a
-class that the ops do not know. A fused forward also does the work of children without calling them.
+argument is one that the fused forward does not know, and where a tensor is of a class that the ops
+do not know. A fused forward also does the work of children without calling them.
 Whatever somebody hung on such a child (a hook, an adapter, a quantised class, a parametrization)
 would be lost: ``bypass_obstacle`` is asked each time.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,7 +37,6 @@ from fusedops.integrations.hf.original_code import (
     watch_list,
 )
 from fusedops.integrations.hf.partitioned_weights import only_gather
-from fusedops.integrations.hf.signatures import foreign_keyword, known_arguments
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
@@ -139,9 +138,7 @@ def _with_fallback(rule: PatchRule, name: str) -> Callable[..., Any]:
     original, patched, watched = rule.original, rule.patched, rule.watched
     guarded, plan = rule.guarded, rule.plan
     fused = getattr(patched, name)
-    known = known_arguments(fused, getattr(original, name))
-    most = known.positional - 1  # self is no element of args
-    any_keyword = known.names is None and not known.foreign
+    most, keywords = _known_arguments(fused, getattr(original, name))
     first = list(inspect.signature(fused).parameters)[1]
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +146,7 @@ def _with_fallback(rule: PatchRule, name: str) -> Callable[..., Any]:
         if (
             not isinstance(self, patched)
             or len(args) > most
-            or (kwargs and not any_keyword and foreign_keyword(known, kwargs) is not None)
+            or (keywords is not None and any(keyword not in keywords for keyword in kwargs))
             or (isinstance(input, torch.Tensor) and not is_plain(input))
             or changed(watched, self)
             or context_obstacle()
@@ -162,6 +159,32 @@ def _with_fallback(rule: PatchRule, name: str) -> Callable[..., Any]:
     # Code of its own: Dynamo counts how often code was compiled, and stops at a limit.
     method.__code__ = method.__code__.replace(co_name=f"{patched.__name__}.{name}")
     return functools.wraps(fused)(method)
+
+
+def _known_arguments(fused: Any, original: Any) -> tuple[int, frozenset[str] | None]:
+    """Return how many arguments after ``self`` a fused method takes by place, and its keywords.
+
+    Behind the first one, an argument must have the name that it has in the original. A method that
+    takes ``*args`` goes by the places of the original; ``None``: it hands any keyword on.
+    """
+    ours, theirs = (inspect.signature(function).parameters for function in (fused, original))
+    places = _by_place(theirs)
+    kinds = {parameter.kind for parameter in ours.values()}
+    takes_places = inspect.Parameter.VAR_POSITIONAL in kinds
+    if takes_places or list(ours) == list(theirs):
+        any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
+        return len(places) - 1, None if any_keyword else frozenset(ours)
+    shared = 0
+    for name, other in zip(_by_place(ours), places, strict=False):
+        if name != other and shared > 1:
+            break
+        shared += 1
+    return shared - 1, frozenset(ours)
+
+
+def _by_place(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [name for name, parameter in parameters.items() if parameter.kind is kind]
 
 
 def always(*ops: str) -> Callable[[Any], FusionPlan]:
@@ -180,23 +203,6 @@ def absorbed(module: nn.Module) -> set[str]:
     rule = rule_of(module)
     plan = None if rule is None or context_obstacle() is not None else rule.current_plan(module)
     return set(plan.absorbs) if isinstance(plan, FusionPlan) else set()
-
-
-# Where classes come from that may do something for each class that is derived from them.
-_BASES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
-
-
-def registering_bases(cls: type) -> list[type]:
-    """Return the bases of users that do something for each class that is derived from them."""
-    bases = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
-    return [base for base in bases if base.__module__.partition(".")[0] not in _BASES]
-
-
-class _Unregistered(nn.Module):
-    """A first base whose derived classes no ``__init_subclass__`` of other bases sees."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        pass
 
 
 def subclass(
@@ -219,10 +225,8 @@ def subclass(
         "__module__": module_name,
         "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
     }
-    # Registries of users keep the stock classes, of which new models are made.
-    first = (_Unregistered,) if registering_bases(original) else ()
-    second = () if forward is None else (forward,)
-    patched = type(original.__name__, (*first, *second, original), body)
+    first = () if forward is None else (forward,)
+    patched = type(original.__name__, (*first, original), body)
     module = sys.modules[module_name]
     if "__getattr__" not in vars(module):  # else it finds the class by the rule of the original
         setattr(module, original.__name__, patched)
@@ -273,11 +277,6 @@ def global_hooks() -> str | None:
     if torch_module._has_any_global_hook():
         return "hooks are registered for all modules"
     return None
-
-
-def on_known_device(tensor: torch.Tensor) -> bool:
-    """Return whether the ops have kernels for the device of ``tensor``."""
-    return tensor.is_cpu or tensor.is_cuda or tensor.is_meta
 
 
 def runs_here(input: torch.Tensor) -> bool:

@@ -6,169 +6,123 @@ layer. In evaluation torch's own forward runs, with its fast path for inference.
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusedops.integrations.hf import patched
+from fusedops.integrations.hf import known_code, patched
 from fusedops.integrations.hf.rules import chain
-from fusedops.integrations.hf.rules.chain import run
-from fusedops.integrations.hf.rules.residual_norm import add_norm, norm_obstacle
-from fusedops.integrations.hf.rules.rule import (
-    FusionPlan,
-    PatchRule,
-    Refusal,
-    global_hooks,
-    subclass,
-)
+from fusedops.integrations.hf.rules.residual_norm import ResidualLayer, add_norm, layer_rule
+from fusedops.integrations.hf.rules.rule import PatchRule, Refusal, runs_here, subclass
 
 
-class _Layer(nn.Module):
-    """What both layers share."""
+class _Layer(ResidualLayer):
+    """What both layers share; also torch's own forward calls ``_ff_block``."""
 
+    fused_rule: PatchRule
     steps: tuple[str, ...]
 
     def _ff_block(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return run(self, self.steps, x)
-
-    def _add_norm(
-        self: Any, branch: torch.Tensor, residual: torch.Tensor, name: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a norm of ``residual + branch``, and the sum."""
-        norm = getattr(self, name)
-        if norm_obstacle(name, norm) is None:
-            return add_norm(branch, residual, norm)
-        total = residual + branch
-        return norm(total), total
+        if not runs_here(x) or self.fused_rule.bypass_reason(self) is not None:
+            original: Any = self.fused_rule.original
+            output: torch.Tensor = original._ff_block(self, x)
+            return output
+        return chain.run(self, self.steps, x)
 
 
 class _EncoderLayer(_Layer):
-    def forward(
-        self: Any,
-        src: torch.Tensor,
-        src_mask: torch.Tensor | None = None,
-        src_key_padding_mask: torch.Tensor | None = None,
-        is_causal: bool = False,
-    ) -> torch.Tensor:
+    steps = ("linear1", "activation", "dropout", "linear2", "dropout2")
+
+    def forward(self, src: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return the residual stream after the layer."""
-        if not self.training:
-            output: torch.Tensor = super().forward(src, src_mask, src_key_padding_mask, is_causal)
-            return output
-        padding = F._canonical_mask(
-            src_key_padding_mask,
-            "src_key_padding_mask",
-            F._none_or_dtype(src_mask),
-            "src_mask",
-            src.dtype,
-        )
-        mask = F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, check_other=False)
-        if self.norm_first:
-            attended = self._sa_block(self.norm1(src), mask, padding, is_causal=is_causal)
-            normed, total = self._add_norm(attended, src, "norm2")
-            return total + self._ff_block(normed)
-        attended = self._sa_block(src, mask, padding, is_causal=is_causal)
-        normed, _ = self._add_norm(attended, src, "norm1")
-        return self._add_norm(self._ff_block(normed), normed, "norm2")[0]
+        return super().forward(src, *args, **kwargs)
 
 
 class _DecoderLayer(_Layer):
-    def forward(
-        self: Any,
-        tgt: torch.Tensor,
-        memory: torch.Tensor,
-        tgt_mask: torch.Tensor | None = None,
-        memory_mask: torch.Tensor | None = None,
-        tgt_key_padding_mask: torch.Tensor | None = None,
-        memory_key_padding_mask: torch.Tensor | None = None,
-        tgt_is_causal: bool = False,
-        memory_is_causal: bool = False,
-    ) -> torch.Tensor:
+    steps = ("linear1", "activation", "dropout", "linear2", "dropout3")
+
+    def forward(self, tgt: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return the residual stream after the layer."""
-        masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
-        memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
-        if self.norm_first:
-            attended = self._sa_block(self.norm1(tgt), *masks)
-            normed, total = self._add_norm(attended, tgt, "norm2")
-            attended = self._mha_block(normed, memory, *memory_masks)
-            normed, total = self._add_norm(attended, total, "norm3")
-            return total + self._ff_block(normed)
-        normed, _ = self._add_norm(self._sa_block(tgt, *masks), tgt, "norm1")
+        return super().forward(tgt, *args, **kwargs)
+
+
+def _encode(
+    self: Any,
+    src: torch.Tensor,
+    src_mask: torch.Tensor | None,
+    src_key_padding_mask: torch.Tensor | None,
+    is_causal: bool,
+) -> torch.Tensor:
+    if not self.training:
+        masks = (src_mask, src_key_padding_mask, is_causal)
+        return nn.TransformerEncoderLayer.forward(self, src, *masks)
+    padding = F._canonical_mask(
+        src_key_padding_mask,
+        "src_key_padding_mask",
+        F._none_or_dtype(src_mask),
+        "src_mask",
+        src.dtype,
+    )
+    mask = F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, check_other=False)
+    if self.norm_first:
+        attended = self._sa_block(self.norm1(src), mask, padding, is_causal=is_causal)
+        normed, total = add_norm(attended, src, self.norm2)
+        return total + self._ff_block(normed)
+    attended = self._sa_block(src, mask, padding, is_causal=is_causal)
+    normed, _ = add_norm(attended, src, self.norm1)
+    return add_norm(self._ff_block(normed), normed, self.norm2)[0]
+
+
+def _decode(
+    self: Any,
+    tgt: torch.Tensor,
+    memory: torch.Tensor,
+    tgt_mask: torch.Tensor | None,
+    memory_mask: torch.Tensor | None,
+    tgt_key_padding_mask: torch.Tensor | None,
+    memory_key_padding_mask: torch.Tensor | None,
+    tgt_is_causal: bool,
+    memory_is_causal: bool,
+) -> torch.Tensor:
+    masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
+    memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
+    if self.norm_first:
+        attended = self._sa_block(self.norm1(tgt), *masks)
+        normed, total = add_norm(attended, tgt, self.norm2)
         attended = self._mha_block(normed, memory, *memory_masks)
-        normed, _ = self._add_norm(attended, normed, "norm2")
-        return self._add_norm(self._ff_block(normed), normed, "norm3")[0]
-
-
-# What the encoder layer's forward asks about inference.
-_INFERENCE = (
-    *("_privateuse1_backend_name", "_qkv_same_embed_dim", "_transformer_encoder_layer_fwd"),
-    *("activation_relu_or_gelu", "all", "any", "backend_registration", "backends", "batch_first"),
-    *("embed_dim", "get_fastpath_enabled", "has_torch_function", "in_proj_bias", "in_proj_weight"),
-    *("is_autocast_enabled", "is_grad_enabled", "linear1", "linear2", "merge_masks", "mha"),
-    *("norm1", "norm2", "norm3", "num_heads", "out_proj", "overrides", "self_attn", "utils"),
-    *("bias", "eps", "modules", "weight"),
-)
-# What a forward calls torch's functions by, and these.
-_TORCH = {"torch", "nn", "functional", "F", "linear", *dir(torch), *dir(torch.Tensor)}
-
-
-def unknown_names(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
-    """Return which names ``original.forward`` uses that no method of ``patched`` does, as a reason.
-
-    A later torch whose forward does more than this one is known by it.
-    """
-    ours = patched.__mro__[: patched.__mro__.index(nn.Module)]
-    methods = [value for cls in ours for value in vars(cls).values() if inspect.isfunction(value)]
-    known = {name for method in methods for name in method.__code__.co_names}
-    used = set(inspect.unwrap(original.forward).__code__.co_names)
-    unknown = used - known - set(_INFERENCE) - _TORCH
-    if unknown:
-        return f"{original.__name__}.forward of this torch uses {', '.join(sorted(unknown))}"
-    return None
+        normed, total = add_norm(attended, total, self.norm3)
+        return total + self._ff_block(normed)
+    normed, _ = add_norm(self._sa_block(tgt, *masks), tgt, self.norm1)
+    attended = self._mha_block(normed, memory, *memory_masks)
+    normed, _ = add_norm(attended, normed, self.norm2)
+    return add_norm(self._ff_block(normed), normed, self.norm3)[0]
 
 
 def _rule(
     original: type[nn.Module],
-    forward: type[nn.Module],
-    dropout: str,
+    base: type[_Layer],
+    compute: Callable[..., torch.Tensor],
     norms: tuple[str, ...],
 ) -> PatchRule:
-    steps = ("linear1", "activation", "dropout", "linear2", dropout)
-    unknown_code = unknown_names(forward, original)
-
-    def fused_norms(layer: Any) -> tuple[str, ...]:
-        """Return the norms of a sum that one op computes now."""
-        if unknown_code is not None:
-            return ()
-        names = norms[1:] if layer.norm_first else norms
-        return tuple(name for name in names if norm_obstacle(name, getattr(layer, name)) is None)
-
-    def plan(layer: Any) -> FusionPlan | Refusal:
-        products = chain.chain_plan(layer, steps)
-        fused = fused_norms(layer)
-        reason = unknown_code or global_hooks()
-        if reason is None and not fused and isinstance(products, Refusal):
-            reason = products.reason
-        if reason is not None:
-            return Refusal(reason)
-        ops = ("add_layer_norm",) if fused else ()
-        if isinstance(products, Refusal):
-            return FusionPlan(ops, fused, products.reason)
-        return FusionPlan((*products.ops, *ops), (*products.absorbs, *fused), products.note)
-
-    return PatchRule(
+    module_name = patched.module_of(original)
+    if known_code.known_as(original, "torch_transformer") is None:
+        refusal = Refusal(f"this torch has another {original.__name__}, whose code is not known")
+        unchanged = subclass(original, None, module_name)
+        return PatchRule(original, unchanged, "O2", lambda layer: refusal)
+    return layer_rule(
         original,
-        subclass(original, forward, patched.module_of(original), steps=steps),
-        "O2",
-        plan,
-        guarded=True,
-        methods=("forward", "_ff_block"),
+        module_name,
+        compute=compute,
+        norms=lambda layer: norms[1:] if layer.norm_first else norms,
+        feed_forward=base.steps,
+        base=base,
     )
 
 
 RULES = (
-    _rule(nn.TransformerEncoderLayer, _EncoderLayer, "dropout2", ("norm1", "norm2")),
-    _rule(nn.TransformerDecoderLayer, _DecoderLayer, "dropout3", ("norm1", "norm2", "norm3")),
+    _rule(nn.TransformerEncoderLayer, _EncoderLayer, _encode, ("norm1", "norm2")),
+    _rule(nn.TransformerDecoderLayer, _DecoderLayer, _decode, ("norm1", "norm2", "norm3")),
 )

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf import original_code
+from fusedops.integrations.hf.rules.functional_attention import calls_rule
 from fusedops.integrations.hf.rules.rule import (
     NOT_APPLICABLE,
     FusionPlan,
@@ -24,12 +25,13 @@ from fusedops.integrations.hf.rules.rule import (
     Refusal,
     global_hooks,
     runs_here,
-    subclass,
 )
 from fusedops.ops.cross_entropy import cross_entropy
 
 _torchs = F.cross_entropy
 _NAMES = {"CrossEntropyLoss", "cross_entropy"}
+_SERVED = {"ignore_index", "reduction", "label_smoothing"}
+_UNSERVED = {"weight", "size_average", "reduce"}  # unless they are None
 _OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
@@ -40,17 +42,7 @@ def written_loss_rule(original: type[nn.Module], module_name: str) -> PatchRule 
         original: the class.
         module_name: holds the patched class.
     """
-    methods = original_code.methods_with(original, _NAMES, _replacement)
-    if not methods:
-        return None
-    return PatchRule(
-        original,
-        subclass(original, None, module_name, **methods),
-        "O2",
-        _plan,
-        methods=tuple(methods),
-        copies_code=True,
-    )
+    return calls_rule(original, module_name, "O2", _plan, _NAMES, _replacement)
 
 
 _NOTE = "the cross-entropy in its own code: no softmax of the logits in memory"
@@ -71,28 +63,14 @@ def served(logits: Any, labels: Any) -> bool:
 
 
 @functools.wraps(_torchs)
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    known = weight is None and size_average is None and reduce is None
-    if known and served(input, target) and input.dim() == 2 and target.dim() == 1:
-        return cross_entropy(
-            input,
-            target,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
-    return _torchs(
-        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-    )
+def _cross_entropy(input: Any, target: Any, *args: Any, **options: Any) -> Any:
+    given = {
+        name: value for name, value in options.items() if value is not None or name not in _UNSERVED
+    }
+    known = not args and given.keys() <= _SERVED and served(input, target)
+    if known and input.dim() == 2 and target.dim() == 1:
+        return cross_entropy(input, target, **given)
+    return _torchs(input, target, *args, **options)
 
 
 def _criterion(*args: Any, **options: Any) -> Callable[..., Any]:
