@@ -150,18 +150,6 @@ def test_jitter_of_mixtral_draws_the_same_numbers() -> None:
     assert not torch.equal(patched(IDS).logits, patched.eval()(IDS).logits)
 
 
-def test_deepseek_takes_all_experts_where_the_best_groups_have_fewer() -> None:
-    groups = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 8}
-    patched, stock = SPARSE["DeepseekV3"].pair(**groups)
-    with torch.no_grad():
-        for model in (patched, stock):
-            model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.linspace(-1, 1, 8))
-    with counted() as calls:
-        assert_same_training(patched, stock, loss)
-    assert calls["moe_route"] == 1
-    assert fusedops.patch(stock, strict=True).replaced
-
-
 def test_deepseek_steps_aside_where_its_choice_is_not_defined() -> None:
     groups = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 6}
     patched, stock = SPARSE["DeepseekV3"].pair(**groups)

@@ -133,6 +133,7 @@ def cases() -> dict[str, Case]:
         "property": Case(
             followed.PropertyNorm,
             sets(followed.PropertyNorm, "epsilon", property(lambda self: 1.0)),
+            fused=False,
         ),
         "global number": Case(followed.GlobalNorm, sets(followed, "EPS", 1.0)),
         "global number of a function": Case(followed.HelpedNorm, sets(followed, "EPS", 1.0)),
