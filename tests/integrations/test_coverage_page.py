@@ -9,7 +9,7 @@ import pytest
 @pytest.mark.parametrize(
     ("name", "task", "expected"),
     [
-        ("llama", "causal", {"attention": "registry", "residual": "table", "feed-forward": "code"}),
+        ("llama", "causal", {"attention": "registry", "residual": "", "feed-forward": "code"}),
         ("olmo", "causal", {"attention": "registry", "norm": "code", "feed-forward": "code"}),
         ("gptj", "causal", {"attention": "no", "norm": "table", "feed-forward": "code"}),
         ("falcon", "causal", {"attention": "code", "norm": "table", "feed-forward": "code"}),

@@ -36,7 +36,7 @@ with_eager = pytest.mark.parametrize("family", EAGER.values(), ids=EAGER)
 # Ops of experts and their layers, which a report does not name.
 OF_EXPERTS = {"moe_sort", "moe_permute", "moe_unpermute", "grouped_mm"}
 # Ends of the names of classes for which there is no op.
-KEPT = ("Embedding", "Dropout", "Conv1d", "Conv2d")
+KEPT = ("Embedding", "Dropout", "Conv1d", "Conv2d", "Router")
 
 
 @pytest.fixture(autouse=True)

@@ -8,17 +8,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from causal_families import IDS, SPARSE, Family, loss
-from patch_testing import assert_close, assert_same_training, counted, gradients
+from patch_testing import assert_close, assert_same_training, counted
 from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
-from fusedops.integrations.hf.families import llama_like
-from fusedops.integrations.hf.rules import sparse_blocks
 from fusedops.integrations.hf.rules.experts import experts_forward
 
 of_each_family = pytest.mark.parametrize("family", SPARSE.values(), ids=SPARSE)
@@ -42,7 +39,6 @@ def test_the_registered_implementation_needs_no_patch(family: Family) -> None:
     with counted() as calls:
         assert_same_training(named, stock, loss)
     assert calls["moe_mlp"] == family.ops["moe_mlp"]
-    assert calls["moe_route"] == 0
 
 
 @of_each_family
@@ -54,11 +50,8 @@ def test_router_logits_are_recorded(family: Family) -> None:
         found, expected = (
             model(IDS, output_router_logits=True, labels=IDS) for model in (patched, stock)
         )
-    # The router is called for its hooks, and the experts sort once more what it hands over.
-    assert (calls["moe_route"], calls["moe_sort"], calls["moe_mlp"]) == (2, 4, 2)
-    note = describe(patched)["model.layers.0.mlp"].reason
-    assert note.startswith("router and experts apart: ") and note.endswith("has hooks")
-    assert len(found.router_logits) == len(expected.router_logits) == family.ops["moe_route"]
+    assert calls["moe_mlp"] == 2
+    assert len(found.router_logits) == len(expected.router_logits) == 2
     for actual, router_logit in zip(found.router_logits, expected.router_logits, strict=True):
         assert_close(actual, router_logit)
     assert_close(found.aux_loss, expected.aux_loss)
@@ -119,7 +112,7 @@ def test_a_gate_of_its_own_is_called_between_two_products() -> None:
         assert_same_training(patched, stock, loss)
     assert (calls["moe_mlp"], calls["grouped_mm"]) == (0, 4)
     report = describe(patched)
-    assert report["model.layers.0.mlp"].reason == "its own gate between two grouped_mm"
+    assert report["model.layers.0.mlp.experts"].reason == "its own gate between two grouped_mm"
 
 
 def test_a_hook_on_the_activation_is_called() -> None:
@@ -140,31 +133,7 @@ def test_an_implementation_for_a_device_is_kept() -> None:
     patched, _ = SPARSE["Mixtral"].pair()
     patched.config._experts_implementation_internal = "sonicmoe"
     report = describe(patched)
-    for name in ("model.layers.0.mlp", "model.layers.0.mlp.experts"):
-        assert "its experts are configured as 'sonicmoe'" in report[name].reason
-
-
-def test_jitter_of_mixtral_draws_the_same_numbers() -> None:
-    patched, stock = SPARSE["Mixtral"].pair(router_jitter_noise=0.1)
-    assert_same_training(patched, stock, loss)
-    assert not torch.equal(patched(IDS).logits, patched.eval()(IDS).logits)
-
-
-def test_deepseek_steps_aside_where_its_choice_is_not_defined() -> None:
-    groups = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 6}
-    patched, stock = SPARSE["DeepseekV3"].pair(**groups)
-    reason = fusedops.patch(patched)["model.layers.1.mlp.gate"].reason
-    assert "a token takes 6 experts, its best groups have 4" in reason
-    with counted() as calls:
-        assert_same_training(patched, stock, loss)
-    assert calls["moe_route"] == 0 and calls["moe_mlp"] == 1
-    with pytest.raises(fusedops.UnsupportedError, match="its best groups have 4"):
-        fusedops.patch(stock, strict=True)
-    # Settings may also change when the model is patched already.
-    patched, stock = SPARSE["DeepseekV3"].pair()
-    for model in (patched, stock):
-        model.model.layers[1].mlp.gate.top_k = 6
-    assert_same_training(patched, stock, loss)
+    assert "configured as 'sonicmoe'" in report["model.layers.0.mlp.experts"].reason
 
 
 def test_sinks_of_gpt_oss_take_their_share() -> None:
@@ -187,60 +156,5 @@ def test_norms_of_gpt_oss_stay_float32_in_bfloat16() -> None:
                 module.float()
     with counted() as calls:
         found = loss(patched)
-    assert (calls["rms_norm"], calls["add_rms_norm"]) == (3, 2)
+    assert calls["rms_norm"] == 5
     assert found.isfinite()
-
-
-def _checkpointed(patched: Any, **options: Any) -> dict[str, torch.Tensor]:
-    """Gradients with a router whose recomputation would choose other experts."""
-    patched.gradient_checkpointing_enable(options)
-
-    layer = patched.model.layers[-1]
-
-    def flip(attention: Any, args: Any, kwargs: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # the backward recomputes
-            weight = layer.mlp.gate.weight.detach().numpy()
-            np.negative(weight, out=weight)  # now the worst experts are the best
-
-    # The layer's own hooks are outside of what transformers 5.23 recomputes.
-    layer.self_attn.register_forward_pre_hook(flip, with_kwargs=True)
-    return gradients(patched, loss)
-
-
-def test_routing_contexts_keep_weights_too() -> None:
-    patched, _ = SPARSE["Mixtral"].pair()
-    whole = gradients(patched, loss)
-    found = _checkpointed(patched, use_reentrant=False, context_fn=fusedops.routing_contexts)
-    names = [name for name in whole if "layers.1.mlp.experts" in name]
-    assert all(torch.equal(found[name], whole[name]) for name in names) and len(names) == 2
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("kept", [True, False])
-def test_checkpointing_keeps_a_routing_that_would_flip(
-    kept: bool, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    patched, _ = SPARSE["Mixtral"].pair()
-    chosen: list[torch.Tensor] = []
-
-    def compute(experts: Any, rows: torch.Tensor, plan: fusedops.RoutingPlan) -> torch.Tensor:
-        if experts is patched.model.layers[-1].mlp.experts:
-            chosen.append(plan.expert_ids.clone())
-        return original(experts, rows, plan)
-
-    original = sparse_blocks.compute
-    monkeypatch.setattr(sparse_blocks, "compute", compute)
-    if not kept:  # the perturbation is real
-        monkeypatch.setattr(llama_like, "keep_routing", lambda function: function)
-    _checkpointed(patched, use_reentrant=use_reentrant)
-    first, again = chosen
-    assert torch.equal(first, again) == kept
-
-
-def test_a_checkpointing_function_outlives_the_patch() -> None:
-    patched, _ = SPARSE["Mixtral"].pair()
-    patched.gradient_checkpointing_enable({"use_reentrant": False})
-    whole = gradients(patched, loss)
-    fusedops.unpatch(patched)
-    for name, gradient in gradients(patched, loss).items():
-        assert_close(gradient, whole[name])

@@ -162,7 +162,7 @@ def test_a_changed_transformers_is_not_taken_for_the_known_one(
 
 def test_strict_that_fails_keeps_the_losses_of_before() -> None:
     model = LLAMA.model()
-    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *args: None)
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: None)
     with pytest.raises(fusedops.UnsupportedError):
         fusedops.patch(model, strict=True)
     assert model.loss_function is loss_utils.ForCausalLMLoss

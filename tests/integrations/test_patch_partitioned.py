@@ -130,7 +130,7 @@ def test_training_where_hooks_gather(name: str, order: str) -> None:
         with counted() as calls:
             total(model).backward()
         engine.release(*engine.weights)
-    ops = {"add_layer_norm": 2} if name == "GPT2" else FAMILIES[name].ops
+    ops = {"layer_norm": 5} if name == "GPT2" else FAMILIES[name].ops
     assert {op: calls[op] for op in ops} == ops
     for key, parameter in stock.named_parameters():
         assert_close(model.get_parameter(key).grad, parameter.grad)
@@ -141,10 +141,10 @@ def test_another_hook_beside_them_is_called() -> None:
     fusedops.patch(model)
     Engine(model).hook()
     seen: list[nn.Module] = []
-    norm = model.model.layers[0].post_attention_layernorm
-    norm.register_forward_hook(lambda module, args, output: seen.append(module))
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(module))
     with counted() as calls:
         loss(model)
-    assert seen == [norm] and calls["add_rms_norm"] == 1
-    entry = describe(model)["model.layers.0"]
-    assert entry.reason == "steps aside now: post_attention_layernorm has hooks"
+    assert seen == [mlp.act_fn] and calls["linear_glu"] == 1
+    entry = describe(model)["model.layers.0.mlp"]
+    assert entry.reason == "steps aside now: act_fn has hooks"

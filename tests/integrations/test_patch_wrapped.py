@@ -96,7 +96,7 @@ def test_gradients_under_fully_shard(mesh: Any, name: str) -> None:
     with counted() as calls:
         loss(patched).backward()
     assert {op: calls[op] for op in ops} == ops
-    assert "blocks" in name or calls["rms_norm"] + calls["add_rms_norm"] >= 4
+    assert "blocks" in name or calls["rms_norm"] >= 4
     for key, parameter in stock.named_parameters():
         actual = patched.get_parameter(key).grad
         assert_close(copy.copy(actual).full_tensor(), parameter.grad)
@@ -116,8 +116,8 @@ def test_gradients_under_distributed_data_parallel() -> None:
 
 def test_unpatch_under_fully_shard_is_refused(mesh: Any) -> None:
     model, _ = GPT2.pair()
-    fully_shard(model.transformer.h[0], mesh=mesh)
-    with pytest.raises(fusedops.UnsupportedError, match=r"transformer\.h\.0 is a FSDPGPT2Block"):
+    fully_shard(model.transformer.h[0].mlp, mesh=mesh)
+    with pytest.raises(fusedops.UnsupportedError, match=r"h\.0\.mlp is a FSDPGPT2MLP"):
         fusedops.unpatch(model)
 
 
@@ -132,19 +132,17 @@ def test_parametrized_experts_and_routers_are_called(name: str) -> None:
         found = loss(patched)
     assert calls["moe_mlp"] == 2
     assert_close(found, loss(stock))
-    note = describe(patched)["model.layers.0.mlp"].reason
-    assert note.startswith("router and experts apart: ") and f"Parametrized{name}" in note
 
 
 def test_patching_after_fully_shard_is_reported_and_strictly_refused(mesh: Any) -> None:
     model = GPT2.model()
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block.mlp, mesh=mesh)
     report = fusedops.patch(model)
-    entry = report["transformer.h.0"]
+    entry = report["transformer.h.0.mlp"]
     assert not entry.replaced and entry.failed
-    assert entry.reason == "another class lies on top of GPT2Block: patch before it comes"
-    with pytest.raises(fusedops.UnsupportedError, match=r"transformer\.h\.1: another class lies"):
+    assert entry.reason == "another class lies on top of GPT2MLP: patch before it comes"
+    with pytest.raises(fusedops.UnsupportedError, match=r"h\.1\.mlp: another class lies"):
         fusedops.patch(model, strict=True)
 
 

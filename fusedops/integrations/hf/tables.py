@@ -35,13 +35,10 @@ _TABLES = {
 
 # Section of known_code.toml -> the module with RULES for its classes.
 _SECTIONS = {
-    "llama_like": "families.llama_like",
-    "decoders": "families.decoders",
+    "opt": "families.opt",
     "encoders": "families.encoders",
     "t5": "families.t5",
     "whisper": "families.whisper",
-    "routers": "rules.routers",
-    "sparse_blocks": "rules.sparse_blocks",
 }
 
 _LOG = logging.getLogger("fusedops")

@@ -40,7 +40,6 @@ from fusedops.integrations.hf.rules.rule import (
     runs_here,
     subclass,
 )
-from fusedops.integrations.hf.sequence_parallel import around
 from fusedops.ops.attention import attention
 
 _REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
@@ -212,16 +211,13 @@ class FusedInterface:
         stock = self.registry.get_interface(name, default)
         if self.obstacle(name) is not None:
             return stock
-        if name == "sdpa":
-            shared = stock is not sdpa_attention_forward
-            return around(stock, attend_as_sdpa) if shared else attend_as_sdpa
-        return self.attend_as_eager if name == "eager" else stock
+        return {"sdpa": attend_as_sdpa, "eager": self.attend_as_eager}.get(name, stock)
 
     def obstacle(self, configured: str) -> str | None:
         """Return why the function of a configured implementation must stay, or ``None``."""
         function = self.registry.get(configured)
         if configured == "sdpa":
-            known = function is sdpa_attention_forward or around(function, attend_as_sdpa)
+            known = function is sdpa_attention_forward
             return replaced(_SDPA) if known else _entry(configured, function)
         if configured == "fusedops":
             return None if function is attend else _entry(configured, function)
@@ -316,9 +312,6 @@ def attention_rule(original: type[nn.Module], module_name: str, *, eager: bool) 
         return Refusal(reason) if reason is not None else FusionPlan(ops, note=note(configured))
 
     def note(configured: str) -> str | None:
-        function = interface.registry.get(configured)
-        if configured == "sdpa" and function is not sdpa_attention_forward:
-            return f"inside {name_of(function)}"
         if configured == "eager":
             return "eager, but gives its caller no weights until a hook asks for them"
         return None

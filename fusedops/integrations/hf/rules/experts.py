@@ -41,7 +41,6 @@ from fusedops.integrations.hf.rules.rule import (
     FusionPlan,
     PatchRule,
     Refusal,
-    bypass_obstacle,
     global_hooks,
     runs_here,
     subclass,
@@ -238,10 +237,7 @@ def _plan(module: Any, *, loop_is_known: bool) -> FusionPlan | Refusal:
         return Refusal(reason)
     if known_gate(module) is not None:
         return FusionPlan(("moe_mlp",), ("act_fn",))
-    return FusionPlan(("grouped_mm",), note=OWN_GATE)
-
-
-OWN_GATE = "its own gate between two grouped_mm"
+    return FusionPlan(("grouped_mm",), note="its own gate between two grouped_mm")
 
 
 class Experts(nn.Module):
@@ -254,15 +250,6 @@ class Experts(nn.Module):
         if len(args) != 3 or isinstance(self.fused_rule.plan(self), Refusal):
             return super().forward(*args)
         return experts_forward(self, *args)
-
-
-def experts_obstacle(name: str, experts: Any) -> str | None:
-    """Return why a layer must not do the work of ``experts`` itself, or ``None``."""
-    if not isinstance(experts, Experts):
-        return f"{name} is a {type(experts).__name__}"
-    plan = experts.fused_rule.plan(experts)
-    refusal = plan.reason if isinstance(plan, Refusal) else None
-    return bypass_obstacle(name, experts, (experts.fused_rule.patched,)) or refusal
 
 
 def experts_rule(original: type[nn.Module], module_name: str, *, loop_is_known: bool) -> PatchRule:

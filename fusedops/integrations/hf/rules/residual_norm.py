@@ -16,9 +16,7 @@ from torch import nn
 
 from fusedops.integrations.hf.original_code import remember
 from fusedops.integrations.hf.rules import chain
-from fusedops.integrations.hf.rules import norms as norms_by_code
 from fusedops.integrations.hf.rules.rule import (
-    NOT_APPLICABLE,
     FusionPlan,
     PatchRule,
     Refusal,
@@ -75,17 +73,8 @@ def add_norm(
     branch: torch.Tensor, residual: torch.Tensor, norm: Any, dropout_p: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``norm(residual + dropout(branch))`` and the sum, for a norm that may be bypassed."""
-    if not isinstance(norm, nn.LayerNorm):
-        return norms_by_code.add_norm(branch, residual, norm, dropout_p)
     shape, weight, bias = norm.normalized_shape, norm.weight, norm.bias
     return add_layer_norm(branch, residual, shape, weight, bias, norm.eps, dropout_p=dropout_p)
-
-
-def norm_obstacle(name: str, norm: Any) -> str | None:
-    """Return why ``add_norm`` must not do the work of ``norm``, or ``None``."""
-    if isinstance(norm, nn.LayerNorm):
-        return bypass_obstacle(name, norm, _NORMS)
-    return norms_by_code.norm_obstacle(name, norm)
 
 
 def probability(dropout: Any) -> float:
@@ -105,7 +94,6 @@ def layer_rule(
     dropouts: Names = (),
     ops: Names = (),
     feed_forward: tuple[chain.Step, ...] = (),
-    applies: Callable[[Any], bool] = lambda layer: True,
     base: type[ResidualLayer] = ResidualLayer,
 ) -> PatchRule:
     """Return the rule for a layer whose forward does the work of some norms and dropouts.
@@ -120,7 +108,6 @@ def layer_rule(
         dropouts: names of the dropouts that the forward does not call.
         ops: what it calls but for norms and feed-forward layer.
         feed_forward: the steps of the feed-forward layer, if they are children of the layer.
-        applies: whether the rule is for an instance.
         base: has the forward that calls ``compute``.
     """
 
@@ -132,17 +119,17 @@ def layer_rule(
     def obstacle(layer: Any) -> str | None:
         reason = global_hooks()
         for name in names_of(layer):
-            reason = reason or norm_obstacle(name, getattr(layer, name))
+            reason = reason or bypass_obstacle(name, getattr(layer, name), _NORMS)
         for name in dropouts:
             reason = reason or bypass_obstacle(name, getattr(layer, name), (nn.Dropout,))
-        return reason if applies(layer) else NOT_APPLICABLE.reason
+        return reason
 
     def plan(layer: Any) -> FusionPlan | Refusal:
         reason = obstacle(layer)
         if reason is not None:
-            return Refusal(reason) if applies(layer) else NOT_APPLICABLE
+            return Refusal(reason)
         names = names_of(layer)
-        fused = tuple(dict.fromkeys(_op(getattr(layer, name)) for name in names)) + ops
+        fused = (("add_layer_norm",) if names else ()) + ops
         products = chain.chain_plan(layer, feed_forward) if feed_forward else FusionPlan(())
         if isinstance(products, Refusal):
             return FusionPlan(fused, names + dropouts, f"without mlp: {products.reason}")
@@ -156,7 +143,3 @@ def layer_rule(
     layer = _Layer(compute, obstacle, defaults, places)
     patched = subclass(original, base, module_name, fused_layer=layer)
     return PatchRule(original, patched, "O2" if feed_forward else "O1", plan)
-
-
-def _op(norm: Any) -> str:
-    return "add_layer_norm" if isinstance(norm, nn.LayerNorm) else "add_rms_norm"
