@@ -77,8 +77,7 @@ DISTILBERT = encoder(
     {
         "cross_entropy": 1,
         "attention": 2,
-        "add_layer_norm": 4,
-        "layer_norm": 2,
+        "layer_norm": 6,
         "mlp": 2,
         "gelu": 1,
     },
@@ -88,13 +87,7 @@ DISTILBERT = encoder(
 VIT = encoder(
     "ViTForImageClassification",
     VISION | {"initializer_range": 0.2} | dict.fromkeys(DROPOUT, 0.0),
-    {
-        "attention": 2,
-        "layer_norm": 3,
-        "add_layer_norm": 2,
-        "mlp": 2,
-        "bias_dropout_add": 2,
-    },
+    {"attention": 2, "layer_norm": 5, "mlp": 2},
     "ViT",
     inputs=lambda model: {"pixel_values": PIXELS, "labels": torch.tensor([0, 1])},
     valid=all_tokens,
@@ -134,7 +127,7 @@ CLIP = encoder(
         "vision_config": VISION | {"attention_dropout": 0.0},
         "initializer_factor": 5.0,
     },
-    {"attention": 4, "layer_norm": 7, "add_layer_norm": 4, "mlp": 4},
+    {"attention": 4, "layer_norm": 11, "mlp": 4},
     "CLIP",
     inputs=clip_inputs,
     logits_name="logits_per_image",

@@ -36,7 +36,7 @@ _TABLES = {
 # Section of known_code.toml -> the module with RULES for its classes.
 _SECTIONS = {
     "opt": "families.opt",
-    "encoders": "families.encoders",
+    "bert": "families.bert",
     "t5": "families.t5",
     "whisper": "families.whisper",
 }
