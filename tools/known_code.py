@@ -1,7 +1,7 @@
 """Compare the code of transformers that rules of ``fusedops.patch`` were written for with the list.
 
     PYTHONPATH=FOLDER python tools/known_code.py          # transformers that pip put into FOLDER
-    python tools/known_code.py llama.LlamaDecoderLayer    # the code that the digest is of
+    python tools/known_code.py opt.OPTDecoderLayer        # the code that the digest is of
 
 Prints name, digest and the releases noted for it, and exits with 1 if one is unknown. A digest
 belongs into ``fusedops/integrations/hf/known_code.toml`` once somebody has read the code and found

@@ -56,7 +56,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 # The gated layer calls the adapters, and fuses what is between the products.
 CALLED = {**OPS, "linear_glu": 0, "swiglu": 2}
-INNER = {op: OPS[op] for op in ("attention", "rotary_embedding", "add_rms_norm", "cross_entropy")}
+INNER = {op: OPS[op] for op in ("attention", "rotary_embedding", "rms_norm", "cross_entropy")}
 # Of what lies before the first adapter no gradient is asked for: forward calls are counted.
 trial = partial(Trial, suffix="")
 TRIALS = {
