@@ -132,20 +132,6 @@ def _fails(*classes: str) -> dict[str, Any]:
     return {"failed": classes}
 
 
-def body(name: str, options: dict[str, Any], columns: Any = None, **ops: int) -> Family:
-    """Return the row of a model without labels, which attends to all tokens."""
-    prefix = name.removesuffix("Model").removesuffix("Base")
-    defaults = {"inputs": lambda model: {"input_ids": IDS}, "logits_name": "last_hidden_state"}
-    defaults |= {"valid": lambda logits: logits, "objective": _hidden_objective, "draws": 4}
-    columns = defaults | {"prompt": defaults["inputs"]} | (columns or {})
-    return Family(name, name, f"{prefix}Config", options, ops, **columns)
-
-
-def _hidden_objective(output: Any) -> torch.Tensor:
-    hidden = output.last_hidden_state
-    return (hidden * torch.cos(torch.arange(float(hidden.numel()))).view_as(hidden)).sum()
-
-
 FALCON_H1 = GROUPED | {
     "mlp_multipliers": [0.7, 1.3],
     "mamba_d_ssm": 32,
@@ -166,22 +152,6 @@ NEMOTRON_H = HEADS | {
 }
 MULTI_QUERY = {"new_decoder_architecture": False, "multi_query": True, "bias": False}
 SEED_OSS = HEADS | {"attention_dropout": 0.0, "residual_dropout": 0.0}
-XLM = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": 97, "pad_token_id": 2}
-XLM |= {"dropout": 0.0, "attention_dropout": 0.0}
-XLNET = {"vocab_size": 97, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "dropout": 0.0}
-FUNNEL = {
-    "vocab_size": 97,
-    "block_sizes": [1, 1],
-    "d_model": 32,
-    "n_head": 4,
-    "d_head": 8,
-    "d_inner": 48,
-    "num_decoder_layers": 1,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-}
-CPM_ANT = SIZES | {"dim_head": 8, "dim_ff": 48, "prompt_length": 2, "dropout_p": 0.0}
 NANO_CHAT_OPS = {"attention": 2, "rms_norm": 10, "mlp": 2}
 OLMO_OPS = {"attention": 2, "layer_norm": 5, "linear_glu": 2}
 STARCODER2_OPS = PARALLEL_OPS | {"layer_norm": 5}
@@ -206,13 +176,6 @@ BY_CODE = by_name(
     by_code("Falcon", MULTI_QUERY, _fails("FalconLinear"), layer_norm=3, mlp=2),
     by_code("FalconH1", FALCON_H1, attention=2, rotary_embedding=2, rms_norm=5, swiglu=2),
     by_code("NemotronH", NEMOTRON_H, **NEMOTRON_H_OPS),
-    body(
-        "XLNetModel", XLNET, {"frozen": ("mask_emb", "seg_embed", "r_s_bias")}, layer_norm=4, mlp=2
-    ),
-    body("FunnelBaseModel", FUNNEL, layer_norm=5, mlp=2),
-    body("CpmAntModel", CPM_ANT, {"varied": ("norm", "bias")}, linear_glu=2),
-    body("XLMModel", SIZES | XLM, layer_norm=5, mlp=2),
-    body("FlaubertModel", SIZES | XLM, layer_norm=5, mlp=2),
 )
 
 

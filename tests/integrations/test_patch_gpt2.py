@@ -79,17 +79,6 @@ def test_unknown_activation_is_kept_and_reported(activation: str) -> None:
     fusedops.patch(GPT2.model(), strict=True)
 
 
-def test_unknown_activation_of_bert_is_kept_and_reported() -> None:
-    stock = BERT.model(hidden_act="mish")
-    patched = copy.deepcopy(stock)
-    report = fusedops.patch(patched)
-    assert "Mish" in report["bert.encoder.layer.0.intermediate"].reason
-    assert not report["cls.predictions.transform"].replaced
-    with pytest.raises(fusedops.UnsupportedError, match="3 modules could not be replaced"):
-        fusedops.patch(patched, strict=True)
-    assert_same_training(patched, stock, BERT.loss)
-
-
 @pytest.mark.parametrize(
     ("family", "products"), [(GPT2, 5), (BERT, 2 * 6 + 2)], ids=["GPT2", "BERT"]
 )
@@ -235,15 +224,10 @@ def test_a_parametrization_is_applied() -> None:
 
 
 def test_only_the_dropouts_that_are_on_drop() -> None:
-    patched, stock = GPT2.pair(resid_pdrop=1.0)
-    for model in (patched, stock):
-        model.transformer.h[0].attn.resid_dropout.eval()
-        model.transformer.h[1].mlp.dropout.p = 0.0
-    assert_close(patched(IDS).logits, stock(IDS).logits)
-    assert patched.eval().transformer.h[1].attn.resid_dropout.training is False
     patched, stock = BERT.pair(hidden_dropout_prob=1.0)
     for model in (patched, stock):
         model.bert.embeddings.dropout.p = 0.0
+        model.bert.encoder.layer[0].output.dropout.eval()
     with counted() as calls:
         assert_close(BERT.logits(patched), BERT.logits(stock))
     assert calls["add_layer_norm"] == 4
@@ -257,15 +241,6 @@ def test_reentrant_checkpointing_repeats_the_dropout(family: Any) -> None:
     patched.enable_input_require_grads()
     for name, recomputed in gradients(patched, family.loss).items():
         assert_close(recomputed, expected[name])
-
-
-def test_cross_attention_blocks_keep_their_own_forward() -> None:
-    patched, stock = GPT2.pair(add_cross_attention=True)
-    encoded = torch.randn(2, 5, 32)
-    logits, expected = (
-        model(IDS, encoder_hidden_states=encoded).logits for model in (patched, stock)
-    )
-    assert_close(logits, expected)
 
 
 def test_saved_model_loads_in_another_process(tmp_path: Path) -> None:
