@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from families import IDS, TEXT, Family
+from families import IDS, TEXT, Family, transformers
 from torch import nn
 
 SIZES = TEXT | {
@@ -150,6 +150,8 @@ NEMOTRON_H = HEADS | {
     "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 28,
 }
+# From 5.24 on it asks the registry.
+GPTJ_ATTENTION = {"attention": 2} if transformers.__version__ >= "5.24" else {}
 MULTI_QUERY = {"new_decoder_architecture": False, "multi_query": True, "bias": False}
 SEED_OSS = HEADS | {"attention_dropout": 0.0, "residual_dropout": 0.0}
 NANO_CHAT_OPS = {"attention": 2, "rms_norm": 10, "mlp": 2}
@@ -165,7 +167,7 @@ BY_CODE = by_name(
     by_code("HunYuanDenseV1", HEADS, **LLAMA_OPS | {"rms_norm": 5 + 4}),
     by_code("StableLm", GROUPED, attention=2, rotary_embedding=2, layer_norm=5, linear_glu=2),
     by_code("Cohere", {}, attention=2, layer_norm=3, linear_glu=2),
-    by_code("GPTJ", GPT | {"rotary_dim": 8}, layer_norm=3, mlp=2),
+    by_code("GPTJ", GPT | {"rotary_dim": 8}, **GPTJ_ATTENTION, layer_norm=3, mlp=2),
     by_code("Helium", HEADS, attention=2, rms_norm=5, linear_glu=2),
     by_code("Mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}, layer_norm=5, mlp=2),
     by_code("NanoChat", GROUPED, **NANO_CHAT_OPS),

@@ -107,6 +107,12 @@ class Family:
         return self.valid(getattr(model(**self.prompt(model)), self.logits_name))
 
 
+def needs_sdpa(family: Family) -> None:
+    """Skip the test if this transformers has no ``sdpa`` for a family, as 5.24 for Gemma 2."""
+    if not getattr(transformers, family.cls)._supports_sdpa:
+        pytest.skip(f"{family.name} has no sdpa")
+
+
 def build(
     name: str, config: str, options: dict[str, Any], *, seed: int = 0, varied: Sequence[str]
 ) -> nn.Module:

@@ -188,6 +188,9 @@ def test_bfloat16_parameters(family: Family) -> None:
     truth = family.logits(exact), family.loss(exact)
     for actual, expected, wanted in zip(found, eager, truth, strict=True):
         assert actual.dtype == expected.dtype
+        known = wanted.isfinite()  # in 5.24 a row of padding is NaN in Gemma 2, and spreads
+        actual, expected, wanted = actual[known], expected[known], wanted[known]
+        assert len(wanted) > 0
         if family.name in encoder_families.FAMILIES:
             error = (expected.double() - wanted).norm()
             assert (actual.double() - wanted).norm() <= 1.5 * error

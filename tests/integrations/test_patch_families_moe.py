@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from causal_families import IDS, SPARSE, Family, loss
 from patch_testing import assert_close, assert_same_training, counted
 from torch import nn
@@ -82,12 +83,16 @@ def test_experts_of_another_process_are_left_out(family: Family) -> None:
     found, expected = ours(input, ids, weights), theirs(input, ids, masked)
     assert_close(found, expected)
     assert (found[4] == 0).all()
-    for actual, wanted in zip(
+    names = ["input", "weights", *dict(theirs.named_parameters())]
+    for name, actual, wanted in zip(
+        names,
         torch.autograd.grad(found.square().sum(), [input, weights, *ours.parameters()]),
         torch.autograd.grad(expected.square().sum(), [input, weights, *theirs.parameters()]),
         strict=True,
     ):
-        assert_close(actual, wanted)
+        # Transformers 5.15 adds up memory that nobody wrote in the gradient of this bias.
+        if name != "gate_up_proj_bias" or not transformers.__version__.startswith("5.15."):
+            assert_close(actual, wanted)
 
 
 def test_a_norm_at_the_end_of_each_expert_is_applied() -> None:

@@ -27,6 +27,7 @@ from fusedops.integrations.hf import original_code
 pytest.importorskip("transformers")
 
 from causal_families import DENSE, IDS
+from families import needs_sdpa
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
@@ -371,6 +372,8 @@ def test_masks_are_numbers(name: str, level: str) -> None:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen2"])
 def test_rows_of_padding_are_stocks(name: str, implementation: str, level: str) -> None:
+    if implementation == "sdpa":
+        needs_sdpa(DENSE[name])
     stock = DENSE[name].model(attn_implementation=implementation).eval()
     model, mask = copy.deepcopy(stock), torch.ones_like(IDS)
     mask[0, :4] = 0

@@ -30,6 +30,7 @@ pytest.importorskip("transformers")
 
 from causal_families import DENSE, IDS, SPARSE
 from encoder_families import FAMILIES as ENCODERS
+from families import needs_sdpa
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.loss import loss_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -156,9 +157,10 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 _SDPA = "scaled_dot_product_attention"
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "GptOss"])  # has no sdpa
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_replaced_attention_is_called(monkeypatch: Context, name: str) -> None:
     family = FAMILIES[name]
+    needs_sdpa(family)
     model, seen = family.model(attn_implementation="sdpa"), []
     fusedops.patch(model)
     known = functional.scaled_dot_product_attention
