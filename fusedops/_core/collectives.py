@@ -36,3 +36,14 @@ def all_gather_single(
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, input, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, input: torch.Tensor, *, group: Any = None, async_op: bool = False
+) -> Any:
+    """Sum and scatter the ranks' tensors, as ``torch.distributed.reduce_scatter_tensor``.
+
+    Torch 2.13 has it by this name and warns of the old one; 2.11 has the old one only.
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, input, group=group, async_op=async_op)

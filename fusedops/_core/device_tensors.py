@@ -1,4 +1,4 @@
-"""Tensors of Python numbers on a device, without a wait of the host."""
+"""Tensors of the host on a device, without a wait of the host."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def device_tensor(values: Any, dtype: torch.dtype, device: torch.device | str) -
     """
     if torch.compiler.is_compiling():  # the compiler makes a constant of it
         return torch.tensor(values, dtype=dtype, device=device)
-    device = torch.device(device)
-    numbers = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    return numbers.to(device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=dtype, device="cpu"), torch.device(device))
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on ``device``, for a GPU by way of pinned memory."""
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

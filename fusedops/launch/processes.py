@@ -50,6 +50,8 @@ _CONNECTION = timedelta(minutes=10)
 # After which a process that waits for them tells it.
 _UNTOLD_SECONDS = 5.0
 _FOR_EVER = timedelta(days=365)
+# Between two questions whether rank 0 is ready.
+_LONGEST_PAUSE = 1.0
 # In a message.
 _SHOWN_RANKS = 8
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
@@ -79,6 +81,25 @@ class Ranks:
         group = dist.group.WORLD if self.size > 1 else None
         with raise_on_all(_MISTAKES, lambda errors: InputError(next(iter(errors.values()))), group):
             yield
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[bool]:
+        """Let rank 0 do what may take hours, while the others wait without a collective.
+
+        A collective would end after its timeout. Gives whether this is rank 0; the others leave the
+        block after rank 0 has.
+        """
+        turn = self.store.add(f"fusedops/first/turn of {self.rank}", 1)
+        key = f"fusedops/first/{turn}"
+        try:
+            yield self.rank == 0
+        finally:
+            if self.rank == 0:
+                self.store.set(key, "done")
+        pause = 0.01
+        while not self.store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def gathered(self, value: Any) -> list[Any]:
         """Return what each rank gave, on all ranks."""

@@ -165,8 +165,8 @@ def _build_corpus(
 ) -> tuple[corpora.Corpus, TransformerConfig]:
     """Lock the run's folder, tokenize, and return the tokens and the sizes that fit them."""
     cache = Path(config.data.cache) if config.data.cache else out / "cache"
-    with ranks.together():
-        if ranks.rank == 0:
+    with ranks.together(), ranks.first() as is_first:
+        if is_first:
             check_installed(config.log)
             _make_export(config)
             resources.enter_context(lock_run_folder(out))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedops._core.device_tensors import device_tensor
+from fusedops._core.device_tensors import device_tensor, to_device
 from fusedops._core.generators import seed_generators
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.checkpoint import Restored
@@ -131,10 +131,7 @@ def _shard(run: Run, batch: TokenBatch) -> MicroBatch:
     """Return this rank's part of sequences, on its device."""
     if run.recorder is not None:
         run.recorder.count(tokens=batch.tokens.numel(), pairs=token_pairs(batch))
-    given = [
-        None if tensor is None else tensor.to(run.ranks.device, non_blocking=True)
-        for tensor in batch
-    ]
+    given = [None if tensor is None else to_device(tensor, run.ranks.device) for tensor in batch]
     tokens, labels, documents, domains = given
     assert tokens is not None
     return run.parallel.shard_batch(tokens, labels, document_ids=documents, domains=domains)

@@ -289,3 +289,93 @@ def test_the_former_name_of_the_reducer_warns() -> None:
     with pytest.warns(DeprecationWarning, match=r"Replicas is now .*\.BucketedAllReduce") as warned:
         assert parallel.Replicas is BucketedAllReduce
     assert warned[0].filename == __file__  # the line of the user, which Python shows by default
+
+
+def test_a_gpu_sums_natively_unless_it_shall_be_deterministic() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert collectives.sums_in_order(cpu) and not collectives.sums_in_order(gpu)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert collectives.sums_in_order(gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _scattered(rank: int, ordered: bool) -> tuple[torch.Tensor, int]:
+    tensor = torch.arange(24.0).view(2, 4, 3).mul(rank + 1).transpose(0, 2)  # not contiguous
+    with collectives.recorded() as log:
+        result = collectives.reduce_scatter(tensor, dist.group.WORLD, dim=1, ordered=ordered)
+        return result.wait(), log.bytes()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_native_reduce_scatter_has_the_sums_of_an_ordered_one(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "sums_in_order", lambda device: False)
+    unused = "reduce_scatter_single" if ordered else "all_to_all_single"
+    monkeypatch.setattr(collectives if ordered else dist, unused, None)
+    whole = torch.arange(24.0).view(2, 4, 3).transpose(0, 2) * 3
+    for rank, (part, sent) in enumerate(threads.run(_scattered, 2, ordered)):
+        assert torch.equal(part, whole.chunk(2, 1)[rank]) and sent == 24 * 4 // 2
+
+
+def _gradients_sharded(rank: int, ordered: bool) -> None:
+    model = _model()
+    shard([model], init_device_mesh("cpu", (RANKS,)), stage=2, ordered=ordered)
+    _train(model, GradientSync(sharded=[model], stage=2), rank)
+    _assert_same_gradients(model, _alone())
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_sharded_gradients_are_summed_natively(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "sums_in_order", lambda device: False)
+    unused = "reduce_scatter_single" if ordered else "ordered_sum"
+    monkeypatch.setattr(collectives, unused, None)
+    threads.run(_gradients_sharded, RANKS, ordered)
+
+
+def _mixed(rank: int, stage: int, reduce_dtype: torch.dtype | None) -> None:
+    """Compare with products of rounded weights, and with sums in the dtype of the reduction."""
+    ranks, half = dist.get_world_size(), torch.bfloat16
+    model, rounded = _model(torch.float32), _model(torch.float32).to(half)
+    shard(
+        [model],
+        init_device_mesh("cpu", (ranks,)),
+        stage=stage,
+        param_dtype=half,
+        reduce_dtype=reduce_dtype,
+    )
+    data = GradientSync(sharded=[model], stage=stage)
+    with collectives.recorded() as log:
+        for i, batch in enumerate(_batches(rank, torch.float32)):
+            data.begin(last=i == MICROBATCHES - 1)
+            _loss(model, batch).backward()
+    numbers = sum(parameter.numel() for parameter in rounded.parameters())
+    gathers = [e for e in log.events if e.kind == "all_gather" and e.phase == "start"]
+    assert 2 * numbers // ranks <= gathers[0].bytes < 2 * numbers // ranks + 64
+    sums: dict[str, torch.Tensor] = {}
+    for i in range(MICROBATCHES):
+        for other in range(ranks):
+            rounded.zero_grad()
+            _loss(rounded, _batches(other, torch.float32)[i].to(half)).backward()
+            for name, parameter in rounded.named_parameters():
+                if parameter.grad is not None:
+                    sums[name] = sums.get(name, 0.0) + parameter.grad.double()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        if name in sums:
+            found, expected = full_tensor(parameter.grad), sums[name]
+            assert found.dtype == torch.float32
+            error = (found.double() - expected).norm() / expected.norm()
+            assert (error < 1e-6) == (reduce_dtype == torch.float32), (name, error)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_in_half_precision_with_sums_in_float32(
+    stage: int, reduce_dtype: torch.dtype | None
+) -> None:
+    threads.run(_mixed, 2, stage, reduce_dtype)

@@ -18,6 +18,7 @@ from one_process import (
     Step,
     assert_one_process,
     full_tensor,
+    one_process_step,
     run_step,
     tiny,
     token_batch,
@@ -367,3 +368,42 @@ def _compiled(world: World, name: str, values: dict[str, Any]) -> float:
 )
 def test_a_parallel_model_compiles(on_two_ranks: OnRanks, name: str, values: Any) -> None:
     assert max(on_two_ranks(_compiled, name, values)) < 1e-12
+
+
+def _half(rank: int, values: dict[str, Any]) -> tuple[float, float]:
+    """Return the loss, and the largest distance of a gradient from float64's, of its norm."""
+    config = _config("tiny-llama")
+    expected = one_process_step(config, values.get("microbatches", 1), (), own_loop=False)
+    model = Transformer(config, dtype=torch.float32, device="meta")
+    step = run_step(parallelize(model, ParallelConfig(**values), seed=SEED))
+    assert all(grad.dtype == torch.float32 for grad in step.grads.values())
+    assert all(weight.dtype == torch.float32 for weight in step.weights.values())
+    distances = [
+        (grad - expected.grads[name]).norm() / expected.grads[name].norm()
+        for name, grad in step.grads.items()
+    ]
+    return float(step.loss / expected.loss), float(max(distances))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dp": 2, "tp": 2, "sp": True, "zero": 3},
+        {"dp": 2, "zero": 1, "microbatches": 2},
+        {"dp": 2, "pp": 2, "zero": 2, "microbatches": 2},
+        {"dp": 2, "cp": 2, "zero": 3, "recompute": "full"},
+    ],
+    ids=lambda values: "-".join(f"{name}{value}" for name, value in values.items()),
+)
+def test_weights_gathered_in_bfloat16_train_as_float32_ones(values: dict[str, Any]) -> None:
+    values = values | {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    sizes = ParallelConfig(**values).sizes
+    for loss, distance in threads.run(_half, sizes.ranks, values):
+        assert abs(loss - 1) < 2e-3 and 1e-4 < distance < 5e-2
+
+
+def test_dtypes_of_sharding_need_sharding() -> None:
+    with pytest.raises(ValueError, match="param_dtype is for sharded weights, got zero=0"):
+        ParallelConfig(dp=2, param_dtype="bfloat16")
+    with pytest.raises(ValueError, match="reduce_dtype must be one of"):
+        ParallelConfig(dp=2, zero=1, reduce_dtype="float64")

@@ -101,6 +101,11 @@ class ParallelConfig:
         not_sharded: patterns of parameters' names (``"*.bias"``) that ``zero`` does not shard.
         shard_ranks: ranks of a group over which ``zero`` shards, with replicas in other groups
             (HSDP); all of ``dp * cp`` by default.
+        param_dtype: ``"bfloat16"`` or ``"float16"``: the dtype in which ``zero`` gathers weights
+            and layers use them, where the parameters are wider; half of the bytes that travel.
+        reduce_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``: the dtype in which ``zero``
+            sums gradients, over micro-batches as well; by default ``param_dtype``, and that of the
+            parameters if there is none.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -142,6 +147,8 @@ class ParallelConfig:
     shard_threshold: int = 0
     not_sharded: tuple[str, ...] = ()
     shard_ranks: int | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", _words("offload", self.offload))
@@ -154,6 +161,7 @@ class ParallelConfig:
             checks.flag(_OP, name, getattr(self, name))
         if self.zero > 3:
             checks.fail(_OP, "zero", "0, 1, 2 or 3", self.zero)
+        _check_precision(self)
         checks.choice(_OP, "mode", self.mode, MODES)
         checks.choice(_OP, "context", self.context, CONTEXTS)
         for word in self.offload:
@@ -370,3 +378,19 @@ def check_split(op: str, model: TransformerConfig, *, tp: int, ep: int, data: in
     if not model.sparse_layers:
         checks.fail(op, "ep", "1 for a model without experts", ep)
     check_experts(op, ep, data, model.num_experts)
+
+
+def _check_precision(config: ParallelConfig) -> None:
+    for name, choices in (
+        ("param_dtype", ("bfloat16", "float16")),
+        ("reduce_dtype", ("float32", "bfloat16", "float16")),
+    ):
+        dtype = getattr(config, name)
+        if dtype is None:
+            continue
+        checks.choice(_OP, name, dtype, choices)
+        if config.zero == 0:
+            raise ValueError(
+                f"{_OP}: {name} is for sharded weights, got zero=0: set zero to 1, 2 or 3, or use "
+                "torch.autocast"
+            )

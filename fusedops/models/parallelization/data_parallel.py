@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from fusedops.models.parallelization.config import ParallelConfig
@@ -85,7 +86,15 @@ def _shard_part(
         return GradientSync()
     ignored = {parameter for name, parameter in model.named_parameters() if name in unsharded}
     again = config.parallel_optimizer_comm_recompute
-    share = partial(shard, stage=config.zero, ignored_params=ignored, gather_again=again)
+    share = partial(
+        shard,
+        stage=config.zero,
+        ignored_params=ignored,
+        gather_again=again,
+        ordered=config.ep_deterministic,
+        param_dtype=_dtype(config.param_dtype),
+        reduce_dtype=_dtype(config.reduce_dtype),
+    )
     experts = _expert_modules(model, config) if mesh.expert_data.size() > 1 else []
     if experts:
         share(experts, mesh.expert_data)
@@ -93,6 +102,11 @@ def _shard_part(
     # Stage 1 would add up micro-batches first, before ranks that hold other experts can.
     stage = 2 if config.ep_deterministic and config.zero == 1 else config.zero
     return GradientSync(sharded=[*experts, model], stage=stage)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype
 
 
 def _reducers(

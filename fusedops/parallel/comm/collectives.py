@@ -7,10 +7,10 @@ proved by their order, not by a clock. ``label`` names a communication in the lo
 
 Processes of one machine communicate through shared memory where they can (``shared_memory.py``).
 
-A sum over ranks is ordered where we make it ourselves (``reduce_scatter``, ``all_reduce_ordered``,
-``all_reduce`` through shared memory): neighbours first, then pairs of them, in the accumulation
-dtype, rounded once. Its bits then depend neither on the backend nor on how a tensor is cut into
-pieces. Nothing here is differentiable; ``tensor/layers.py`` has the autograd nodes.
+A sum over ranks is ordered where we make it ourselves (``all_reduce_ordered``, ``all_reduce``
+through shared memory, ``reduce_scatter`` where ``sums_in_order`` says so): neighbours first, then
+pairs of them, in the accumulation dtype, rounded once. Its bits then depend neither on the backend
+nor on how a tensor is cut into pieces. Nothing here is differentiable; ``tensor/layers.py`` has the autograd nodes.
 
 Tensors on the meta device have no data: reductions, gathers and exchanges of them are logged and
 not sent. So a planner counts what a model would send, without its ranks.
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fusedops._core import checks, collectives, dtypes
-from fusedops._core.collectives import all_gather_single
+from fusedops._core.collectives import all_gather_single, reduce_scatter_single
 from fusedops.parallel.comm import shared_memory
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
@@ -219,7 +219,7 @@ def all_reduce_ordered(
     if ranks == 1:
         return Pending(lambda: tensor)
     padded = torch.nn.functional.pad(tensor, (0, -size % ranks))
-    scattered = reduce_scatter(padded, group, label=label)
+    scattered = reduce_scatter(padded, group, label=label, ordered=True)
     return Pending(lambda: all_gather(scattered.wait(), group, label=label).wait()[:size])
 
 
@@ -258,13 +258,35 @@ def all_gather(
     return Pending(finish, started)
 
 
+def sums_in_order(device: torch.device) -> bool:
+    """Return whether ``reduce_scatter`` adds in the order of the ranks on a device.
+
+    It does on a CPU, and on a GPU after ``torch.use_deterministic_algorithms(True)``. An ordered
+    sum is sent as an all-to-all, of which each network card of a node carries the bytes of all
+    GPUs that share it; NCCL's own reduce-scatter sends most of them inside the node.
+    """
+    return device.type != "cuda" or torch.are_deterministic_algorithms_enabled()
+
+
 def reduce_scatter(
-    tensor: torch.Tensor, group: dist.ProcessGroup, *, dim: int = 0, label: str = ""
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    dim: int = 0,
+    label: str = "",
+    ordered: bool = False,
 ) -> Pending:
     """Sum the ranks' tensors and give each rank its part of ``dim``, in the order of the ranks.
 
-    Sent as an all-to-all and added up here, as ``ordered_sum`` does. The bytes sent are those of a
-    ring; gloo's own would send those of an all-reduce.
+    An ordered sum is sent as an all-to-all and added up here, as ``ordered_sum`` does. The bytes
+    sent are those of a ring; gloo's own would send those of an all-reduce.
+
+    Args:
+        tensor: contiguous or not.
+        group: the process group.
+        dim: that is divided.
+        label: for the log.
+        ordered: add as ``ordered_sum``, also where ``sums_in_order`` is false.
 
     Raises:
         ValueError: the group does not divide the size of ``dim``.
@@ -281,6 +303,15 @@ def reduce_scatter(
         return Pending(summed, started)
     if tensor.numel() == 0:
         return Pending(lambda: parts[0], started)
+    if not (ordered or sums_in_order(tensor.device)):
+        own = torch.empty_like(parts[0])
+        work = reduce_scatter_single(own, parts, group=group, async_op=True)
+
+        def native() -> torch.Tensor:
+            _waited(work, parts)
+            return own
+
+        return Pending(native, started)
     received = torch.empty_like(parts)
     work = dist.all_to_all_single(received, parts, group=group, async_op=True)
 

@@ -36,6 +36,9 @@ def shard(
     stage: int,
     ignored_params: set[nn.Parameter] | None = None,
     gather_again: bool = True,
+    ordered: bool = False,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard the parameters of modules over the ranks, by FSDP2.
 
@@ -49,13 +52,19 @@ def shard(
             (``BucketedAllReduce`` does that).
         gather_again: with stage 3: gather weights again in the backward, else keep them from the
             forward on.
+        ordered: add gradients in the order of ``collectives.ordered_sum`` on a GPU as well, whose
+            own order depends on the number of ranks.
+        param_dtype: in which weights are gathered and used, and inputs of the modules cast; by
+            default that of the parameters, which keep theirs.
+        reduce_dtype: in which gradients are summed, over micro-batches as well; by default
+            ``param_dtype``, and that of the parameters if there is none.
 
     Raises:
         ValueError: ``stage`` is not 1, 2 or 3.
 
     Note:
-        Parameters become DTensors. Gradients are summed in the dtype of the parameters, in the
-        order of ``collectives.ordered_sum``; over replicas by FSDP2's own all-reduce.
+        Parameters become DTensors. Gradients are summed by ``collectives.reduce_scatter``; over
+        replicas by FSDP2's own all-reduce.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -69,8 +78,9 @@ def shard(
     """
     if stage not in (1, 2, 3):
         checks.fail("shard", "stage", "1, 2 or 3", stage)
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in blocks:
         fully_shard(
             block,
@@ -78,13 +88,14 @@ def shard(
             # None: all but the model itself, whose own parameters the backward needs first.
             reshard_after_forward=None if stage == 3 and gather_again else False,
             shard_placement_fn=lambda parameter: Shard(_shard_dim(parameter, mesh.size(-1))),
+            mp_policy=precision,
             ignored_params=ignored_params,
         )
         first: FSDPModule = block[0] if isinstance(block, list) else block  # type: ignore[assignment]
         first.set_gradient_divide_factor(1.0)
         first.set_force_sum_reduction_for_comms(True)
         first.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
-        first.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
+        first.set_custom_reduce_scatter(_ReduceScatter(ordered))  # type: ignore[arg-type]
     if isinstance(blocks[-1], nn.Module):
         blocks[-1].register_forward_hook(_after_forward)
 
@@ -193,7 +204,10 @@ class _AllGather(_Buffers):
 
 
 class _ReduceScatter(_Buffers):
-    """FSDP2's reduce-scatter, by ``collectives``: sums in the order of ``ordered_sum``."""
+    """FSDP2's reduce-scatter, by ``collectives``."""
+
+    def __init__(self, ordered: bool) -> None:
+        self._ordered = ordered
 
     def __call__(
         self,
@@ -204,5 +218,9 @@ class _ReduceScatter(_Buffers):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op
-        summed = collectives.reduce_scatter(input_tensor, group, label="gradients").wait()
+        ordered = self._ordered
+        pending = collectives.reduce_scatter(
+            input_tensor, group, label="gradients", ordered=ordered
+        )
+        summed = pending.wait()
         output_tensor.copy_(summed.view_as(output_tensor))
