@@ -56,7 +56,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 # The gated layer calls the adapters, and fuses what is between the products.
 CALLED = {**OPS, "linear_glu": 0, "swiglu": 2}
-INNER = {op: OPS[op] for op in ("attention", "rotary_embedding", "rms_norm", "cross_entropy")}
+# The first norm is before the first adapter.
+INNER = {"attention": 2, "rotary_embedding": 2, "rms_norm": 4, "cross_entropy": 1}
 # Of what lies before the first adapter no gradient is asked for: forward calls are counted.
 trial = partial(Trial, suffix="")
 TRIALS = {

@@ -20,7 +20,7 @@ from torch import nn
 from fusedops.integrations.hf import known_code, patched
 from fusedops.integrations.hf.class_table import ClassTable
 from fusedops.integrations.hf.original_code import name_of, names_in, with_inner
-from fusedops.integrations.hf.rules.rule import PatchRule
+from fusedops.integrations.hf.rules.rule import PatchRule, registering_bases
 
 # Module with RULES -> the module that must be loaded for its classes to exist.
 _TABLES = {
@@ -96,20 +96,17 @@ def _made(cls: type) -> PatchRule | str | None:
         return reason
 
 
-# Where metaclasses and bases come from that may do something for each class derived from them.
-_LIBRARIES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
-
-
 def _acts_on_derived_classes(cls: type) -> str | None:
-    """Return the name of a metaclass or base of a user that acts when a class is derived.
+    """Return whose code would have to run when a class is derived from ``cls``.
 
-    It may register the class, from which new models would be made then.
+    That of a metaclass of a user; or of a base of a user, where one of transformers has work too.
     """
-    bases = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
-    for actor in (type(cls), *bases):
-        if actor.__module__.partition(".")[0] not in _LIBRARIES:
-            return actor.__name__
-    return None
+    users, metaclass = registering_bases(cls), type(cls)
+    if metaclass.__module__.partition(".")[0] not in ("abc", "builtins", "torch", "transformers"):
+        return metaclass.__name__
+    named = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
+    works = any(base.__module__.startswith("transformers.") for base in named)
+    return users[0].__name__ if users and works else None
 
 
 def _has_own_code(cls: type) -> bool:

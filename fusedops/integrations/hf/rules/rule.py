@@ -205,6 +205,23 @@ def absorbed(module: nn.Module) -> set[str]:
     return set(plan.absorbs) if isinstance(plan, FusionPlan) else set()
 
 
+# Where classes come from that may do something for each class that is derived from them.
+_BASES = ("abc", "builtins", "fusedops", "huggingface_hub", "torch", "transformers", "typing")
+
+
+def registering_bases(cls: type) -> list[type]:
+    """Return the bases of users that do something for each class that is derived from them."""
+    bases = [base for base in cls.__mro__ if "__init_subclass__" in vars(base)]
+    return [base for base in bases if base.__module__.partition(".")[0] not in _BASES]
+
+
+class _Unregistered(nn.Module):
+    """A first base whose derived classes no ``__init_subclass__`` of other bases sees."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        pass
+
+
 def subclass(
     original: type[nn.Module],
     forward: type[nn.Module] | None,
@@ -225,8 +242,10 @@ def subclass(
         "__module__": module_name,
         "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
     }
-    first = () if forward is None else (forward,)
-    patched = type(original.__name__, (*first, original), body)
+    # Registries of users keep the stock classes, of which new models are made.
+    first = (_Unregistered,) if registering_bases(original) else ()
+    second = () if forward is None else (forward,)
+    patched = type(original.__name__, (*first, *second, original), body)
     module = sys.modules[module_name]
     if "__getattr__" not in vars(module):  # else it finds the class by the rule of the original
         setattr(module, original.__name__, patched)
