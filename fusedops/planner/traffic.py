@@ -124,6 +124,9 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     if model.kv_heads < tp:  # ranks share heads of keys, and add up their gradients
         shared = model.kv_heads * model.size_of_head * model.hidden_size * weight
         layer += budgets.all_reduces(tp, [shared] * 2)
+    if not config.mp_comm_recompute:  # only rings run again
+        rings = repeat.calls.get("send_receive", 0)
+        repeat = Budget({"send_receive": rings}, rings * activation // tp)
     budget = layer * layers + repeat * len(repeated) + end * ends
     if config.sp:
         budget += budgets.all_reduces(tp, _replicated(model, layers, stages, layout.stages))

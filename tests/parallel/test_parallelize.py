@@ -49,6 +49,7 @@ def _assert_parity(
     assert set(names) == {name for name, _ in Transformer(_config(name)).named_parameters()}
 
 
+KEPT = {"mp_comm_recompute": False}
 # Name of the model, sizes and options, ranks. Where one process has values of a model already, not
 # on meta, those of rank 0 count. Sequences of several documents are attended one by one.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,6 +71,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "tiny-gpt2",
         {"tp": 2, "recompute": "full", "recompute_slice_activation": True},
     ),
+    "tp2-recompute-kept": ("tiny-gpt2", {"tp": 2, "recompute": "full"} | KEPT),
+    "tp2-sp-recompute-kept": ("tiny-llama", {"tp": 2, "sp": True, "recompute": "full"} | KEPT),
     "tp2-recompute-first-layer": (
         "tiny-llama",
         {"tp": 2, "recompute": "full", "recompute_layers": 1},

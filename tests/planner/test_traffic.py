@@ -48,6 +48,7 @@ def planned(model: TransformerConfig, config: ParallelConfig, rank: int) -> Any:
     return total(step_traffic(model, layout, rank=stage))
 
 
+KEPT = {"recompute": "full", "mp_comm_recompute": False}
 EXACT: list[tuple[TransformerConfig, dict[str, Any]]] = [
     (GPT2, {"dp": 2}),
     (GPT2, {"dp": 4, "microbatches": 2}),
@@ -71,7 +72,11 @@ EXACT: list[tuple[TransformerConfig, dict[str, Any]]] = [
     (DEEP, {"pp": 2, "tp": 2, "microbatches": 2, "pipeline_cuts": (3,)}),
     (DEEP, {"pp": 2, "dp": 2, "microbatches": 2, "pipeline_cuts": (1,)}),
     (LLAMA, {"tp": 2, "recompute": "full", "microbatches": 2}),
-    (LLAMA, {"tp": 2, "recompute": "full", "mp_comm_recompute": False}),
+    (LLAMA, {"tp": 2} | KEPT),
+    (LLAMA, {"tp": 2, "sp": True, "overlap": False} | KEPT),
+    (LLAMA, {"tp": 2, "sp": True} | KEPT),
+    (GPT2, {"tp": 2, "sp": True} | KEPT),
+    (DEEP, {"tp": 2, "pp": 2, "microbatches": 2} | KEPT),
     (DEEP, {"tp": 2, "recompute": "full", "recompute_layers": 3}),
     (LLAMA, {"tp": 2, "sp": True, "overlap": False, "recompute": "full"}),
     (GPT2, {"tp": 2, "sp": True, "recompute": "full"}),

@@ -24,7 +24,11 @@ Keep = Callable[[torch.Tensor, str, str | None], SavedTensor | None]
 _Key = tuple[Any, int]
 
 # Collectives that return what they received; those that write into an argument run again.
-_COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::")
+_COLLECTIVES = (
+    "_c10d_functional::",
+    "_c10d_functional_autograd::",
+    "fusedops_parallel::",  # of parallel/tensor/layers.py
+)
 
 
 def communicates(op: str) -> bool:

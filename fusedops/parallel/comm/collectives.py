@@ -10,7 +10,8 @@ Processes of one machine communicate through shared memory where they can (``sha
 A sum over ranks is ordered where we make it ourselves (``all_reduce_ordered``, ``all_reduce``
 through shared memory, ``reduce_scatter`` where ``sums_in_order`` says so): neighbours first, then
 pairs of them, in the accumulation dtype, rounded once. Its bits then depend neither on the backend
-nor on how a tensor is cut into pieces. Nothing here is differentiable; ``tensor/layers.py`` has the autograd nodes.
+nor on how a tensor is cut into pieces. Nothing here is differentiable; ``tensor/layers.py`` has the
+autograd nodes.
 
 Tensors on the meta device have no data: reductions, gathers and exchanges of them are logged and
 not sent. So a planner counts what a model would send, without its ranks.

@@ -56,6 +56,8 @@ class _Communicate(torch.autograd.Function):
         ctx: Any, name: str, input: torch.Tensor, group: dist.ProcessGroup, dim: int
     ) -> torch.Tensor:
         ctx.name, ctx.group, ctx.dim = name, group, dim
+        if name in _SENDING and torch._C._len_torch_dispatch_stack() > 0:
+            return _OPERATOR(name, input, group.group_name, dim)
         return start(name, input, group, dim).wait()
 
     @staticmethod
@@ -77,6 +79,21 @@ def start(name: str, input: torch.Tensor, group: dist.ProcessGroup, dim: int = -
         return collectives.all_gather(input, group, dim=dim, label="tokens")
     return Pending(lambda: input.chunk(group.size(), dim)[group.rank()].contiguous())
 
+
+# A communication as one operator that returns what it received: a policy of recomputation sees it
+# and may keep its result (``mp_comm_recompute=False``). Those of torch write into an argument.
+_SENDING = ("reduce_from", "gather_from_sequence", "scatter_to_sequence", "gather_tokens")
+_LIBRARY = torch.library.Library("fusedops_parallel", "DEF")
+_LIBRARY.define("communicate(str name, Tensor input, str group, int dim) -> Tensor")
+_OPERATOR: Any = torch.ops.fusedops_parallel.communicate.default
+
+
+def _communicated(name: str, input: torch.Tensor, group: str, dim: int) -> torch.Tensor:
+    members = dist.distributed_c10d._resolve_process_group(group)
+    return start(name, input, members, dim).wait()
+
+
+_LIBRARY.impl("communicate", _communicated, "CompositeExplicitAutograd")
 
 TRANSPOSES = {
     "copy_to": "reduce_from",
