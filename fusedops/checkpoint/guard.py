@@ -127,7 +127,12 @@ class Guard:
         self._rollbacks: dict[int, int] = {}
 
     def check(
-        self, step: int, loss: float | torch.Tensor, grad_norm: float | torch.Tensor | None = None
+        self,
+        step: int,
+        loss: float | torch.Tensor,
+        grad_norm: float | torch.Tensor | None = None,
+        *,
+        agreed: bool = False,
     ) -> GuardDecision:
         """Return what to do with a step, between its backward and the optimizer's step.
 
@@ -135,13 +140,15 @@ class Guard:
             step: its number.
             loss: its loss; of ranks that have others the largest counts.
             grad_norm: the norm of all gradients before clipping, as ``clip_grad_norm_`` gives it.
+            agreed: the values are the same on all ranks already, which then exchange nothing.
 
         Raises:
             GuardError: training must not go on, because it was configured so, or because nothing
                 that was tried helped.
         """
         checks.integer(_OP, "step", step, least=0)
-        values = self._values(loss, grad_norm)
+        checks.flag(_OP, "agreed", agreed)
+        values = self._values(loss, grad_norm, agreed)
         action, reason = self._judge(values)
         if not reason:
             self._bad_in_a_row = 0
@@ -197,11 +204,12 @@ class Guard:
         self._bad_steps |= set(state["bad_steps"])
 
     def _values(
-        self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor | None
+        self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor | None, agreed: bool
     ) -> dict[str, float]:
         given = {"loss": loss} | ({} if grad_norm is None else {"gradient norm": grad_norm})
         values = {name: _number(name, value) for name, value in given.items()}
-        if self._group is None and not (dist.is_available() and dist.is_initialized()):
+        alone = self._group is None and not (dist.is_available() and dist.is_initialized())
+        if agreed or alone:
             return values
         # Ranks must not differ in what they do. NaN is more than infinity here.
         gathered = gather_objects(list(values.values()), self._group or dist.group.WORLD)

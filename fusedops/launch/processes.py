@@ -135,12 +135,15 @@ class Ranks:
 
     def total(self, *values: float) -> list[float]:
         """Return the sums of numbers over all ranks, in float64; waits for a GPU."""
+        return self.summed(device_tensor(values, torch.float64, self.device)).tolist()
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums of a tensor on ``device`` over all ranks, without a wait of the host."""
         if self.size == 1:
-            return list(values)
+            return values
         world = dist.group.WORLD
         assert world is not None
-        sums = device_tensor(values, torch.float64, self.device)
-        return collectives.all_reduce(sums, world, label="losses").wait().tolist()
+        return collectives.all_reduce(values, world, label="losses").wait()
 
 
 def _shown(ranks: Sequence[int]) -> str:

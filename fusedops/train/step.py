@@ -38,16 +38,16 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def backward(run: Run) -> tuple[float, float]:
+def backward(run: Run) -> torch.Tensor:
     """Leave the gradients of a step in the parameters.
 
     Returns:
-        The sum of this rank's losses over its targets, and that of its routers' losses.
+        float64 ``[2]``: the sum of this rank's losses over its targets, and of its routers' losses.
     """
     config, parallel, device = run.config, run.parallel, run.ranks.device
     parts = parallel.config.microbatches
     targets = device_tensor(config.batch * config.data.seq_len, torch.int64, device)
-    total, routers = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     rows = run.train.microbatches(
         run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks
     )
@@ -57,30 +57,31 @@ def backward(run: Run) -> tuple[float, float]:
     with run.section("backward"):  # without the forwards, which are sections of their own
         losses = parallel.step(shards, targets, scale=run.scale.value, computing=run.computing)
         for loss in losses:
-            total += loss.total
-            routers += loss.auxiliary
-        return total.item(), routers.item()
+            sums[0] += loss.total
+            sums[1] += loss.auxiliary
+    return sums
 
 
-def update(run: Run, losses: tuple[float, float], *, stop: bool) -> StepResult:
+def update(run: Run, losses: torch.Tensor, *, stop: bool) -> StepResult:
     """Step the optimizer, unless the loss's scale or the guard forbids it.
 
-    All ranks stop where one of them was asked to ``stop``.
+    All ranks stop where one of them was asked to ``stop``. The host waits for a GPU once.
     """
     config, optimizer, layout = run.config, run.optimizer, run.parallel.config
     scale = run.scale.value
     norm = run.parallel.norm() / scale
     # The ranks of tp have the same losses, but for routers', each of which sees other tokens.
-    total, routers, stops, bad = run.ranks.total(
-        losses[0] / layout.tp, losses[1], float(stop), float(not norm.isfinite())
-    )
+    stops = device_tensor([float(stop)], torch.float64, losses.device)
+    bad = (~norm.isfinite()).to(losses).reshape(1)
+    sums = run.ranks.summed(torch.cat([losses[:1] / layout.tp, losses[1:], stops, bad]))
+    # A replicated gradient of one rank alone may not be finite; all decide alike.
+    norm = torch.where((sums[3] > 0) & norm.isfinite(), torch.nan, norm)
+    total, routers, stopped, grad_norm = torch.cat([sums[:3], norm.to(sums).reshape(1)]).tolist()
     loss = total / (config.batch * config.data.seq_len)
-    if bad and norm.isfinite():  # a replicated gradient of one rank alone is not; all decide alike
-        norm = torch.full_like(norm, torch.nan)
     lr = learning_rate(run.step, config.steps, config.optimizer.lr, config.schedule)
     action, restored = "overflow", None
-    if not run.scale.overflowed(norm.item()):
-        decision = run.guard.check(run.step + 1, loss, norm)
+    if not run.scale.overflowed(grad_norm):
+        decision = run.guard.check(run.step + 1, loss, grad_norm, agreed=True)
         action, restored = decision.action, decision.restored
     if restored is None:
         clip = config.optimizer.clip
@@ -95,7 +96,7 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> StepResult:
     run.parallel.balance(stepped=action == "go")
     optimizer.zero_grad(set_to_none=True)
     routers /= run.ranks.size // layout.pp * layout.microbatches
-    return StepResult(loss, routers, norm.item(), lr, action, restored, stops > 0)
+    return StepResult(loss, routers, grad_norm, lr, action, restored, stopped > 0)
 
 
 @torch.no_grad()
