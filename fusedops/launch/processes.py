@@ -169,8 +169,10 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
     rank, size, local = env.launched() or (0, 1, 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if count and device != "cpu" else "cpu"
-    here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda" and local < count:
+    # Slurm's --gpus-per-task shows each process its own GPU only.
+    index = 0 if count == 1 else local
+    here = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda" and index < count:
         torch.cuda.set_device(here)
     if made:
         env.set_flight_records(_REMEMBERED)
@@ -183,6 +185,7 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
         with ranks.together():  # one machine may have less than another
             _check_device(device, kind, local, count)
         _check_nodes(ranks)
+        _check_gpus(ranks)
         yield ranks
         failed = False
     finally:
@@ -199,7 +202,7 @@ def _check_device(device: str, kind: str, local: int, count: int) -> None:
         raise InputError(
             "config: device must be 'cpu' here, got 'cuda': torch sees no GPU (fusedops doctor)"
         )
-    if kind == "cuda" and local >= count:
+    if kind == "cuda" and local >= count > 1:
         raise InputError(
             f"{local + 1} processes on a machine need as many GPUs there, and torch sees {count}: "
             "start fewer, or set device to cpu"
@@ -215,6 +218,22 @@ def _check_nodes(ranks: Ranks) -> None:
             f"every node must have as many processes, got {nodes}: give torchrun the same "
             "--nproc-per-node on all of them"
         )
+
+
+def _check_gpus(ranks: Ranks) -> None:
+    """Raise on all ranks if two processes of a node have one GPU."""
+    if ranks.device.type != "cuda":
+        return
+    mine = str(torch.cuda.get_device_properties(ranks.device).uuid)
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(ranks.gathered((socket.gethostname(), mine))):
+        ranks_of.setdefault(place, []).append(rank)
+    for (node, _), sharing in ranks_of.items():
+        if len(sharing) > 1:
+            raise InputError(
+                f"each process needs a GPU of its own, and {_shown(sharing)} have one GPU of {node}:"
+                " start fewer processes there, or set device to cpu"
+            )
 
 
 def set_collective_timeout(seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,6 +281,7 @@ def _without_gpus(rank: int) -> str:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="GPU-1")
     with pytest.raises(InputError) as caught, processes.initialize_distributed("auto"):
         pass
     return str(caught.value)
@@ -287,4 +289,4 @@ def _without_gpus(rank: int) -> str:
 
 def test_a_machine_without_a_gpu_for_each_process_ends_all() -> None:
     first, second = on_fresh_ranks(2, _without_gpus)
-    assert first == second and "2 processes on a machine need as many GPUs" in first
+    assert first == second and "each process needs a GPU of its own, and ranks 0, 1 have" in first
