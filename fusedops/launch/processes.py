@@ -231,8 +231,8 @@ def _check_gpus(ranks: Ranks) -> None:
     for (node, _), sharing in ranks_of.items():
         if len(sharing) > 1:
             raise InputError(
-                f"each process needs a GPU of its own, and {_shown(sharing)} have one GPU of {node}:"
-                " start fewer processes there, or set device to cpu"
+                f"each process needs a GPU of its own, and {_shown(sharing)} have one GPU of {node}"
+                ": start fewer processes there, or set device to cpu"
             )
 
 
