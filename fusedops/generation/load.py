@@ -7,10 +7,13 @@ loads into any other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from fusedops._core import checks
 from fusedops.checkpoint import Checkpointer, CheckpointError, newest
@@ -24,6 +27,7 @@ from fusedops.models import (
     TrainEngine,
     Transformer,
     TransformerConfig,
+    fill_huggingface,
     load_huggingface,
     parallelize,
 )
@@ -88,9 +92,11 @@ def _from_huggingface(
 ) -> Loaded:
     kind = None if dtype is None else precision.dtype(dtype)
     with ranks.together():
-        model = load_huggingface(folder, device=ranks.device, dtype=kind)
+        device = ranks.device if ranks.size == 1 else "meta"
+        model = load_huggingface(folder, device=device, dtype=kind)
         text = Text.of(_tokenizer(folder, tokenizer), _eos_tokens(folder))
-    return Loaded(_parallelized(model, layout, ranks), text, str(folder))
+    weights = partial(fill_huggingface, source=folder)
+    return Loaded(_parallelized(model, layout, ranks, weights), text, str(folder))
 
 
 def _tokenizer(folder: Path, given: str | None) -> str:
@@ -181,10 +187,18 @@ def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
     return extra
 
 
-def _parallelized(model: Transformer, layout: ParallelConfig, ranks: Ranks) -> TrainEngine:
-    """Return the engine of the model; parameters on ``meta`` get memory, to be loaded later."""
+def _parallelized(
+    model: Transformer,
+    layout: ParallelConfig,
+    ranks: Ranks,
+    weights: Callable[[nn.Module], None] | None = None,
+) -> TrainEngine:
+    """Return the engine of the model; parameters on ``meta`` get memory, and values of ``weights``.
+
+    Without it they are loaded later.
+    """
     if ranks.size == 1:
         if next(model.parameters()).is_meta:
             model.to_empty(device=ranks.device)
         return check_model("generate", model)
-    return check_model("generate", parallelize(model, layout, device=ranks.device))
+    return check_model("generate", parallelize(model, layout, device=ranks.device, weights=weights))

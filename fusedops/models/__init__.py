@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 from fusedops.models.attention_core import Documents
 from fusedops.models.config import RopeScaling, TransformerConfig
 from fusedops.models.huggingface.configs import from_config, to_config
-from fusedops.models.huggingface.weights import load_huggingface, save_huggingface
+from fusedops.models.huggingface.weights import (
+    fill_huggingface,
+    load_huggingface,
+    save_huggingface,
+)
 from fusedops.models.initialize import initialize
 from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.models.parallelization.engine import TrainEngine, parallelized
@@ -32,6 +36,7 @@ __all__ = [
     "initialize",
     "parallelize",
     "parallelized",
+    "fill_huggingface",
     "load_huggingface",
     "preset",
     "save_huggingface",

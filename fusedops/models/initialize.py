@@ -72,16 +72,16 @@ def initialize(model: nn.Module, seed: int | None = None) -> None:
                 scale = math.sqrt(2 * config.num_layers) if ends_branch else 1.0
                 _fill_normal(parameter, name, seed, config.initializer_range / scale)
                 if name == _EMBEDDING and config.pad_token_id is not None:
-                    _local(parameter)[_indices(parameter)[0] == config.pad_token_id] = 0.0
+                    local_part(parameter)[local_indices(parameter)[0] == config.pad_token_id] = 0.0
 
 
 def _fill_normal(parameter: torch.Tensor, name: str, seed: int, std: float) -> None:
     """Fill a parameter, or this process's part of it."""
     shape = parameter.shape
-    local = _local(parameter)
+    local = local_part(parameter)
     if local.numel() == 0:
         return
-    indices = _indices(parameter)
+    indices = local_indices(parameter)
     rows = torch.zeros((), dtype=torch.int64)
     for size, index in zip(shape[:-1], indices[:-1], strict=True):
         rows = rows[..., None] * size + index
@@ -99,11 +99,12 @@ def _fill_normal(parameter: torch.Tensor, name: str, seed: int, std: float) -> N
         flat[begin : begin + step] = values * std
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that this process has."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _indices(parameter: torch.Tensor) -> list[torch.Tensor]:
+def local_indices(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Return, for each dimension, where in the whole the elements stand that are here."""
     indices = [torch.arange(size) for size in parameter.shape]
     mesh = getattr(parameter, "device_mesh", None)

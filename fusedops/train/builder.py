@@ -7,6 +7,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from fusedops.models import (
     ParallelConfig,
     Transformer,
     TransformerConfig,
+    fill_huggingface,
     from_config,
-    load_huggingface,
     preset,
     to_config,
 )
@@ -315,12 +316,13 @@ def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks)
         parts = parallel_config.dp * parallel_config.microbatches
         check_divides("config", "dp x microbatches", parts, config.batch, "batch")
         device = ranks.device
-        if "load" in config.model:
-            model = load_huggingface(config.model["load"], device=device, dtype=dtype)
-        else:
-            model = Transformer(sizes, device="meta", dtype=dtype)
+        folder = config.model.get("load")
+        weights = None if folder is None else partial(fill_huggingface, source=folder)
+        model = Transformer(sizes, device="meta", dtype=dtype)
         mesh = make_mesh(parallel_config.sizes, device_type=device.type)
-        parallel = parallelize(model, parallel_config, mesh, device=device, seed=config.seed)
+        parallel = parallelize(
+            model, parallel_config, mesh, device=device, seed=config.seed, weights=weights
+        )
         probe = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
         parallel.shard_batch(probe)
     except (ValueError, TypeError, checks.UnsupportedError) as error:

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
+from fusedops.models.config import TransformerConfig
 from fusedops.models.huggingface.configs import config_values, from_config, to_config
 from fusedops.models.huggingface.families import FAMILIES, TIED, TIED_HEADS, Family, Row
+from fusedops.models.initialize import local_indices, local_part
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.gathering import ParameterGatherer
 from fusedops.models.transformer import Transformer
@@ -40,7 +42,8 @@ def load_huggingface(
     Args:
         source: a folder with ``config.json`` and safetensors, or a model of transformers, patched
             or not: GPT-2, BERT (masked language model), Llama, Mistral, Qwen3, Qwen3-MoE, Mixtral.
-        device: of the parameters.
+        device: of the parameters; on ``"meta"`` they have no values, for ``parallelize`` with
+            ``fill_huggingface``.
         dtype: of the parameters; ``None``: the checkpoint's.
 
     Returns:
@@ -64,25 +67,66 @@ def load_huggingface(
         True
     """
     with ExitStack() as stack:
-        if isinstance(source, nn.Module):
-            if not hasattr(source, "config"):
-                checks.fail("load_huggingface", "source", "a model with a config", "one without")
-            values = config_values(source.config)
-            weights: Mapping[str, torch.Tensor] = source.state_dict()
-        else:
-            folder = _folder(source)
-            values, weights = config_values(folder / "config.json"), _Files(folder, stack)
-        ours = from_config(values)
-        family = FAMILIES[values["model_type"]]
-        checkpoint = _Checkpoint(weights, family)
-        if ours.tied:
-            checkpoint.check_tied()
+        ours, checkpoint = _opened(source, stack)
         if dtype is None:
-            dtype = checkpoint.read(next(family.rows(ours)))[0].dtype
+            dtype = checkpoint.read(next(checkpoint.family.rows(ours)))[0].dtype
         model = Transformer(ours, device="meta", dtype=dtype)
-        model.to_empty(device=torch.get_default_device() if device is None else device)
-        _fill(model, checkpoint, family)
+        if device is None or torch.device(device).type != "meta":
+            model.to_empty(device=torch.get_default_device() if device is None else device)
+            _fill(model, ours, checkpoint)
     return model
+
+
+def fill_huggingface(model: nn.Module, source: str | os.PathLike[str] | nn.Module) -> None:
+    """Give the parameters of a ``Transformer`` the values of a model of Hugging Face.
+
+    Of a model that is sharded over processes each reads the tensors of which it has a part, one
+    after the other, and keeps that part: no process holds the whole model.
+
+    Args:
+        model: a ``Transformer``, sharded or not, or one stage of a pipeline, whose parameters have
+            memory; buffers become 0.
+        source: as in ``load_huggingface``.
+
+    Raises:
+        ValueError: as ``load_huggingface``, or the model has another configuration.
+        TypeError: ``source`` is neither a folder nor a model.
+        UnsupportedError: the package safetensors is missing.
+
+    Example:
+        ``parallelize(Transformer(config, device="meta"), ParallelConfig(zero=3), mesh,
+        weights=functools.partial(fill_huggingface, source="llama-3-70b"))``
+    """
+    with ExitStack() as stack, torch.no_grad():
+        ours, checkpoint = _opened(source, stack)
+        for name, value in vars(ours).items():
+            if name in _SHAPING and getattr(model.config, name) != value:
+                found = getattr(model.config, name)
+                checks.fail("fill_huggingface", "model", f"of {name} = {value}", found)
+        for buffer in model.buffers():
+            buffer.zero_()
+        _fill(model, ours, checkpoint)
+
+
+# Parts of a configuration on which the parameters depend, but for their shapes, which are compared.
+_SHAPING = ("num_layers", "encoder_layers", "tied", "num_experts")
+
+
+def _opened(source: Any, stack: ExitStack) -> tuple[TransformerConfig, _Checkpoint]:
+    """Return the configuration and the tensors of a source."""
+    if isinstance(source, nn.Module):
+        if not hasattr(source, "config"):
+            checks.fail("load_huggingface", "source", "a model with a config", "one without")
+        values = config_values(source.config)
+        weights: Mapping[str, torch.Tensor] = source.state_dict()
+    else:
+        folder = _folder(source)
+        values, weights = config_values(folder / "config.json"), _Files(folder, stack)
+    ours = from_config(values)
+    checkpoint = _Checkpoint(weights, FAMILIES[values["model_type"]])
+    if ours.tied:
+        checkpoint.check_tied()
+    return ours, checkpoint
 
 
 def save_huggingface(
@@ -201,21 +245,29 @@ class _Checkpoint:
     """A checkpoint's tensors by the names of the family's table, however old it is."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], family: Family) -> None:
-        self.weights = weights
+        self.weights, self.family = weights, family
         prefix = "" if any(name.startswith(family.base) for name in weights) else family.base
         self.names = {_modern(name, prefix): name for name in weights}
         self.unread = set(self.names)
 
     def read(self, row: Row) -> list[torch.Tensor]:
         """Return the tensors of a row of our parameters."""
+        names = self.names_of(row)
+        tensors = [self._tensor(name) for name in names]
+        return row.read(tensors) if names == row.theirs else tensors
+
+    def names_of(self, row: Row) -> tuple[str, ...]:
+        """Return the names of the tensors of a row, which count as read."""
         for name in (row.loaded, row.twin):
             if name is not None and name in self.names:
-                return [self._tensor(name)]
+                self.unread.discard(name)
+                return (name,)
         missing = [name for name in row.theirs if name not in self.names]
         if missing:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(f"load_huggingface: the checkpoint has no {missing[0]}{others}")
-        return row.read([self._tensor(name) for name in row.theirs])
+        self.unread.difference_update(row.theirs)
+        return row.theirs
 
     def check_tied(self) -> None:
         """Raise where what should be one tensor is two unlike ones."""
@@ -234,18 +286,25 @@ class _Checkpoint:
         return self.weights[self.names[name]]
 
 
-def _fill(model: Transformer, checkpoint: _Checkpoint, family: Family) -> None:
-    parameters = dict(model.named_parameters())
-    for row in family.rows(model.config):
+def _fill(model: nn.Module, config: TransformerConfig, checkpoint: _Checkpoint) -> None:
+    """Copy the parts of parameters that are here, and look at all names of the checkpoint."""
+    parameters, family = dict(model.named_parameters()), checkpoint.family
+    for row in family.rows(config):
+        if not any(name in parameters for name in row.ours):  # of another stage
+            checkpoint.names_of(row)
+            continue
         for name, tensor in zip(row.ours, checkpoint.read(row), strict=True):
             parameter = parameters.pop(name)
             if parameter.shape != tensor.shape:
                 expected = f"{list(parameter.shape)} for {name}"
                 checks.fail("load_huggingface", row.theirs[0], expected, list(tensor.shape))
+            for dim, places in enumerate(local_indices(parameter)):
+                if len(places) < tensor.shape[dim]:
+                    tensor = tensor.index_select(dim, places.to(tensor.device))
             with torch.no_grad():
-                parameter.copy_(tensor)
+                local_part(parameter).copy_(tensor)
     assert not parameters, f"no row of the family's table for {sorted(parameters)}"
-    tied = TIED_HEADS if model.config.tied else ()
+    tied = TIED_HEADS if config.tied else ()
     left = [name for name in checkpoint.unread if not name.endswith((*family.unused, *tied))]
     if left:
         others = f" and {len(left) - 1} more" if len(left) > 1 else ""

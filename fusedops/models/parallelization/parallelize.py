@@ -8,6 +8,7 @@ between layers stay plain tensors of this process; parameters become DTensors.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def parallelize(
     *,
     device: torch.device | str | None = None,
     seed: int | None = None,
+    weights: Callable[[nn.Module], None] | None = None,
 ) -> TrainEngine:
     """Shard a model over the processes of the job; every process calls this.
 
@@ -66,6 +68,9 @@ def parallelize(
         device: where a model on ``meta`` is made; the mesh's by default.
         seed: of the first weights of a model on ``meta``, as of ``initialize``; by default a number
             of the generator of process 0.
+        weights: called instead, gives the parameters of a model on ``meta`` their first values, of
+            which this process has a part; with a pipeline those of this process's stages alone.
+            ``fill_huggingface`` is such a function.
 
     Returns:
         The engine that trains it: it shards batches, runs steps, reduces losses and norms. Its
@@ -110,9 +115,12 @@ def parallelize(
     data = shard_parameters(parts, unsharded, config, mesh)
     if any(parameter.is_meta for parameter in model.parameters()):
         _allocate(parts, device, config)
-        if seed is None and mesh is not None:
-            seed = int(agreed_seed(torch.device(mesh.dense.device_type), dist.group.WORLD)[0])
-        initialize(model, seed)
+        if weights is not None:
+            weights(model)
+        else:
+            if seed is None and mesh is not None:
+                seed = int(agreed_seed(torch.device(mesh.dense.device_type), dist.group.WORLD)[0])
+            initialize(model, seed)
     # A stage may have no layer with experts.
     if "experts" in config.offload and any(isinstance(module, MoE) for module in model.modules()):
         memory.store_experts(model, device)
