@@ -100,9 +100,9 @@ def fill_huggingface(model: nn.Module, source: str | os.PathLike[str] | nn.Modul
     with ExitStack() as stack, torch.no_grad():
         ours, checkpoint = _opened(source, stack)
         for name, value in vars(ours).items():
-            if name in _SHAPING and getattr(model.config, name) != value:
-                found = getattr(model.config, name)
-                checks.fail("fill_huggingface", "model", f"of {name} = {value}", found)
+            own = getattr(model.config, name)
+            if name in _SHAPING and own != value:
+                checks.fail("fill_huggingface", "model", f"of {name} = {value}", own)
         for buffer in model.buffers():
             buffer.zero_()
         _fill(model, ours, checkpoint)
