@@ -258,3 +258,27 @@ def _refused(rank: int) -> None:
 
 def test_what_a_part_of_a_model_cannot_do_is_told() -> None:
     threads.run(_refused, 2)
+
+
+def _reductions(rank: int, schedule: str) -> tuple[int, int]:
+    """Return how many buckets began inside of a last backward, and how many there are."""
+    sizes = {"dp": 2, "pp": 2, "microbatches": 4, "bucket_bytes": 1}
+    engine = _spread("tiny-gpt2", pipeline_schedule=schedule, **sizes)
+    with collectives.recorded() as log:
+        _step(engine)
+    inside, running, starts = 0, None, 0
+    for event in log.events:
+        if event.kind == collectives.COMPUTE:
+            running = event.label if event.phase == "start" else None
+        elif event.phase == "start" and event.label.startswith("gradients"):
+            starts += 1
+            inside += running is not None
+    return inside, starts
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_gradients_are_reduced_while_the_last_backward_runs(schedule: str) -> None:
+    """Half of a backward passes hooks by: there the reductions begin when it has ended."""
+    for inside, starts in threads.run(_reductions, 4, schedule):
+        assert starts > 10
+        assert (inside > starts // 2) == (schedule == "1f1b")

@@ -62,7 +62,7 @@ class PipelineEngine:
         """Return the pipeline of a model that was cut."""
         for stage_data in data.values():
             for reducer in stage_data.reducers:
-                reducer.remove()  # half of a backward passes their hooks by; the driver tells them
+                reducer.defer()  # the driver knows the last backward of a step
         order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
         ends = [order.rank_of(0), order.rank_of(order.stages - 1)]
         other, rank = None, mesh.rank("pp")

@@ -114,6 +114,7 @@ class BucketedAllReduce:
         self.overlap = overlap
         self.ordered = ordered
         self.synchronize = True
+        self._deferred = False
         self._backward = -1  # autograd's number of the backward whose gradients are reduced
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         trained = [[p for p in bucket if p.requires_grad] for bucket in buckets]
@@ -147,15 +148,18 @@ class BucketedAllReduce:
                 bucket.pending.wait()
                 bucket.pending = None
 
-    def remove(self) -> None:
-        """Remove the hooks: later backwards reduce nothing."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+    def defer(self) -> None:
+        """Let the caller end the reductions of a step by ``start`` and ``finish``.
+
+        The last backward starts those whose gradients it has completed, and waits for none. In a
+        backward that comes in two parts hooks are not called, and ``start`` starts all.
+        """
+        self._deferred, self.synchronize = True, False
 
     def start(self) -> None:
-        """Start to reduce all gradients, after backwards that did not; ``finish`` waits."""
+        """Start to reduce what the last backward did not; ``finish`` waits."""
         self._start(lambda bucket: True)
+        self.synchronize = False
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         """Record a gradient, and start every bucket that is complete."""
@@ -178,7 +182,8 @@ class BucketedAllReduce:
         for parameter in self._bucket_of if self.ordered else ():
             if parameter.grad is not None:
                 self._earlier[parameter], parameter.grad = parameter.grad, None
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if not self._deferred:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _start(self, ready: Callable[[_Bucket], bool]) -> None:
         """Start buckets in order, up to the first that is not ready."""
