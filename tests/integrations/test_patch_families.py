@@ -18,7 +18,6 @@ from causal_families import DENSE, GPT2, SPARSE
 from families import Family
 from patch_testing import assert_close, assert_same_training, counted, gradients
 from torch import nn
-from transformers.activations import gelu
 
 import fusedops
 from fusedops._core import dtypes
@@ -37,12 +36,6 @@ with_eager = pytest.mark.parametrize("family", EAGER.values(), ids=EAGER)
 OF_EXPERTS = {"moe_sort", "moe_permute", "moe_unpermute", "grouped_mm"}
 # Ends of the names of classes for which there is no op.
 KEPT = ("Embedding", "Dropout", "Conv1d", "Conv2d", "Router")
-
-
-@pytest.fixture(autouse=True)
-def shared_activation() -> None:
-    """Unpatch what XLM's and RoBERTa's models share in a process, if another test patched it."""
-    fusedops.unpatch(gelu)
 
 
 @all_families

@@ -283,11 +283,12 @@ def test_the_attention_of_plain_code_needs_level_o3(name: str) -> None:
     assert "from level O3 on" in str(report)
 
 
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", ["nanogpt", "multi-head", "processor"])
 def test_another_attention_in_torchs_place_is_called(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    monkeypatch: pytest.MonkeyPatch, name: str, training: bool
 ) -> None:
-    patched, stock = pair(name)
+    patched, stock = (module.train(training) for module in pair(name))
     torchs = nn.functional.scaled_dot_product_attention
 
     def doubled(*args: Any, **options: Any) -> torch.Tensor:

@@ -491,67 +491,6 @@ def test_functions_of_registries_know_every_keyword() -> None:
         assert not attention._further_arguments(known.stock, known.fused)
 
 
-class AddsItsInput(nn.Module):
-    """A feed-forward layer with an argument that only some calls give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        return self.fc2(nn.functional.gelu(self.fc1(x))) + x
-
-
-@pytest.mark.usefixtures("own_products")
-def test_an_optional_argument_is_not_added() -> None:
-    stock = nn.ModuleList([AddsItsInput()])
-    patched = copy.deepcopy(stock)
-    assert fusedops.patch(patched)["0"].replaced
-    x, scale = torch.randn(2, 5, 64)
-    calls_of: list[tuple[tuple[Any, ...], dict[str, Any], bool]] = [
-        ((x,), {}, True),
-        ((), {"x": x}, False),  # the fused method has another name for it
-        ((x, scale), {}, False),
-        ((x,), {"scale": scale}, False),
-    ]
-    for args, keywords, fused in calls_of:
-        with counted() as calls:
-            assert_close(patched[0](*args, **keywords), stock[0](*args, **keywords))
-        assert calls["mlp"] == fused
-
-
-class CallsAttention(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(x, x, x)
-
-
-class CallsMultiHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("cls", [CallsAttention, CallsMultiHead])
-def test_an_attention_that_replaces_that_of_torch_is_called(
-    cls: type[nn.Module], training: bool, monkeypatch: Context
-) -> None:
-    stock = cls().train(training)
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched, level="O3")
-    x, original = torch.randn(2, 8, 64), nn.functional.scaled_dot_product_attention
-    with counted() as calls:
-        before = patched(x)
-    assert calls["attention"] == 1
-    name = "scaled_dot_product_attention"
-    monkeypatch.setattr(nn.functional, name, lambda *args, **keys: 2 * original(*args, **keys))
-    assert_close(patched(x), stock(x))
-    assert not torch.allclose(patched(x), before)
-
-
 def test_activations_that_all_models_share_stay_stock() -> None:
     from transformers import XLMConfig, XLMModel, activations
 
