@@ -104,7 +104,11 @@ def test_state_dict_pickle_and_unpatch(family: Family) -> None:
     classes = [type(module) for module in stock.modules()]
     assert [type(module) for module in patched.modules()] == classes
     first, again = gradients(stock, family.loss), gradients(patched, family.loss)
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    for name, gradient in first.items():
+        if family.options.get("experts_implementation") == "batched_mm" and ".experts." in name:
+            assert_close(again[name], gradient)  # which stock adds up in any order
+        else:
+            assert torch.equal(again[name], gradient)
 
 
 @all_families
