@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import importlib
 import logging
 import threading
@@ -429,13 +430,30 @@ def _device(args: tuple[Any, ...]) -> torch.device:
     raise TypeError("resolve: args must be those of the registered op, got no torch.Tensor in them")
 
 
+def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reference whose operations autocast leaves alone: the rule of the op was applied.
+
+    Torch applies autocast to operations inside of an operator that is written in Python.
+    """
+
+    @functools.wraps(reference)
+    def run(*args: Any) -> Any:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    return run(*args)
+        return reference(*args)
+
+    return run
+
+
 def _implementation(kernels: Kernels, backend: str, backward: bool) -> Callable[..., Any]:
     if backend == "triton" and kernels.triton is not None:
         module = importlib.import_module(kernels.triton)
         return module.backward if backward else module.forward
     reference = kernels.backward if backward else kernels.forward
     if backend == "torch" and reference is not None:
-        return reference
+        return _without_autocast(reference)
     namespace = f"fusedops_{backend}"
     native = kernels.name + "_backward" * backward
     kernel = getattr(getattr(torch.ops, namespace), native, None)

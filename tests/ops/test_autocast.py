@@ -11,6 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+import fusedops
 from fusedops.specs import all_specs, tensors_in
 from fusedops.specs.comparison import fresh
 from fusedops.specs.recorder import RecordOps
@@ -62,3 +63,15 @@ def test_operator_and_function_give_the_same_dtypes(spec: Any, dtype: torch.dtyp
         if spec.autocast == "norm" and sample.kwargs.get("rounding") != "hf":
             assert found == [torch.float32], sample.name
         assert found == [output.dtype for output in direct[: len(outputs)]], sample.name
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_statistics_of_every_backend_are_float32(backend: str) -> None:
+    """Autocast of the caller does not act inside of an op, whatever language it is written in."""
+    q = torch.randn(2, 4, 8, 16, requires_grad=True)
+    with fusedops.use_backend(backend):
+        with torch.autocast("cpu", torch.bfloat16):
+            output, lse = fusedops.attention(q, q, q, is_causal=True, return_lse=True)
+            assert torch.is_autocast_enabled("cpu")
+        output.float().sum().backward()
+    assert (output.dtype, lse.dtype, q.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
