@@ -75,3 +75,22 @@ def test_statistics_of_every_backend_are_float32(backend: str) -> None:
             assert torch.is_autocast_enabled("cpu")
         output.float().sum().backward()
     assert (output.dtype, lse.dtype, q.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+ALL_SPECS = all_specs()
+
+
+@pytest.mark.parametrize("name", ALL_SPECS)
+def test_the_reference_has_the_dtypes_of_the_kernels(name: str) -> None:
+    """Of all outputs, statistics that are saved for the backward included."""
+    spec = ALL_SPECS[name]
+    samples = list(map(fresh, spec.samples(torch.device("cpu"), torch.float32)))[:3]
+    for sample in samples:
+        with RecordOps() as recorder:
+            spec.op(*sample.args, **sample.kwargs)
+        for func, args in recorder.calls:
+            found = []
+            for backend in ("cpp", "torch"):
+                with fusedops.use_backend(backend), _autocast("cpu"), torch.no_grad():
+                    found.append([output.dtype for output in tensors_in(func(*args))])
+            assert found[0] == found[1], (func, sample.name)
