@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedops._core import checks
-from fusedops._core.device_tensors import device_tensor
+from fusedops._core.device_tensors import to_device
 from fusedops.parallel.spatial.halo import rows
 from fusedops.parallel.spatial.partition import Factor, single
 from fusedops.parallel.spatial.tensor import refuse, rule, unwrap, wrap
@@ -47,7 +47,7 @@ def weighted(op: str, x: Any, dim: int, sources: Any, weights: Any | None) -> An
     if weights is None:
         out = local.index_select(dim, sources[:, 0])
     else:
-        weights = device_tensor(weights, local.dtype, local.device)
+        weights = to_device(torch.as_tensor(weights, dtype=local.dtype), local.device)
         weights = weights[start : start + len(sources)]
         view = [-1 if d == dim else 1 for d in range(local.dim())]
         out = None
