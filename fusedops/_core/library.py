@@ -34,6 +34,7 @@ from fusedops._core import (
     backends,
     checks,
     dtypes,
+    exchange_kernels,
     extension,
     sharding,
 )
@@ -224,6 +225,7 @@ def define_exchange(
         The overload ``torch.ops.fusedops.<name>.default``.
     """
     op = _define(name, schema, fake)
+    kernel = exchange_kernels.replaceable(kernel)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     if backward is not None:
         torch.library.register_autograd(

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.device_tensors import device_tensor
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -134,10 +135,12 @@ def sum_over_shards(sums: torch.Tensor, tensors: Sequence[Any]) -> torch.Tensor:
             if dims:
                 layouts.setdefault((tensor.device_mesh, dims), []).append(index)
     for (mesh, dims), members in layouts.items():
-        part = sums[members].to(mesh.device_type)
+        # Indices that are a list would be copied to a GPU, for which the host waits.
+        entries = device_tensor(members, torch.int64, sums.device)
+        part = sums.index_select(0, entries).to(mesh.device_type)
         for dim in dims:
             torch.distributed.all_reduce(part, group=mesh.get_group(dim))
-        sums[members] = part.to(sums.device)
+        sums.index_copy_(0, entries, part.to(sums.device))
     return sums
 
 

@@ -12,19 +12,24 @@ In reading order: ``case`` (what is drawn), ``batches`` (workloads), ``arguments
 from fusedops.testing.batches import WORKLOADS, token_batch
 from fusedops.testing.case import Case, Space
 from fusedops.testing.case_run import Difference, Parallel
+from fusedops.testing.cluster_step import ClusterStep, Communication, RankStep, cluster_step
 from fusedops.testing.fuzzer import Failure, ParityError, Report, replay, verify
 from fusedops.testing.ranks import RankError
 
 __all__ = [
     "WORKLOADS",
     "Case",
+    "ClusterStep",
+    "Communication",
     "Difference",
     "Failure",
     "Parallel",
     "ParityError",
     "RankError",
+    "RankStep",
     "Report",
     "Space",
+    "cluster_step",
     "replay",
     "token_batch",
     "verify",

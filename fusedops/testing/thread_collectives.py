@@ -8,14 +8,16 @@ differ in communication, reduction or sizes are an error that names both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedops.testing.thread_scheduler import ThreadScheduler
 
@@ -38,16 +40,24 @@ class ThreadCall:
     where: str = ""  # the rank and its group, for messages
 
     def __post_init__(self) -> None:
-        written = {output.untyped_storage().data_ptr() for output in self.outputs if output.numel()}
-        if any(tensor.untyped_storage().data_ptr() in written for tensor in self.inputs):
-            self.inputs = [tensor.detach().clone() for tensor in self.inputs]
-        for output in self.outputs:
-            _spoil(output.detach())
+        written = {output.untyped_storage()._cdata for output in self.outputs if output.numel()}
+        with _unobserved():
+            if any(tensor.untyped_storage()._cdata in written for tensor in self.inputs):
+                self.inputs = [tensor.detach().clone() for tensor in self.inputs]
+            for output in self.outputs:
+                _spoil(output.detach())
 
     def __str__(self) -> str:
         detail = "" if self.detail is None else f" ({self.detail})"
         sizes = f" of {' + '.join(map(str, self.sizes))} elements" if self.sizes else ""
         return f"{self.kind}{detail}{sizes}"
+
+
+@contextlib.contextmanager
+def _unobserved() -> Iterator[None]:
+    """What a backend does itself is no operator of the rank: the rank's modes do not see it."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def _spoil(given: torch.Tensor) -> None:
@@ -92,7 +102,7 @@ class ThreadCollective:
             ranks = sorted(self.calls)
             call = self.calls[ranks[0]]
             kind = "send" if call.kind == "recv" else call.kind
-            with torch.no_grad():
+            with torch.no_grad(), _unobserved():
                 given = KINDS[kind]([self.calls[member].inputs for member in ranks], call.detail)
             self._results = dict(zip(ranks, given, strict=True))
         return self._results[rank]
@@ -119,7 +129,8 @@ class ThreadWork(dist.Work):
                         f"{call.where}, {call}: has room for {output.numel()} elements of "
                         f"{output.dtype}, and gets {result.numel()} of {result.dtype}"
                     )
-                output.detach().copy_(result.reshape(output.shape))
+                with _unobserved():
+                    output.detach().copy_(result.reshape(output.shape))
         return True
 
     def is_completed(self) -> bool:

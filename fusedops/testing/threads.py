@@ -38,6 +38,8 @@ from fusedops.testing.thread_collectives import (
 from fusedops.testing.thread_scheduler import StoppedError, ThreadScheduler
 
 PATIENCE = 120.0
+# Called when a rank takes part in a communication, with the rank, those of the group, and its part.
+Observer = Callable[[int, tuple[int, ...], ThreadCall], None]
 _NAME = "THREADED"
 _one_at_a_time = threading.Lock()
 
@@ -45,11 +47,21 @@ _one_at_a_time = threading.Lock()
 class _Run:
     """What the groups of one run share: the scheduler and the collectives that are not full."""
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, seed: int, observe: Observer | None) -> None:
         self.scheduler = ThreadScheduler(size, seed)
         self.pending: dict[tuple[Any, ...], ThreadCollective] = {}
+        self._observe = observe
 
-    def join(self, key: tuple[Any, ...], expected: int, rank: int, call: ThreadCall) -> ThreadWork:
+    def join(
+        self,
+        key: tuple[Any, ...],
+        ranks: tuple[int, ...],
+        expected: int,
+        rank: int,
+        call: ThreadCall,
+    ) -> ThreadWork:
+        if self._observe is not None:
+            self._observe(self.scheduler.rank, ranks, call)
         collective = self.pending.setdefault(key, ThreadCollective(expected))
         collective.join(rank, call)
         if collective.full():
@@ -84,7 +96,7 @@ class ThreadGroup(_ProcessGroup):
         key = (self._key, self._ranks, self._count[()])
         where = f"rank {self._ranks[self._mine]} in the group of ranks {list(self._ranks)}"
         call = ThreadCall(kind, inputs, outputs, detail, tuple(sizes), where)
-        return self._run.join(key, len(self._ranks), self._mine, call)
+        return self._run.join(key, self._ranks, len(self._ranks), self._mine, call)
 
     @property
     def group_name(self) -> str:
@@ -96,8 +108,11 @@ class ThreadGroup(_ProcessGroup):
         return self._store
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return what carries tensors of a device: this group those on the CPU."""
-        if device.type != "cpu":
+        """Return what carries tensors of a device: this group those on the CPU.
+
+        A stand-in for a GPU (``stand_in_device``) has its tensors in the memory of the CPU.
+        """
+        if device.type not in ("cpu", "cuda"):
             raise RuntimeError(f"ranks that are threads exchange tensors on the CPU, not {device}")
         return self
 
@@ -207,7 +222,7 @@ class ThreadGroup(_ProcessGroup):
         sizes = tuple(tensor.numel() for tensor in tensors)
         call = ThreadCall(kind, given, got, None, sizes, arrow)
         # The sender is the first of the two, whatever their ranks are.
-        return self._run.join(key, 2, 0 if kind == "send" else 1, call)
+        return self._run.join(key, self._ranks, 2, 0 if kind == "send" else 1, call)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all."""
@@ -233,7 +248,12 @@ def _even(given: torch.Tensor, parts: int) -> Tensors:
 
 
 def run(
-    function: Callable[..., Any], size: int, *args: Any, seed: int = 0, patience: float = PATIENCE
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    seed: int = 0,
+    patience: float = PATIENCE,
+    observe: Observer | None = None,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``size`` ranks; return their results by rank.
 
@@ -243,11 +263,12 @@ def run(
         args: passed on.
         seed: of the order in which the ranks run.
         patience: seconds until a run that does not end is given up.
+        observe: called when a rank starts its part of a communication.
 
     Raises:
         RankError: a rank raised, or all wait for each other; it tells which and why.
     """
-    run = _Run(size, seed)
+    run = _Run(size, seed, observe)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
     store = dist.HashStore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,12 @@ def test_wandb_has_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     folder = tmp_path / "run"
     write(folder, wandb="fusedops-test")
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    content = file.read_bytes()
+    content = b""
+    for _ in range(600):  # a process of wandb writes the file
+        content = file.read_bytes()
+        if b"optimizer.lr" in content:
+            break
+        time.sleep(0.1)
     assert b"tokens_per_second" in content and b"loss" in content and b"optimizer.lr" in content
 
 

@@ -90,7 +90,7 @@ def parallelize(
         names and shapes (of the DTensors) stay, so that a checkpoint of any layout loads into any
         other. Optimizers are made afterwards: parameters are new objects.
     """
-    config, mesh = _validated(model, config, mesh)
+    config, mesh = _validated(model, config, mesh, device)
     if device is None:
         device = _device_type(model) if mesh is None else mesh.dense.device_type
     _LOG.info("parallelize: %s on %s", config, device)
@@ -131,7 +131,9 @@ def parallelize(
     return TrainEngine(model, config, mesh, pipeline=pipeline)
 
 
-def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh | None]:
+def _validated(
+    model: Any, config: Any, mesh: Any, device: torch.device | str | None
+) -> tuple[ParallelConfig, Mesh | None]:
     """Return the configuration for the processes of the job, and their mesh; raise if unfit.
 
     Without torch.distributed there is one process and no mesh. Raises are those of ``parallelize``.
@@ -156,11 +158,11 @@ def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh
         checks.fail(_OP, "shard_ranks", expected, config.shard_ranks)
     if mesh is not None and mesh.sizes != config.sizes:
         checks.fail(_OP, "mesh", f"one of {config.sizes}", mesh.sizes)
+    kind = _device_type(model) if device is None else torch.device(device).type
     if mesh is None and dist.is_available() and dist.is_initialized():
-        mesh = make_mesh(config.sizes, device_type=_device_type(model))
+        mesh = make_mesh(config.sizes, device_type=kind)
     if isinstance(model, Transformer):
-        device = _device_type(model) if mesh is None else mesh.dense.device_type
-        check_stored(_OP, model.config, config, device)
+        check_stored(_OP, model.config, config, kind if mesh is None else mesh.dense.device_type)
     return config, mesh
 
 

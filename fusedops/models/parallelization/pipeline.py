@@ -7,7 +7,6 @@ added once, at the end of the step, the first stage's first, so that both copies
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from fusedops._core import dtypes
-from fusedops._core.device_tensors import device_tensor
+from fusedops._core.device_tensors import to_device
 from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.models.parallelization.stages import Stage
@@ -169,12 +168,9 @@ class PipelineEngine:
         ]
         # Where the backend of the group can send it from, whatever has gradients here.
         device = next(self.model.parameters()).device
-        mine = global_norm(grads).to(device).square()[None]
+        mine = to_device(global_norm(grads), device).square()[None]
         squares = collectives.all_gather(mine, self.driver.group, label="norm").wait()
-        values = squares.tolist()
-        finite = all(map(math.isfinite, values))
-        norm = math.sqrt(math.fsum(values)) if finite else sum(values)
-        return device_tensor(norm, torch.float64, mine.device)
+        return squares.sum().sqrt()
 
 
 def _keys(tokens: Sequence[torch.Tensor], computing: Computing) -> Callable[[int], Hashable]:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from fusedops._core import checks
+from fusedops._core.device_tensors import to_device
 
 BALANCES = ("zigzag", "document", "contiguous")
 
@@ -140,7 +141,7 @@ def order(layout: SequenceLayout, device: torch.device) -> torch.Tensor:
     starts, stops = torch.tensor(cuts, dtype=torch.int64).view(-1, 2).unbind(1)
     sizes = stops - starts
     firsts = (starts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
-    return (firsts + torch.arange(len(firsts))).to(device)
+    return to_device(firsts + torch.arange(len(firsts)), device)
 
 
 def order_back(layout: SequenceLayout, device: torch.device) -> torch.Tensor:
@@ -155,7 +156,7 @@ def places(layout: SequenceLayout, rank: int, device: torch.device) -> torch.Ten
     Only operators may call it: what is cached must be real.
     """
     cuts = [torch.arange(*cut) for cut in ranges(layout, rank)]
-    return torch.cat([torch.arange(0), *cuts]).to(device)
+    return to_device(torch.cat([torch.arange(0), *cuts]), device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fusedops._core import checks
+from fusedops._core import checks, exchange_kernels
 from fusedops.nn import MLP, GatedMLP, LinearAct
 from fusedops.ops import linear_act, linear_glu, mlp
 from fusedops.parallel.comm import collectives
@@ -93,7 +93,9 @@ def _communicated(name: str, input: torch.Tensor, group: str, dim: int) -> torch
     return start(name, input, members, dim).wait()
 
 
-_LIBRARY.impl("communicate", _communicated, "CompositeExplicitAutograd")
+_LIBRARY.impl(
+    "communicate", exchange_kernels.replaceable(_communicated), "CompositeExplicitAutograd"
+)
 
 TRANSPOSES = {
     "copy_to": "reduce_from",

@@ -1,0 +1,193 @@
+"""``torch.cuda`` for devices that are not there (``stand_in_device``).
+
+Streams run their work at once; what orders one after another is recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from fusedops._core import backends, exchange_kernels
+from fusedops.testing.stand_in_device import StandIn, current
+
+
+def _device() -> StandIn:
+    device = current()
+    if device is None:
+        raise RuntimeError("torch.cuda: only ranks have a stand-in device, got a call outside")
+    return device
+
+
+class _Event:
+    """An event; what was recorded before it is done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        _device().record("stream", "Event.record")
+
+    def wait(self, stream: Any = None) -> None:
+        _device().record("stream", "Event.wait")
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _device().record("wait", "Event.synchronize")
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1.0
+
+
+class _Stream:
+    """A stream, which is current inside of ``torch.cuda.stream``."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = _device().device
+        self.priority = priority
+
+    def wait_event(self, event: Any) -> None:
+        _device().record("stream", "Stream.wait_event")
+
+    def wait_stream(self, stream: Any) -> None:
+        _device().record("stream", "Stream.wait_stream")
+
+    def record_event(self, event: Any = None) -> _Event:
+        event = event or _Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _device().record("wait", "Stream.synchronize")
+
+    def __enter__(self) -> _Stream:
+        _device().streams.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _device().streams.pop()
+
+
+def _synchronize(device: Any = None) -> None:
+    _device().record("wait", "torch.cuda.synchronize")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def _answers(gpus: int) -> dict[str, Any]:
+    """Return what stands for the functions of ``torch.cuda`` on a node with so many GPUs."""
+    default_streams: dict[torch.device, _Stream] = {}
+
+    def current_stream(device: Any = None) -> _Stream:
+        mine = _device()
+        return (
+            mine.streams[-1] if mine.streams else default_streams.setdefault(mine.device, _Stream())
+        )
+
+    def properties(device: Any = None) -> Any:
+        name = f"stand-in {_device().device}"
+        return SimpleNamespace(
+            name=name, uuid=name, total_memory=80 << 30, multi_processor_count=132
+        )
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: gpus,
+        "current_device": lambda: _device().device.index,
+        "set_device": _nothing,
+        "device": lambda device: contextlib.nullcontext(),
+        "synchronize": _synchronize,
+        "current_stream": current_stream,
+        "default_stream": current_stream,
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
+        "get_device_properties": properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "memory_allocated": _zero,
+        "max_memory_allocated": _zero,
+        "reset_peak_memory_stats": _nothing,
+        "empty_cache": _nothing,
+        "memory_stats": lambda device=None: {},
+        "is_current_stream_capturing": lambda: False,
+        "_lazy_init": _nothing,
+    }
+
+
+@contextlib.contextmanager
+def stand_in_cuda(gpus: int) -> Iterator[None]:
+    """Let ``torch.cuda`` answer for stand-in devices, ``gpus`` of them on a node.
+
+    It replaces attributes of torch, for all threads of the process, until it ends.
+    """
+    device_of, make_wrapper = backends._device, torch.Tensor._make_wrapper_subclass
+    make_thread, make_hooks = threading.Thread.__init__, saved_tensors_hooks.__init__
+
+    def host_device(args: tuple[Any, ...]) -> torch.device:
+        """Return the device whose kernels run."""
+        with torch._C.DisableTorchFunction():
+            return device_of(args)
+
+    def run_exchange(kernel: Callable[..., Any], *args: Any) -> Any:
+        device = current()
+        return kernel(*args) if device is None else device.run_exchange(kernel, *args)
+
+    @functools.wraps(make_wrapper)
+    def wrapper_on_host(*args: Any, **kwargs: Any) -> Any:
+        kwargs["device"] = torch.device("cpu")
+        return make_wrapper(*args, **kwargs)
+
+    def thread_of_rank(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
+        make_thread(thread, *args, **kwargs)
+        device, body = current(), thread.run
+
+        def run() -> None:
+            assert device is not None
+            with device.copy_of():
+                body()
+
+        if device is not None:
+            thread.run = run  # type: ignore[method-assign]
+
+    def hooks_of_rank(hooks: Any, *callbacks: Callable[..., Any]) -> None:
+        device = current()
+        if device is not None:
+            callbacks = tuple(map(device.acting, callbacks))
+        make_hooks(hooks, *callbacks)
+
+    replaced: list[tuple[Any, str, Any]] = [
+        *((torch.cuda, name, value) for name, value in _answers(gpus).items()),
+        (backends, "_device", host_device),
+        (exchange_kernels, "run", run_exchange),
+        (torch.Tensor, "_make_wrapper_subclass", wrapper_on_host),
+        (threading.Thread, "__init__", thread_of_rank),
+        (saved_tensors_hooks, "__init__", hooks_of_rank),
+        # torch.autograd.grad would turn the mode off for all that it calls.
+        (torch.autograd, "has_torch_function", lambda *_: False),
+    ]
+    with contextlib.ExitStack() as patches:
+        for target, name, value in replaced:
+            patches.enter_context(mock.patch.object(target, name, value))
+        yield

@@ -1,0 +1,463 @@
+"""A GPU that is not there: tensors in host memory that say that they are on ``cuda``.
+
+Inside of ``StandIn`` a tensor that is made on ``cuda`` has host memory and a label, and what is
+computed from it has the label too. ``tensor.device`` and ``torch.cuda`` (``stand_in_cuda``) answer
+as on a machine with GPUs, and operators compute on the CPU: values are real, and a training step
+takes the branches, streams and copies that it takes on a GPU. What costs time there, or does not
+work there, is recorded as a ``DeviceEvent``.
+
+Not covered: what kernels do, and the threads of autograd: its nodes run on the thread that calls
+``backward``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+import fusedops
+
+_CPU = torch.device("cpu")
+_PACKAGE = os.path.dirname(fusedops.__file__)
+# Callers that an event does not name: torch, this package of tools, and what passes calls on.
+_SKIPPED = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(__file__) + os.sep,
+    os.path.join(_PACKAGE, "parallel", "comm") + os.sep,
+    os.path.join(_PACKAGE, "_core", "device_tensors.py"),
+    os.path.join(_PACKAGE, "_core", "collectives.py"),
+    os.path.join(_PACKAGE, "_core", "copy_engine.py"),
+    "<",
+)
+_PURGE_AT = 10_000  # storages
+
+
+@dataclass(frozen=True)
+class DeviceEvent:
+    """Something that a step does with its device.
+
+    Attributes:
+        kind: ``"wait"``: the host waits for the device or for another host; ``"copy"``: an
+            asynchronous copy between host and device; ``"stream"``: a stream is ordered after
+            another one; ``"misplaced"``: an operator gets tensors of the host and of the device.
+        what: the operator or function.
+        where: ``file:line`` of the caller outside of torch.
+        nbytes: that are copied.
+    """
+
+    kind: str
+    what: str
+    where: str
+    nbytes: int = 0
+
+
+class DeviceMemory:
+    """Which storages are on which device; any other is in host memory. Shared by all ranks."""
+
+    def __init__(self) -> None:
+        # While a weak reference lives, no other storage gets the address.
+        self._devices: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
+        self._purge_at = _PURGE_AT
+
+    def device(self, tensor: torch.Tensor) -> torch.device | None:
+        """Return the device of a tensor, ``None`` for one in host memory."""
+        storage = _storage(tensor)
+        entry = None if storage is None else self._devices.get(storage._cdata)
+        return None if entry is None else entry[1]
+
+    def place(self, tensor: torch.Tensor, device: torch.device | None) -> None:
+        """Set the device of a tensor's memory; ``None`` is the host."""
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        if device is None:
+            self._devices.pop(storage._cdata, None)
+            return
+        self._devices[storage._cdata] = StorageWeakRef(storage), device
+        if len(self._devices) > self._purge_at:
+            alive = {key: entry for key, entry in self._devices.items() if not entry[0].expired()}
+            self._devices = alive
+            self._purge_at = max(_PURGE_AT, 2 * len(alive))
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Make the memory of a host tensor count as pinned."""
+        storage = tensor.untyped_storage()
+        self._pinned[storage._cdata] = StorageWeakRef(storage)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of a tensor is pinned."""
+        entry = self._pinned.get(tensor.untyped_storage()._cdata)
+        return entry is not None and not entry.expired()
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor, of a DTensor that of its local shard."""
+    while is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        tensor = getattr(tensor, names[0])
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage()
+
+
+class StandIn:
+    """The device of one rank, as a context manager of the rank's thread.
+
+    Args:
+        index: of the device, as in ``cuda:1``.
+        memory: of all ranks.
+        record: called with each event.
+
+    Attributes:
+        device: ``torch.device("cuda", index)``.
+        memory: as the argument.
+        streams: those that are current, the innermost last.
+        has_exchanged: whether an operator called Python code of the rank.
+        operator_device: of the operands of the operator that runs; ``None`` on the host.
+    """
+
+    def __init__(
+        self, index: int, memory: DeviceMemory, record: Callable[[DeviceEvent], None]
+    ) -> None:
+        self.device = torch.device("cuda", index)
+        self.memory = memory
+        self.streams: list[Any] = []
+        self.has_exchanged = False
+        self.operator_device: torch.device | None = None
+        self._record = record
+        self._modes = contextlib.ExitStack()
+
+    def __enter__(self) -> StandIn:
+        self._modes.callback(setattr, _thread, "device", getattr(_thread, "device", None))
+        _thread.device = self
+        self._modes.enter_context(_Operators(self))
+        self._modes.enter_context(_Functions(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._modes.close()
+
+    def copy_of(self) -> StandIn:
+        """Return one for another thread of the rank."""
+        assert self.device.index is not None
+        return StandIn(self.device.index, self.memory, self._record)
+
+    def acting(self, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a callback of torch that sees the device: torch calls it with the mode off."""
+
+        @functools.wraps(callback)
+        def act(*args: Any) -> Any:
+            with torch._C._EnableTorchFunction(), _Functions(self):
+                return callback(*args)
+
+        return act
+
+    def run_exchange(self, kernel: Callable[..., Any], *args: Any) -> Any:
+        """Call the kernel of an operator that communicates: Python of the rank, with modes off."""
+        with torch._C._EnableTorchFunction(), _Operators(self), _Functions(self):
+            device, self.operator_device = self.operator_device, None
+            try:
+                return kernel(*args)
+            finally:
+                self.has_exchanged, self.operator_device = True, device
+
+    def record(self, kind: str, what: str, nbytes: int = 0) -> None:
+        """Record an event of the code that runs."""
+        self._record(DeviceEvent(kind, what, caller(), nbytes))
+
+    def named(self, device: Any) -> torch.device | None:
+        """Return the stand-in device that an argument means, ``None`` for another device."""
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if device.type != "cuda":
+            return None
+        return self.device if device.index is None else device
+
+    def transfer(self, what: str, tensor: torch.Tensor, *, is_async: bool) -> None:
+        """Record a copy of a tensor between host and device."""
+        kind, note = ("copy", "") if is_async else ("wait", " from or to memory that is not pinned")
+        self.record(kind, what + note, tensor.numel() * tensor.element_size())
+
+
+_thread = threading.local()
+
+
+def current() -> StandIn | None:
+    """Return the device of the rank whose thread calls."""
+    return getattr(_thread, "device", None)
+
+
+def caller() -> str:
+    """Return ``file:line`` of the innermost frame outside of torch and of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIPPED):
+            start = _PACKAGE if name.startswith(_PACKAGE) else os.getcwd()
+            base = os.path.dirname(start) if start == _PACKAGE else start
+            return f"{os.path.relpath(name, base)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+# Operators whose value the host needs, beside those that a tag of torch names.
+_READS = {"aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::bincount"}
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_COPIES = {"aten::copy_", "aten::_foreach_copy_"}
+_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+
+
+class _Operators(TorchDispatchMode):
+    """Gives results the device of their operands, and records what operators cost."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(map(is_traceable_wrapper_subclass, operands)):
+            return NotImplemented  # its own operators on the local shards come here
+        with torch._C.DisableTorchFunction():
+            device = self._checked(func, operands, args, kwargs)
+            self._stand_in.has_exchanged = False
+            before, self._stand_in.operator_device = self._stand_in.operator_device, device
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                self._stand_in.operator_device = before
+            if device is None or self._stand_in.has_exchanged:  # its Python has placed the results
+                return result
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and all(leaf is not x for x in operands):
+                    self._stand_in.memory.place(leaf, device)
+        return result
+
+    def _checked(
+        self, func: Any, operands: list[torch.Tensor], args: Any, kwargs: Any
+    ) -> torch.device | None:
+        """Record what an operator costs; return the device of its results."""
+        name = func._schema.name
+        if name in _COPIES:
+            self._record_copies(args, kwargs)
+            return None
+        if not operands:
+            # Outside of Python's calls autograd makes zeros for gradients that nobody computed.
+            in_backward = torch._C._current_graph_task_id() >= 0
+            by_python = getattr(_thread, "calls", 0) > 0
+            return self._stand_in.device if in_backward and not by_python else None
+        devices = [self._stand_in.memory.device(operand) for operand in operands]
+        device = next((place for place in devices if place is not None), None)
+        if device is None:
+            return None
+        if name in _INDEXED:
+            self._record_index(name, args)
+        elif name in _READS or any(tag in func.tags for tag in _TAGS):
+            self._stand_in.record("wait", name)
+        elif not name.startswith("c10d"):
+            for operand, place in zip(operands, devices, strict=True):
+                # A scalar of the host is an argument of a kernel.
+                if place is None and operand.dim() > 0 and not operand.is_meta:
+                    self._stand_in.record("misplaced", name)
+                    break
+        return device
+
+    def _record_copies(self, args: Any, kwargs: Any) -> None:
+        targets, sources, *rest = args
+        non_blocking = kwargs.get("non_blocking", rest[0] if rest else False)
+        if isinstance(targets, torch.Tensor):
+            targets, sources = [targets], [sources]
+        memory = self._stand_in.memory
+        for target, source in zip(targets, sources, strict=True):
+            to, of = memory.device(target), memory.device(source)
+            if source.numel() == 0 or (to is None) == (of is None):
+                continue
+            what = "copy to host" if to is None else "copy to device"
+            is_pinned = memory.is_pinned(target if to is None else source)
+            self._stand_in.transfer(what, source, is_async=non_blocking and is_pinned)
+
+    def _record_index(self, name: str, args: Any) -> None:
+        indices = [index for index in args[1] if index is not None]
+        has_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+        # One value is written where a mask is set, without the indices.
+        is_fill = name != "aten::index" and args[2].numel() == 1
+        if any(self._stand_in.memory.device(index) is None for index in indices):
+            self._stand_in.record("wait", f"{name} with indices in host memory")
+        elif has_mask and not is_fill:
+            self._stand_in.record("wait", f"{name} with a mask")
+
+
+class _Functions(TorchFunctionMode):
+    """Answers for the device where Python asks, and makes tensors on it."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        answer = _ANSWERS.get(func)
+        if answer is not None:
+            return answer(self._stand_in, func, *args, **kwargs)
+        stand_in, pin = self._stand_in, kwargs.pop("pin_memory", False)
+        device = None
+        is_placed = (
+            kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "meta"
+        )
+        if is_placed:
+            device = stand_in.named(kwargs["device"])
+            kwargs["device"] = _CPU if device is not None else kwargs["device"]
+        _thread.calls = getattr(_thread, "calls", 0) + 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            _thread.calls -= 1
+        if pin:
+            stand_in.memory.pin(result)
+        if is_placed:
+            if func in (torch.tensor, torch.as_tensor) and device is not None:
+                is_there = isinstance(args[0], torch.Tensor) and stand_in.memory.device(args[0])
+                if not is_there:
+                    stand_in.record("wait", f"torch.{func.__name__} of host values on a device")
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    stand_in.memory.place(leaf, device)
+        return result
+
+
+def _device(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> torch.device:
+    return stand_in.memory.device(tensor) or func(tensor)
+
+
+def _is_cuda(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
+    return stand_in.memory.device(tensor) is not None
+
+
+def _is_cpu(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
+    return stand_in.memory.device(tensor) is None and func(tensor)
+
+
+def _get_device(stand_in: StandIn, func: Any, tensor: torch.Tensor) -> int:
+    device = stand_in.memory.device(tensor)
+    return func(tensor) if device is None else device.index
+
+
+def _to(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Do what ``Tensor.to`` does; its first argument is a device, a dtype or another tensor."""
+    rest = list(args)
+    device: Any = kwargs.pop("device", None)
+    if rest and isinstance(rest[0], torch.Tensor):
+        other = rest.pop(0)
+        device = stand_in.memory.device(other) or other.device
+        rest.insert(0, other.dtype)
+    elif rest and isinstance(rest[0], torch.device | str | int):
+        device = rest.pop(0)
+    if rest and isinstance(rest[0], torch.dtype):
+        kwargs["dtype"] = rest.pop(0)
+    kwargs.update(zip(("non_blocking", "copy"), rest, strict=False))
+    return _moved(stand_in, tensor, device, **kwargs)
+
+
+def _moved(
+    stand_in: StandIn,
+    tensor: torch.Tensor,
+    device: Any,
+    *,
+    non_blocking: bool = False,
+    copy: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if tensor.is_meta or (device is not None and torch.device(device).type == "meta"):
+        is_stand_in = device is not None and stand_in.named(device) is not None
+        return torch.Tensor.to(tensor, device=_CPU if is_stand_in else device, copy=copy, **kwargs)
+    of = stand_in.memory.device(tensor)
+    to = of if device is None else stand_in.named(device)
+    moves = (to is None) != (of is None)
+    if moves and tensor.numel() > 0:
+        # An asynchronous copy to the host gets pinned memory from torch.
+        is_async = non_blocking and (to is None or stand_in.memory.is_pinned(tensor))
+        what = "copy to host" if to is None else "copy to device"
+        stand_in.transfer(what, tensor, is_async=is_async)
+    result = torch.Tensor.to(tensor, copy=copy or moves, **kwargs)
+    if moves:
+        stand_in.memory.place(result, to)
+    return result
+
+
+def _cuda(stand_in: StandIn, func: Any, tensor: torch.Tensor, device: Any = None, **kw: Any) -> Any:
+    return _moved(stand_in, tensor, "cuda" if device is None else device, **kw)
+
+
+def _cpu(stand_in: StandIn, func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
+    return _moved(stand_in, tensor, "cpu", **kwargs)
+
+
+def _pin_memory(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    if stand_in.memory.device(tensor) is not None:
+        raise RuntimeError("pin_memory: the tensor must be in host memory, got one on a device")
+    pinned = tensor.clone()
+    stand_in.memory.pin(pinned)
+    return pinned
+
+
+def _is_pinned(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
+    return stand_in.memory.is_pinned(tensor)
+
+
+def _read(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if stand_in.memory.device(tensor) is not None:
+        stand_in.record("wait", f"Tensor.{func.__name__}")
+    return func(tensor, *args, **kwargs)
+
+
+def _record_stream(stand_in: StandIn, func: Any, tensor: torch.Tensor, stream: Any) -> None:
+    stand_in.record("stream", "Tensor.record_stream")
+
+
+def _deepcopy(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any) -> Any:
+    result = func(tensor, *args)
+    stand_in.memory.place(result, stand_in.memory.device(tensor))
+    return result
+
+
+def _backward(
+    stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
+    """Call autograd with the mode on, for hooks and for nodes in Python."""
+    kwargs.update(zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False))
+    gradient = kwargs.pop("gradient", None)
+    with _Functions(stand_in):
+        torch.autograd.backward(tensor, gradient, **kwargs)
+
+
+_T: Any = torch.Tensor
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _T.device.__get__: _device,
+    _T.is_cuda.__get__: _is_cuda,
+    _T.is_cpu.__get__: _is_cpu,
+    _T.get_device: _get_device,
+    _T.to: _to,
+    _T.cuda: _cuda,
+    _T.cpu: _cpu,
+    _T.pin_memory: _pin_memory,
+    _T.is_pinned: _is_pinned,
+    _T.tolist: _read,
+    _T.numpy: _read,
+    _T.record_stream: _record_stream,
+    _T.__deepcopy__: _deepcopy,
+    _T.backward: _backward,
+}
