@@ -12,7 +12,7 @@ twice, each of half the bytes (of even batches), and all others once.
 | ``sequence_layer`` | 4 all-gathers and 4 reduce-scatters | ``8 A (n - 1) / n`` |
 | ``ring_layer`` | ``3 (n - 1)`` keys and values, or their gradients | ``3 K (n - 1) / n`` |
 | ``all_to_all_layer`` | 4 all-to-alls | ``2 (2 Q + K) (n - 1) / n^2`` |
-| ``expert_layer`` | 6 all-to-alls | ``(leaving + arriving) (row + result) + 216 (n - 1)`` |
+| ``expert_layer`` | 5 all-to-alls | ``(leaving + arriving) (row + result) + 216 (n - 1)`` |
 
 | one step | calls | bytes sent |
 |---|---|---|
@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fusedops.parallel.collective_errors import VOTE_BYTES
 from fusedops.parallel.comm.collectives import Log
 from fusedops.parallel.expert.metadata import METADATA_BYTES
 
@@ -156,7 +155,7 @@ def expert_layer(
     chunks: int = 1,
     halves: int = 1,
 ) -> Budget:
-    """Return the budget of sharded experts: dispatch and combine, metadata and error votes.
+    """Return the budget of sharded experts: dispatch, combine and metadata, without validation.
 
     Args:
         ranks: of ``ep``.
@@ -167,8 +166,8 @@ def expert_layer(
         chunks: of the tokens, of each half.
         halves: 2 with micro-batch overlap.
     """
-    words = halves * (METADATA_BYTES + chunks * VOTE_BYTES) * (ranks - 1)
-    calls = {"all_to_all": halves * (1 + 5 * chunks)}
+    words = halves * METADATA_BYTES * (ranks - 1)
+    calls = {"all_to_all": halves * (1 + 4 * chunks)}
     return Budget(calls, (leaving + arriving) * (row + result) + words)
 
 
