@@ -25,7 +25,8 @@ class ProcessPartition(BatchPartition):
     """The part of the batch that a process of a mesh computes."""
 
     place: Place  # of this process's tokens and heads in the whole batch, for dropout
-    # The ranks of the stage, whose tokens count in the auxiliary loss of a router
+    stage_group: dist.ProcessGroup | None = None  # the ranks of the stage, which share seeds
+    # The ranks whose tokens count in the auxiliary loss of a router; ``None``: this one's alone
     router_group: dist.ProcessGroup | None = None
     tp_group: dist.ProcessGroup | None = None  # ranks that share the tokens of experts
     sequence: bool = False  # whether those tokens are sharded along the sequence already
@@ -37,7 +38,8 @@ class ProcessPartition(BatchPartition):
         has_cp = config.cp > 1
         return cls(
             place_of(config, mesh),
-            router_group=mesh.group("stage"),
+            stage_group=mesh.group("stage"),
+            router_group=mesh.group("stage") if config.router_loss == "global" else None,
             tp_group=mesh.group("tp") if config.tp > 1 else None,
             sequence=config.sp,
             context_core=context_core(mesh.group("cp"), config.context) if has_cp else None,
@@ -48,7 +50,7 @@ class ProcessPartition(BatchPartition):
 
     def new_seed(self, device: torch.device) -> torch.Tensor:
         """Draw the seed of a forward, that of the first rank of the stage on all of its ranks."""
-        return agreed_seed(device, self.router_group)
+        return agreed_seed(device, self.stage_group)
 
     def attend(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attend the tokens of the whole sequence, on whatever ranks of ``cp`` they are."""

@@ -29,6 +29,7 @@ from fusedops.parallel.sizes import (
 MODES = ("explicit", "data", "manual")
 CONTEXTS = ("ring", "all_to_all")
 OFFLOADS = ("optimizer", "activations", "experts")
+ROUTER_LOSSES = ("global", "local")
 BALANCES = ("operations", "measured", "layers")
 RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 
@@ -61,9 +62,15 @@ class ParallelConfig:
         ep_chunks: chunks of the tokens; the all-to-all of one overlaps the experts of another.
         ep_nodes: number of nodes of the ranks of ``ep``, which are adjacent on a node: a token is
             sent to each node once, and from there to its experts.
+        ep_reduce: where results of experts are summed: ``"source"``: on the rank of the token;
+            ``"node"``: on each of the ``ep_nodes`` first, which sends one row per token and rounds
+            once more.
         ep_deterministic: add experts' gradients in an order that does not depend on ``ep``: weights
             then have the same bits for each that is a power of two. Experts compute the tokens of
             each rank apart, and gradients are summed after each micro-batch, which takes longer.
+        router_loss: tokens of the load balance loss: ``"global"``: those of all ranks, whose
+            choices are added up in each layer's forward; ``"local"``: each rank's own, a mean of
+            which is taken, without communication.
         zero: what of each parameter is sharded over ``dp * cp``: 0 nothing, 1 the optimizer's
             states, 2 gradients as well, 3 weights as well.
         microbatches: forward and backward passes of a step.
@@ -125,7 +132,9 @@ class ParallelConfig:
     ep: int = 1
     ep_chunks: int = 1
     ep_nodes: int = 1
+    ep_reduce: str = "source"
     ep_deterministic: bool = False
+    router_loss: str = "global"
     zero: int = 0
     microbatches: int = 1
     overlap_microbatches: bool = False
@@ -164,6 +173,7 @@ class ParallelConfig:
         _check_precision(self)
         checks.choice(_OP, "mode", self.mode, MODES)
         checks.choice(_OP, "context", self.context, CONTEXTS)
+        checks.choice(_OP, "router_loss", self.router_loss, ROUTER_LOSSES)
         for word in self.offload:
             checks.choice(_OP, "offload", word, OFFLOADS)
         _check_recompute(self)
@@ -326,6 +336,9 @@ def _check_exchange(config: ParallelConfig) -> None:
         expected = "1 with ep 1, where no token travels"
         checks.fail(_OP, "ep_chunks", expected, config.ep_chunks)
     check_divides(_OP, "ep_nodes", config.ep_nodes, config.ep, "ep")
+    checks.choice(_OP, "ep_reduce", config.ep_reduce, ("source", "node"))
+    if config.ep_reduce == "node" and config.ep_nodes == 1:
+        checks.fail(_OP, "ep_reduce", "'source' with ep_nodes 1", config.ep_reduce)
     if not config.ep_deterministic:
         return
     if config.ep & (config.ep - 1):
