@@ -113,11 +113,12 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
         {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "overlap_microbatches": True}
         | {"pipeline_schedule": "zero_bubble"},
     ),
-    "bias-pp2-dp2-zero2-overlap": (
+    "bias-pp2-ep2-zero2-overlap": (
         "bias",
         {
             "pp": 2,
             "dp": 2,
+            "ep": 2,
             "zero": 2,
             "microbatches": 2,
             "overlap_microbatches": True,

@@ -75,7 +75,8 @@ class ParallelConfig:
             states, 2 gradients as well, 3 weights as well.
         microbatches: forward and backward passes of a step.
         overlap_microbatches: run the layers on two halves of each micro-batch alternately, so that
-            communication of ``tp`` and ``ep`` for one half overlaps computation of the other half.
+            communication of ``tp`` and ``ep`` for one half overlaps computation of the other half;
+            for pre-norm layers, with ``tp`` or ``ep``.
         pipeline_schedule: order of forwards and backwards over the ranks of ``pp``: ``"gpipe"``,
             ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
             ``"dualpipev"``.
@@ -287,6 +288,9 @@ def _check_modes(config: ParallelConfig) -> None:
             f"{_OP}: overlap_microbatches must be False with offload 'experts': the weights of "
             "chosen experts would be copied to the device once for each half"
         )
+    if config.tp == 1 and config.ep == 1:
+        expected = "False with tp 1 and ep 1, where no communication could be overlapped"
+        checks.fail(_OP, "overlap_microbatches", expected, True)
 
 
 def _check_pipeline(config: ParallelConfig) -> None:
