@@ -10,6 +10,7 @@ twice, each of half the bytes (of even batches), and all others once.
 |---|---|---|
 | ``tensor_layer`` | 4 all-reduces of the activation | ``8 A (n - 1) / n`` |
 | ``sequence_layer`` | 4 all-gathers and 4 reduce-scatters | ``8 A (n - 1) / n`` |
+| ``sparse_layer`` | 2 all-reduces and 2 all-gathers of the activation | ``6 A (n - 1) / n`` |
 | ``ring_layer`` | ``3 (n - 1)`` keys and values, or their gradients | ``3 K (n - 1) / n`` |
 | ``all_to_all_layer`` | 4 all-to-alls | ``2 (2 Q + K) (n - 1) / n^2`` |
 | ``expert_layer`` | 5 all-to-alls | ``(leaving + arriving) (row + result) + 216 (n - 1)`` |
@@ -119,6 +120,35 @@ def sequence_layer_recomputation(
         calls = {"all_gather": gathers, "reduce_scatter": scatters}
         return Budget(calls, (gathers + scatters) * part // halves)
     return Budget({"all_gather": 1, "send_receive": 3 * (ranks - 1)}, 4 * part)
+
+
+def sparse_layer(
+    ranks: int,
+    activation: int,
+    *,
+    sequence: bool,
+    overlap: bool = False,
+    halves: int = 1,
+    again: bool = False,
+) -> Budget:
+    """Return the budget of attention, its features sharded, and of experts of a shard of tokens.
+
+    Without sequence parallelism the experts' results are gathered, and in the backward the
+    gradients of their inputs. ``again`` is that of a second forward, for the backward; a last
+    gathering is left out.
+    """
+    part = activation * (ranks - 1) // ranks
+    if not sequence:
+        sums = all_reduces(ranks, [activation // halves] * (halves if again else 2 * halves))
+        gathers = halves - 1 if again else 2 * halves
+        return sums + Budget({"all_gather": gathers}, gathers * part // halves)
+    passes = 1 if again else 2
+    if overlap and halves == 1:
+        rings = passes * (ranks - 1)
+        calls = {"all_gather": 1, "reduce_scatter": passes - 1, "send_receive": rings}
+        return Budget(calls, 2 * passes * part)
+    calls = {"all_gather": passes * halves, "reduce_scatter": passes * halves}
+    return Budget(calls, 2 * passes * part)
 
 
 def vocabulary_ends(ranks: int, activation: int, statistics: int, *, sequence: bool) -> Budget:
