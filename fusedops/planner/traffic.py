@@ -112,7 +112,7 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     of_rank, repeated = _layers(model, layout, rank)
     layers = len(of_rank)
     sparse, repeated_sparse = (sum(map(model.is_sparse, some)) for some in (of_rank, repeated))
-    overlaps = config.sp and config.overlap and config.cp == 1
+    overlaps = config.sp and config.overlap
     sparse_layer, sparse_repeat = (
         budgets.sparse_layer(
             tp, activation, sequence=config.sp, overlap=overlaps, halves=halves, again=again

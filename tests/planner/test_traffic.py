@@ -61,6 +61,7 @@ EXACT: list[tuple[TransformerConfig, dict[str, Any]]] = [
     (GPT2, {"tp": 2, "sp": True, "microbatches": 2}),
     (LLAMA, {"tp": 2, "sp": True, "overlap": False}),
     (LLAMA, {"cp": 2, "context": "all_to_all", "microbatches": 2}),
+    (GPT2, {"cp": 2, "tp": 2, "sp": True, "context": "all_to_all"}),
     (LLAMA, {"dp": 2, "tp": 2, "microbatches": 2}),
     (LLAMA, {"dp": 2, "tp": 2, "zero": 1}),
     (LLAMA, {"pp": 2, "microbatches": 4}),
