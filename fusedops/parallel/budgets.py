@@ -156,11 +156,11 @@ def vocabulary_ends(ranks: int, activation: int, statistics: int, *, sequence: b
 
     ``statistics`` is the bytes that a rank sends for its vocabulary: four numbers per token.
     """
-    said = Budget({"all_gather": 1}, statistics * (ranks - 1))
+    loss_gather = Budget({"all_gather": 1}, statistics * (ranks - 1))
     if not sequence:
-        return said + all_reduces(ranks, [activation] * 2)
+        return loss_gather + all_reduces(ranks, [activation] * 2)
     part = activation * (ranks - 1) // ranks
-    return said + Budget({"all_gather": 2, "reduce_scatter": 2}, 4 * part)
+    return loss_gather + Budget({"all_gather": 2, "reduce_scatter": 2}, 4 * part)
 
 
 def ring_layer(ranks: int, keys_and_values: int) -> Budget:
@@ -171,8 +171,8 @@ def ring_layer(ranks: int, keys_and_values: int) -> Budget:
 
 def all_to_all_layer(ranks: int, queries: int, keys_and_values: int) -> Budget:
     """Return the budget of attention by heads: to heads and back, in forward and backward."""
-    here = (2 * queries + keys_and_values) // ranks
-    return Budget({"all_to_all": 4}, 2 * here * (ranks - 1) // ranks)
+    local_bytes = (2 * queries + keys_and_values) // ranks
+    return Budget({"all_to_all": 4}, 2 * local_bytes * (ranks - 1) // ranks)
 
 
 def expert_layer(
@@ -196,9 +196,9 @@ def expert_layer(
         chunks: of the tokens, of each half.
         halves: 2 with micro-batch overlap.
     """
-    words = halves * METADATA_BYTES * (ranks - 1)
+    metadata_bytes = halves * METADATA_BYTES * (ranks - 1)
     calls = {"all_to_all": halves * (1 + 4 * chunks)}
-    return Budget(calls, (leaving + arriving) * (row + result) + words)
+    return Budget(calls, (leaving + arriving) * (row + result) + metadata_bytes)
 
 
 def pipeline(boundaries: int, microbatches: int, activation: int, *, words: int = 0) -> Budget:

@@ -147,7 +147,7 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     if not config.mp_comm_recompute:  # only rings run again
         repeat, sparse_repeat = (
             Budget({"send_receive": rings}, rings * activation // tp)
-            for rings in (each.calls.get("send_receive", 0) for each in (repeat, sparse_repeat))
+            for rings in (budget.calls.get("send_receive", 0) for budget in (repeat, sparse_repeat))
         )
     budget = layer * (layers - sparse) + repeat * (len(repeated) - repeated_sparse) + end * ends
     budget += sparse_layer * sparse + sparse_repeat * repeated_sparse

@@ -96,11 +96,13 @@ class OverlappedLayers(TransformerLayers):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what ``TransformerLayers.forward`` returns.
 
-        Compiled code, which waits inside of its operators, generation, which has no batch to split,
-        and a batch of one sequence run the layers on the whole batch.
+        Compiled code, which waits inside of its operators, and generation, which has no batch to
+        split, run the layers on the whole batch. So does a batch of one sequence, unless experts
+        are on other ranks: these may have more, and an empty half takes part in their exchanges.
         """
         sizes = [-(-x_BSH.shape[0] // 2), x_BSH.shape[0] // 2]
-        if torch.compiler.is_compiling() or context.kv_cache is not None or sizes[1] == 0:
+        is_whole = torch.compiler.is_compiling() or context.kv_cache is not None
+        if is_whole or (sizes[1] == 0 and not any(map(_exchange_of, self.values()))):
             return super().forward(x_BSH, context, norm, query_positions)
         xs: Sequence[torch.Tensor] = x_BSH.split(sizes)
         contexts = _split(context, sizes, self)
@@ -158,7 +160,8 @@ def _split(
         tables = (halves(table, has_batch) for table in context.rotary)
         split["rotary"] = list(zip(*tables, strict=True))
     if context.documents is not None:
-        split["documents"] = [Documents(ids) for ids in halves(context.documents.ids_BS)]
+        ids_of_halves = halves(context.documents.ids_BS)
+        split["documents"] = [Documents(ids) if len(ids) else None for ids in ids_of_halves]
     if context.dropout_seeds is not None:
         layer: Any = next(iter(layers.values()))
         length, seeds = context.positions.shape[-1], context.dropout_seeds
@@ -269,7 +272,7 @@ def _experts(
     x_BSH = context.partition.shard_tokens(x_BSH)
     logits, plan = layer.route(x_BSH, context)
     rows = x_BSH.flatten(0, 1)
-    exchange = _exchange_of(part)
+    exchange = _exchange_of(layer)
     forward = partial(type(part.experts).forward, part.experts)  # parameters stand ready
     dispatch = None if exchange is None else exchange.start(forward, rows, plan)
     other_phase = "nothing" if part.shared_experts is None else "shared expert"
@@ -342,8 +345,9 @@ def _substitution_of(module: nn.Module) -> ParameterSubstitution | None:
     return forward if isinstance(forward, ParameterSubstitution) else None
 
 
-def _exchange_of(part: MoE) -> ExpertExchange | None:
-    """Return how experts are reached that lie on other ranks."""
-    substitution = _substitution_of(part.experts)
+def _exchange_of(layer: Any) -> ExpertExchange | None:
+    """Return how the experts of a layer are reached that lie on other ranks."""
+    part = layer.feed_forward
+    substitution = _substitution_of(part.experts) if isinstance(part, MoE) else None
     call = None if substitution is None else substitution.call
     return call if isinstance(call, ExpertExchange) else None
