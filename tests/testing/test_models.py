@@ -13,7 +13,7 @@ import fusedops
 from fusedops import testing
 from fusedops.models import TrainEngine
 from fusedops.models.parallelization import batch_partition
-from fusedops.parallel.dropout import Place
+from fusedops.parallel.dropout import ShardOffsets
 
 # All of dp, cp, tp in {1, 2} but the single process, the smallest first.
 MESHES = sorted(
@@ -92,7 +92,7 @@ def test_dropout_draws_what_one_process_does(
             TrainEngine, "_dropout_inputs", lambda self, shards, seed: [{}] * len(shards)
         )
     else:
-        monkeypatch.setattr(batch_partition, "place_of", lambda config, mesh: Place())
+        monkeypatch.setattr(batch_partition, "shard_offsets", lambda config, mesh: ShardOffsets())
     with pytest.raises(AssertionError, match="loss is"):
         testing.replay(case, MODELS["llama"])
 

@@ -53,6 +53,8 @@ from fusedops.parallel.tensor.replicated import ParameterSubstitution
 # Phases that the second half is behind: communication of one half then overlaps products, never a
 # norm, of the other.
 _LEAD = 2
+# Modules of a layer whose parts the phases call.
+_IN_PHASES = ("attention", "feed_forward", "feed_forward.experts")
 
 
 class Routed(NamedTuple):
@@ -308,14 +310,8 @@ def _auxiliary_loss(
 
 def _check_not_wrapped(layer: Layer) -> None:
     """Raise where a memory policy wraps a module whose parts the phases call: it has no effect."""
-    part: Any = layer.feed_forward
-    modules: dict[str, nn.Module] = {"attention": layer.attention}
-    if isinstance(part, (MoE, ParallelMLP, ParallelGatedMLP)):
-        modules["feed_forward"] = part
-    if isinstance(part, MoE):
-        modules["feed_forward.experts"] = part.experts
-    for name, module in modules.items():
-        if isinstance(module.__dict__.get("forward"), Wrapped):
+    for name, module in layer.named_modules():
+        if name in _IN_PHASES and isinstance(module.__dict__.get("forward"), Wrapped):
             raise UnsupportedError(
                 f"overlap_microbatches: layers.{layer.index}.{name} must not be named by a memory "
                 "policy, because its parts run in phases of their own: name 'layers.*', norms or "
