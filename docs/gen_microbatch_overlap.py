@@ -9,16 +9,20 @@ are phases in their order, not times: what stands side by side ran side by side.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.parallel import microbatch_overlap
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.comm.collectives import COMPUTE, Log
+from fusedops.parallel.comm.collectives import COMPUTE, ComputeSpan, Log
 from fusedops.testing import threads
 
 PICTURE = Path(__file__).resolve().parent / "microbatch_overlap.svg"
@@ -53,11 +57,62 @@ class Panel:
     travels: list[tuple[int, str, int, int]] = field(default_factory=list)
 
 
+# Of this thread, which is a rank: the end of the chain of marks.
+_RANK = threading.local()
+
+
+@contextmanager
+def backward_marked() -> Iterator[None]:
+    """Let phases of micro-batch overlap also mark their backward, between the two calls below.
+
+    Each phase adds two scalars to a chain in the autograd graph, whose backwards run when the
+    backward of the phase does.
+    """
+    with mock.patch.object(microbatch_overlap, "computing", _phase):
+        yield
+
+
+def begin_marks() -> None:
+    """Begin the chain of marks of this rank, before a forward."""
+    _RANK.link = torch.zeros((), requires_grad=True)
+
+
+def end_marks(loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss, whose backward also runs the marks."""
+    link, _RANK.link = _RANK.link, None
+    return loss + 0.0 * link
+
+
+@contextmanager
+def _phase(label: str) -> Iterator[None]:
+    backward = ComputeSpan(f"{label}, backward")
+    is_marked = getattr(_RANK, "link", None) is not None
+    if is_marked:
+        _RANK.link = _Mark.apply(_RANK.link, backward, "end")
+    with collectives.computing(label):
+        yield
+    if is_marked:
+        _RANK.link = _Mark.apply(_RANK.link, backward, "start")
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: torch.Tensor, span: ComputeSpan, phase: str) -> torch.Tensor:
+        ctx.span, ctx.phase = span, phase
+        return link.view_as(link)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.span.mark(ctx.phase)
+        return grads[0], None, None
+
+
 def main() -> None:
     panels = {}
     for name, (model, values) in MODES.items():
         ranks = ParallelConfig(**values).sizes.ranks
-        steps = threads.run(lambda rank, m=model, v=values: _recorded(m, v), ranks)
+        with backward_marked():
+            steps = threads.run(lambda rank, m=model, v=values: _recorded(m, v), ranks)
         panels |= {f"{name}, {way}": _panel(log) for way, log in steps[0].items()}
     PICTURE.write_text(picture(panels))
 
@@ -69,8 +124,10 @@ def _recorded(name: str, values: dict[str, Any]) -> dict[str, Log]:
     text = torch.arange(shape[0] * shape[1]).reshape(shape) % whole.config.vocab_size
     shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))
     count = run.count(shard.labels)
+    begin_marks()
     with collectives.recorded() as forward:
         loss = run.loss(whole(*shard[:2], positions=shard.positions), count)
+    loss = end_marks(loss)
     with collectives.recorded() as backward:
         loss.backward()
     return {"forward": forward, "backward": backward}

@@ -52,7 +52,7 @@ LEFT, TOP, ROW, BOX, GAP = 150, 64, 46, 9, 2
 
 @dataclass
 class Step:
-    """What the first rank sends in a step: before the loss is known, and after."""
+    """What the first rank sends in a second step: before the loss is known, and after."""
 
     forward: list[Event]
     backward: list[Event]
@@ -81,11 +81,12 @@ def _recorded(config: ParallelConfig) -> Step:
     text = torch.arange(SEQUENCES * (TOKENS + 1)).reshape(SEQUENCES, -1) % model.config.vocab_size
     shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))
     count = run.count(shard.labels)
-    with collectives.recorded() as forward:
-        output = model(*shard[:2], positions=shard.positions)
-        loss = run.loss(output, count)
-    with collectives.recorded() as backward:
-        loss.backward()
+    for _ in range(2):
+        with collectives.recorded() as forward:
+            output = model(*shard[:2], positions=shard.positions)
+            loss = run.loss(output, count)
+        with collectives.recorded() as backward:
+            loss.backward()
     return Step(forward.calls, backward.calls)
 
 

@@ -34,8 +34,7 @@ class BatchPartition:
     ``parallelize`` gives a model the one of its process.
     """
 
-    # Ranks whose tokens count in the auxiliary loss of a router; ``None``: this process has all
-    # tokens
+    # Ranks whose tokens count in the auxiliary loss of a router; ``None``: those of this process
     router_group: Any = None
 
     def new_seed(self, device: torch.device) -> torch.Tensor:

@@ -33,14 +33,17 @@ class _Memory:
 
     def __init__(self) -> None:
         self.choices: list[Kept] = []
+        self.sums: list[torch.Tensor] = []
         self.complete = False
         self.place = 0
+        self.place_of_sum = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        self.place = 0
+        self.place = self.place_of_sum = 0
         if not self.complete:
             self.choices.clear()
+            self.sums.clear()
         token = _RUNNING.set((*_RUNNING.get(), self))
         try:
             yield
@@ -186,6 +189,26 @@ def record(ids: torch.Tensor, kept: torch.Tensor | None, seed: torch.Tensor | No
     for memory in _RUNNING.get():
         if not memory.complete:
             memory.choices.append((ids.detach(), kept, seed))
+
+
+def summed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return a sum over ranks that depends on the choices alone; a later run communicates nothing.
+
+    ``compute`` is called in the first run of a function that ``keep_routing`` returned; later runs
+    get that result.
+    """
+    if torch.compiler.is_compiling():
+        return compute()
+    result: torch.Tensor | None = None
+    for memory in _RUNNING.get():
+        if memory.complete and memory.place_of_sum < len(memory.sums):
+            result = memory.sums[memory.place_of_sum]
+            memory.place_of_sum += 1
+    result = compute() if result is None else result
+    for memory in _RUNNING.get():
+        if not memory.complete:
+            memory.sums.append(result)
+    return result
 
 
 def recomputing() -> bool:

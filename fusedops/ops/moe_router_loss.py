@@ -10,6 +10,7 @@ the choices and are constants. No probabilities are stored. Kernels:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
 from fusedops.kernels._moe_arguments import RouterLossArguments
 from fusedops.ops._route_math import normalized_sigmoid
 from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.ops._routing_reuse import summed_once
 
 _FORMS = ("switch", "squared")
 _SCORES = ("softmax", "sigmoid")
@@ -61,7 +63,8 @@ def moe_router_loss(
         mask: ``[T]`` bool; tokens with ``False`` (padding) have no effect, whatever their logits
             are.
         group: a process group: ``f`` is computed over the tokens of all its ranks, by one
-            all-reduce of ``E + 1`` integers. The mean of the result over the ranks is then the loss
+            all-reduce of ``E + 1`` integers, which a recomputation under ``keep_routing`` does not
+            repeat. The mean of the result over the ranks is then the loss
             of the whole batch, and the mean of the gradients over ranks, as in DDP, is its
             gradient.
 
@@ -144,7 +147,7 @@ def _sum_over_ranks(
     from fusedops._core import collectives
 
     both = torch.cat([counts.reshape(-1), totals])
-    summed = collectives.all_reduce(both, group, label="router loss")
+    summed = summed_once(partial(collectives.all_reduce, both, group, label="router loss"))
     size = counts.numel()
     return summed[:size].view(counts.shape), summed[size:], dist.get_world_size(group)
 

@@ -10,9 +10,10 @@ twice, each of half the bytes (of even batches), and all others once.
 |---|---|---|
 | ``tensor_layer`` | 4 all-reduces of the activation | ``8 A (n - 1) / n`` |
 | ``sequence_layer`` | 4 all-gathers and 4 reduce-scatters | ``8 A (n - 1) / n`` |
+| ``sparse_layer`` | 2 all-reduces and 2 all-gathers of the activation | ``6 A (n - 1) / n`` |
 | ``ring_layer`` | ``3 (n - 1)`` keys and values, or their gradients | ``3 K (n - 1) / n`` |
 | ``all_to_all_layer`` | 4 all-to-alls | ``2 (2 Q + K) (n - 1) / n^2`` |
-| ``expert_layer`` | 6 all-to-alls | ``(leaving + arriving) (row + result) + 216 (n - 1)`` |
+| ``expert_layer`` | 5 all-to-alls | ``(leaving + arriving) (row + result) + 216 (n - 1)`` |
 
 | one step | calls | bytes sent |
 |---|---|---|
@@ -27,7 +28,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fusedops.parallel.collective_errors import VOTE_BYTES
 from fusedops.parallel.comm.collectives import Log
 from fusedops.parallel.expert.metadata import METADATA_BYTES
 
@@ -122,16 +122,45 @@ def sequence_layer_recomputation(
     return Budget({"all_gather": 1, "send_receive": 3 * (ranks - 1)}, 4 * part)
 
 
+def sparse_layer(
+    ranks: int,
+    activation: int,
+    *,
+    sequence: bool,
+    overlap: bool = False,
+    halves: int = 1,
+    again: bool = False,
+) -> Budget:
+    """Return the budget of attention, its features sharded, and of experts of a shard of tokens.
+
+    Without sequence parallelism the experts' results are gathered, and in the backward the
+    gradients of their inputs. ``again`` is that of a second forward, for the backward; a last
+    gathering is left out.
+    """
+    part = activation * (ranks - 1) // ranks
+    if not sequence:
+        sums = all_reduces(ranks, [activation // halves] * (halves if again else 2 * halves))
+        gathers = halves - 1 if again else 2 * halves
+        return sums + Budget({"all_gather": gathers}, gathers * part // halves)
+    passes = 1 if again else 2
+    if overlap and halves == 1:
+        rings = passes * (ranks - 1)
+        calls = {"all_gather": 1, "reduce_scatter": passes - 1, "send_receive": rings}
+        return Budget(calls, 2 * passes * part)
+    calls = {"all_gather": passes * halves, "reduce_scatter": passes * halves}
+    return Budget(calls, 2 * passes * part)
+
+
 def vocabulary_ends(ranks: int, activation: int, statistics: int, *, sequence: bool) -> Budget:
     """Return the budget of an embedding and a loss over a sharded vocabulary.
 
     ``statistics`` is the bytes that a rank sends for its vocabulary: four numbers per token.
     """
-    said = Budget({"all_gather": 1}, statistics * (ranks - 1))
+    loss_gather = Budget({"all_gather": 1}, statistics * (ranks - 1))
     if not sequence:
-        return said + all_reduces(ranks, [activation] * 2)
+        return loss_gather + all_reduces(ranks, [activation] * 2)
     part = activation * (ranks - 1) // ranks
-    return said + Budget({"all_gather": 2, "reduce_scatter": 2}, 4 * part)
+    return loss_gather + Budget({"all_gather": 2, "reduce_scatter": 2}, 4 * part)
 
 
 def ring_layer(ranks: int, keys_and_values: int) -> Budget:
@@ -142,8 +171,8 @@ def ring_layer(ranks: int, keys_and_values: int) -> Budget:
 
 def all_to_all_layer(ranks: int, queries: int, keys_and_values: int) -> Budget:
     """Return the budget of attention by heads: to heads and back, in forward and backward."""
-    here = (2 * queries + keys_and_values) // ranks
-    return Budget({"all_to_all": 4}, 2 * here * (ranks - 1) // ranks)
+    local_bytes = (2 * queries + keys_and_values) // ranks
+    return Budget({"all_to_all": 4}, 2 * local_bytes * (ranks - 1) // ranks)
 
 
 def expert_layer(
@@ -156,7 +185,7 @@ def expert_layer(
     chunks: int = 1,
     halves: int = 1,
 ) -> Budget:
-    """Return the budget of sharded experts: dispatch and combine, metadata and error votes.
+    """Return the budget of sharded experts: dispatch, combine and metadata, without validation.
 
     Args:
         ranks: of ``ep``.
@@ -167,9 +196,9 @@ def expert_layer(
         chunks: of the tokens, of each half.
         halves: 2 with micro-batch overlap.
     """
-    words = halves * (METADATA_BYTES + chunks * VOTE_BYTES) * (ranks - 1)
-    calls = {"all_to_all": halves * (1 + 5 * chunks)}
-    return Budget(calls, (leaving + arriving) * (row + result) + words)
+    metadata_bytes = halves * METADATA_BYTES * (ranks - 1)
+    calls = {"all_to_all": halves * (1 + 4 * chunks)}
+    return Budget(calls, (leaving + arriving) * (row + result) + metadata_bytes)
 
 
 def pipeline(boundaries: int, microbatches: int, activation: int, *, words: int = 0) -> Budget:

@@ -4,7 +4,7 @@ A rank that raised alone would leave the others waiting in their next collective
 exchange whether something is wrong before they communicate, and then all of them raise.
 
 ``raise_on_all`` exchanges messages as Python objects: for set-up code, where the host may wait.
-``ErrorVote`` exchanges one number per rank while other work runs: for the code of a training step.
+``vote`` exchanges one number per rank, for code that may be part of a training step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import torch
 import torch.distributed as dist
 
 from fusedops.parallel.comm.collectives import all_to_all
-
-# What an ``ErrorVote`` sends to each rank: an int64.
-VOTE_BYTES = 8
 
 
 @contextmanager
@@ -98,8 +95,15 @@ def error_of(
     return None
 
 
-class ErrorVote:
-    """An exchange of error codes, started by the constructor, after which all ranks raise or none.
+def vote(
+    op: str,
+    groups: Sequence[dist.ProcessGroup],
+    error: Exception | None,
+    *,
+    code: ErrorCode | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Raise on every rank if one has an error; the host waits for a number of each rank.
 
     Args:
         op: the name of the public function, for messages.
@@ -109,48 +113,18 @@ class ErrorVote:
         code: what is reported of ``error``; by default the code of its type.
         device: a device from which the backend of the groups can send.
     """
-
-    def __init__(
-        self,
-        op: str,
-        groups: Sequence[dist.ProcessGroup],
-        error: Exception | None,
-        *,
-        code: ErrorCode | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self._op, self._error, self._device = op, error, device
-        self._code = int(code if error is not None and code is not None else code_of(error))
-        senders = ["rank {} of the group"]
-        if len(groups) > 1:
-            senders = ["rank {} of this node", "a rank of node {}"]
-        self._remaining = list(zip(groups, senders, strict=True))
-        self._send()
-
-    def second_hop(self) -> None:
-        """Wait for the first group and start the exchange over the second, if there is one."""
-        if self._remaining:
-            self._receive()
-            self._send()
-
-    def wait(self) -> None:
-        """Raise on every rank if one reports an error."""
-        self.second_hop()
-        self._receive()
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback refers to this frame: a cycle would keep the tensors
-
-    def _send(self) -> None:
-        group, self._sender = self._remaining.pop(0)
-        self._sent = torch.full((group.size(),), self._code, dtype=torch.int64, device=self._device)
-        self._pending = all_to_all(self._sent, group, label="error vote")
-
-    def _receive(self) -> None:
-        codes = self._pending.wait().tolist()
-        if self._error is None:
-            self._error = error_of(self._op, codes, self._sender)
-            self._code = next((code for code in codes if code), 0)
+    number = int(code if error is not None and code is not None else code_of(error))
+    senders = ["rank {} of the group"]
+    if len(groups) > 1:
+        senders = ["rank {} of this node", "a rank of node {}"]
+    for group, sender in zip(groups, senders, strict=True):
+        sent = torch.full((group.size(),), number, dtype=torch.int64, device=device)
+        codes = all_to_all(sent, group, label="error vote").wait().tolist()
+        if error is None:
+            error = error_of(op, codes, sender)
+            number = next((code for code in codes if code), 0)
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its traceback refers to this frame: a cycle would keep the tensors

@@ -20,8 +20,8 @@ from fusedops._core import checks, philox
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which part a rank has, of parts of the same size.
+class ShardOffsets:
+    """Where the shard of a rank starts in the global tensors.
 
     Raises:
         ValueError: a part is not below the number of parts.
@@ -29,8 +29,8 @@ class Place:
 
     Example:
         >>> import torch
-        >>> from fusedops.parallel.dropout import Place
-        >>> Place(sequence_part=1, sequence_parts=2).of_rows(torch.ones(2, 3, 8))[2:]
+        >>> from fusedops.parallel.dropout import ShardOffsets
+        >>> ShardOffsets(sequence_part=1, sequence_parts=2).hidden_seed(torch.ones(2, 3, 8))[2:]
         tensor([24, 48, 24, 24])
     """
 
@@ -43,15 +43,15 @@ class Place:
     context_parts: int = 1  # how many shards there are
 
     def __post_init__(self) -> None:
-        checks.integer("Place", "batch_part", self.batch_part, least=0)
+        checks.integer("ShardOffsets", "batch_part", self.batch_part, least=0)
         for what in ("sequence", "head", "context"):
             part, parts = getattr(self, f"{what}_part"), getattr(self, f"{what}_parts")
-            checks.integer("Place", f"{what}_parts", parts, least=1)
-            checks.integer("Place", f"{what}_part", part, least=0)
+            checks.integer("ShardOffsets", f"{what}_parts", parts, least=1)
+            checks.integer("ShardOffsets", f"{what}_part", part, least=0)
             if part >= parts:
-                checks.fail("Place", f"{what}_part", f"below {what}_parts, {parts}", part)
+                checks.fail("ShardOffsets", f"{what}_part", f"below {what}_parts, {parts}", part)
 
-    def of_rows(self, input: torch.Tensor, seed: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden_seed(self, input: torch.Tensor, seed: torch.Tensor | None = None) -> torch.Tensor:
         """Return a seed for dropout of activations ``[B, s, H]``.
 
         ``seed`` ``[2]`` is that of the global batch; by default new numbers of torch's generator.
@@ -60,12 +60,12 @@ class Place:
             ValueError: they are not of three dims.
         """
         if input.dim() != 3:
-            checks.fail("Place", "input", "[sequences, tokens, features]", list(input.shape))
+            checks.fail("ShardOffsets", "input", "[sequences, tokens, features]", list(input.shape))
         seed = philox.new_seed(input.device) if seed is None else seed
         sequences, tokens, features = input.shape
         return philox.placed(seed, self.rows(self.batch_part * sequences, tokens, features))
 
-    def of_scores(
+    def score_seed(
         self, query: torch.Tensor, length: int, seed: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return a seed for dropout in attention of complete sequences, the heads here.
@@ -77,7 +77,7 @@ class Place:
         """
         if query.dim() != 4:
             expected = "[sequences, heads, tokens, features]"
-            checks.fail("Place", "query", expected, list(query.shape))
+            checks.fail("ShardOffsets", "query", expected, list(query.shape))
         seed = philox.new_seed(query.device) if seed is None else seed
         sequences, heads = query.shape[:2]
         return philox.placed(seed, self.scores(self.batch_part * sequences, heads, length))

@@ -190,9 +190,19 @@ def layer_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
     config, hidden = layout.parallel, model.hidden_size * layout.bytes_of.stream
     saved = hidden / (config.tp if config.sp or config.recompute_slice_activation else 1)
     if not config.mp_comm_recompute and config.tp > 1:
-        # Two all-reduces; with sp two all-gathers and two reduce-scatters, whose results are 1/tp.
-        saved += 2 * hidden * (1 + 1 / config.tp if config.sp else 1)
+        saved += hidden * _kept_results(model, layout, index)
     return saved * tokens
+
+
+def _kept_results(model: TransformerConfig, layout: Layout, index: int) -> float:
+    """Return the results of collectives that full recomputation keeps, in hidden states."""
+    config = layout.parallel
+    if not config.sp:
+        return 2  # of attention, and of the feed-forward part or the tokens of experts
+    if config.overlap and not config.overlap_microbatches:
+        return 1  # the gathered input of attention; rings run again
+    # All-gathers, and reduce-scatters, whose results are 1/tp. Experts have none.
+    return (1 if model.is_sparse(index) else 2) * (1 + 1 / config.tp)
 
 
 def _temporary_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:

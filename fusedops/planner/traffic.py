@@ -1,8 +1,9 @@
 """What each rank of a layout sends in a training step, by kind of parallelism: exact formulae.
 
 Composed of ``parallel/budgets.py``, whose formulae the tests compare with what the stack records.
-Two numbers are not known before a step: the rows that a router sends to other ranks (taken to be
-even), and the keys that causality lets ring attention skip (all are counted).
+Two numbers are not known before a step: the rows that a router sends to other ranks (experts are
+taken to be chosen evenly and independently), and the keys that causality lets ring attention skip
+(all are counted).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from math import comb
 
 import torch
 
@@ -18,10 +20,12 @@ from fusedops.models.config import TransformerConfig
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel import budgets
 from fusedops.parallel.budgets import Budget
+from fusedops.parallel.expert.metadata import METADATA_BYTES
 from fusedops.parallel.pipeline.schedules import table
 from fusedops.planner.layout import Layout, check
 from fusedops.planner.memory import weights_of_rank
 
+_COUNT = 8  # bytes of a number of tokens
 _STATISTIC = 4  # bytes of a number that ranks of the vocabulary exchange for the loss
 _MARK = 4  # bytes that tell whether a parameter has a gradient
 _DTYPES = {4: torch.float32, 2: torch.bfloat16}
@@ -60,16 +64,19 @@ def step_traffic(model: TransformerConfig, layout: Layout, *, rank: int = 0) -> 
             model, layout
         ) * len(again)
         parts["context"] = context * config.microbatches
-    if config.ep > 1:
-        sparse, repeated = (sum(map(model.is_sparse, some)) for some in (layers, again))
-        experts = (
-            _experts(model, layout) * sparse + _experts_recomputation(model, layout) * repeated
-        )
-        parts["experts"] = experts * config.microbatches
+    sparse, repeated = (sum(map(model.is_sparse, some)) for some in (layers, again))
+    if sparse:
+        experts = _router_loss(model, layout) * sparse
+        if config.ep > 1:
+            experts += _experts(model, layout) * sparse
+            experts += _experts(model, layout, backward=False) * repeated
+        if experts.bytes:
+            parts["experts"] = experts * config.microbatches
     if config.pp > 1:
         parts["pipeline"] = _pipeline(model, layout, rank)
-    if config.sizes.data > 1:
-        parts["data"] = _data(model, layout, rank)
+    data = _data(model, layout, rank)
+    if data.bytes:
+        parts["data"] = data
     return parts
 
 
@@ -104,8 +111,20 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     ends = (0 in stages) + (layout.stages - 1 in stages)
     of_rank, repeated = _layers(model, layout, rank)
     layers = len(of_rank)
+    sparse, repeated_sparse = (sum(map(model.is_sparse, some)) for some in (of_rank, repeated))
+    overlaps = config.sp and config.overlap
+    sparse_layer, sparse_repeat = (
+        budgets.sparse_layer(
+            tp, activation, sequence=config.sp, overlap=overlaps, halves=halves, again=again
+        )
+        for again in (False, True)
+    )
+    sparse_layer += budgets.all_reduces(tp, _replicated_in_experts(model))
+    if halves == 2 and not config.sp and (model.balance_loss or model.z_loss):
+        # The router's loss reads both halves: nothing is left out of a second forward.
+        sparse_repeat += Budget({"all_gather": 1}, activation * (tp - 1) // tp // halves)
     if config.sp:
-        overlap = config.overlap and config.cp == 1 and halves == 1
+        overlap = overlaps and halves == 1
         # An MLP that recomputes its activation has products that overlap nothing.
         plain_mlp = "activation" in config.recomputed and not model.gated
         layer = budgets.sequence_layer(
@@ -124,10 +143,14 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     if model.kv_heads < tp:  # ranks share heads of keys, and add up their gradients
         shared = model.kv_heads * model.size_of_head * model.hidden_size * weight
         layer += budgets.all_reduces(tp, [shared] * 2)
+        sparse_layer += budgets.all_reduces(tp, [shared] * 2)
     if not config.mp_comm_recompute:  # only rings run again
-        rings = repeat.calls.get("send_receive", 0)
-        repeat = Budget({"send_receive": rings}, rings * activation // tp)
-    budget = layer * layers + repeat * len(repeated) + end * ends
+        repeat, sparse_repeat = (
+            Budget({"send_receive": rings}, rings * activation // tp)
+            for rings in (budget.calls.get("send_receive", 0) for budget in (repeat, sparse_repeat))
+        )
+    budget = layer * (layers - sparse) + repeat * (len(repeated) - repeated_sparse) + end * ends
+    budget += sparse_layer * sparse + sparse_repeat * repeated_sparse
     if config.sp:
         budget += budgets.all_reduces(tp, _replicated(model, layers, stages, layout.stages))
     if layout.stages - 1 in stages:
@@ -146,6 +169,15 @@ def _replicated(model: TransformerConfig, layers: int, stages: list[int], count:
     if count - 1 in stages:
         sizes.append(norm)
     return sizes
+
+
+def _replicated_in_experts(model: TransformerConfig) -> list[int]:
+    """Return the bytes of gradients that ranks of ``tp`` sum in a sparse layer."""
+    hidden, width = model.hidden_size, model.shared_size
+    router = 0 if model.router == "hash" else hidden * model.num_experts
+    products = 3 if model.gated else 2
+    sizes = [router, products * hidden * width, hidden if model.shared_gate else 0]
+    return [_STATISTIC * size for size in sizes if size]
 
 
 def _context(model: TransformerConfig, layout: Layout) -> Budget:
@@ -172,37 +204,46 @@ def _attended(model: TransformerConfig, layout: Layout) -> tuple[int, int]:
     return queries, 2 * tokens * model.key_width * item // config.tp
 
 
-def _experts(model: TransformerConfig, layout: Layout) -> Budget:
-    """Return what a layer and micro-batch needs of expert parallelism, with even routing."""
+def _experts(model: TransformerConfig, layout: Layout, *, backward: bool = True) -> Budget:
+    """Return what a layer and micro-batch needs of expert parallelism, or a second forward of it.
+
+    Over nodes a token goes to each node once, if one of its experts is there.
+    """
+    config, item, k = layout.parallel, layout.bytes_of.activations, model.top_k
+    nodes, halves = config.ep_nodes, 2 if config.overlap_microbatches else 1
+    tokens, passes = layout.tokens(model) / config.tp, 2 if backward else 1
+    result, slots = model.hidden_size * item, k * tokens
+
+    def row(pairs: int) -> int:
+        return PayloadLayout(model.hidden_size, _DTYPES[item], torch.float32, pairs=pairs).stride
+
+    # Ranks of a group, bytes to and from a rank if all rows left it, exchanges of metadata.
+    levels = [(config.ep, slots * row(1), slots * result, halves)]
+    if nodes > 1:
+        elsewhere = comb(model.num_experts * (nodes - 1) // nodes, k) / comb(model.num_experts, k)
+        rows = nodes * (1 - elsewhere) * tokens
+        results = rows if config.ep_reduce == "node" else slots
+        metadata = halves * config.ep_chunks
+        levels = [
+            (nodes, rows * row(k), results * result, halves),
+            (config.ep // nodes, slots * row(1), slots * result, metadata),
+        ]
+    budget = Budget()
+    for ranks, there, back, metadata in levels:
+        calls = metadata + 2 * passes * config.ep_chunks * halves
+        sent = passes * (there + back) / ranks + metadata * METADATA_BYTES
+        budget += Budget({"all_to_all": calls}, round(sent * (ranks - 1)))
+    return budget
+
+
+def _router_loss(model: TransformerConfig, layout: Layout) -> Budget:
+    """Return what the router's loss of a layer and micro-batch needs: choices are added up."""
     config = layout.parallel
-    away, row, result = _routed(model, layout)
-    return budgets.expert_layer(
-        config.ep,
-        away,
-        away,
-        row=row,
-        result=result,
-        chunks=config.ep_chunks,
-        halves=2 if config.overlap_microbatches else 1,
-    )
-
-
-def _experts_recomputation(model: TransformerConfig, layout: Layout) -> Budget:
-    """Return what a second forward needs: all but the two exchanges of gradients."""
-    config = layout.parallel
-    away, row, result = _routed(model, layout)
-    exchanges = 2 * config.ep_chunks * (2 if config.overlap_microbatches else 1)
-    budget = _experts(model, layout)
-    calls = {kind: count - exchanges for kind, count in budget.calls.items()}
-    return Budget(calls, budget.bytes - away * (row + result))
-
-
-def _routed(model: TransformerConfig, layout: Layout) -> tuple[int, int, int]:
-    """Return the rows that leave a rank, and the bytes of such a row and of its result."""
-    config, item = layout.parallel, layout.bytes_of.activations
-    away = layout.tokens(model) * model.top_k * (config.ep - 1) // config.ep
-    row = PayloadLayout(model.hidden_size, _DTYPES[item], torch.float32, pairs=1).stride
-    return away, row, model.hidden_size * item
+    ranks = config.sizes.data * config.tp
+    if config.router_loss == "local" or ranks == 1 or not (model.balance_loss or model.z_loss):
+        return Budget()
+    counts = model.num_experts if model.balance_loss else 0
+    return budgets.all_reduces(ranks, [_COUNT * (counts + 1)])
 
 
 def _pipeline(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
@@ -224,16 +265,26 @@ def _data(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     weights = weights_of_rank(model, layout, rank)
     dense = round(weights.split / config.tp + weights.replicated)
     experts, replicas = weights.experts // config.ep, ranks * config.tp // config.ep
+    is_alike = config.ep == 1 and config.tp == 1  # experts are reduced with all others
+    has_replicas = experts > 0 and replicas > 1 and not is_alike
+    dense += experts if is_alike else 0
+    budget = Budget()
     if config.zero == 0:
-        marks = _MARK * _tensors(model, layout, rank)
-        budget = _replicas(ranks, dense * sizes.gradients, marks, config.bucket_bytes)
-        if experts and replicas > 1:
-            budget += _replicas(replicas, experts * sizes.gradients, 0, config.bucket_bytes)
+        dense_marks, expert_marks = (_MARK * n for n in _tensors(model, layout, rank))
+        dense_marks += expert_marks if is_alike else 0
+        if ranks > 1:
+            budget += _replicas(ranks, dense * sizes.gradients, dense_marks, config.bucket_bytes)
+        if has_replicas:
+            size = experts * sizes.gradients
+            budget += _replicas(replicas, size, expert_marks, config.bucket_bytes)
         return budget
     inside = weights_of_rank(model, layout, rank, inside=True)
     again = config.zero == 3 and config.parallel_optimizer_comm_recompute
-    budget = _shared(ranks, dense, inside.split / config.tp + inside.replicated, again, layout)
-    if experts and replicas > 1:
+    if ranks > 1:
+        split = inside.split / config.tp + inside.replicated
+        split += inside.experts if is_alike else 0
+        budget += _shared(ranks, dense, split, again, layout)
+    if has_replicas:
         budget += _shared(replicas, experts, experts, again, layout)
     return budget
 
@@ -253,22 +304,28 @@ def _shared(ranks: int, numbers: float, inside: float, again: bool, layout: Layo
 
 
 @lru_cache(64)
-def _tensors(model: TransformerConfig, layout: Layout, rank: int) -> int:
-    """Return how many parameters a rank of the pipeline has; counted on two small models."""
+def _tensors(model: TransformerConfig, layout: Layout, rank: int) -> tuple[int, int]:
+    """Return how many parameters a rank of the pipeline has, without experts and of experts.
+
+    Counted on two small models.
+    """
     one, two = (
-        len(
-            list(
-                Transformer(
-                    replace(model, num_layers=n, moe_layers=None), device="meta"
-                ).parameters()
-            )
-        )
+        [
+            ".experts." in name
+            for name, _ in Transformer(
+                replace(model, num_layers=n, moe_layers=None), device="meta"
+            ).named_parameters()
+        ]
         for n in (1, 2)
     )
-    layers = two - one
+    experts = sum(two) - sum(one)
+    layers = len(two) - len(one) - experts
     stages = layout.stages_of(rank)
+    of_rank = layout.layers_of(model, rank)
     last = (2 if model.norm == "layer" else 1) + (0 if model.tied else 1)
-    count = layers * len(layout.layers_of(model, rank))
-    count += (one - layers - last) * (0 in stages) + last * (layout.stages - 1 in stages)
+    count = layers * len(of_rank)
+    first = len(one) - experts - layers - last
+    count += first * (0 in stages) + last * (layout.stages - 1 in stages)
     # The head of a tied model has its own copy where the embedding is elsewhere.
-    return count + (model.tied and layout.stages - 1 in stages and 0 not in stages)
+    count += model.tied and layout.stages - 1 in stages and 0 not in stages
+    return count, experts * sum(map(model.is_sparse, of_rank))

@@ -244,7 +244,4 @@ def _host_group() -> dist.ProcessGroup:
     """Return a group of all ranks on the hosts' network: a gathering waits for no GPU."""
     world = dist.group.WORLD
     assert world is not None
-    if host_groups.hosts_of([world]) is None:
-        host_groups.connect([world], torch.device("cuda"))
-    serving = host_groups.hosts_of([world])
-    return world if serving is None else serving[0]
+    return host_groups.host_group(world, torch.device("cuda")) or world

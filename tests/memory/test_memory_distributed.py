@@ -17,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops import memory
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.planner import Layout
+from fusedops.planner.memory import layer_bytes
 
 pytestmark = pytest.mark.distributed
 
@@ -331,3 +334,49 @@ def test_a_result_whose_weights_are_freed_is_not_made_of_what_lies_there(
 ) -> None:
     for said in on_two_ranks(another_block_reads):
         assert "layer_norm" in said and "FSDP2 has freed its weight [8]" in said
+
+
+def model_that_keeps(world: Any, name: str, values: dict[str, Any]) -> int:
+    """Return the bytes that layers hold after a forward."""
+    if not world.member(2):
+        return 0
+    config = ParallelConfig(tp=2, recompute="full", **values)
+    model: Any = parallelize(Transformer(preset(name), device="meta"), config, seed=0).model
+    tokens = torch.arange(4 * 64).view(4, 64) % 100
+    x = torch.randn(4, 64 // (2 if config.sp else 1), model.config.hidden_size, requires_grad=True)
+    context = model.make_context(tokens)
+    dist.barrier(world.group(2))
+    before = _bytes_of_activations()
+    y, auxiliary = model.layers(x, context)
+    dist.barrier(world.group(2))
+    nbytes = _bytes_of_activations() - before
+    (y.sum() + auxiliary).backward()
+    return nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tiny-llama", {}),
+        ("tiny-llama", {"sp": True, "overlap": False}),
+        ("tiny-llama", {"sp": True}),
+        ("tiny-gpt2", {"sp": True}),
+        ("tiny-mixtral", {}),
+        ("tiny-mixtral", {"sp": True}),
+        ("tiny-mixtral", {"sp": True, "overlap": False}),
+    ],
+    ids=str,
+)
+def test_the_planner_counts_what_is_kept_of_collectives(
+    on_two_ranks: Callable[..., list[Any]], name: str, values: dict[str, Any]
+) -> None:
+    model = preset(name)
+    measured, planned = [], []
+    for repeats in (False, True):
+        given = {**values, "mp_comm_recompute": repeats}
+        measured.append(on_two_ranks(model_that_keeps, name, given))
+        shape = Layout.of(precision="float32", seq_len=64, micro_batch=4).training
+        layout = Layout(ParallelConfig(tp=2, recompute="full", **given), shape)
+        planned.append(sum(layer_bytes(model, layout, i) for i in range(model.num_layers)))
+    kept, again = measured
+    assert [a - b for a, b in zip(kept, again, strict=True)] == [planned[0] - planned[1]] * 2

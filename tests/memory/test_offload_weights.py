@@ -59,7 +59,11 @@ SPREAD: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "tp2": ("tiny-llama", torch.float32, {"tp": 2}),
     "ep2": ("tiny-mixtral", torch.float32, {"dp": 2, "ep": 2}),
     "ep2-chunks-half": ("tiny-mixtral", torch.bfloat16, {"dp": 2, "ep": 2, "ep_chunks": 2}),
-    "copies-half": ("tiny-mixtral", torch.bfloat16, {"dp": 2, "overlap_microbatches": True}),
+    "overlap-half": (
+        "tiny-mixtral",
+        torch.bfloat16,
+        {"dp": 2, "ep": 2, "overlap_microbatches": True},
+    ),
 }
 
 

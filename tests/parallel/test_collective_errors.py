@@ -10,7 +10,7 @@ import torch
 from process_pool import World
 from torch import distributed as dist
 
-from fusedops.parallel.collective_errors import ErrorCode, ErrorVote, raise_on_all
+from fusedops.parallel.collective_errors import ErrorCode, raise_on_all, vote
 
 OnRanks = Callable[..., list[Any]]
 RANKS, WRONG = 4, 2
@@ -46,7 +46,7 @@ def _vote(world: World, code: ErrorCode | None) -> tuple[str, bool]:
         return "", True
     own = TypeError("mine") if world.rank == WRONG else None
     try:
-        ErrorVote("op", [group], own, code=code).wait()
+        vote("op", [group], own, code=code)
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}", _works(group)
     return "no error", _works(group)

@@ -17,7 +17,7 @@ from fusedops.models import ParallelConfig, Transformer, preset
 from fusedops.models.parallelization.batch_partition import ProcessPartition
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.nn import AddLayerNorm, AddRMSNorm, Dropout
-from fusedops.parallel.dropout import Place
+from fusedops.parallel.dropout import ShardOffsets
 
 B, S, H = 4, 6, 16  # parts of 64 elements, which kernels without a bias would take for one row
 P = 0.4
@@ -30,10 +30,10 @@ RESIDUAL: dict[str, Callable[..., Any]] = {
 SEED = torch.tensor([2**62 + 12345, -(2**40) - 7])  # offsets wrap around, both words have a sign
 # A part of the tokens, two pieces of them, and two pieces of unequal size.
 PLACES = [
-    Place(1, sequence_part=1, sequence_parts=3),
-    Place(1, context_part=1, context_parts=3),
-    Place(0, context_part=0, context_parts=2),
-    Place(1, 1, 2, context_part=1, context_parts=3),
+    ShardOffsets(1, sequence_part=1, sequence_parts=3),
+    ShardOffsets(1, context_part=1, context_parts=3),
+    ShardOffsets(0, context_part=0, context_parts=2),
+    ShardOffsets(1, 1, 2, context_part=1, context_parts=3),
 ]
 
 
@@ -44,7 +44,7 @@ def _gradient(call: Callable[..., Any], x: torch.Tensor, *more: Any) -> tuple[An
     return output.detach(), x.grad
 
 
-def _tokens(place: Place) -> torch.Tensor:
+def _tokens(place: ShardOffsets) -> torch.Tensor:
     count = S // (place.sequence_parts * place.context_parts)
     return torch.cat([torch.arange(*piece) for piece in place.pieces(count)])
 
@@ -59,16 +59,18 @@ def test_parts_of_sequences_drop_what_the_whole_does(op: str, backend: str) -> N
         for place in PLACES:
             rows, tokens = slice(2 * place.batch_part, 2 * place.batch_part + 2), _tokens(place)
             part = x[rows, tokens]
-            placed = place.of_rows(part, SEED)
+            placed = place.hidden_seed(part, SEED)
             output, part_grad = _gradient(RESIDUAL[op], part, residual[rows, tokens], placed)
             assert torch.equal(output, whole[rows, tokens])
             assert torch.equal(part_grad, grad[rows, tokens])
 
 
 def test_shards_of_context_parallelism_are_two_pieces() -> None:
-    everything = [Place(context_part=part, context_parts=2).pieces(5) for part in range(2)]
+    everything = [ShardOffsets(context_part=part, context_parts=2).pieces(5) for part in range(2)]
     assert everything == [[(0, 3), (8, 10)], [(3, 8)]]
-    halves = [Place(0, part, 2, context_part=0, context_parts=2).pieces(3) for part in range(2)]
+    halves = [
+        ShardOffsets(0, part, 2, context_part=0, context_parts=2).pieces(3) for part in range(2)
+    ]
     assert halves == [[(0, 3)], [(9, 12)]]
 
 
@@ -86,7 +88,9 @@ def test_some_heads_drop_what_all_do(backend: str, length: int) -> None:
         whole, grad = _gradient(call, q, everything, SEED)
         for part in (0, 1):
             at = (slice(2, 4), slice(part, part + 1))
-            seed = Place(batch_part=1, head_part=part, head_parts=2).of_scores(q[at], length, SEED)
+            seed = ShardOffsets(batch_part=1, head_part=part, head_parts=2).score_seed(
+                q[at], length, SEED
+            )
             output, part_grad = _gradient(call, q[at], at, seed)
             found = {"output": output, "query": part_grad}
             expected = {"output": whole[at], "query": grad[at]}
@@ -151,7 +155,7 @@ def test_modules_draw_from_what_they_are_given() -> None:
     kept = whole[0] != 0
     assert torch.equal(whole[0][kept], (x * philox.scale(P))[kept])
     at = (slice(2, 4), slice(4, 6))
-    seed = Place(1, 2, 3).of_rows(x[at], SEED)
+    seed = ShardOffsets(1, 2, 3).hidden_seed(x[at], SEED)
     part = [drop(x[at], seed=seed), *(norm(x[at], residual[at], seed=seed)[0] for norm in norms)]
     for each, expected in zip(part, whole, strict=True):
         assert torch.equal(each, expected[at])
@@ -176,7 +180,7 @@ def test_a_model_drops_by_place(packed: bool) -> None:
     half = model(tokens[2:], document_ids=given[1], seed=SEED, first_sequence=2)
     torch.testing.assert_close(half, whole[2:])
     assert not torch.allclose(model(tokens[2:], document_ids=given[1], seed=SEED), whole[2:])
-    model.partition = ProcessPartition(Place(batch_part=1))
+    model.partition = ProcessPartition(ShardOffsets(batch_part=1))
     torch.testing.assert_close(model(tokens[2:], document_ids=given[1], seed=SEED), whole[2:])
     # One document a sequence is no document: the same scores are dropped.
     alike = model(tokens[2:], document_ids=torch.zeros_like(tokens[2:]), seed=SEED)
@@ -207,10 +211,12 @@ def test_micro_batches_draw_what_the_whole_step_does() -> None:
 
 def test_what_is_no_place_or_seed_is_refused() -> None:
     with pytest.raises(ValueError, match="sequence_part must be below sequence_parts, 2, got 2"):
-        Place(sequence_part=2, sequence_parts=2)
+        ShardOffsets(sequence_part=2, sequence_parts=2)
     x = torch.zeros(2, H)
-    with pytest.raises(ValueError, match=r"Place: input must be \[sequences, tokens, features\]"):
-        Place().of_rows(x)
+    with pytest.raises(
+        ValueError, match=r"ShardOffsets: input must be \[sequences, tokens, features\]"
+    ):
+        ShardOffsets().hidden_seed(x)
     wanted = r"bias_dropout_add: seed must be of shape \[2\], or \[6\] and more with a place"
     with pytest.raises(ValueError, match=wanted):
         bias_dropout_add(x, None, x, P, seed=torch.zeros(3, dtype=torch.int64))

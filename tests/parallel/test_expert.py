@@ -31,6 +31,7 @@ from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.async_exchange import send_rows
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.expert import all_to_all
+from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
@@ -113,8 +114,8 @@ def _two_counted(world: World) -> Any:
 def test_at_most_two_collectives_per_direction(on_ranks: OnRanks) -> None:
     for counts in on_ranks(_two_counted)[:2]:
         totals = {name: sum(count.values()) for name, count in counts.items()}
-        # Forwards counts and payload, rows and verdict; backwards only what carries gradients.
-        assert totals == {"dispatch": 2, "combine": 2, "backward": 2}, counts
+        # Forwards counts and payload, and rows; backwards only what carries gradients.
+        assert totals == {"dispatch": 2, "combine": 1, "backward": 2}, counts
 
 
 def _mesh(world: World) -> None:
@@ -203,7 +204,7 @@ def _pack_in_bounds(
 def _one_is_wrong(world: World, fault: str) -> str:
     """Call with something wrong on rank 2 (or with ranks that disagree) and return the error."""
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    input, plan, chunks, reduce = mine.input, mine.plan(), 1, "home"
+    input, plan, chunks, reduce = mine.input, mine.plan(), 1, "source"
     if world.rank == 2:
         if fault == "mismatch":
             input = input[:-1]
@@ -255,7 +256,7 @@ def _with(plan: RoutingPlan, **fields: torch.Tensor) -> RoutingPlan:
         ("offsets", "ValueError: expert_parallel: plan must have", "out of range"),
         ("permutation", "ValueError: expert_parallel: plan must have", "out of range"),
         ("chunks", "ValueError: expert_parallel: chunks must be from 1 to 8, got 9", "do not fit"),
-        ("reduce", "ValueError: expert_parallel: reduce must be 'home' where", "do not fit"),
+        ("reduce", "ValueError: expert_parallel: reduce must be 'source' where", "do not fit"),
     ],
 )
 def test_bad_input_on_one_rank_raises_on_all(
@@ -285,7 +286,7 @@ def test_ranks_that_disagree_all_raise(on_ranks: OnRanks, fault: str, names: str
 
 def _bad_result(world: World, fault: str) -> str:
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    rows, _, handle = moe_dispatch(mine.input, mine.plan(), world.groups[8])
+    rows, _, handle = moe_dispatch(mine.input, mine.plan(), world.groups[8], validate=True)
     results: Any = rows
     if world.rank == 5:
         results = {"shape": rows[:-1], "dtype": rows.double(), "type": None}[fault]
@@ -311,6 +312,11 @@ def test_bad_results_on_one_rank_raise_on_all(on_ranks: OnRanks, fault: str, own
             assert error.startswith(own), error
         else:
             assert error.startswith("ValueError: moe_combine: rank 5"), error
+
+
+def test_the_former_name_of_a_reduction_is_taken_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="reduce='home' is now reduce='source'"):
+        assert DispatchOptions("moe_dispatch", [], "home").reduce == "source"
 
 
 def test_a_group_of_another_kind_is_refused() -> None:

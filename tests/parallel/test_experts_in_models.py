@@ -7,11 +7,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from one_process import full_tensor
 from process_pool import World
+from torch import distributed as dist
 
 from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
 from fusedops.models.parallelization.engine import TrainEngine
@@ -92,6 +94,7 @@ def _assert_one_process(name: str, values: dict[str, Any]) -> None:
 LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "pp2-ep2": ("losses", {"pp": 2, "dp": 2, "ep": 2, "microbatches": 4}),
     "ep4-nodes2-chunks2": ("losses", {"dp": 4, "ep": 4, "ep_nodes": 2, "ep_chunks": 2}),
+    "ep4-nodes2-reduce": ("losses", {"dp": 4, "ep": 4, "ep_nodes": 2, "ep_reduce": "node"}),
     "bias-tp2-ep2-recompute": ("bias", {"dp": 2, "tp": 2, "ep": 2, "recompute": "full"}),
     "bias-pp2-dp2": ("bias", {"pp": 2, "dp": 2, "zero": 1, "microbatches": 2}),
     "hash-pp2-tp2-sp": ("hash", {"pp": 2, "tp": 2, "sp": True, "microbatches": 2}),
@@ -110,11 +113,12 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
         {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "overlap_microbatches": True}
         | {"pipeline_schedule": "zero_bubble"},
     ),
-    "bias-pp2-dp2-zero2-overlap": (
+    "bias-pp2-ep2-zero2-overlap": (
         "bias",
         {
             "pp": 2,
             "dp": 2,
+            "ep": 2,
             "zero": 2,
             "microbatches": 2,
             "overlap_microbatches": True,
@@ -169,6 +173,84 @@ def test_nodes_and_chunks_are_those_of_the_exchange() -> None:
     assert [each[rows, 4] for each in found] == [layers, 0, 2 * layers]
     # Between two nodes, then between two ranks of one.
     assert [each[rows, 2] for each in found] == [0, 2 * layers, 0]
+
+
+def _steps(rank: int, values: dict[str, Any]) -> list[Counter[str]]:
+    """Return the labels of what a rank communicates in each of two steps."""
+    config = ParallelConfig(dp=2, ep=2, **values)
+    run = parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED)
+    rows = run.rows(torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % 64)
+    shards = [run.shard_batch(part, part) for part in rows.chunk(config.microbatches)]
+    count = run.count(torch.stack([shard.labels for shard in shards if shard.labels is not None]))
+    labels = []
+    for _ in range(2):
+        with collectives.recorded() as log:
+            run.step(shards, count)
+        labels.append(Counter(call.label for call in log.calls))
+    return labels
+
+
+STEPS_OF: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"ep_chunks": 2},
+    "overlap": {"overlap_microbatches": True},
+    "recompute": {"recompute": "full"},
+    "local": {"router_loss": "local"},
+}
+
+
+@pytest.mark.parametrize("case", STEPS_OF)
+def test_only_the_first_step_is_validated_and_a_router_loss_is_summed_once(case: str) -> None:
+    layers, values = 2, STEPS_OF[case]
+    parts = 2 if case == "overlap" else values.get("ep_chunks", 1)
+    sums = 0 if case == "local" else 2 * layers
+    for first, second in threads.run(_steps, 2, values | {"microbatches": 2}):
+        # Of two halves the first one alone.
+        votes = layers * values.get("ep_chunks", 1)
+        assert first["error vote"] == votes and second["error vote"] == 0
+        assert first["router loss"] == second["router loss"] == sums
+        assert second["tokens to experts"] == 2 * layers * parts * (2 if case == "recompute" else 1)
+
+
+def _router_loss(rank: int, router_loss: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the auxiliary loss of a rank, and that of one process with the tokens of the rank."""
+    config = ParallelConfig(dp=2, ep=2, router_loss=router_loss)
+    model: Any = parallelize(_new("losses", torch.float64, "meta"), config, seed=SEED).model
+    alone = _new("losses", torch.float64)
+    initialize(alone, SEED)
+    text = torch.arange(TOKENS)[None] * (3 * rank + 1)
+    losses = [each(text, text).auxiliary.detach() for each in (model, alone)]
+    return losses[0], losses[1]
+
+
+def test_a_local_router_loss_is_that_of_the_tokens_of_a_rank() -> None:
+    for found, alone in threads.run(_router_loss, 2, "local"):
+        torch.testing.assert_close(found, alone)
+    assert any(
+        not torch.allclose(found, alone) for found, alone in threads.run(_router_loss, 2, "global")
+    )
+
+
+def _on_hosts(rank: int, nodes: int) -> str:
+    config = ParallelConfig(dp=4, ep=4, ep_nodes=nodes)
+    try:
+        parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_ranks_of_a_node_must_be_on_one_host() -> None:
+    for hosts, nodes, wrong in (
+        ("aabb", 2, ""),
+        ("aaaa", 2, ""),
+        ("abab", 1, ""),
+        ("abab", 2, "ranks 0 to 1 of ep are on a, b. Start the processes of a host with"),
+        ("aabc", 2, "ranks 2 to 3 of ep are on b, c"),
+    ):
+        with mock.patch("socket.gethostname", lambda hosts=hosts: hosts[dist.get_rank()]):
+            errors = threads.run(_on_hosts, 4, nodes)
+        assert all(wrong in error and bool(wrong) == bool(error) for error in errors), errors
 
 
 SAME: dict[str, dict[str, Any]] = {

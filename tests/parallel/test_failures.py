@@ -1,10 +1,11 @@
-"""A rank that dies, or stops answering, raises an error on every other rank within the timeout."""
+"""A rank that dies, stops answering or raises alone: every other rank raises within the timeout."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,33 +41,35 @@ def _work(rank: int, store: str, step: str, connection: Any) -> None:
     mine.w1 = mine.w1[2 * rank : 2 * rank + 2].detach().requires_grad_()
     mine.w2 = mine.w2[2 * rank : 2 * rank + 2].detach().requires_grad_()
 
-    def layer() -> torch.Tensor:
+    def layer(*, is_wrong: bool = False) -> torch.Tensor:
         def here(rows: torch.Tensor, plan: Any) -> torch.Tensor:
-            return experts(rows, plan, mine.w1, mine.w2)
+            output = experts(rows, plan, mine.w1, mine.w2)
+            return output[1:] if is_wrong else output
 
         return expert_parallel(mine.input, mine.plan(6), here, dist.group.WORLD, weighted=True)
 
     gradients(layer(), mine)
     output = layer() if step == "backward" else None
     connection.send("ready")
-    if rank == LOST:
+    if rank == LOST and step != "output":
         time.sleep(10 * GROUP_TIMEOUT)
     connection.recv()  # the lost rank is gone
     begin = time.monotonic()
     try:
         if output is None:
-            layer()
+            layer(is_wrong=rank == LOST)
         else:
             gradients(output, mine)
         connection.send(("no error", 0.0))
-    except RuntimeError as error:
-        connection.send((f"RuntimeError: {error}", time.monotonic() - begin))
+    except (RuntimeError, ValueError) as error:
+        kind = "RuntimeError" if isinstance(error, RuntimeError) else "ValueError"
+        connection.send((f"{kind}: {error}", time.monotonic() - begin))
+        if rank == LOST:
+            time.sleep(10 * GROUP_TIMEOUT)  # its connections stay
 
 
-@pytest.mark.parametrize("step", ["forward", "backward"])
-@pytest.mark.parametrize("way", ["killed", "stopped"])
-def test_a_lost_rank_raises_on_all_others(tmp_path: Path, way: str, step: str) -> None:
-    """Killed: the process is gone. Stopped: it is there but silent, as behind a cut link."""
+def _errors(tmp_path: Path, step: str, lose: Callable[[int], None] | None) -> list[str]:
+    """Return the errors of the ranks that are not lost, or of all if none is."""
     pipes = [CONTEXT.Pipe() for _ in range(RANKS)]
     store = str(tmp_path / "store")
     processes = [
@@ -78,18 +81,38 @@ def test_a_lost_rank_raises_on_all_others(tmp_path: Path, way: str, step: str) -
             process.start()
         for mine, _ in pipes:
             assert mine.poll(60.0) and mine.recv() == "ready"
-        lost = processes[LOST].pid
-        assert lost is not None
-        os.kill(lost, signal.SIGKILL if way == "killed" else signal.SIGSTOP)
-        others = [rank for rank in range(RANKS) if rank != LOST]
-        for rank in others:
+        ranks = list(range(RANKS))
+        if lose is not None:
+            lost = processes[LOST].pid
+            assert lost is not None
+            lose(lost)
+            ranks.remove(LOST)
+        for rank in ranks:
             pipes[rank][0].send("go")
-        for rank in others:
+        errors = []
+        for rank in ranks:
             assert pipes[rank][0].poll(4 * GROUP_TIMEOUT), f"rank {rank} hangs"
             error, seconds = pipes[rank][0].recv()
-            assert error.startswith("RuntimeError"), error
             assert seconds < 2 * GROUP_TIMEOUT, f"rank {rank} took {seconds} s"
+            errors.append(error)
+        return errors
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_a_lost_rank_raises_on_all_others(tmp_path: Path, way: str, step: str) -> None:
+    """Killed: the process is gone. Stopped: it is there but silent, as behind a cut link."""
+    number = signal.SIGKILL if way == "killed" else signal.SIGSTOP
+    for error in _errors(tmp_path, step, lambda lost: os.kill(lost, number)):
+        assert error.startswith("RuntimeError"), error
+
+
+def test_a_wrong_output_that_is_not_validated_ends_all_ranks(tmp_path: Path) -> None:
+    """The rank at fault has the reason; the others wait for it until the timeout."""
+    errors = _errors(tmp_path, "output", None)
+    assert errors.pop(LOST).startswith("ValueError: moe_combine: output must be of shape")
+    assert all(error.startswith("RuntimeError") for error in errors), errors

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import runpy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from process_pool import World
 from split_layers import whole
-from torch import distributed as dist
 
 from fusedops import memory
 from fusedops._core.checks import UnsupportedError
@@ -20,6 +21,7 @@ from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import COMPUTE, Log
 from fusedops.testing import threads
 
+MARKS = runpy.run_path(str(Path(__file__).parents[2] / "docs/gen_microbatch_overlap.py"))
 LAYERS, SEQUENCES, TOKENS = 3, 4, 12
 EXCHANGES = ("tokens to experts", "experts' results", "gradients of tokens", "gradients of results")
 
@@ -48,8 +50,10 @@ def _step(run: TrainEngine) -> tuple[torch.Tensor, Log, Log]:
     count = run.count(shard.labels)
     run.begin(last=True)
     torch.manual_seed(2)
+    MARKS["begin_marks"]()
     with collectives.recorded() as forward:
         loss = run.loss(model(*shard[:2], positions=shard.positions), count)
+    loss = MARKS["end_marks"](loss)
     with collectives.recorded() as backward:
         loss.backward()
     return loss.detach(), forward, backward
@@ -124,7 +128,9 @@ OVERLAPS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, int]] = {
 def test_communication_of_one_half_runs_beside_products_of_the_other(case: str) -> None:
     name, values, kinds, count, bare = OVERLAPS[case]
     ranks = ParallelConfig(**values).sizes.ranks
-    for logs in threads.run(_recorded, ranks, name, values | {"overlap_microbatches": True}):
+    with MARKS["backward_marked"]():
+        recorded = threads.run(_recorded, ranks, name, values | {"overlap_microbatches": True})
+    for logs in recorded:
         for log in logs:
             windows = [window for window in _windows(log) if _is_of(kinds)(window)]
             assert len(windows) == count
@@ -149,7 +155,7 @@ def _both(rank: int, name: str, values: dict[str, Any]) -> None:
 SPLIT: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2-sp-dropout": {"tp": 2, "sp": True, "overlap": False, "dropout": 0.2},
-    "dp2-dropout": {"dp": 2, "dropout": 0.2},
+    "tp2-dropout": {"tp": 2, "dropout": 0.2},
 }
 
 
@@ -233,8 +239,8 @@ def _in_stages(rank: int, name: str, values: dict[str, Any]) -> tuple[float, dic
 
 
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dropout": ("tiny-llama", {"dropout": 0.2}),
-    "half": ("tiny-mixtral", {"dtype": torch.bfloat16}),
+    "dropout": ("tiny-llama", {"dropout": 0.2, "tp": 2}),
+    "half": ("tiny-mixtral", {"dtype": torch.bfloat16, "tp": 2}),
     "dp2-ep2": ("tiny-mixtral", {"dp": 2, "ep": 2}),
 }
 
@@ -243,7 +249,7 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_in_a_pipeline_both_halves_of_each_micro_batch_take_turns(case: str) -> None:
     """Also where a backward comes in two passes; the loss has the bits of a run without overlap."""
     name, values = STAGES[case]
-    ranks = 2 * values.get("dp", 1)
+    ranks = 2 * values.get("dp", 1) * values.get("tp", 1)
     plain, turns, passes = (
         threads.run(_in_stages, ranks, name, {**values, "overlap_microbatches": overlaps, **order})
         for overlaps, order in (
@@ -269,41 +275,59 @@ def test_on_processes(on_two_ranks: Callable[..., Any]) -> None:
     on_two_ranks(_on_processes)
 
 
-@pytest.fixture
-def _alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-mixtral"])
-def test_compiled_code_takes_the_batch_whole(name: str) -> None:
-    """In one graph, with the bits of the halves in eager mode."""
-    torch._dynamo.reset()
+def _compiled(world: World, name: str) -> None:
+    values = {"dp": 2, "ep": 2} if name == "tiny-mixtral" else {"tp": 2}
     found = []
     for compiled in (False, True):
-        run = _engine(name, layers=1, dropout=0.2, overlap_microbatches=True)
+        torch._dynamo.reset()
+        run = _engine(name, layers=1, dropout=0.2, overlap_microbatches=True, **values)
         model: Any = run.model
-        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        call = torch.compile(model, backend="aot_eager") if compiled else model
         text = torch.arange(4)[:, None] + torch.arange(TOKENS + 1)
         output = call(text[:, :-1], text[:, 1:], seed=torch.tensor([1, 2]))
         loss = run.loss(output, torch.tensor(4 * TOKENS))
         loss.backward()
-        found.append((loss.detach(), model.embedding.tokens.weight.grad))
+        found.append((loss.detach(), whole(model.embedding.tokens.weight.grad)))
     assert all(map(torch.equal, *found))
 
 
-def test_a_policy_for_a_module_that_runs_in_phases_is_refused() -> None:
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-mixtral"])
+def test_compiled_code_takes_the_batch_whole(on_two_ranks: Callable[..., Any], name: str) -> None:
+    """With the bits of the halves in eager mode."""
+    on_two_ranks(_compiled, name)
+
+
+def _with_a_policy(rank: int, name: str) -> str:
+    engine = _engine("tiny-mixtral", tp=2, overlap_microbatches=True)
+    memory.apply(engine.model, memory.Policy(memory.recompute(f"layers.*.{name}")))
+    engine.model(torch.arange(4)[None])  # one sequence is not split
+    try:
+        engine.model(torch.arange(8).reshape(2, 4))
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["attention", "feed_forward"])
+def test_a_policy_for_a_module_that_runs_in_phases_is_refused(name: str) -> None:
     """Its recomputation would be left out without a word."""
-    for name in ("attention", "feed_forward"):
-        engine = parallelize(
-            Transformer(preset("tiny-mixtral")), ParallelConfig(overlap_microbatches=True)
-        )
-        memory.apply(engine.model, memory.Policy(memory.recompute(f"layers.*.{name}")))
-        with pytest.raises(UnsupportedError, match=f"layers.0.{name} must not be named by a mem"):
-            engine.model(torch.arange(8).reshape(2, 4))
-        engine.model(torch.arange(4)[None])  # one sequence is not split
+    for error in threads.run(_with_a_policy, 2, name):
+        assert f"layers.0.{name} must not be named by a mem" in error
+
+
+def _refused(rank: int, name: str) -> str:
+    try:
+        _engine(name, tp=2, overlap_microbatches=True)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("name", "field"), [("tiny-bert", "post_norm"), ("tiny-pangu", "query")])
+def test_other_layers_than_pre_norm_are_refused(name: str, field: str) -> None:
+    for error in threads.run(_refused, 2, name):
+        assert f"overlap_microbatches must be False for a model with {field}" in error
 
 
 def test_what_has_no_halves_is_refused() -> None:
@@ -313,5 +337,7 @@ def test_what_has_no_halves_is_refused() -> None:
         ParallelConfig(mode="manual", overlap_microbatches=True)
     with pytest.raises(UnsupportedError, match="must be False with ep_deterministic"):
         ParallelConfig(dp=2, ep=2, ep_deterministic=True, overlap_microbatches=True)
+    with pytest.raises(ValueError, match="must be False with tp 1 and ep 1, where no comm"):
+        ParallelConfig(dp=2, cp=2, overlap_microbatches=True)
     with pytest.raises(UnsupportedError, match="must be False with offload 'experts'"):
         ParallelConfig(offload=("experts",), overlap_microbatches=True)

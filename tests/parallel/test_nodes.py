@@ -51,7 +51,7 @@ def _cases(rank: int, nodes: int, dtype: torch.dtype, chunks: int, reduce: str) 
             mine.input, mine.plan(), here, mesh, weighted=True, chunks=chunks, reduce=reduce
         )
         where = f"{name} on {nodes} nodes"
-        if reduce == "home":
+        if reduce == "source":
             assert torch.equal(output, known.output[tokens]), f"{where}: other bits"
         else:
             truth, alone = known.true_output[tokens], known.output[tokens]
@@ -66,11 +66,11 @@ def _cases(rank: int, nodes: int, dtype: torch.dtype, chunks: int, reduce: str) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])
 def test_nodes_give_the_bits_of_one_process(nodes: int, dtype: torch.dtype) -> None:
-    threads.run(_cases, RANKS, nodes, dtype, 1, "home")
+    threads.run(_cases, RANKS, nodes, dtype, 1, "source")
 
 
 def _on_processes(world: World) -> None:
-    _cases(world.rank, 2, torch.bfloat16, 3, "home")
+    _cases(world.rank, 2, torch.bfloat16, 3, "source")
 
 
 def test_chunks_over_nodes_of_processes_give_the_same_bits(on_ranks: OnRanks) -> None:
@@ -127,7 +127,7 @@ def _collectives(world: World) -> dict[str, int]:
 
 def test_two_collectives_per_direction_and_dimension(on_ranks: OnRanks) -> None:
     for counts in on_ranks(_collectives):
-        assert counts == {"dispatch": 4, "combine": 4, "backward": 4}
+        assert counts == {"dispatch": 4, "combine": 2, "backward": 4}
 
 
 def _float8(world: World) -> None:
@@ -161,7 +161,7 @@ def test_dropped_slots_are_counted_over_all_nodes(on_ranks: OnRanks) -> None:
 def _one_is_wrong(world: World, fault: str, chunks: int) -> str:
     mesh = _mesh(2)
     mine = problem("uneven", RANKS, torch.float32).part(world.rank, RANKS)
-    input, plan, reduce = mine.input, mine.plan(), "home"
+    input, plan, reduce = mine.input, mine.plan(), "source"
     bad = world.rank == 6
     if bad and fault == "mismatch":
         input = input[:-1]
@@ -176,7 +176,7 @@ def _one_is_wrong(world: World, fault: str, chunks: int) -> str:
         return rows[1:] if bad and fault == "result" else rows
 
     try:
-        expert_parallel(input, plan, here, mesh, reduce=reduce, chunks=chunks)
+        expert_parallel(input, plan, here, mesh, reduce=reduce, chunks=chunks, validate=True)
     except (TypeError, ValueError) as error:
         dist.barrier(world.groups[RANKS])
         return f"{type(error).__name__}: {error}"

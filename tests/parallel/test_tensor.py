@@ -13,7 +13,13 @@ from torch import nn
 
 from fusedops.nn import MLP, GatedMLP, LinearAct
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.tensor.layers import ColumnLinear, ParallelGatedMLP, ParallelMLP, RowLinear
+from fusedops.parallel.tensor.layers import (
+    ColumnLinear,
+    ParallelGatedMLP,
+    ParallelMLP,
+    RowLinear,
+    reduce_in_place,
+)
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -123,3 +129,61 @@ def test_each_layer_communicates_once_each_way(on_ranks: OnRanks) -> None:
         else:
             assert forward.counts() == backward.counts() == {"all_reduce": 1}
             assert forward.bytes() == backward.bytes() == whole
+
+
+def _in_place(world: World) -> None:
+    """A product is reduced where it is; leaves and views, which may be others, elsewhere."""
+    if not world.member(2):
+        return
+    group = world.group(2)
+    x = torch.full((2, 4), 1.0 + world.rank, requires_grad=True)
+    product = x * 3.0
+    memory = product.data_ptr()
+    output = reduce_in_place(product, group)
+    assert output.data_ptr() == memory and torch.equal(output, torch.full((2, 4), 9.0))
+    output.backward(torch.full((2, 4), 2.0))
+    assert torch.equal(x.grad, torch.full((2, 4), 6.0))
+    # The product is an input of another operation, which reads it before the reduction.
+    squared = (product := x * 3.0).square()
+    assert torch.equal(reduce_in_place(product, group), torch.full((2, 4), 9.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+    for mine in (x, x.detach(), (x * 3.0)[:, :2]):
+        before = mine.clone()
+        total = reduce_in_place(mine, group)
+        assert torch.equal(mine, before) and not torch.equal(total, before)
+
+
+def test_a_reduction_in_place_corrupts_nothing_that_is_needed(on_ranks: OnRanks) -> None:
+    on_ranks(_in_place)
+
+
+def _memory_of_reduction(world: World) -> list[bool]:
+    """Return whether the outputs of row-parallel layers lie in the memory of their products."""
+    if not world.member(2):
+        return []
+    found = []
+    for name in ("mlp", "gated"):
+        make, split = LAYERS[name]
+        layer: Any = split(make(torch.float32), mesh_of(world, 2), sequence=False)
+        owner = layer if name == "mlp" else layer.down_proj
+        product, memory = type(owner).product, []
+
+        def kept(self: Any, inner: Any, product: Any = product, memory: Any = memory) -> Any:
+            memory.append((result := product(self, inner)).data_ptr())
+            return result
+
+        reduced: list[int] = []
+        reduce = owner.reduce
+        owner.reduce = lambda partial, r=reduce, m=reduced: (
+            m.append((y := r(partial)).data_ptr()) or y
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(owner), "product", kept)
+            layer(torch.ones(B, S, H)).sum().backward()
+        found.append(memory == reduced)
+    return found
+
+
+def test_row_parallel_layers_reduce_in_the_memory_of_the_product(on_ranks: OnRanks) -> None:
+    assert on_ranks(_memory_of_reduction)[:2] == [[True, True]] * 2

@@ -136,9 +136,10 @@ def add_up(counts: torch.Tensor, gate: nn.Module, given: Any, made: Any) -> None
 
 
 def routed(rank: int, subject: Subject, case: Case) -> tuple[collectives.Log, list[int]]:
-    """Return also how many rows the router sends to each expert, in all layers."""
+    """Record a second step; return also how many rows go to each expert, in all layers."""
     counts = torch.zeros(4, dtype=torch.int64)
     parallel = standard(subject.model(case), None, case)
+    parallel.forward_backward(subject.batch(case, case.generator(0)))
     for layer in parallel.model.layers.values():
         layer.feed_forward.gate.register_forward_hook(partial(add_up, counts))
     batch = subject.batch(case, case.generator(0))

@@ -46,7 +46,7 @@ STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
         {"batch_size": 24},
     ),
     "sliced": (
-        "bert",
+        "gpt2",
         {"tp": 2},
         {"recompute": "full", "recompute_slice_activation": True},
         {"batch_size": 2},

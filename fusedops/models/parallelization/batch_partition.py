@@ -15,7 +15,7 @@ from fusedops.models.forward_context import BatchPartition
 from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.parallel.comm.seeds import agreed_seed
 from fusedops.parallel.context import ContextCore, context_core
-from fusedops.parallel.dropout import Place
+from fusedops.parallel.dropout import ShardOffsets
 from fusedops.parallel.mesh import Mesh
 from fusedops.parallel.tensor.replicated import gather_tokens, local_chunk, scatter_tokens
 
@@ -24,8 +24,9 @@ from fusedops.parallel.tensor.replicated import gather_tokens, local_chunk, scat
 class ProcessPartition(BatchPartition):
     """The part of the batch that a process of a mesh computes."""
 
-    place: Place  # of this process's tokens and heads in the whole batch, for dropout
-    # The ranks of the stage, whose tokens count in the auxiliary loss of a router
+    offsets: ShardOffsets  # of this process's tokens and heads in the whole batch, for dropout
+    stage_group: dist.ProcessGroup | None = None  # the ranks of the stage, which share seeds
+    # The ranks whose tokens count in the auxiliary loss of a router; ``None``: this one's alone
     router_group: dist.ProcessGroup | None = None
     tp_group: dist.ProcessGroup | None = None  # ranks that share the tokens of experts
     sequence: bool = False  # whether those tokens are sharded along the sequence already
@@ -36,8 +37,9 @@ class ProcessPartition(BatchPartition):
         """Return the part of this process in a layout."""
         has_cp = config.cp > 1
         return cls(
-            place_of(config, mesh),
-            router_group=mesh.group("stage"),
+            shard_offsets(config, mesh),
+            stage_group=mesh.group("stage"),
+            router_group=mesh.group("stage") if config.router_loss == "global" else None,
             tp_group=mesh.group("tp") if config.tp > 1 else None,
             sequence=config.sp,
             context_core=context_core(mesh.group("cp"), config.context) if has_cp else None,
@@ -48,7 +50,7 @@ class ProcessPartition(BatchPartition):
 
     def new_seed(self, device: torch.device) -> torch.Tensor:
         """Draw the seed of a forward, that of the first rank of the stage on all of its ranks."""
-        return agreed_seed(device, self.router_group)
+        return agreed_seed(device, self.stage_group)
 
     def attend(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attend the tokens of the whole sequence, on whatever ranks of ``cp`` they are."""
@@ -83,21 +85,21 @@ class ProcessPartition(BatchPartition):
         config: TransformerConfig,
     ) -> DropoutSeeds:
         """Return the seeds of a forward, with the offsets of this rank's elements."""
-        seeds, place = call_seeds(seed, config.num_layers), self.place
-        if place == Place() and not first_sequence:
+        seeds, offsets = call_seeds(seed, config.num_layers), self.offsets
+        if offsets == ShardOffsets() and not first_sequence:
             return DropoutSeeds(seeds, seeds)
         sequences, tokens = shape
-        first = place.batch_part * sequences if first_sequence is None else first_sequence
-        rows = place.rows(first, tokens // place.sequence_parts, config.hidden_size)
-        heads = config.num_heads // place.head_parts
-        scores = place.scores(first, heads, tokens * place.context_parts)
+        first = offsets.batch_part * sequences if first_sequence is None else first_sequence
+        rows = offsets.rows(first, tokens // offsets.sequence_parts, config.hidden_size)
+        heads = config.num_heads // offsets.head_parts
+        scores = offsets.scores(first, heads, tokens * offsets.context_parts)
         return DropoutSeeds(philox.placed(seeds, rows), philox.placed(seeds, scores))
 
 
-def place_of(config: ParallelConfig, mesh: Mesh) -> Place:
+def shard_offsets(config: ParallelConfig, mesh: Mesh) -> ShardOffsets:
     """Return where this rank's tokens and heads are, for dropout as on one process."""
     tp = mesh.rank("tp")
-    return Place(
+    return ShardOffsets(
         batch_part=mesh.rank("dp"),
         sequence_part=tp if config.sp else 0,
         sequence_parts=config.tp if config.sp else 1,

@@ -29,6 +29,7 @@ from fusedops.parallel.sizes import (
 MODES = ("explicit", "data", "manual")
 CONTEXTS = ("ring", "all_to_all")
 OFFLOADS = ("optimizer", "activations", "experts")
+ROUTER_LOSSES = ("global", "local")
 BALANCES = ("operations", "measured", "layers")
 RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 
@@ -61,14 +62,21 @@ class ParallelConfig:
         ep_chunks: chunks of the tokens; the all-to-all of one overlaps the experts of another.
         ep_nodes: number of nodes of the ranks of ``ep``, which are adjacent on a node: a token is
             sent to each node once, and from there to its experts.
+        ep_reduce: where results of experts are summed: ``"source"``: on the rank of the token;
+            ``"node"``: on each of the ``ep_nodes`` first, which sends one row per token and rounds
+            once more.
         ep_deterministic: add experts' gradients in an order that does not depend on ``ep``: weights
             then have the same bits for each that is a power of two. Experts compute the tokens of
             each rank apart, and gradients are summed after each micro-batch, which takes longer.
+        router_loss: tokens of the load balance loss: ``"global"``: those of all ranks, whose
+            choices are added up in each layer's forward; ``"local"``: each rank's own, a mean of
+            which is taken, without communication.
         zero: what of each parameter is sharded over ``dp * cp``: 0 nothing, 1 the optimizer's
             states, 2 gradients as well, 3 weights as well.
         microbatches: forward and backward passes of a step.
         overlap_microbatches: run the layers on two halves of each micro-batch alternately, so that
-            communication of ``tp`` and ``ep`` for one half overlaps computation of the other half.
+            communication of ``tp`` and ``ep`` for one half overlaps computation of the other half;
+            for pre-norm layers, with ``tp`` or ``ep``.
         pipeline_schedule: order of forwards and backwards over the ranks of ``pp``: ``"gpipe"``,
             ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
             ``"dualpipev"``.
@@ -125,7 +133,9 @@ class ParallelConfig:
     ep: int = 1
     ep_chunks: int = 1
     ep_nodes: int = 1
+    ep_reduce: str = "source"
     ep_deterministic: bool = False
+    router_loss: str = "global"
     zero: int = 0
     microbatches: int = 1
     overlap_microbatches: bool = False
@@ -164,6 +174,7 @@ class ParallelConfig:
         _check_precision(self)
         checks.choice(_OP, "mode", self.mode, MODES)
         checks.choice(_OP, "context", self.context, CONTEXTS)
+        checks.choice(_OP, "router_loss", self.router_loss, ROUTER_LOSSES)
         for word in self.offload:
             checks.choice(_OP, "offload", word, OFFLOADS)
         _check_recompute(self)
@@ -277,6 +288,9 @@ def _check_modes(config: ParallelConfig) -> None:
             f"{_OP}: overlap_microbatches must be False with offload 'experts': the weights of "
             "chosen experts would be copied to the device once for each half"
         )
+    if config.tp == 1 and config.ep == 1:
+        expected = "False with tp 1 and ep 1, where no communication could be overlapped"
+        checks.fail(_OP, "overlap_microbatches", expected, True)
 
 
 def _check_pipeline(config: ParallelConfig) -> None:
@@ -326,6 +340,9 @@ def _check_exchange(config: ParallelConfig) -> None:
         expected = "1 with ep 1, where no token travels"
         checks.fail(_OP, "ep_chunks", expected, config.ep_chunks)
     check_divides(_OP, "ep_nodes", config.ep_nodes, config.ep, "ep")
+    checks.choice(_OP, "ep_reduce", config.ep_reduce, ("source", "node"))
+    if config.ep_reduce == "node" and config.ep_nodes == 1:
+        checks.fail(_OP, "ep_reduce", "'source' with ep_nodes 1", config.ep_reduce)
     if not config.ep_deterministic:
         return
     if config.ep & (config.ep - 1):

@@ -8,6 +8,7 @@ between layers stay plain tensors of this process; parameters become DTensors.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ from fusedops.models.parallelization.stages import Stage, split_into_stages
 from fusedops.models.parallelization.tensor_parallel import apply_plan, tensor_parallel_plan
 from fusedops.models.transformer import Transformer
 from fusedops.nn import MoE
+from fusedops.parallel.collective_errors import gather_objects
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.seeds import agreed_seed
 from fusedops.parallel.expert.layer import split_experts
@@ -199,6 +201,7 @@ def _shard_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> No
     """Shard the experts of all layers over the ranks of ``ep``."""
     nodes, count = None, config.ep_nodes
     if count > 1:
+        _check_hosts(mesh.group("ep"), count)
         nodes = mesh["ep"]._unflatten(0, (count, config.ep // count), ("ep_nodes", "ep_ranks"))
     for name, module in model.named_modules():
         if isinstance(module, MoE):
@@ -207,9 +210,24 @@ def _shard_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> No
                 mesh["ep"],
                 chunks=config.ep_chunks,
                 nodes=nodes,
+                reduce=config.ep_reduce,
                 ordered=config.ep_deterministic,
             )
             _LOG.debug("parallelize: ep %d: %s", config.ep, name)
+
+
+def _check_hosts(group: dist.ProcessGroup | None, nodes: int) -> None:
+    """Raise on all ranks of ``ep`` unless those of each node are on one host."""
+    hosts = gather_objects(socket.gethostname(), group)
+    ranks = len(hosts) // nodes
+    for first in range(0, len(hosts), ranks):
+        of_node = sorted(set(hosts[first : first + ranks]))
+        if len(of_node) > 1:
+            raise ValueError(
+                f"{_OP}: ep_nodes must be such that the ranks of each node are on one host, got "
+                f"{nodes}: ranks {first} to {first + ranks - 1} of ep are on {', '.join(of_node)}. "
+                "Start the processes of a host with consecutive ranks, or set ep_nodes to 1"
+            )
 
 
 def _allocate(parts: list[nn.Module], device: torch.device | str, config: ParallelConfig) -> None:

@@ -66,7 +66,7 @@ class Log:
 
     rank: int
     events: list[Event] = field(default_factory=list)
-    # Numbers that communications tell: ``expert_rows``, which arrived for the experts of this rank
+    # Counters that callers add: ``expert_rows``, which arrived for the experts of this rank
     notes: Counter[str] = field(default_factory=Counter)
 
     @property

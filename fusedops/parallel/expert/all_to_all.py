@@ -8,7 +8,7 @@ Both are an ``AsyncExchange``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,9 @@ from fusedops.ops import moe_pack, moe_unpack, moe_unpermute
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.parallel.async_exchange import RowCounts, send_rows
-from fusedops.parallel.collective_errors import ErrorCode, ErrorVote
+from fusedops.parallel.collective_errors import ErrorCode, vote
+from fusedops.parallel.expert.arguments import DispatchOptions
+from fusedops.parallel.expert.metadata import ExchangeCounts
 
 
 @dataclass(frozen=True)
@@ -31,50 +33,38 @@ class SendOrder:
     # number beyond the last row
     row_of_slot: torch.Tensor
     expert_ids: torch.Tensor  # ``[T, k]`` int32, packed with the rows
-    span: int = 0  # 0: a row carries one slot. Above 0: all slots of its token on ``span`` experts
+    num_experts: int  # of each destination
+    joins_slots: bool = False  # whether a row carries all slots of its token for a destination
 
     @classmethod
-    def of_slots(cls, plan: RoutingPlan) -> SendOrder:
+    def of_slots(cls, plan: RoutingPlan, destinations: int) -> SendOrder:
         """Return the order of a plan whose slots each have a row."""
-        return cls(plan, plan.positions, plan.expert_ids)
+        return cls(plan, plan.positions, plan.expert_ids, plan.num_experts // destinations)
 
-    def layout(self, input: torch.Tensor, *, quantized: bool) -> PayloadLayout:
+    def layout(self, input: torch.Tensor, *, quantized: bool = False) -> PayloadLayout:
         """Return the layout of the packed rows."""
-        pairs = self.plan.top_k if self.span > 0 else 1
+        pairs = self.plan.top_k if self.joins_slots else 1
         dtype = self.plan.probs.dtype
         return PayloadLayout(input.shape[1], input.dtype, dtype, pairs, quantized)
-
-
-@dataclass(frozen=True)
-class RowLimit:
-    """A fixed number of rows of a result, however many arrive."""
-
-    op: str  # the name of the public function, for messages
-    rows: int  # the number of rows; those after the rows that arrived are zeros with id -1
-    # Groups whose ranks must raise if more arrive on one of them
-    groups: Sequence[dist.ProcessGroup]
-
-    def check(self, num_arriving: int, device: torch.device) -> None:
-        """Raise on every rank if more rows arrive on one; only that rank can know."""
-        error = None
-        if num_arriving > self.rows:
-            expected = f"at least the {num_arriving} rows that arrive here"
-            error = ValueError(f"{self.op}: max_rows must be {expected}, got {self.rows}")
-        vote = ErrorVote(self.op, self.groups, error, code=ErrorCode.TOO_MANY_ROWS, device=device)
-        vote.wait()
 
 
 @dataclass(eq=False)
 class DispatchAllToAll:
     """The exchange of one chunk of tokens towards the experts."""
 
+    options: DispatchOptions
+    level: int  # of the groups of ``options``
     order: SendOrder
     layout: PayloadLayout  # of a packed row
-    # Returns how many rows are sent and received; may wait for the metadata
-    get_counts: Callable[[], RowCounts]
-    group: dist.ProcessGroup
-    limit: RowLimit | None = None  # of the result's rows; ``None``: those that arrive
-    ids: Any = field(default=None, init=False)  # int32 ``[rows, pairs]``, once finished
+    get_counts: Callable[[], ExchangeCounts]  # may wait for the metadata
+    # Int32 ``[rows, pairs]``, once finished: experts of this destination counted from 0; their
+    # number stands for no expert
+    ids: Any = field(default=None, init=False)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that exchange rows."""
+        return self.options.groups[self.level]
 
     def start(self, *tensors: torch.Tensor) -> None:
         """Pack ``input`` and ``probs`` while the metadata is exchanged, then send."""
@@ -86,25 +76,35 @@ class DispatchAllToAll:
             self.order.expert_ids,
             index=plan.permutation,
             num_rows=plan.offsets[-1:],
-            span=self.order.span,
+            span=self.order.num_experts if self.order.joins_slots else 0,
             quantized=self.layout.quantized,
         )
         self._like = input.new_empty((0, input.shape[1]))
-        counts, num_rows = self.get_counts(), None
-        if self.limit is not None:
-            self.limit.check(sum(counts.receive), input.device)
-            num_rows = self.limit.rows
+        counts, max_rows = self.get_counts().rows, self.options.max_rows
+        if max_rows is not None:
+            self._check_max_rows(max_rows, sum(counts.receive), input.device)
         payload = payload[: sum(counts.send)]
-        self._pending = send_rows(payload, counts, self.group, num_rows, label="tokens to experts")
+        self._pending = send_rows(payload, counts, self.group, max_rows, label="tokens to experts")
+
+    def _check_max_rows(self, max_rows: int, num_arriving: int, device: torch.device) -> None:
+        """Raise on every rank if more rows arrive on one; only that rank can know."""
+        op, error = self.options.op, None
+        if num_arriving > max_rows:
+            expected = f"at least the {num_arriving} rows that arrive here"
+            error = ValueError(f"{op}: max_rows must be {expected}, got {max_rows}")
+        # Also the ranks across nodes, which wait for what passes this group.
+        groups = self.options.groups[self.level :: -1]
+        vote(op, groups, error, code=ErrorCode.TOO_MANY_ROWS, device=device)
 
     def finish(self) -> tuple[torch.Tensor, ...]:
         """Return rows ``[R, H]`` and probabilities ``[R, pairs]`` as they arrived."""
         payload, layout = self._pending.wait(), self.layout
-        arrived = sum(self.get_counts().receive)
+        arrived = sum(self.get_counts().rows.receive)
         payload[arrived:].zero_()
-        # Copies also of a single row, where a view would do: results share no memory.
-        self.ids = layout.ids(payload).clone(memory_format=torch.contiguous_format)
-        self.ids[arrived:] = -1
+        ids, num_experts = layout.ids(payload), self.order.num_experts
+        self.ids = torch.where(ids >= 0, ids - self.group.rank() * num_experts, num_experts)
+        self.ids[arrived:] = num_experts
+        # A copy also of a single row, where a view would do: results share no memory.
         probs = layout.probs(payload).clone(memory_format=torch.contiguous_format)
         if layout.quantized:
             return moe_unpack(payload, probs, self._like), probs
@@ -112,7 +112,7 @@ class DispatchAllToAll:
 
     def start_backward(self, *grads: torch.Tensor) -> None:
         """Send the gradients of rows and probabilities to where the rows came from."""
-        counts = self.get_counts()
+        counts = self.get_counts().rows
         grad_rows, grad_probs = (grad[: sum(counts.receive)] for grad in grads)
         payload = moe_pack(grad_rows, grad_probs.to(self.layout.prob_dtype))
         num_slots = self.order.plan.permutation.numel()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,9 +32,9 @@ from fusedops.parallel.expert.arguments import (
 from fusedops.parallel.expert.dispatcher import (
     PendingCombine,
     TokenDispatcher,
-    dispatch_start,
+    dispatch_by_operators,
+    dispatch_in_steps,
 )
-from fusedops.parallel.expert.operators import dispatch_by_operators
 
 Experts = Callable[[torch.Tensor, RoutingPlan], torch.Tensor]
 _HOST = "row counts of an expert-parallel exchange are on the host"
@@ -63,9 +64,10 @@ def moe_dispatch(
     plan: RoutingPlan,
     group: Group,
     *,
-    reduce: str = "home",
+    reduce: str = "source",
     payload: str | None = None,
     max_rows: int | None = None,
+    validate: bool = False,
 ) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
     """Send each token to the ranks of its experts.
 
@@ -75,16 +77,20 @@ def moe_dispatch(
         group: the ranks that share the experts, gloo or NCCL: a process group or a mesh of one
             dimension, whose size divides ``E``; or a mesh of two, ``[nodes, ranks of a node]``: a
             token then goes to each node once, and from there to its experts.
-        reduce: where a token's slots are summed: ``"home"``: all on the rank of the token; or, over
-            a mesh of two dimensions, ``"node"``: those of a node there, so that one row per token
-            and node returns. That sum is rounded to the dtype of the rows, and the result has other
-            bits than one process.
+        reduce: where a token's slots are summed: ``"source"``: all on the rank of the token; or,
+            over a mesh of two dimensions, ``"node"``: those of a node there, so that one row per
+            token and node returns. That sum is rounded to the dtype of the rows, and the result has
+            other bits than one process.
         payload: ``"float8"`` sends rows as e4m3 with a power-of-two scale per row (gradients are
             sent in the dtype of ``input``); ``None`` sends them unchanged.
         max_rows: makes ``R`` this number, the same on every rank, however many rows arrive: shapes
             are static. Rows after those that arrived are zeros, and have no expert in
             ``local_plan``. ``None``: ``R`` is the number of rows that arrive. Over a mesh of two
             dimensions the limit holds for both exchanges.
+        validate: makes every rank raise in ``moe_combine`` if the output of one's experts does not
+            fit, by a collective for which the host waits: for the first step of a program, or to
+            search for an error. ``False``: that rank alone raises, and the others reach the timeout
+            of the group.
 
     Returns:
         ``(rows, local_plan, handle)``: ``rows`` ``[R, H]`` from all ranks for the experts here,
@@ -103,10 +109,9 @@ def moe_dispatch(
         Two collectives: the metadata (a message of fixed size) and one payload of bytes in which
         each row is followed by its probability and expert id. One in the backward: gradients of
         rows and probabilities in one payload. The host waits for the device once, for the metadata,
-        while rows are packed; with groups of NCCL alone the first call also connects the hosts.
-        Over a mesh of two dimensions all of this happens twice. Differentiable once in ``input``
-        and ``plan.probs``. ``max_rows`` costs another collective, of one number per pair of ranks;
-        over a mesh of two dimensions three.
+        while rows are packed. Over a mesh of two dimensions all of this happens twice.
+        Differentiable once in ``input`` and ``plan.probs``. ``max_rows`` costs another collective,
+        of one number per pair of ranks; over a mesh of two dimensions three.
 
         Under ``torch.compile`` this is an operator, over a mesh of two dimensions two of them, with
         the same bits: ``R`` is a symbol, or ``max_rows``. Symbols need ``fullgraph=True`` or
@@ -127,10 +132,9 @@ def moe_dispatch(
         >>> dist.destroy_process_group()
     """
     groups = groups_of("moe_dispatch", group)
-    options = DispatchOptions("moe_dispatch", groups, reduce, payload, max_rows)
-    if _uses_operators(max_rows):
-        return _dispatch_by_operators(options, input, plan)
-    return _dispatch(options, input, plan)
+    options = DispatchOptions("moe_dispatch", groups, reduce, payload, max_rows, validate=validate)
+    dispatch = _dispatch if _is_traceable(max_rows) else _dispatch_outside_of_graphs
+    return dispatch(options, input, plan)
 
 
 def moe_combine(
@@ -150,19 +154,16 @@ def moe_combine(
         ``[T, H]``, dtype of ``output``; 0 for a token without a kept slot.
 
     Raises:
-        ValueError: ``output`` does not fit the rows, on any rank: every rank raises, with the
-            reason on the one that has it; also on GPUs.
+        ValueError: ``output`` does not fit the rows. With ``validate`` of the dispatch every rank
+            raises, with the reason on the one that has it.
         TypeError: it is no tensor, or of another dtype; the other ranks raise ValueError.
         RuntimeError: a rank or a link failed; within the group's timeout.
 
     Note:
-        One collective for the rows and one for the error vote; one in the backward. Over a mesh of
-        two dimensions all of this happens twice. The hosts exchange the vote while rows are sent,
-        and no host waits for its device: over the group itself if it takes CPU tensors, else (NCCL
-        alone) over gloo, which the first ``moe_dispatch`` connected. If gloo cannot connect (a
-        warning says so) a wrong ``output`` raises on its own rank only, and the others wait for the
-        timeout. Rows return to the positions of their slots and are summed there in float32,
-        rounded once: the same bits for any number of ranks.
+        One collective for the rows; one in the backward. Over a mesh of two dimensions two of each.
+        ``validate`` adds one of a number per pair of ranks, for which the host waits. Rows return
+        to the positions of their slots and are summed there in float32, rounded once: the same bits
+        for any number of ranks.
 
     Example:
         >>> import torch, fusedops, torch.distributed as dist
@@ -178,10 +179,8 @@ def moe_combine(
     if not isinstance(handle, DispatchHandle):
         raise TypeError(f"moe_combine: handle must be of moe_dispatch, got {type(handle).__name__}")
     checks.flag("moe_combine", "weighted", weighted)
-    dispatcher = handle._dispatcher
-    if dispatcher.hops[0].is_eager:
-        return _combine(dispatcher, output, weighted)
-    return dispatcher.combine_start(output).wait(weighted=weighted)
+    combine = _combine if handle._dispatcher.is_traced else _combine_outside_of_graphs
+    return combine(handle._dispatcher, output, weighted)
 
 
 def expert_parallel(
@@ -192,9 +191,10 @@ def expert_parallel(
     *,
     chunks: int = 1,
     weighted: bool = False,
-    reduce: str = "home",
+    reduce: str = "source",
     payload: str | None = None,
     max_rows: int | None = None,
+    validate: bool = False,
 ) -> torch.Tensor:
     """Dispatch, compute and combine, with exchange and computation overlapped.
 
@@ -213,6 +213,7 @@ def expert_parallel(
         reduce: as for ``moe_dispatch``.
         payload: as for ``moe_dispatch``.
         max_rows: as for ``moe_dispatch``; the tokens are then not split, and ``chunks`` is ignored.
+        validate: as for ``moe_dispatch``.
 
     Returns:
         ``[T, H]``, as ``moe_combine``: the same bits for any number of chunks.
@@ -248,16 +249,19 @@ def expert_parallel(
         >>> dist.destroy_process_group()
     """
     groups = groups_of("expert_parallel", group)
-    options = DispatchOptions("expert_parallel", groups, reduce, payload, max_rows, chunks)
+    options = DispatchOptions(
+        "expert_parallel", groups, reduce, payload, max_rows, chunks, validate
+    )
     check_experts(options, input, experts, weighted)
-    if _uses_operators(max_rows):
-        rows, local_plan, handle = _dispatch_by_operators(options, input, plan)
-        return moe_combine(experts(rows, local_plan), handle, weighted=weighted)
-    return _overlapped(options, input, plan, experts, weighted)
+    if not _is_traceable(max_rows) and chunks != 1:
+        return _in_chunks(options, input, plan, experts, weighted)
+    dispatch = _dispatch if _is_traceable(max_rows) else _dispatch_outside_of_graphs
+    rows, local_plan, handle = dispatch(options, input, plan)
+    return moe_combine(experts(rows, local_plan), handle, weighted=weighted)
 
 
-def _uses_operators(max_rows: int | None) -> bool:
-    """Whether exchanges are operators: under a compiler, or with a static number of rows."""
+def _is_traceable(max_rows: int | None) -> bool:
+    """Whether a graph may contain the exchanges: one is made, or the number of rows is static."""
     return max_rows is not None or (torch.compiler.is_compiling() and _takes_symbols())
 
 
@@ -270,41 +274,34 @@ def _takes_symbols() -> bool:
     return shapes is None or shapes.allow_dynamic_output_shape_ops
 
 
-def _dispatch_by_operators(
-    options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
-) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
-    check = check_traced if torch.compiler.is_compiling() else check_on_all
-    check(options, input, plan)
-    return _wait_tokens(options, dispatch_by_operators(options, input, plan), input, plan)
-
-
-@torch.compiler.disable(reason=_HOST)
 def _dispatch(
     options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
 ) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
-    (dispatcher,) = dispatch_start(options, input, plan)
-    return _wait_tokens(options, dispatcher, input, plan)
-
-
-def _wait_tokens(
-    options: DispatchOptions, dispatcher: TokenDispatcher, input: torch.Tensor, plan: RoutingPlan
-) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
+    is_traced = torch.compiler.is_compiling()
+    check = check_traced if is_traced else check_on_all
+    check(options, input, plan)
+    dispatcher = dispatch_by_operators(options, input, plan)
     rows, local_plan = dispatcher.wait_tokens()
-    first, last = dispatcher.hops[0], dispatcher.hops[-1]
+    first, last = (hop.results() for hop in (dispatcher.hops[0], dispatcher.hops[-1]))
+    own: Any = first.dropped[options.groups[0].rank()]
+    total: Any = last.dropped.sum()
+    sent: Any = first.counts[0]
+    received: Any = first.counts[1]
+    if not is_traced and options.max_rows is None:
+        own, total = int(own), int(total)
+        sent, received = (tuple(counts.tolist()) for counts in (sent, received))
     pairs = plan.top_k if len(options.groups) > 1 else 1
     layout = PayloadLayout(input.shape[1], input.dtype, plan.probs.dtype, pairs, options.quantized)
-    own, total = first.num_dropped[0], last.num_dropped[1]
-    handle = DispatchHandle(plan, own, total, *first.counts, layout.stride, dispatcher)
+    handle = DispatchHandle(plan, own, total, sent, received, layout.stride, dispatcher)
     return rows, local_plan, handle
 
 
-@torch.compiler.disable(reason=_HOST)
 def _combine(dispatcher: TokenDispatcher, output: torch.Tensor, weighted: bool) -> torch.Tensor:
     return dispatcher.combine_start(output).wait(weighted=weighted)
 
 
 @torch.compiler.disable(reason=_HOST)
-def _overlapped(
+def _in_chunks(
     options: DispatchOptions,
     input: torch.Tensor,
     plan: RoutingPlan,
@@ -314,6 +311,10 @@ def _overlapped(
     call = StagedExpertParallel(options, input, plan, experts, weighted=weighted)
     call.compute()
     return call.combine_wait()
+
+
+_dispatch_outside_of_graphs = torch.compiler.disable(_dispatch, reason=_HOST)
+_combine_outside_of_graphs = torch.compiler.disable(_combine, reason=_HOST)
 
 
 class StagedExpertParallel:
@@ -331,7 +332,7 @@ class StagedExpertParallel:
         *,
         weighted: bool = False,
     ) -> None:
-        self._dispatchers = dispatch_start(options, input, plan)
+        self._dispatchers = dispatch_in_steps(options, input, plan)
         self._experts, self._weighted = experts, weighted
         self._next = 0
         self._pending: list[PendingCombine] = []

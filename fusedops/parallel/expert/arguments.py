@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,10 +25,21 @@ class DispatchOptions:
 
     op: str  # the name of the public function, for messages
     groups: Sequence[dist.ProcessGroup]  # one process group, or those across and within nodes
-    reduce: str = "home"  # where results are summed
+    reduce: str = "source"  # where results are summed
     payload: str | None = None  # ``"float8"`` or ``None``
     max_rows: int | None = None  # rows of the result of each hop, or ``None`` for those that arrive
     chunks: int = 1  # parts of the tokens
+    validate: bool = False  # whether all ranks raise if the output of one's experts does not fit
+
+    def __post_init__(self) -> None:
+        if self.reduce == "home":
+            object.__setattr__(self, "reduce", "source")
+            warnings.warn(
+                f"{self.op}: reduce='home' is now reduce='source'; the former name goes with the "
+                "next release",
+                DeprecationWarning,
+                stacklevel=4,
+            )
 
     @property
     def quantized(self) -> bool:
@@ -98,7 +110,8 @@ def _check_options(options: DispatchOptions) -> None:
         checks.choice(op, "payload", options.payload, ["float8"])
     checks.choice(op, "reduce", options.reduce, REDUCTIONS)
     if options.reduce == "node" and len(options.groups) == 1:
-        checks.fail(op, "reduce", "'home' where the group is no mesh of 2 dims", "'node'")
+        checks.fail(op, "reduce", "'source' where the group is no mesh of 2 dims", "'node'")
+    checks.flag(op, "validate", options.validate)
     checks.integer(op, "chunks", chunks)
     if not 1 <= chunks <= MAX_CHUNKS:
         checks.fail(op, "chunks", f"from 1 to {MAX_CHUNKS}", chunks)

@@ -6,7 +6,8 @@ within the node, over the fast links, and sends a row per slot. Results return w
 then either slot by slot, summed at the origin in the order of the slots (the bits of one process),
 or summed in the node, which sends a row per token and node (``reduce="node"``).
 
-The functions here are the sorts between the exchanges; ``dispatcher.py`` runs the exchanges.
+The functions here are the sorts between the exchanges; ``dispatcher.py`` runs the exchanges. A
+dispatch over one group has a single level, which sends a row per slot.
 """
 
 from __future__ import annotations
@@ -15,9 +16,30 @@ import torch
 
 from fusedops.ops import RoutingPlan, moe_sort
 from fusedops.parallel.expert.all_to_all import SendOrder
+from fusedops.parallel.expert.arguments import DispatchOptions
 
 
-def order_to_nodes(plan: RoutingPlan, nodes: int) -> SendOrder:
+def send_order(options: DispatchOptions, level: int, plan: RoutingPlan) -> SendOrder:
+    """Return what is sent over a group of the dispatch."""
+    ranks = options.groups[level].size()
+    if level < len(options.groups) - 1:
+        return _order_to_nodes(plan, ranks)
+    return SendOrder.of_slots(plan, ranks)
+
+
+def origin_plan(options: DispatchOptions, level: int, plan: RoutingPlan) -> RoutingPlan:
+    """Return the routing by which the results that return over a group are summed."""
+    if level == len(options.groups) - 1:
+        return plan
+    nodes = options.groups[level].size()
+    if options.reduce == "node":
+        return _order_to_nodes(plan, nodes).plan
+    # All slots by node, token and choice: the order of results.
+    node, kept = _nodes_of_slots(plan, nodes)
+    return RoutingPlan(node, plan.probs, *moe_sort(node, nodes, kept=kept), kept, nodes)
+
+
+def _order_to_nodes(plan: RoutingPlan, nodes: int) -> SendOrder:
     """Return what is sent to the nodes: a packed row per token and node."""
     node, kept = _nodes_of_slots(plan, nodes)
     # The first slot of a token on a node carries the others.
@@ -28,13 +50,7 @@ def order_to_nodes(plan: RoutingPlan, nodes: int) -> SendOrder:
     rows = RoutingPlan(node, plan.probs, *order, kept & first, nodes)
     row_of_slot = torch.where(kept, order[1].gather(1, carrier), node.numel())
     ids = torch.where(kept, plan.expert_ids, -1)
-    return SendOrder(rows, row_of_slot, ids, plan.num_experts // nodes)
-
-
-def slots_by_node(plan: RoutingPlan, nodes: int) -> RoutingPlan:
-    """Return the plan whose rows are all slots by node, token and choice: the order of results."""
-    node, kept = _nodes_of_slots(plan, nodes)
-    return RoutingPlan(node, plan.probs, *moe_sort(node, nodes, kept=kept), kept, nodes)
+    return SendOrder(rows, row_of_slot, ids, plan.num_experts // nodes, joins_slots=True)
 
 
 def plan_in_node(ids: torch.Tensor, probs: torch.Tensor, num_experts: int) -> RoutingPlan:

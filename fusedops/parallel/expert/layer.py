@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,7 @@ def split_experts(
     *,
     chunks: int = 1,
     nodes: DeviceMesh | None = None,
+    reduce: str = "source",
     ordered: bool = False,
 ) -> None:
     """Shard a layer's experts over ranks, each of which has other tokens.
@@ -47,6 +48,7 @@ def split_experts(
         chunks: parts of the tokens whose exchange and computation overlap.
         nodes: the same ranks as ``[nodes, ranks of a node]``: a token is then sent to each node
             once.
+        reduce: where a token's results are summed, as for ``moe_dispatch``.
         ordered: sum the gradients that the tokens of each rank give a weight in the order of
             ``ordered_sum``, so that the gradient has the bits that ranks with all experts get when
             they reduce theirs. Each expert then computes the rows of each rank separately.
@@ -75,7 +77,7 @@ def split_experts(
     experts.forward = ParameterSubstitution(
         experts,
         lambda parameters: [_OwnTensor.apply(local(parameter)) for parameter in parameters],
-        ExpertExchange(over, chunks),
+        ExpertExchange(over, chunks, reduce),
     )
 
 
@@ -91,21 +93,31 @@ class _OwnTensor(torch.autograd.Function):
         return grads[0]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ExpertExchange:
     """Calls the experts of a layer, sharded over a group.
 
     Rows are sent in the dtype of the experts' products (under autocast its dtype), which is also
-    that of the results.
+    that of the results. The first call is validated on all ranks, later ones are not.
     """
 
     group: Group
     chunks: int
+    reduce: str
+    _is_validated: bool = field(default=False, init=False)
 
     def __call__(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]``."""
         (rows,) = lowered(input)
-        return expert_parallel(rows, plan, forward, self.group, chunks=self.chunks)
+        return expert_parallel(
+            rows,
+            plan,
+            forward,
+            self.group,
+            chunks=self.chunks,
+            reduce=self.reduce,
+            validate=self._validates(),
+        )
 
     def start(
         self, forward: Experts, input: torch.Tensor, plan: RoutingPlan
@@ -113,8 +125,21 @@ class ExpertExchange:
         """Start to send the tokens, and return the call whose steps the caller runs."""
         (rows,) = lowered(input)
         op = "expert_parallel"
-        options = DispatchOptions(op, groups_of(op, self.group), chunks=self.chunks)
+        options = DispatchOptions(
+            op,
+            groups_of(op, self.group),
+            self.reduce,
+            chunks=self.chunks,
+            validate=self._validates(),
+        )
         return StagedExpertParallel(options, rows, plan, forward)
+
+    def _validates(self) -> bool:
+        """Return whether this call is validated: never a compiled one."""
+        if torch.compiler.is_compiling() or self._is_validated:
+            return False
+        self._is_validated = True
+        return True
 
 
 def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh | None) -> None:

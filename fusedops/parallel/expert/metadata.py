@@ -21,7 +21,7 @@ from fusedops.parallel.collective_errors import ErrorCode, code_of, error_of
 from fusedops.parallel.comm.collectives import Pending, all_to_all, note
 
 MAX_CHUNKS = 8
-REDUCTIONS = ("home", "node")
+REDUCTIONS = ("source", "node")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -36,6 +36,7 @@ class CallSignature(NamedTuple):
     chunks: int
     reduce: str
     max_rows: int
+    validate: bool
 
 
 # The fields that are sent as the index of their value.
@@ -62,12 +63,12 @@ class Metadata:
     faults: torch.Tensor  # int32 scalar: 0 where ids and offsets of the plan are in range, else 1
 
 
-class MetadataCounts(NamedTuple):
-    """The counts of an exchange of metadata."""
+class ExchangeCounts(NamedTuple):
+    """What is exchanged of one chunk."""
 
-    rows: list[RowCounts]  # per chunk
-    slots: list[RowCounts]  # per chunk
-    dropped: list[int]  # per rank, the slots that no expert computes
+    rows: RowCounts
+    slots: RowCounts  # that the rows carry, where a row carries several
+    dropped: list[int]  # per rank, the slots of all chunks that no expert computes
 
 
 class MetadataExchange:
@@ -102,10 +103,10 @@ class MetadataExchange:
         self._pending: Pending | None = all_to_all(
             message, group, out=self._received, label="expert metadata"
         )
-        self._counts: MetadataCounts | None = None
+        self._counts: list[ExchangeCounts] | None = None
 
-    def wait(self) -> MetadataCounts:
-        """Return the counts; raises on every rank if one must."""
+    def wait(self) -> list[ExchangeCounts]:
+        """Return the counts of each chunk; raises on every rank if one must."""
         if self._counts is None:
             pending, self._pending = self._pending, None
             if pending is not None:
@@ -115,7 +116,9 @@ class MetadataExchange:
             self._raise(sent[0][0], received)
             columns = [RowCounts(*column) for column in zip(sent, received, strict=True)]
             rows, slots = (columns[first : first + self._chunks] for first in (_ROWS, _SLOTS))
-            self._counts = MetadataCounts(rows, slots, received[1])
+            self._counts = [
+                ExchangeCounts(*pair, received[1]) for pair in zip(rows, slots, strict=True)
+            ]
             note("expert_rows", sum(sum(counts.receive) for counts in rows))
         return self._counts
 

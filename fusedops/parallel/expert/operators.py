@@ -1,9 +1,9 @@
-"""The exchanges of expert parallelism as torch operators, for compiled graphs.
+"""Dispatch and combine as operators, for eager code and for ``torch.compile``.
 
-A compiler sees tensors in and tensors out; what needs the host (counts, metadata, collectives) runs
-inside, by the code of the eager path. The number of rows that arrive is a symbol, or ``max_rows``.
-Counts pass from dispatch to combine as int64 tensors on the CPU. An anchor, a float32 scalar,
-connects the two in the autograd graph, so that a rank without rows takes part in every exchange.
+Code that depends on the host (metadata, error status, row counts, the collectives) runs inside. The
+number of rows that arrive is a symbol, or ``max_rows``. Counts pass from dispatch to combine as
+int64 tensors on the CPU. An anchor, a float32 scalar, connects the two in the autograd graph, so
+that a rank without rows takes part in every exchange.
 
 An operator is one exchange over one group. Its arguments name all groups of the dispatch, one or
 those across and within nodes, and the index of its own (``level``), because an error must reach the
@@ -12,30 +12,24 @@ ranks of all. Arguments and results are the fields of a named tuple, from which 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
+from fusedops._core import checks
 from fusedops._core.library import define_exchange
 from fusedops.ops import RoutingPlan
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel.async_exchange import RowCounts
-from fusedops.parallel.comm.collectives import Pending, group_of
-from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchAllToAll, SendOrder
+from fusedops.parallel.collective_errors import vote
+from fusedops.parallel.comm.collectives import group_of
+from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchAllToAll
 from fusedops.parallel.expert.arguments import DispatchOptions
-from fusedops.parallel.expert.dispatcher import (
-    DispatchedRows,
-    Hop,
-    TokenDispatcher,
-    send_results,
-    start_chunks,
-    start_in_node,
-    vote_on_output,
-    wants_gradient,
-)
-from fusedops.parallel.expert.hierarchical import order_to_nodes, slots_by_node
+from fusedops.parallel.expert.hierarchical import send_order
+from fusedops.parallel.expert.metadata import ExchangeCounts
+from fusedops.parallel.expert.start import start_dispatch
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
@@ -66,6 +60,7 @@ class DispatchArguments(NamedTuple):
     payload: str | None  # ``"float8"`` or ``None``
     grads: bool  # whether autograd will ask for gradients
     max_rows: int | None  # rows of the result, or ``None`` for those that arrive
+    validate: bool  # of the dispatch; all ranks must agree on it
     op: str  # the name of the public function, for messages
     groups: list[str]  # names of all groups of the dispatch
     level: int  # the index of this exchange's group among them
@@ -76,7 +71,9 @@ class DispatchResults(NamedTuple):
 
     rows: Tensor  # ``[R, H]``, those for this rank
     probs: Tensor  # ``[R, pairs]``; a row to a node carries all slots of its token there
-    ids: Tensor  # ``[R, pairs]`` int32, as ``DispatchedRows``
+    # ``[R, pairs]`` int32, from 0 for the first expert of the rank (at level 0 of two: of the
+    # node); their number stands for no expert
+    ids: Tensor
     # Int64 ``[4, ranks]`` on the CPU: rows for and from each rank, slots for and from each,
     # where a row carries several
     counts: Tensor
@@ -119,6 +116,7 @@ class CombineArguments(NamedTuple):
     order: Tensor | None
     num_slots: int  # rows of the result
     max_rows: int | None  # rows of the experts' output; ``None``: one for each row that arrived
+    validate: bool  # whether all ranks raise if the output of one does not fit
     groups: list[str]  # names of all groups of the dispatch
     level: int  # the index of this exchange's group among them
 
@@ -154,16 +152,23 @@ def _plan(a: DispatchArguments | DispatchBackwardArguments) -> RoutingPlan:
 
 def _dispatch(a: DispatchArguments) -> DispatchResults:
     groups = [group_of(name) for name in a.groups]
-    options = DispatchOptions(a.op, groups, a.reduce, a.payload, a.max_rows)
-    if a.level == 0:
-        (hop,) = start_chunks(options, a.input, _plan(a), grads=a.grads)
-    else:
-        assert a.dropped is not None
-        dropped = a.dropped.to(a.input.device)
-        hop = start_in_node(options, a.input, _plan(a), dropped, grads=a.grads)
-    rows = hop.wait()
-    counts = torch.tensor([*hop.row_counts, *hop.slot_counts])
-    return DispatchResults(*rows, counts, torch.tensor(hop.dropped), hop.anchor)
+    options = DispatchOptions(a.op, groups, a.reduce, a.payload, a.max_rows, validate=a.validate)
+    dropped = None if a.dropped is None else a.dropped.to(a.input.device)
+    ((_, exchange, _),) = start_dispatch(
+        options, a.level, a.input, _plan(a), DispatchAllToAll.start, grads=a.grads, dropped=dropped
+    )
+    anchor = a.input.new_zeros((), dtype=torch.float32)
+    return dispatch_results(exchange, exchange.finish(), anchor)
+
+
+def dispatch_results(
+    exchange: DispatchAllToAll, arrived: Sequence[Tensor], anchor: Tensor
+) -> DispatchResults:
+    """Return the results of an exchange that has finished."""
+    rows, probs = arrived
+    row_counts, slot_counts, dropped = exchange.get_counts()
+    counts = torch.tensor([*row_counts, *slot_counts])
+    return DispatchResults(rows, probs, exchange.ids, counts, torch.tensor(dropped), anchor)
 
 
 def _dispatch_fake(a: DispatchArguments) -> DispatchResults:
@@ -199,14 +204,16 @@ def _dispatch_gradients(ctx: Any, grads: DispatchResults) -> dict[str, Tensor]:
 
 
 def _dispatch_backward(a: DispatchBackwardArguments) -> DispatchGradients:
-    group, plan = group_of(a.groups[a.level]), _plan(a)
-    to_nodes = a.level < len(a.groups) - 1
-    order = order_to_nodes(plan, group.size()) if to_nodes else SendOrder.of_slots(plan)
-    layout = PayloadLayout(
-        a.grad_rows.shape[1], a.grad_rows.dtype, a.probs.dtype, a.grad_probs.shape[1]
-    )
+    options = DispatchOptions("moe_dispatch", [group_of(name) for name in a.groups])
+    order = send_order(options, a.level, _plan(a))
     counts = RowCounts(*a.counts[:2].tolist())
-    exchange = DispatchAllToAll(order, layout, lambda: counts, group)
+    exchange = DispatchAllToAll(
+        options,
+        a.level,
+        order,
+        order.layout(a.grad_rows),
+        lambda: ExchangeCounts(counts, counts, []),
+    )
     exchange.start_backward(a.grad_rows, a.grad_probs)
     return DispatchGradients(*exchange.finish_backward())
 
@@ -220,14 +227,31 @@ def _counts(a: CombineArguments | CombineBackwardArguments) -> RowCounts:
     return RowCounts(*(a.counts[:2] if a.order is None else a.counts[2:]).tolist())
 
 
-def _combine(a: CombineArguments) -> CombineResults:
-    counts, output, vote = _counts(a), a.output, None
+def combine_exchange(a: CombineArguments) -> tuple[CombineAllToAll, Tensor]:
+    """Return the exchange of results, and the checked results."""
+    counts, output = _counts(a), a.output
     groups = [group_of(name) for name in a.groups]
     if a.level == len(groups) - 1:  # from the experts; the other level only passes results on
         num_rows = sum(counts.receive) if a.max_rows is None else a.max_rows
-        output, vote = vote_on_output(output, num_rows, a.like, groups[::-1])
+        error: Exception | None = None
+        try:
+            checks.like("moe_combine", "output", output, "the rows", a.like, dtype=True)
+            shape = num_rows, a.like.shape[1]
+            checks.shape("moe_combine", "output", output, shape, "that of the rows")
+        except (TypeError, ValueError) as problem:
+            if not a.validate:
+                raise
+            error = problem
+        if a.validate:
+            vote("moe_combine", groups[::-1], error, device=a.like.device)
     exchange = CombineAllToAll(counts, a.num_slots, groups[a.level], output.shape[0], a.order)
-    return CombineResults(send_results(exchange, output, vote).wait())
+    return exchange, output
+
+
+def _combine(a: CombineArguments) -> CombineResults:
+    exchange, output = combine_exchange(a)
+    exchange.start(output)
+    return CombineResults(*exchange.finish())
 
 
 def _combine_fake(a: CombineArguments) -> CombineResults:
@@ -300,87 +324,11 @@ def _define(
     )
 
 
-_DISPATCH = _define(
+DISPATCH = _define(
     "moe_dispatch_rows", _dispatch, _dispatch_fake, _save_dispatch, _dispatch_gradients
 )
 _DISPATCH_BACKWARD = _define(
     "moe_dispatch_rows_backward", _dispatch_backward, _dispatch_backward_fake
 )
-_COMBINE = _define("moe_combine_rows", _combine, _combine_fake, _save_combine, _combine_gradients)
+COMBINE = _define("moe_combine_rows", _combine, _combine_fake, _save_combine, _combine_gradients)
 _COMBINE_BACKWARD = _define("moe_combine_rows_backward", _combine_backward, _combine_backward_fake)
-
-
-def dispatch_by_operators(
-    options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
-) -> TokenDispatcher:
-    """Return a dispatcher whose hops are operators; ``chunks`` is ignored."""
-    return TokenDispatcher(options, _OperatorHop(options, input, plan))
-
-
-class _OperatorHop(Hop):
-    """A hop that is an operator, which starts and waits at once; ``first`` is the hop before it."""
-
-    def __init__(
-        self,
-        options: DispatchOptions,
-        input: torch.Tensor,
-        plan: RoutingPlan,
-        first: _OperatorHop | None = None,
-    ) -> None:
-        super().__init__(options, 0 if first is None else 1, input, plan)
-        self._names: list[str] = [group.group_name for group in options.groups]
-        arguments = DispatchArguments(
-            input=input,
-            probs=plan.probs,
-            expert_ids=plan.expert_ids,
-            permutation=plan.permutation,
-            positions=plan.positions,
-            offsets=plan.offsets,
-            dropped=None if first is None else first.num_dropped[1],
-            num_experts=plan.num_experts,
-            reduce=options.reduce,
-            payload=options.payload,
-            grads=wants_gradient(input, plan.probs),
-            max_rows=options.max_rows,
-            op=options.op,
-            groups=self._names,
-            level=self.level,
-        )
-        self._results = DispatchResults(*_DISPATCH(*arguments))
-
-    @property
-    def origin_plan(self) -> RoutingPlan:
-        if len(self._names) == 1:
-            return self.plan
-        if self.options.reduce == "node":
-            return order_to_nodes(self.plan, self.group.size()).plan
-        return slots_by_node(self.plan, self.group.size())
-
-    @property
-    def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._results.counts[0], self._results.counts[1]
-
-    @property
-    def num_dropped(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._results.dropped[self.group.rank()], self._results.dropped.sum()
-
-    def wait(self) -> DispatchedRows:
-        return DispatchedRows(*self._results[:3])
-
-    def next(self, rows: torch.Tensor, plan: RoutingPlan) -> _OperatorHop:
-        return _OperatorHop(self.options, rows, plan, self)
-
-    def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> Pending:
-        arguments = CombineArguments(
-            output=output,
-            anchor=self._results.anchor,
-            counts=self._results.counts,
-            like=self.like,
-            order=order,
-            num_slots=self.plan.permutation.shape[0],
-            max_rows=self.options.max_rows,
-            groups=self._names,
-            level=self.level,
-        )
-        rows = _COMBINE(*arguments)
-        return Pending(lambda: rows)

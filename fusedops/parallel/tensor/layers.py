@@ -50,13 +50,40 @@ def communicate(
     return _Communicate.apply(name, input, group, dim) if group.size() > 1 else input
 
 
+def reduce_in_place(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return what ``reduce_from`` does, in the memory of ``partial`` where autograd allows it.
+
+    Autograd treats it as an in-place operation: a backward that needs ``partial`` raises.
+    """
+    # A view or a leaf may be the caller's; an operator and a compiler take no written arguments.
+    is_free = not partial._is_view() and not partial.is_leaf and partial.is_contiguous()
+    if not is_free or _is_intercepted() or torch.compiler.is_compiling():
+        return communicate("reduce_from", partial, group)
+    return _ReduceInPlace.apply(partial, group) if group.size() > 1 else partial
+
+
+def _is_intercepted() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+class _ReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.mark_dirty(partial)
+        return collectives.all_reduce(partial, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
 class _Communicate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, name: str, input: torch.Tensor, group: dist.ProcessGroup, dim: int
     ) -> torch.Tensor:
         ctx.name, ctx.group, ctx.dim = name, group, dim
-        if name in _SENDING and torch._C._len_torch_dispatch_stack() > 0:
+        if name in _SENDING and _is_intercepted():
             return _OPERATOR(name, input, group.group_name, dim)
         return start(name, input, group, dim).wait()
 
@@ -235,8 +262,10 @@ class ParallelLayer(nn.Module):
         return self._cache[name]
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Reduce the partial sums of a row-parallel product."""
-        return from_tensor_parallel(partial, self.group, sequence=self.sequence)
+        """Reduce the partial sums of a row-parallel product, which may be overwritten."""
+        if not self.sequence:
+            return reduce_in_place(partial, self.group)
+        return from_tensor_parallel(partial, self.group, sequence=True)
 
     def add_bias(self, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Add a replicated bias; with a sharded sequence each rank adds it to its own tokens."""

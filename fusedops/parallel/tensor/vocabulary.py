@@ -38,7 +38,6 @@ from fusedops.parallel.tensor.layers import (
     ParallelLayer,
     check_type,
     distribute,
-    from_tensor_parallel,
     local,
     to_tensor_parallel,
 )
@@ -206,7 +205,7 @@ class VocabularyEmbedding(ParallelLayer):
             padding = padding - vocab.start if padding in vocab else None
         output = F.embedding(rows, local(self.weight), padding)
         output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return from_tensor_parallel(output, self.group, sequence=self.sequence)
+        return self.reduce(output)
 
 
 class VocabularyCrossEntropy(ParallelLayer):
