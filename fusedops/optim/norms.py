@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks
+from fusedops._core.device_tensors import to_device
 from fusedops.ops.square_sums import square_sums
 from fusedops.optim import _shards
 
@@ -56,7 +57,9 @@ def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         for members in by_device.values():
             sums = square_sums([_shards.local(member) for member in members])
             totals.append(total(sums, members))
-        return _added(torch.stack([part.to(totals[0].device) for part in totals])).sqrt()
+        # From the host to the device, for which nobody waits.
+        target = next((part.device for part in totals if part.is_cuda), totals[0].device)
+        return _added(torch.stack([to_device(part, target) for part in totals])).sqrt()
 
 
 def total(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

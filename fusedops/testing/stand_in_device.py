@@ -220,6 +220,13 @@ _COPIES = {"aten::copy_", "aten::_foreach_copy_"}
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
+@functools.cache
+def _takes_groups(func: Any) -> bool:
+    """Return whether an operator communicates: such a one may also take counts of the host."""
+    names = {argument.name for argument in func._schema.arguments}
+    return func.namespace.startswith("c10d") or not names.isdisjoint(("group", "groups"))
+
+
 class _Operators(TorchDispatchMode):
     """Gives results the device of their operands, and records what operators cost."""
 
@@ -268,7 +275,7 @@ class _Operators(TorchDispatchMode):
             self._record_index(name, args)
         elif name in _READS or any(tag in func.tags for tag in _TAGS):
             self._stand_in.record("wait", name)
-        elif not name.startswith("c10d"):
+        elif not _takes_groups(func):
             for operand, place in zip(operands, devices, strict=True):
                 # A scalar of the host is an argument of a kernel.
                 if place is None and operand.dim() > 0 and not operand.is_meta:
