@@ -405,8 +405,8 @@ def test_weights_gathered_in_bfloat16_train_as_float32_ones(values: dict[str, An
         assert abs(loss - 1) < 2e-3 and 1e-4 < distance < 5e-2
 
 
-def test_dtypes_of_sharding_need_sharding() -> None:
-    with pytest.raises(ValueError, match="param_dtype is for sharded weights, got zero=0"):
-        ParallelConfig(dp=2, param_dtype="bfloat16")
+def test_unknown_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match="param_dtype must be one of"):
+        ParallelConfig(dp=2, param_dtype="float32")
     with pytest.raises(ValueError, match="reduce_dtype must be one of"):
         ParallelConfig(dp=2, zero=1, reduce_dtype="float64")
