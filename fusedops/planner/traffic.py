@@ -226,9 +226,10 @@ def _data(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     experts, replicas = weights.experts // config.ep, ranks * config.tp // config.ep
     if config.zero == 0:
         marks = _MARK * _tensors(model, layout, rank)
-        budget = _replicas(ranks, dense * sizes.gradients, marks, config.bucket_bytes)
+        item = max(sizes.gradients, _STATISTIC)  # half-precision gradients are summed in float32
+        budget = _replicas(ranks, dense * item, marks, config.bucket_bytes)
         if experts and replicas > 1:
-            budget += _replicas(replicas, experts * sizes.gradients, 0, config.bucket_bytes)
+            budget += _replicas(replicas, experts * item, 0, config.bucket_bytes)
         return budget
     inside = weights_of_rank(model, layout, rank, inside=True)
     again = config.zero == 3 and config.parallel_optimizer_comm_recompute
