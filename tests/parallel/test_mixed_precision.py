@@ -149,7 +149,6 @@ LAYOUTS: list[tuple[Any, dict[str, Any]]] = [
     (MODEL, {"dp": 2, "zero": 1, "not_sharded": ("*norm*",), "overlap": False}),
     (EXPERTS, {"dp": 2, "ep": 2, "zero": 1}),  # experts are on one rank each
     (EXPERTS, {"dp": 4, "ep": 2, "zero": 2}),
-    (EXPERTS, {"dp": 2, "ep": 2, "ep_deterministic": True}),
     (EXPERTS, {"dp": 2, "ep": 2, "offload": "experts"}),
 ]
 

@@ -342,6 +342,11 @@ def _check_exchange(config: ParallelConfig) -> None:
             )
     if config.shard_ranks is not None:
         checks.fail(_OP, "shard_ranks", "None with ep_deterministic", config.shard_ranks)
+    if config.param_dtype is not None:
+        raise UnsupportedError(
+            f"{_OP}: param_dtype must be None with ep_deterministic, got {config.param_dtype!r}: "
+            "each sum would be rounded; use torch.autocast"
+        )
 
 
 def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> None:
