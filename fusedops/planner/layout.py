@@ -326,6 +326,7 @@ _OPTIONS = (
     *("pipeline_cuts", "recompute", "recompute_layers", "recompute_slice_activation"),
     "mp_comm_recompute",
     *("parallel_optimizer_comm_recompute", "offload", "overlap", "bucket_bytes"),
+    *("param_dtype", "reduce_dtype"),
 )
 
 

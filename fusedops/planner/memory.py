@@ -500,6 +500,8 @@ class _Stage:
         vocabulary = self.vocabulary * self.has_vocabulary
         if config.zero == 0 and sizes.gradients >= _FLOAT32:
             return 0.0  # gradients are reduced in place
+        if config.zero == 0 and config.param_dtype is not None:  # in buckets of float32
+            return self._on_device(self.parameters) * _FLOAT32
         if config.zero < 2:
             return min(config.bucket_bytes, self._on_device(self.parameters) * sizes.gradients)
         # Gradients of what is being reduced.

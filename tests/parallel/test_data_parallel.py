@@ -119,6 +119,25 @@ def test_sums_run_beside_the_backward_if_asked(on_ranks: OnRanks, overlap: bool)
     assert set(on_ranks(_order, overlap)) == {overlap}
 
 
+def _versions(world: World) -> list[int]:
+    """Return how often the sums of a backward were seen to write to each gradient."""
+    model, arrived = nn.Linear(3, 2), {}
+    parameters = list(model.parameters())
+    BucketedAllReduce([parameters], world.group(RANKS))
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: arrived.__setitem__(p, (p.grad, p.grad._version))
+        )
+    model(torch.ones(1, 3)).sum().backward()
+    assert all(parameter.grad is arrived[parameter][0] for parameter in parameters)
+    return [parameter.grad._version - arrived[parameter][1] for parameter in parameters]
+
+
+def test_sums_count_as_writes_to_gradients(on_ranks: OnRanks) -> None:
+    """By that an optimizer that steps in the backward knows that its gradient was not the sum."""
+    assert all(min(versions) > 0 for versions in on_ranks(_versions))
+
+
 def _uneven(world: World) -> list[bool]:
     """Ranks use other layers: what one has a gradient of, all have; what none has, none."""
     layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))

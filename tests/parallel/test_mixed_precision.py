@@ -181,6 +181,27 @@ def test_gradients_are_those_of_the_formula_in_other_layouts(
     assert model is EXPERTS or _error(found, others) < 1e-5
 
 
+def _tied(rank: int, values: dict[str, Any]) -> list[torch.Tensor]:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    torch.manual_seed(rank)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    model[2].weight = model[0].weight
+    engine = parallelize(model, ParallelConfig(dp=2, mode="manual", **values))
+    weight = engine.model[0].weight
+    assert weight is engine.model[2].weight
+    engine.begin(last=True)
+    engine.model(torch.ones(2, 6, dtype=HALF if values["zero"] == 0 else None)).sum().backward()
+    assert weight.grad.dtype == torch.float32
+    return [full_tensor(weight).to(HALF), full_tensor(weight.grad)]
+
+
+def test_modules_of_ones_own_share_a_parameter_in_half_precision() -> None:
+    plain, sharded = (threads.run(_tied, 2, RECIPE | {"zero": zero})[1] for zero in (0, 1))
+    for one, other in zip(plain, sharded, strict=True):
+        torch.testing.assert_close(one.to(HALF), other.to(HALF))
+
+
 def _linear() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(6, 5).to(HALF)

@@ -36,13 +36,14 @@ def store_replicas(model: nn.Module, unsharded: set[str], config: ParallelConfig
     dtype = _dtype(config.param_dtype)
     if dtype is None:
         return
-    stored: dict[nn.Parameter, nn.Parameter] = {}  # modules may share one
-    for prefix, module in model.named_modules():
+    stored = {
+        parameter: nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+        if name in unsharded
+    }
+    for module in model.modules():  # two of them may share a parameter
         for name, parameter in module._parameters.items():
-            if parameter is not None and f"{prefix}.{name}".lstrip(".") in unsharded:
-                if parameter not in stored:
-                    values, trained = parameter.detach().to(dtype), parameter.requires_grad
-                    stored[parameter] = nn.Parameter(values, requires_grad=trained)
+            if parameter in stored:
                 module._parameters[name] = stored[parameter]
 
 
