@@ -97,6 +97,13 @@ def test_replicas_sum_once_a_step_in_so_many_buckets(
         assert sent - buckets <= counts["bytes"] <= sent
 
 
+def test_buckets_are_measured_in_the_bytes_that_are_reduced() -> None:
+    """Half-precision gradients are sums of float32."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layers = [nn.Parameter(torch.ones(10, dtype=dtype)) for _ in range(4)]
+        assert [len(bucket) for bucket in by_bytes(layers, 80)] == [2, 2]
+
+
 def _order(world: World, overlap: bool) -> bool:
     """Return whether the last layer's sum began before the first layer's backward."""
     model = _model()

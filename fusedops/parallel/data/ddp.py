@@ -26,7 +26,8 @@ def by_bytes(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
     """Return parameters in buckets of about ``limit`` bytes, each of one dtype and device.
 
     ``parameters`` are in the order of the forward, and the buckets in reverse: the last gradients
-    are ready first. A bucket ends with the parameter whose local shard reaches the limit.
+    are ready first. A bucket ends with the parameter whose local shard reaches the limit. Bytes are
+    those that are reduced, of float32 for half precision.
     """
     unfinished: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     buckets = []
@@ -34,7 +35,7 @@ def by_bytes(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
         kind = parameter.dtype, parameter.device
         bucket = unfinished.setdefault(kind, [])
         bucket.append(parameter)
-        if sum(map(local_bytes, bucket)) >= limit:
+        if sum(_local(p).numel() * _reduced_dtype(p).itemsize for p in bucket) >= limit:
             buckets.append(unfinished.pop(kind))
     return buckets + list(unfinished.values())
 
@@ -43,6 +44,10 @@ def local_bytes(parameter: torch.Tensor) -> int:
     """Return the bytes of this process's shard of a parameter."""
     shard = _local(parameter)
     return shard.numel() * shard.element_size()
+
+
+def _reduced_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return dtypes.statistics_dtype(parameter.grad_dtype or parameter.dtype)
 
 
 class _Bucket:
@@ -60,9 +65,8 @@ class _Bucket:
         self.pending: collectives.Pending | None = None
         shards = [_local(parameter) for parameter in parameters]
         self._sizes = [*(shard.numel() for shard in shards), len(shards)]
-        grad_dtype = parameters[0].grad_dtype or parameters[0].dtype
-        dtype = dtypes.statistics_dtype(grad_dtype)
-        self.in_place = in_place and dtype == grad_dtype
+        dtype = _reduced_dtype(parameters[0])
+        self.in_place = in_place and dtype == parameters[0].grad_dtype
         self.buffer = torch.zeros(sum(self._sizes), dtype=dtype, device=shards[0].device)
         views, _ = self._split(self.buffer)
         self._views = dict(zip(parameters, views, strict=True))
