@@ -162,7 +162,9 @@ def job(
     return found
 
 
-def assert_named(found: list[Finding], kind: str, ranks: tuple[int, ...], section: str) -> None:
+def assert_named(
+    found: list[Finding], kind: str, ranks: tuple[int, ...], section: str
+) -> None:
     named = [finding for finding in found if finding.kind == kind]
     assert named, found
     # Another process of the machine may take a core from a rank at any step: what it costs is
