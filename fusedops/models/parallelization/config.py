@@ -102,9 +102,9 @@ class ParallelConfig:
         shard_ranks: ranks of a group over which ``zero`` shards, with replicas in other groups
             (HSDP); all of ``dp * cp`` by default.
         param_dtype: ``"bfloat16"`` or ``"float16"``: the dtype in which forward and backward use
-            weights whose float32 masters the optimizer updates. Weights that ``zero`` shards are
-            stored in float32 and gathered in this dtype; others are stored in this dtype, and the
-            optimizer of the engine has their masters.
+            weights whose float32 masters the optimizer updates. Weights that ``zero`` shards keep
+            the dtype of the model, float32, and are gathered in this one; others are stored in
+            this one, and the optimizer of the engine has their masters.
         reduce_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``: the dtype in which gradients
             are accumulated over micro-batches and summed over ranks; by default ``param_dtype``,
             and that of the parameters if there is none. Where ``zero`` does not shard a parameter,
