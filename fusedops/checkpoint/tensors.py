@@ -47,7 +47,8 @@ class Loading:
     with_state: set[torch.nn.Parameter]  # the parameters that have
     groups: list[list[dict[str, Any]]]  # of all optimizers
     flat: bool  # as it was written
-    # names of the parameters that have a state without a float32 master in it
+    # names of the parameters whose state in it has a master, and has none
+    with_master: set[str]
     without_master: set[str]
 
 
@@ -116,12 +117,11 @@ class State:
         # Of a parameter that no step has reached there is nothing; what stands in is removed after.
         bare = {name for name, owner in known.items() if owner not in with_state}
         _check_fits(content, names, there, folder, bare)
-        without_master = {
-            name
-            for name in known.keys() - bare
-            if f"model.{name}" in there and f"optimizer.state.{name}{_MASTER}" not in there
-        }
-        return Loading(reader, content, stepped, with_state, groups, flat, without_master)
+        stored = {name for name in known.keys() - bare if f"model.{name}" in there}
+        masters = {name for name in stored if f"optimizer.state.{name}{_MASTER}" in there}
+        return Loading(
+            reader, content, stepped, with_state, groups, flat, masters, stored - masters
+        )
 
     def load(self, loading: Loading, process_group: dist.ProcessGroup | None) -> None:
         """Load what was prepared; all ranks of the group do."""
@@ -135,7 +135,7 @@ class State:
         _read(content, loading.reader, process_group)
         for group, params in zip(_groups_of(content), mine, strict=True):
             group["params"] = params
-        with self._unfrozen():
+        with self._prepared():
             set_state_dict(
                 self.model,
                 stepped,
@@ -160,10 +160,10 @@ class State:
         self._load_masters(loading, process_group)
 
     def _load_masters(self, loading: Loading, group: dist.ProcessGroup | None) -> None:
-        """Load masters that the checkpoint lacks from the weights in it.
+        """Load masters that the checkpoint lacks from its weights, or float32 weights from masters.
 
         A run with masters (``offload``, or weights in half precision) can thus continue from a
-        checkpoint without them.
+        checkpoint without them, and one whose weights are the masters (``zero``) from any other.
         """
         states = {param: state for o in self.optimizers for param, state in o.state.items()}
         known = self._parameters()
@@ -172,27 +172,42 @@ class State:
             for name in loading.without_master
             if "master" in states.get(known[name], {})
         }
-        if any(gather_objects(bool(masters), group)):
-            _read({"model": masters}, loading.reader, group)
+        weights = {
+            name: {_MASTER[1:]: known[name].detach()}
+            for name in loading.with_master
+            if "master" not in states.get(known[name], {"master": None})
+        }
+        if any(gather_objects(bool(masters or weights), group)):
+            content = {"model": masters, "optimizer": {"state": weights}}
+            _read(content, loading.reader, group)
 
     def _content(self, optimizers: list[torch.optim.Optimizer], *, flat: bool) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        with self._unfrozen():
+        with self._prepared():
             model, optimizer = get_state_dict(self.model, optimizers, options=options)
         return {"model": model} | ({"optimizer": optimizer} if optimizers else {})
 
     @contextmanager
-    def _unfrozen(self) -> Iterator[None]:
-        """Let all parameters need gradients: torch leaves out the states of those that do not."""
+    def _prepared(self) -> Iterator[None]:
+        """Let all parameters need gradients: torch leaves out the states of those that do not.
+
+        Torch also gives gradients of the parameters' dtypes to an optimizer without states.
+        """
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        frozen = [p for group in groups for p in group["params"] if not p.requires_grad]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        of_other_dtype = {p: p.grad_dtype for p in parameters if p.grad_dtype != p.dtype}
         for parameter in frozen:
             parameter.requires_grad_(True)
+        for parameter in of_other_dtype:
+            parameter.grad_dtype = None
         try:
             yield
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
+            for parameter, dtype in of_other_dtype.items():
+                parameter.grad_dtype = dtype
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by the names that torch's checkpoint gives them."""

@@ -74,12 +74,12 @@ def _estimated(run: Run) -> Estimate | None:
 
     config, parallel = run.config, run.parallel.config
     model: Any = run.parallel.model.config
-    halves = config.precision.compute != "float32", config.precision.parameters != "float32"
+    precision = "float32" if config.precision.compute == "float32" else "autocast"
     offload = tuple(name for name in parallel.offload if name != "experts")
     shape = TrainingShape(
         micro_batch=config.batch // (parallel.dp * parallel.microbatches),
         seq_len=config.data.seq_len,
-        precision=("float32", "autocast", "half-gradients")[sum(halves)],
+        precision=precision,
     )
     try:
         return estimate(model, Layout(replace(parallel, offload=offload), shape))

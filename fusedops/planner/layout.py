@@ -203,8 +203,11 @@ class Layout:
 
     @property
     def bytes_of(self) -> ElementBytes:
-        """The bytes of each number."""
-        return PRECISIONS[self.training.precision]
+        """The bytes of each number; a ``param_dtype`` replaces ``precision``."""
+        if self.parallel.param_dtype is None:
+            return PRECISIONS[self.training.precision]
+        is_wide = self.parallel.reduce_dtype == "float32"
+        return PRECISIONS["mixed" if is_wide else "half-gradients"]
 
     @property
     def bytes_of_experts(self) -> int:
@@ -323,6 +326,7 @@ _OPTIONS = (
     *("pipeline_cuts", "recompute", "recompute_layers", "recompute_slice_activation"),
     "mp_comm_recompute",
     *("parallel_optimizer_comm_recompute", "offload", "overlap", "bucket_bytes"),
+    *("param_dtype", "reduce_dtype"),
 )
 
 

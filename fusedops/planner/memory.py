@@ -293,6 +293,8 @@ class _Stage:
         self.vocabulary = model.vocab_size * model.hidden_size / config.tp
         self.has_vocabulary = self.first or self.last
         self.weights = self._on_device(self.parameters, shared=config.zero >= 3) * sizes.weights
+        if config.param_dtype is not None and config.zero == 3 and self.ranks > 1:
+            self.weights = 0.0  # the shards are the masters, which the states count
         self.gradients = self._on_device(self.parameters, shared=config.zero >= 2) * sizes.gradients
         self.states = self._on_device(self.parameters, shared=config.zero >= 1) * sizes.states
         # Autocast's copies: of what products read, until the backward has used them.
@@ -316,7 +318,9 @@ class _Stage:
     def _moments(self) -> dict[str, dict[str, float]]:
         layout, model = self.layout, self.model
         sizes = layout.bytes_of
-        accumulates = layout.parallel.microbatches > 1  # gradients of earlier micro-batches exist
+        # Gradients of earlier micro-batches exist, or the buckets that are reduced.
+        in_buckets = layout.parallel.zero == 0 and self.ranks > 1
+        accumulates = layout.parallel.microbatches > 1 or in_buckets
         tokens = layout.tokens(model)
         row = model.vocab_size / layout.parallel.tp
         last, first = self.layers[-1], self.layers[0]
@@ -504,6 +508,10 @@ class _Stage:
         """Return the buffers of the data-parallel exchange of gradients and weights."""
         config, sizes = self.layout.parallel, self.layout.bytes_of
         vocabulary = self.vocabulary * self.has_vocabulary
+        if config.zero == 0 and sizes.gradients >= _FLOAT32:
+            return 0.0  # gradients are reduced in place
+        if config.zero == 0 and config.param_dtype is not None:  # in buckets of float32
+            return self._on_device(self.parameters) * _FLOAT32
         if config.zero < 2:
             return min(config.bucket_bytes, self._on_device(self.parameters) * sizes.gradients)
         # Gradients of what is being reduced.

@@ -270,13 +270,13 @@ def _data(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     dense += experts if is_alike else 0
     budget = Budget()
     if config.zero == 0:
+        item = max(sizes.gradients, _STATISTIC)  # half-precision gradients are summed in float32
         dense_marks, expert_marks = (_MARK * n for n in _tensors(model, layout, rank))
         dense_marks += expert_marks if is_alike else 0
         if ranks > 1:
-            budget += _replicas(ranks, dense * sizes.gradients, dense_marks, config.bucket_bytes)
+            budget += _replicas(ranks, dense * item, dense_marks, config.bucket_bytes)
         if has_replicas:
-            size = experts * sizes.gradients
-            budget += _replicas(replicas, size, expert_marks, config.bucket_bytes)
+            budget += _replicas(replicas, experts * item, expert_marks, config.bucket_bytes)
         return budget
     inside = weights_of_rank(model, layout, rank, inside=True)
     again = config.zero == 3 and config.parallel_optimizer_comm_recompute

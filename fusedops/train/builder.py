@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class Run:
     peak: float  # operations a second that all devices reach; a faster step raises it
     corpus: str  # identity of the tokens
     facts: Mapping[str, Any]  # what else the steps depend on, for the run that resumes
+    precision: str  # what is computed in which dtype, and why, in a line
     step: int = 0  # steps that were done
     position: int = 0  # sequences that were trained on
     skipped: int = 0  # the last steps, whose loss or gradients were not finite
@@ -114,6 +115,9 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
         CheckpointError: there are checkpoints, and none is good.
     """
     out = Path(config.out)
+    wide = bool(config.parallel.get("ep_deterministic"))
+    resolved, precision_line = precision.resolve(config.precision, ranks.device, wide=wide)
+    config = replace(config, precision=resolved)
     # Before anything that all ranks take part in because their configurations say so.
     ranks.check_equal(config_table.flat(asdict(config)) | resume.versions())
     if config.tune_host and ranks.device.type == "cpu":
@@ -140,6 +144,7 @@ def build_run(config: Config, ranks: Ranks) -> Iterator[Run]:
             peak=_peak(config, ranks),
             corpus=corpus.identity,
             facts=resume.facts(corpus, sizes, parallel.config),
+            precision=precision_line,
         )
         if config.validation.sequences and run.validation is None:
             kept = len(corpus.validation)
@@ -198,7 +203,6 @@ def _build_optimizer(config: Config, parallel: TrainEngine, ranks: Ranks) -> Ada
         return parallel.optimizer(
             **_options(config),
             no_decay=no_decay,
-            master_weights=config.precision.parameters != "float32",
             state_dtype=precision.dtype(config.optimizer.state_dtype),
             seed=config.seed,
         )
@@ -310,15 +314,19 @@ def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
 
 def build_parallel_model(config: Config, sizes: TransformerConfig, ranks: Ranks) -> TrainEngine:
     """Return the model with its first weights, which the seed alone decides, on all processes."""
-    dtype = precision.dtype(config.precision.parameters)
+    param, reduce = config.precision.param, config.precision.reduce
     try:  # all ranks find the same mistakes
-        parallel_config = layout_of(config.parallel, ranks.size)
+        parallel_config = replace(
+            layout_of(config.parallel, ranks.size),
+            param_dtype=None if param == "float32" else param,
+            reduce_dtype=reduce,
+        )
         parts = parallel_config.dp * parallel_config.microbatches
         check_divides("config", "dp x microbatches", parts, config.batch, "batch")
         device = ranks.device
         folder = config.model.get("load")
         weights = None if folder is None else partial(fill_huggingface, source=folder)
-        model = Transformer(sizes, device="meta", dtype=dtype)
+        model = Transformer(sizes, device="meta", dtype=torch.float32)
         mesh = make_mesh(parallel_config.sizes, device_type=device.type)
         parallel = parallelize(
             model, parallel_config, mesh, device=device, seed=config.seed, weights=weights

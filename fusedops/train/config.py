@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
+from fusedops._core.deprecation import Renamed, renamed
 from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
 from fusedops.models import ParallelConfig
 
 SCHEDULES = ("constant", "linear", "cosine", "stable-decay")
 DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"
 TOKEN_DTYPES = ("uint16", "int32", "int64")
 TEXT_ERRORS = ("strict", "skip", "replace")
 # A factor that is no power of two would change the bits of all gradients.
@@ -124,29 +126,34 @@ class ScheduleConfig:
         checks.probability("schedule", "final", self.final)
 
 
+@renamed(parameters=Renamed("param"))
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """What is computed and kept in which dtype.
+    """In which dtype weights are used and gradients are summed; masters are float32.
 
     Attributes:
-        compute: dtype of the products; not float32: autocast, unless parameters have it.
-        parameters: dtype of the weights; not float32: the optimizer keeps a float32 copy.
+        param: dtype of the weights in forward and backward, and so of activations and products;
+            ``"auto"``: bfloat16 on a GPU that computes in it, else float32.
+        reduce: dtype in which gradients are accumulated over micro-batches and summed over ranks.
+        compute: autocast instead: dtype of the products of float32 weights; ``"auto"``: ``param``.
         loss_scale: first factor of the loss under float16, a power of two; it halves where a
             gradient overflows and doubles after ``growth`` good steps.
         growth: steps.
     """
 
-    compute: str = "float32"
-    parameters: str = "float32"
+    param: str = AUTO
+    reduce: str = "float32"
+    compute: str = AUTO
     loss_scale: float = 65536.0
     growth: int = 2000
 
     def __post_init__(self) -> None:
-        checks.choice("precision", "compute", self.compute, DTYPES)
-        checks.choice("precision", "parameters", self.parameters, DTYPES)
-        if self.parameters not in ("float32", self.compute):
-            expected = f"float32, or the dtype of compute, {self.compute}"
-            checks.fail("precision", "parameters", expected, self.parameters)
+        checks.choice("precision", "param", self.param, (AUTO, *DTYPES))
+        checks.choice("precision", "reduce", self.reduce, DTYPES)
+        checks.choice("precision", "compute", self.compute, (AUTO, *DTYPES))
+        if self.param not in (AUTO, "float32") and self.compute not in (AUTO, self.param):
+            expected = f"auto, or the dtype of param, {self.param}: autocast needs float32 weights"
+            checks.fail("precision", "compute", expected, self.compute)
         is_power = math.frexp(self.loss_scale)[0] == 0.5
         if not (is_power and LEAST_LOSS_SCALE <= self.loss_scale <= _MOST_LOSS_SCALE):
             expected = "a power of two from 2**-14 to 2**32, such as 1024 or 65536"
@@ -307,6 +314,9 @@ class Config:
 
 def check_parallel(given: Mapping[str, Any]) -> ParallelConfig:
     """Return a checked ``ParallelConfig``; a missing ``dp`` is the least that ``ep`` fits into."""
+    for name, key in (("param_dtype", "param"), ("reduce_dtype", "reduce")):
+        if name in given:
+            raise InputError(f"[parallel] must not have {name}: set precision.{key} instead")
     ep = given.get("ep")
     if given.get("mode") != "data" and isinstance(ep, int) and ep > 1:
         given = {"dp": ep} | dict(given)

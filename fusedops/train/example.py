@@ -74,8 +74,10 @@ final = 0.1                   # last learning rate, as a share of the largest
 decay = 0                     # stable-decay: steps of the decay; 0: a tenth of all
 
 [precision]
-compute = "float32"           # bfloat16, float16: autocast
-parameters = "float32"        # the same: weights in it, a float32 copy in the optimizer
+param = "auto"                # weights in forward and backward, with float32 masters: float32,
+                              # bfloat16, float16; auto: bfloat16 on a GPU, else float32
+reduce = "float32"            # gradients are accumulated and summed over ranks in it
+compute = "auto"              # bfloat16, float16: autocast of float32 weights instead of param
 loss_scale = 65536.0          # first one, of float16
 growth = 2000                 # good steps until it doubles
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fusedops.train.config import LEAST_LOSS_SCALE, PrecisionConfig
+from fusedops.train.config import AUTO, LEAST_LOSS_SCALE, PrecisionConfig
 
 _GROWN, _HALVED = 2.0, 0.5
 
@@ -17,11 +18,40 @@ def dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def resolve(
+    precision: PrecisionConfig, device: torch.device, *, wide: bool = False
+) -> tuple[PrecisionConfig, str]:
+    """Return the precision of a run without ``"auto"``, and a line that says what it is and why.
+
+    ``wide``: the layout needs float32 weights.
+    """
+    param, compute, reason = precision.param, precision.compute, "set in [precision]"
+    if param == AUTO and compute != AUTO:
+        param = "float32"
+    elif param == AUTO:
+        param, where = "float32", "the default on the CPU"
+        if wide:
+            where = "parallel.ep_deterministic needs them"
+        elif device.type == "cuda" and torch.cuda.is_bf16_supported(False):
+            param, where = "bfloat16", "the default on a GPU"
+        elif device.type == "cuda":
+            where = "the GPU does not compute in bfloat16"
+        reason = f"{where}; set precision.param for another"
+    compute = param if compute == AUTO else compute
+    words = f"{param} weights"
+    if compute != param:
+        words += f" under {compute} autocast"
+    elif param != "float32":
+        words += " with float32 masters"
+    resolved = replace(precision, param=param, compute=compute)
+    return resolved, f"precision: {words}, gradients in {precision.reduce} ({reason})"
+
+
 def computing(
     precision: PrecisionConfig, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
     """Return the context of the forward: autocast where weights are wider than the products."""
-    if precision.compute == precision.parameters:
+    if precision.compute == precision.param:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype(precision.compute))
 

@@ -15,7 +15,7 @@ def beginning(run: Run) -> list[str]:
     count = sum(parameter.numel() for parameter in run.parallel.model.parameters())
     tokens = run.train.count * run.train.seq_len
     first = f"{count:,} parameters, {tokens:,} tokens, {run.ranks.description}: {run.config.out}"
-    return [first, *run.notes]
+    return [first, run.precision, *run.notes]
 
 
 def figures(record: Mapping[str, Any]) -> str:

@@ -198,6 +198,38 @@ def test_states_of_mixed_precision_come_back_as_they_were(tmp_path: Path) -> Non
     assert again.param_groups[0]["lr"] == 0.1
 
 
+def test_float32_weights_continue_from_masters_and_masters_from_float32_weights(
+    tmp_path: Path,
+) -> None:
+    """A run with another layout stores its masters as weights; neither direction rounds them."""
+
+    def make(dtype: torch.dtype) -> tuple[nn.Module, AdamW, Checkpointer]:
+        model = nn.Linear(8, 8).to(dtype)
+        optimizer = AdamW(model.named_parameters(), lr=0.01, master_weights=True)
+        return model, optimizer, Checkpointer(tmp_path, model, optimizer)
+
+    def step(model: nn.Module, optimizer: AdamW) -> None:
+        dtype = next(model.parameters()).dtype
+        model(torch.ones(2, 8, dtype=dtype)).float().square().sum().backward()
+        optimizer.step()
+
+    half, optimizer, checkpointer = make(torch.bfloat16)
+    step(half, optimizer)
+    checkpointer.save(1)
+    masters = [optimizer.state[parameter]["master"].clone() for parameter in half.parameters()]
+    single, optimizer, checkpointer = make(torch.float32)
+    assert checkpointer.load() is not None
+    for parameter, master in zip(single.parameters(), masters, strict=True):
+        assert torch.equal(parameter, master) and not torch.equal(master, master.bfloat16().float())
+    step(single, optimizer)
+    checkpointer.save(2)
+    half, optimizer, checkpointer = make(torch.bfloat16)
+    assert checkpointer.load() is not None
+    for parameter, weight in zip(half.parameters(), single.parameters(), strict=True):
+        assert torch.equal(optimizer.state[parameter]["master"], weight)
+        assert torch.equal(parameter, weight.bfloat16())
+
+
 @pytest.mark.parametrize("stop", [0, 1])
 def test_saving_before_the_first_step_changes_nothing(
     tmp_path: Path, reference: str, stop: int

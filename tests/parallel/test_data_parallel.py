@@ -97,6 +97,13 @@ def test_replicas_sum_once_a_step_in_so_many_buckets(
         assert sent - buckets <= counts["bytes"] <= sent
 
 
+def test_buckets_are_measured_in_the_bytes_that_are_reduced() -> None:
+    """Half-precision gradients are sums of float32."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layers = [nn.Parameter(torch.ones(10, dtype=dtype)) for _ in range(4)]
+        assert [len(bucket) for bucket in by_bytes(layers, 80)] == [2, 2]
+
+
 def _order(world: World, overlap: bool) -> bool:
     """Return whether the last layer's sum began before the first layer's backward."""
     model = _model()
@@ -117,6 +124,25 @@ def _order(world: World, overlap: bool) -> bool:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_sums_run_beside_the_backward_if_asked(on_ranks: OnRanks, overlap: bool) -> None:
     assert set(on_ranks(_order, overlap)) == {overlap}
+
+
+def _versions(world: World) -> list[int]:
+    """Return how often the sums of a backward were seen to write to each gradient."""
+    model, arrived = nn.Linear(3, 2), {}
+    parameters = list(model.parameters())
+    BucketedAllReduce([parameters], world.group(RANKS))
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: arrived.__setitem__(p, (p.grad, p.grad._version))
+        )
+    model(torch.ones(1, 3)).sum().backward()
+    assert all(parameter.grad is arrived[parameter][0] for parameter in parameters)
+    return [parameter.grad._version - arrived[parameter][1] for parameter in parameters]
+
+
+def test_sums_count_as_writes_to_gradients(on_ranks: OnRanks) -> None:
+    """By that an optimizer that steps in the backward knows that its gradient was not the sum."""
+    assert all(min(versions) > 0 for versions in on_ranks(_versions))
 
 
 def _uneven(world: World) -> list[bool]:

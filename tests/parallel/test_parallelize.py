@@ -26,6 +26,7 @@ from one_process import (
 from process_pool import World
 from torch import nn
 
+from fusedops import UnsupportedError
 from fusedops.checkpoint.tensors import State
 from fusedops.generation import generate
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
@@ -405,8 +406,10 @@ def test_weights_gathered_in_bfloat16_train_as_float32_ones(values: dict[str, An
         assert abs(loss - 1) < 2e-3 and 1e-4 < distance < 5e-2
 
 
-def test_dtypes_of_sharding_need_sharding() -> None:
-    with pytest.raises(ValueError, match="param_dtype is for sharded weights, got zero=0"):
-        ParallelConfig(dp=2, param_dtype="bfloat16")
+def test_dtypes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="param_dtype must be one of"):
+        ParallelConfig(dp=2, param_dtype="float32")
+    with pytest.raises(UnsupportedError, match="param_dtype must be None with ep_deterministic"):
+        ParallelConfig(dp=2, ep=2, ep_deterministic=True, param_dtype="bfloat16")
     with pytest.raises(ValueError, match="reduce_dtype must be one of"):
         ParallelConfig(dp=2, zero=1, reduce_dtype="float64")

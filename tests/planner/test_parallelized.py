@@ -1,4 +1,4 @@
-"""The planner's weights are held to those of a rank that ``parallelize`` made."""
+"""The planner's weights, gradients and states are those of a rank that ``parallelize`` made."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.parallel.data import fsdp
 from fusedops.parallel.tensor.layers import local
 from fusedops.planner import Layout, estimate
 from fusedops.testing import threads
@@ -48,3 +50,52 @@ def test_estimated_weights_are_those_that_a_rank_holds(sizes: dict[str, Any]) ->
     held = threads.run(_local_parameters, ranks, sizes)
     found = estimate(TINY_MIXTRAL, Layout.of(precision="float32", **sizes), devices=ranks)
     assert held == [found.weights // 4] * ranks
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def _stored(rank: int, values: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the bytes of weights that a step keeps, of accumulated gradients, and of states.
+
+    Stages 1 and 2 keep gathered weights until the backward, stage 3 keeps only its shards.
+    """
+    engine = parallelize(Transformer(TINY_MIXTRAL), ParallelConfig(microbatches=2, **values))
+    optimizer = engine.optimizer()
+    parameters = list(engine.model.parameters())
+    masters = [p for p in parameters if p.dtype == torch.float32]  # what zero shards is one
+    weights = [_bytes(parameters) - _bytes(masters)]
+    if values.get("zero") in (1, 2):
+        engine.model.register_forward_hook(
+            lambda model, *_: weights.append(_bytes(model.parameters()))
+        )
+    tokens = engine.rows(torch.arange(64).view(4, 16)).chunk(2)
+    count = torch.tensor(64)
+    for i, part in enumerate(tokens):
+        engine.begin(last=i == 1)
+        engine.loss(engine.model(part, part), count).backward()
+        if i == 0:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if values.get("zero") == 1:  # before the last micro-batch they are not sharded
+                groups = fsdp._parameter_groups(engine.model)
+                sharded = [parameter for group in groups for parameter in group.fsdp_params]
+                gradients += [parameter.unsharded_accumulated_grad for parameter in sharded]
+            accumulated = _bytes(gradients)
+    optimizer.step()
+    states = [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
+    return max(weights), accumulated, _bytes(states) + _bytes(masters)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"dp": 2}, {"tp": 2}, *({"dp": 2, "zero": zero} for zero in (1, 2, 3))],
+    ids=str,
+)
+def test_bytes_of_mixed_precision_are_those_that_a_rank_has(values: dict[str, Any]) -> None:
+    values = values | {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    ranks = ParallelConfig(**values).sizes.ranks
+    layout = Layout(ParallelConfig(microbatches=2, **values))
+    estimated = estimate(TINY_MIXTRAL, layout, devices=ranks)
+    expected = estimated.weights, estimated.gradients, estimated.states
+    assert threads.run(_stored, ranks, values) == [expected] * ranks

@@ -48,6 +48,7 @@ def planned(model: TransformerConfig, config: ParallelConfig, rank: int) -> Any:
     return total(step_traffic(model, layout, rank=stage))
 
 
+MIXED = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 KEPT = {"recompute": "full", "mp_comm_recompute": False}
 EXACT: list[tuple[TransformerConfig, dict[str, Any]]] = [
     (GPT2, {"dp": 2}),
@@ -88,6 +89,15 @@ EXACT: list[tuple[TransformerConfig, dict[str, Any]]] = [
     (LLAMA, {"tp": 2, "sp": True, "overlap_microbatches": True, "recompute": "full"}),
     (LLAMA, {"cp": 2, "context": "all_to_all", "recompute": "full"}),
     (DEEP, {"dp": 2, "zero": 3, "recompute": "full", "recompute_layers": 2}),
+    (GPT2, {"dp": 2, "microbatches": 2} | MIXED),
+    (GPT2, {"dp": 2, "param_dtype": "bfloat16"}),
+    (LLAMA, {"dp": 2, "zero": 1, "microbatches": 2} | MIXED),
+    (LLAMA, {"dp": 2, "zero": 2, "microbatches": 2} | MIXED),
+    (LLAMA, {"dp": 2, "zero": 3, "microbatches": 2} | MIXED),
+    (LLAMA, {"dp": 2, "zero": 2, "param_dtype": "bfloat16"}),
+    (LLAMA, {"dp": 2, "tp": 2, "zero": 1} | MIXED),
+    (GPT2, {"pp": 2, "dp": 2, "microbatches": 2} | MIXED),
+    (LLAMA, {"tp": 2, "sp": True, "overlap": False} | MIXED),
 ]
 
 

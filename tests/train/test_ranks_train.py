@@ -77,6 +77,23 @@ def test_dropout_draws_the_same_numbers_in_other_layouts(tmp_path: Path) -> None
     _assert_same_losses(tmp_path, PLAIN | {"model": model, "steps": 6}, DROPPING)
 
 
+def test_float32_masters_go_on_in_a_layout_that_stores_them_as_weights(tmp_path: Path) -> None:
+    """Without zero they are states of the optimizer, and with it the weights are."""
+    given = PLAIN | {"precision": {"param": "bfloat16"}, "steps": 6}
+    plain, sharded = ({"dp": 2, "microbatches": 2, "zero": zero} for zero in (0, 2))
+    losses = []
+    for out, layouts in (("one", [(6, plain)]), ("both", [(3, plain), (5, sharded), (6, plain)])):
+        records = []
+        for stop, parallel in layouts:
+            changes = given | {"parallel": parallel, "out": f"{tmp_path}/{out}"}
+            results = on_fresh_ranks(2, _train, str(tmp_path), changes, stop)
+            assert all(isinstance(result, tuple) for result in results), results
+            records += results[0][2]
+        losses.append([record["loss"] for record in records])
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=dtypes.training_difference(STEPS))
+
+
 def _assert_same_losses(
     folder: Path, given: dict[str, Any], layouts: tuple[tuple[int, int, dict[str, Any]], ...]
 ) -> None:

@@ -21,7 +21,16 @@ from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 from fusedops._core import dtypes
 from fusedops.launch import processes
 from fusedops.models import ParallelConfig, Transformer, TransformerConfig, initialize, preset
-from fusedops.train import InputError, TrainResult, builder, load_config, metrics, resume, train
+from fusedops.train import (
+    InputError,
+    TrainResult,
+    builder,
+    load_config,
+    metrics,
+    precision,
+    resume,
+    train,
+)
 from fusedops.train.config import DataConfig, PrecisionConfig, ScheduleConfig
 from fusedops.train.corpus import Corpus, Domains
 from fusedops.train.metrics import Metrics, flops_per_token
@@ -299,13 +308,57 @@ def test_operations_of_a_token(name: str, weights: int) -> None:
 
 
 def test_bfloat16_weights_have_a_float32_copy(tmp_path: Path) -> None:
-    half = {"compute": "bfloat16", "parameters": "bfloat16"}
-    watching = whole(tmp_path, precision=half, model={"preset": "tiny-llama"})
+    half, parallel = {"param": "bfloat16"}, {"microbatches": 2}
+    watching = whole(
+        tmp_path, precision=half, model={"preset": "tiny-llama"}, batch=4, parallel=parallel
+    )
     weight = next(watching.run.parallel.model.parameters())
     master = watching.run.optimizer.state[weight]["master"]
     assert weight.dtype == torch.bfloat16 and master.dtype == torch.float32
+    assert weight.grad_dtype == torch.float32
     assert torch.equal(master.bfloat16(), weight)
     assert watching.records[-1]["loss"] < watching.records[0]["loss"] - 1
+
+
+def test_the_former_name_of_param_warns(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="parameters is now param"):
+        given = load_config(config(tmp_path, precision={"parameters": "bfloat16"}))
+    assert given.precision == PrecisionConfig(param="bfloat16")
+
+
+PRECISIONS: dict[str, tuple[dict[str, str], bool, str]] = {
+    "cuda": ({}, True, "bfloat16 weights with float32 masters, gradients in float32 (the default"),
+    "cuda, old": ({}, False, "float32 weights, gradients in float32 (the GPU does not compute in"),
+    "cpu": ({}, True, "float32 weights, gradients in float32 (the default on the CPU; set prec"),
+    "cuda, set": ({"param": "float32"}, True, "float32 weights, gradients in float32 (set in [p"),
+    "cpu, set": (
+        {"param": "bfloat16", "reduce": "bfloat16"},
+        False,
+        "bfloat16 weights with float32 masters, gradients in bfloat16 (set in [precision])",
+    ),
+    "cuda, autocast": (
+        {"compute": "float16"},
+        True,
+        "float32 weights under float16 autocast, gradients in float32 (set in [precision])",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PRECISIONS)
+def test_the_precision_of_a_run_and_its_reason(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, supported, line = PRECISIONS[case]
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: supported)
+    device = torch.device(case.split(",")[0])
+    found, words = precision.resolve(PrecisionConfig(**given), device)
+    assert words.startswith(f"precision: {line}")
+    assert f"precision: {found.param} weights" in words
+    assert found.compute == given.get("compute", found.param)
+    assert precision.resolve(found, device)[0] == found
+
+
+def test_deterministic_experts_keep_float32_weights_by_default() -> None:
+    found, line = precision.resolve(PrecisionConfig(), torch.device("cuda"), wide=True)
+    assert found.param == "float32" and "parallel.ep_deterministic needs them" in line
 
 
 def test_a_loss_scale_that_overflows_skips_steps_and_falls(tmp_path: Path) -> None:
@@ -367,11 +420,19 @@ MISTAKES = {
     "model.preset=3": "model.preset must be a text, got 3",
     "export=/dev/null/weights": "export cannot be made: /dev/null/weights: Not a directory",
     "out=/dev/null": "cannot write /dev/null: File exists",
+    "precision.parm=bfloat16": "unknown key 'parm' in .precision.: did you mean 'param'?",
+    "parallel.param_dtype=bfloat16": ".parallel. must not have param_dtype: set precision.param",
     "precision.loss_scale=1000": "loss_scale must be a power of two from 2..-14 to 2..32, such as",
     "precision.loss_scale=1e-9": "loss_scale must be a power of two from 2..-14 to 2..32, such as",
     "seed=9223372036854775808": "seed must be an int of 64 bits, .* to 2..63 - 1, got a larger one",
     "log.peak_tflops=-1.0": "log: peak_tflops must be at least 0",
 }
+
+
+def test_autocast_needs_float32_weights(tmp_path: Path) -> None:
+    half = ["precision.param=bfloat16", "precision.compute=float16"]
+    with pytest.raises(InputError, match="compute must be auto, or the dtype of param, bfloat16"):
+        load_config(config(tmp_path), half)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

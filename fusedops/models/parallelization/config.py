@@ -109,11 +109,14 @@ class ParallelConfig:
         not_sharded: patterns of parameters' names (``"*.bias"``) that ``zero`` does not shard.
         shard_ranks: ranks of a group over which ``zero`` shards, with replicas in other groups
             (HSDP); all of ``dp * cp`` by default.
-        param_dtype: ``"bfloat16"`` or ``"float16"``: the dtype in which ``zero`` gathers weights
-            and layers use them, where the parameters are wider; half of the bytes that travel.
-        reduce_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``: the dtype in which ``zero``
-            sums gradients, over micro-batches as well; by default ``param_dtype``, and that of the
-            parameters if there is none.
+        param_dtype: ``"bfloat16"`` or ``"float16"``: the dtype in which forward and backward use
+            weights whose float32 masters the optimizer updates. Weights that ``zero`` shards keep
+            the dtype of the model, float32, and are gathered in this one; others are stored in
+            this one, and the optimizer of the engine has their masters.
+        reduce_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``: the dtype in which gradients
+            are accumulated over micro-batches and summed over ranks; by default ``param_dtype``,
+            and that of the parameters if there is none. Where ``zero`` does not shard a parameter,
+            ranks sum in float32 at least.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -356,6 +359,11 @@ def _check_exchange(config: ParallelConfig) -> None:
             )
     if config.shard_ranks is not None:
         checks.fail(_OP, "shard_ranks", "None with ep_deterministic", config.shard_ranks)
+    if config.param_dtype is not None:
+        raise UnsupportedError(
+            f"{_OP}: param_dtype must be None with ep_deterministic, got {config.param_dtype!r}: "
+            "each sum would be rounded; use torch.autocast"
+        )
 
 
 def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> None:
@@ -403,11 +411,5 @@ def _check_precision(config: ParallelConfig) -> None:
         ("reduce_dtype", ("float32", "bfloat16", "float16")),
     ):
         dtype = getattr(config, name)
-        if dtype is None:
-            continue
-        checks.choice(_OP, name, dtype, choices)
-        if config.zero == 0:
-            raise ValueError(
-                f"{_OP}: {name} is for sharded weights, got zero=0: set zero to 1, 2 or 3, or use "
-                "torch.autocast"
-            )
+        if dtype is not None:
+            checks.choice(_OP, name, dtype, choices)

@@ -31,6 +31,22 @@ def shard_parameters(
     return data
 
 
+def store_replicas(model: nn.Module, unsharded: set[str], config: ParallelConfig) -> None:
+    """Store the parameters that ``zero`` does not shard in ``param_dtype``."""
+    dtype = _dtype(config.param_dtype)
+    if dtype is None:
+        return
+    stored = {
+        parameter: nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+        if name in unsharded
+    }
+    for module in model.modules():  # two of them may share a parameter
+        for name, parameter in module._parameters.items():
+            if parameter in stored:
+                module._parameters[name] = stored[parameter]
+
+
 def reduce_gradients(
     data: Sequence[GradientSync],
     parts: Sequence[nn.Module],
@@ -38,9 +54,16 @@ def reduce_gradients(
     config: ParallelConfig,
     mesh: Mesh | None,
 ) -> None:
-    """Reduce the gradients of the parameters of the ``unsharded`` names, in buckets."""
+    """Reduce the gradients of the parameters of the ``unsharded`` names, in buckets.
+
+    Those of half-precision parameters are accumulated in ``reduce_dtype``, if it is wider.
+    """
     done: set[str] = set()
+    dtype = _dtype(config.reduce_dtype)
     for part, part_data in zip(parts, data, strict=True):
+        for name, parameter in part.named_parameters():
+            if name in unsharded and dtype is not None and dtype.itemsize > parameter.itemsize:
+                parameter.grad_dtype = dtype
         part_data.reducers = _reducers(part, unsharded - done, config, mesh)
         done |= {name for name, _ in part.named_parameters()}
 
@@ -94,6 +117,9 @@ def _shard_part(
         ordered=config.ep_deterministic,
         param_dtype=_dtype(config.param_dtype),
         reduce_dtype=_dtype(config.reduce_dtype),
+        # A transformer has the dtype of its embedding; rotary tables and routers' probabilities
+        # stay in float32.
+        cast_inputs=config.mode == "manual",
     )
     experts = _expert_modules(model, config) if mesh.expert_data.size() > 1 else []
     if experts:

@@ -331,7 +331,8 @@ class TrainEngine:
         """Return an AdamW of the model's parameters, its states where the configuration says.
 
         Args:
-            **options: of ``fusedops.optim.AdamW``.
+            **options: of ``fusedops.optim.AdamW``. With a ``param_dtype``, ``master_weights`` is
+                True by default.
 
         Raises:
             UnsupportedError: with a pipeline, something that the optimizer decides by the norm of
@@ -345,6 +346,7 @@ class TrainEngine:
                         "process has a part of the gradients; call clip of the engine before the "
                         "step"
                     )
+        options.setdefault("master_weights", self.config.param_dtype is not None)
         kind = OffloadedAdamW if "optimizer" in self.config.offload else AdamW
         optimizer = kind(self.model.named_parameters(), **options)
         optimizer.register_step_pre_hook(lambda *_: self._release_weights())

@@ -30,6 +30,7 @@ from fusedops.models.parallelization.config import (
 from fusedops.models.parallelization.data_parallel import (
     reduce_gradients,
     shard_parameters,
+    store_replicas,
     unsharded_names,
 )
 from fusedops.models.parallelization.engine import TrainEngine
@@ -114,6 +115,7 @@ def parallelize(
                 overlap_microbatches(part)
             apply_memory_policy(part, config, mesh)
     unsharded = unsharded_names(model, config, mesh)
+    store_replicas(model, unsharded, config)
     data = shard_parameters(parts, unsharded, config, mesh)
     if any(parameter.is_meta for parameter in model.parameters()):
         _allocate(parts, device, config)

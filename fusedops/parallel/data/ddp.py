@@ -7,7 +7,6 @@ caller divides the loss by the number of all tokens. ``fsdp.py`` shards paramete
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from fusedops._core import checks, dtypes
 from fusedops._core.device_tensors import device_tensor
 from fusedops.parallel.comm import collectives
 
-BUCKET_BYTES = 25 << 20
 _OP = "BucketedAllReduce"
 
 
@@ -28,7 +26,8 @@ def by_bytes(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
     """Return parameters in buckets of about ``limit`` bytes, each of one dtype and device.
 
     ``parameters`` are in the order of the forward, and the buckets in reverse: the last gradients
-    are ready first. A bucket ends with the parameter whose local shard reaches the limit.
+    are ready first. A bucket ends with the parameter whose local shard reaches the limit. Bytes are
+    those that are reduced, of float32 for half precision.
     """
     unfinished: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     buckets = []
@@ -36,7 +35,7 @@ def by_bytes(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
         kind = parameter.dtype, parameter.device
         bucket = unfinished.setdefault(kind, [])
         bucket.append(parameter)
-        if sum(map(local_bytes, bucket)) >= limit:
+        if sum(_local(p).numel() * _reduced_dtype(p).itemsize for p in bucket) >= limit:
             buckets.append(unfinished.pop(kind))
     return buckets + list(unfinished.values())
 
@@ -47,14 +46,78 @@ def local_bytes(parameter: torch.Tensor) -> int:
     return shard.numel() * shard.element_size()
 
 
-@dataclass(eq=False)
-class _Bucket:
-    """Parameters whose gradients are one all-reduce, and its state in the current backward."""
+def _reduced_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return dtypes.statistics_dtype(parameter.grad_dtype or parameter.dtype)
 
-    number: int
-    parameters: list[nn.Parameter]
-    missing: set[nn.Parameter] = field(default_factory=set)
-    pending: collectives.Pending | None = None
+
+class _Bucket:
+    """Parameters whose gradients are one all-reduce, and its state in the current backward.
+
+    ``buffer`` has their gradients one after another, of which ``views`` are the parts, then a 1 for
+    each that exists on this rank. With ``in_place`` these parts are the gradients of the parameters
+    from the first micro-batch on.
+    """
+
+    def __init__(self, number: int, parameters: list[nn.Parameter], *, in_place: bool) -> None:
+        self.number = number
+        self.parameters = parameters
+        self.missing: set[nn.Parameter] = set()
+        self.pending: collectives.Pending | None = None
+        shards = [_local(parameter) for parameter in parameters]
+        self._sizes = [*(shard.numel() for shard in shards), len(shards)]
+        dtype = _reduced_dtype(parameters[0])
+        self.in_place = in_place and dtype == parameters[0].grad_dtype
+        self.buffer = torch.zeros(sum(self._sizes), dtype=dtype, device=shards[0].device)
+        views, _ = self._split(self.buffer)
+        self._views = dict(zip(parameters, views, strict=True))
+
+    def _split(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the gradients in a buffer, in the shapes of the parameters, and the marks."""
+        *parts, exists = buffer.split(self._sizes)
+        shapes = [_local(parameter).shape for parameter in self.parameters]
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], exists
+
+    @torch.no_grad()
+    def move(self, parameter: nn.Parameter) -> None:
+        """Copy a gradient into the buffer; ``in_place`` its part there is the gradient then."""
+        grad: Any = parameter.grad
+        shard, view = _local(grad), self._views[parameter]
+        if _is_in(grad, view):
+            return
+        view.copy_(shard)
+        if self.in_place and shard.is_contiguous():
+            is_plain = shard is grad
+            parameter.grad = view if is_plain else DTensor(view, grad._spec, requires_grad=False)
+
+    @torch.no_grad()
+    def pack(self) -> torch.Tensor:
+        """Return the buffer with all gradients, and with zeros for those that do not exist."""
+        for parameter, view in self._views.items():
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                self.move(parameter)
+        exists = [float(parameter.grad is not None) for parameter in self.parameters]
+        self.buffer[-len(exists) :] = device_tensor(exists, self.buffer.dtype, self.buffer.device)
+        return self.buffer
+
+    @torch.no_grad()
+    def unpack(self, buffer: torch.Tensor) -> None:
+        """Write sums into the gradients; create those that only other ranks have."""
+        # Collectives write without autograd's knowledge: who compares versions must see it.
+        torch.autograd.graph.increment_version(buffer)
+        sums, exists = self._split(buffer)
+        if any(parameter.grad is None for parameter in self.parameters):
+            for parameter, count in zip(self.parameters, exists.tolist(), strict=True):
+                if parameter.grad is None and count:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        pairs = [
+            (_local(parameter.grad), part)
+            for parameter, part in zip(self.parameters, sums, strict=True)
+            if parameter.grad is not None and not _is_in(parameter.grad, part)
+        ]
+        if pairs:
+            torch._foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])
 
 
 class BucketedAllReduce:
@@ -82,8 +145,11 @@ class BucketedAllReduce:
         ValueError: a bucket mixes dtypes or devices, or a parameter is in two.
 
     Note:
-        Half-precision gradients are summed in float32 and rounded once. All ranks get the same
-        bits. ``torch.autograd.grad`` accumulates nothing, so nothing is reduced.
+        Gradients of several micro-batches are accumulated in the buffers that are reduced, which
+        exist as long as this object. Half-precision gradients are summed over ranks in float32 and
+        rounded once. Parameters whose ``grad_dtype`` is ``torch.float32`` have float32 gradients:
+        they are accumulated in float32 too, and never rounded. All ranks get the same bits.
+        ``torch.autograd.grad`` accumulates nothing, so nothing is reduced.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -118,18 +184,20 @@ class BucketedAllReduce:
         self._backward = -1  # autograd's number of the backward whose gradients are reduced
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         trained = [[p for p in bucket if p.requires_grad] for bucket in buckets]
-        self._buckets = [_Bucket(i, bucket) for i, bucket in enumerate(filter(None, trained))]
-        _check_buckets(self._buckets)
+        _check_buckets(trained)
+        # Ordered sums are added to those of earlier micro-batches, which need their own memory.
+        self._buckets = [
+            _Bucket(number, parameters, in_place=not ordered)
+            for number, parameters in enumerate(filter(None, trained))
+            if group.size() > 1  # else the gradients are the sums
+        ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)
             for parameter in self._bucket_of
-            if group.size() > 1
         ]
         # Gradients of earlier backwards are set aside before autograd adds the first one to them.
-        self._nodes = [
-            get_gradient_edge(p).node for p in self._bucket_of if ordered and self._hooks
-        ]
+        self._nodes = [get_gradient_edge(p).node for p in self._bucket_of if ordered]
         self._hooks += [node.register_prehook(self._begin_backward) for node in self._nodes]
 
     def begin(self, *, last: bool) -> None:
@@ -163,10 +231,13 @@ class BucketedAllReduce:
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         """Record a gradient, and start every bucket that is complete."""
+        bucket = self._bucket_of[parameter]
+        if bucket.in_place:
+            bucket.move(parameter)
         if not self.synchronize:
             return
         self._begin_backward()
-        self._bucket_of[parameter].missing.discard(parameter)
+        bucket.missing.discard(parameter)
         if self.overlap:
             self._start(lambda bucket: not bucket.missing)
 
@@ -191,10 +262,9 @@ class BucketedAllReduce:
             if bucket.pending is None:
                 if not ready(bucket):
                     return
-                flat = _pack(bucket.parameters)
                 label = f"gradients {bucket.number}"
                 add = collectives.all_reduce_ordered if self.ordered else collectives.all_reduce
-                bucket.pending = add(flat, self.group, label=label)
+                bucket.pending = add(bucket.pack(), self.group, label=label)
 
     def finish(self) -> None:
         """Start what is left, wait for all reductions, and write the sums."""
@@ -202,7 +272,7 @@ class BucketedAllReduce:
             self._start(lambda bucket: True)
             for bucket in self._buckets:
                 assert bucket.pending is not None
-                _unpack(bucket.pending.wait(), bucket.parameters)
+                bucket.unpack(bucket.pending.wait())
             self._add_earlier()
         finally:
             for bucket in self._buckets:
@@ -216,16 +286,16 @@ class BucketedAllReduce:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
-def _check_buckets(buckets: list[_Bucket]) -> None:
+def _check_buckets(buckets: list[list[nn.Parameter]]) -> None:
     seen: set[nn.Parameter] = set()
     for bucket in buckets:
-        kinds = {(parameter.dtype, parameter.device) for parameter in bucket.parameters}
+        kinds = {(parameter.dtype, parameter.device) for parameter in bucket}
         if len(kinds) > 1:
             names = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
             checks.fail(_OP, "buckets", "of one dtype and device each", names)
-        if seen & set(bucket.parameters):
+        if seen & set(bucket):
             checks.fail(_OP, "buckets", "apart", "a parameter that is in two")
-        seen |= set(bucket.parameters)
+        seen |= set(bucket)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -233,32 +303,6 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-@torch.no_grad()
-def _pack(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Return all gradients in one tensor, followed by a 1 for each that exists."""
-    dtype = dtypes.statistics_dtype(parameters[0].dtype)
-    parts = []
-    for parameter in parameters:
-        grad = parameter.grad
-        part = _local(parameter if grad is None else grad).reshape(-1).to(dtype)
-        parts.append(torch.zeros_like(part) if grad is None else part)
-    exists = [float(parameter.grad is not None) for parameter in parameters]
-    return torch.cat([*parts, device_tensor(exists, dtype, parts[0].device)])
-
-
-@torch.no_grad()
-def _unpack(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-    """Write the sums into the gradients; create those that only other ranks have."""
-    sizes = [_local(parameter).numel() for parameter in parameters]
-    *parts, exists = flat.split([*sizes, len(parameters)])
-    if any(parameter.grad is None for parameter in parameters):
-        for parameter, count in zip(parameters, exists.tolist(), strict=True):
-            if parameter.grad is None and count:
-                parameter.grad = torch.zeros_like(parameter)
-    pairs = [
-        (_local(parameter.grad), part.view(_local(parameter).shape))
-        for parameter, part in zip(parameters, parts, strict=True)
-        if parameter.grad is not None
-    ]
-    if pairs:
-        torch._foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])
+def _is_in(grad: Any, view: torch.Tensor) -> bool:
+    """Whether a gradient is this part of a buffer."""
+    return _local(grad).data_ptr() == view.data_ptr()

@@ -39,6 +39,7 @@ def shard(
     ordered: bool = False,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    cast_inputs: bool = True,
 ) -> None:
     """Shard the parameters of modules over the ranks, by FSDP2.
 
@@ -54,10 +55,11 @@ def shard(
             forward on.
         ordered: add gradients in the order of ``collectives.ordered_sum`` on a GPU as well, whose
             own order depends on the number of ranks.
-        param_dtype: in which weights are gathered and used, and inputs of the modules cast; by
-            default that of the parameters, which keep theirs.
+        param_dtype: in which weights are gathered and used; by default that of the parameters,
+            which keep theirs.
         reduce_dtype: in which gradients are summed, over micro-batches as well; by default
             ``param_dtype``, and that of the parameters if there is none.
+        cast_inputs: cast floating-point inputs of the modules to ``param_dtype``.
 
     Raises:
         ValueError: ``stage`` is not 1, 2 or 3.
@@ -80,7 +82,9 @@ def shard(
         checks.fail("shard", "stage", "1, 2 or 3", stage)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    precision = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_inputs
+    )
     for block in blocks:
         fully_shard(
             block,
