@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.parallel.spatial.halo import rows
+from fusedops.parallel.spatial.halo import fetch_rows
 from fusedops.parallel.spatial.partition import (
     Cut,
     Factor,
@@ -47,7 +47,7 @@ def move_bounds(local: Tensor, dim: int, cut: Cut, bounds: Sequence[int]) -> tup
     moved = cut.moved(bounds)
     if tuple(bounds) == cut.bounds:
         return local, cut
-    return rows(local, dim, cut, single(moved.spans()), label="move"), moved
+    return fetch_rows(local, dim, cut, single(moved.spans()), label="move"), moved
 
 
 class _Gather(torch.autograd.Function):
@@ -55,7 +55,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, dim: int, cut: Cut) -> Tensor:
         ctx.dim, ctx.cut = dim, cut
         everything = tuple(((0, cut.size),) if cut.size else () for _ in cut.spans())
-        return rows(local, dim, cut, everything, label="gather")
+        return fetch_rows(local, dim, cut, everything, label="gather")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -83,7 +83,7 @@ def gather_dim(local: Tensor, dim: int, factors: Factors, *, partial: bool = Fal
             everything = tuple(
                 ((0, factor.size),) if factor.size else () for _ in factor.cut.spans()
             )
-            split = rows(split, dim + place, factor.cut, everything, label="gather")
+            split = fetch_rows(split, dim + place, factor.cut, everything, label="gather")
         else:
             split = _Gather.apply(split, dim + place, factor.cut)
         local = split.flatten(dim, dim + len(sizes) - 1) if len(sizes) > 1 else split

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fusedops._core import checks, dtypes
 from fusedops.parallel.spatial.conv_autograd import ConvDim, ConvPlan, CutConvolution
-from fusedops.parallel.spatial.halo import Window
+from fusedops.parallel.spatial.halo import window
 from fusedops.parallel.spatial.partition import Factor, Partition
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
@@ -64,7 +64,7 @@ def convolution(
             continue
         moved = cut.resized(extent)
         needed = tuple(sizes.inputs(span, size) for span in moved.spans())
-        windows.append(Window(dim, cut, needed))
+        windows.append(window(dim, cut, needed))
         spans[dim] = moved.own
         result = result.replaced(dim, Factor(extent, moved))
     plan = ConvPlan(tuple(windows), spans, tuple(dims), groups, result.local_shape)

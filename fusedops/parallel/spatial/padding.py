@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedops._core import checks
-from fusedops.parallel.spatial.halo import rows
+from fusedops.parallel.spatial.halo import fetch_rows
 from fusedops.parallel.spatial.partition import (
     Cut,
     Factor,
@@ -46,7 +46,7 @@ def padded_rows(
     check_padding(op, mode, cut.size, low, high)
     parts = [runs(span, cut.size, mode) for span in spans]
     needs = tuple(merged([run.interval for run in part]) for part in parts)
-    source = rows(local, dim, cut, needs, label=op)
+    source = fetch_rows(local, dim, cut, needs, label=op)
     mine, own = parts[cut.axis.rank], needs[cut.axis.rank]
     if len(mine) == 1 and mine[0].step == 1:
         return source

@@ -18,7 +18,14 @@ from torch.nn import functional as F
 from fusedops._core import checks
 from fusedops.parallel.spatial.conv_autograd import ConvDim
 from fusedops.parallel.spatial.convolution import per_dim
-from fusedops.parallel.spatial.halo import Halo, HaloGradient, Window, extend, split_gradient
+from fusedops.parallel.spatial.halo import (
+    Halo,
+    HaloGradient,
+    Window,
+    extend,
+    split_gradient,
+    window,
+)
 from fusedops.parallel.spatial.partition import Factor, Interval, Partition
 from fusedops.parallel.spatial.resize import weighted
 from fusedops.parallel.spatial.tensor import (
@@ -69,7 +76,7 @@ class _Pooling:
             else:
                 moved = cut.resized(count)
                 spans = tuple(dim.inputs(span, size) for span in moved.spans())
-                self.windows.append(Window(self.lead + index, cut, spans))
+                self.windows.append(window(self.lead + index, cut, spans))
                 start, stop = moved.own
                 result = result.replaced(self.lead + index, Factor(count, moved))
             self.starts.append(start)
@@ -79,7 +86,7 @@ class _Pooling:
 
     def pads(self) -> list[int]:
         """Return the ``F.pad`` amounts of dims that are not cut."""
-        cut = {window.dim for window in self.windows}
+        cut = {item.dim for item in self.windows}
         amounts: list[int] = []
         for index in reversed(range(len(self.dims))):
             first, last = self.inputs[index]
@@ -144,7 +151,7 @@ class _MaxPool(torch.autograd.Function):
         full = full.view(ctx.shape)
         if any(plan.pads()):
             full = F.pad(full, [-amount for amount in plan.pads()])
-        own, parts = split_gradient(full, plan.windows, shared=False)
+        own, parts = split_gradient(full, plan.windows)
         back = HaloGradient(own, parts, plan.windows, label="pool grad")
         return back.finish(own), None, None
 
@@ -365,7 +372,7 @@ def _max_unpool(
         # The values whose windows reach these places: the inputs of a transposed convolution.
         reach = ConvDim(dim.kernel, dim.stride, dim.low, dim.low, 1, 0, True)
         needed = tuple(reach.inputs(span, cut.size) for span in moved.spans())
-        windows.append(Window(lead + index, cut, needed))
+        windows.append(window(lead + index, cut, needed))
         spans.append(moved.own)
         result = result.replaced(lead + index, Factor(size, moved))
     values = extend(unwrap(input), windows, label="unpool")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fusedops._core import checks
 from fusedops._core.device_tensors import to_device
-from fusedops.parallel.spatial.halo import rows
+from fusedops.parallel.spatial.halo import fetch_rows
 from fusedops.parallel.spatial.partition import Factor, single
 from fusedops.parallel.spatial.tensor import refuse, rule, unwrap, wrap
 
@@ -40,7 +40,7 @@ def weighted(op: str, x: Any, dim: int, sources: Any, weights: Any | None) -> An
         for a, b in moved.spans():
             part = sources[a:b]
             spans.append((int(part.min()), int(part.max()) + 1) if a < b else (0, 0))
-        local = rows(local, dim, cut, single(spans), label=op)
+        local = fetch_rows(local, dim, cut, single(spans), label=op)
         offset = spans[cut.axis.rank][0]
         sources = sources[start:stop]
     sources = (sources - offset).to(local.device)

@@ -22,7 +22,7 @@ from fusedops.parallel.spatial.align import (
     partition_of,
     split_factor,
 )
-from fusedops.parallel.spatial.halo import rows
+from fusedops.parallel.spatial.halo import fetch_rows
 from fusedops.parallel.spatial.partition import (
     Cut,
     Factor,
@@ -245,7 +245,7 @@ def _cat_cut(tensors: list[Any], dim: int) -> Any:
             parts.append(piece.narrow(dim, start, stop - start))
         else:
             piece = fit("cat", x, target.replaced(dim, Factor(size, own)))
-            parts.append(rows(piece, dim, own, single(spans), label="cat"))
+            parts.append(fetch_rows(piece, dim, own, single(spans), label="cat"))
         offset += size
     return wrap(torch.cat(parts, dim), target.replaced(dim, Factor(total, result)))
 
@@ -321,7 +321,7 @@ def _flip(func: Any, input: Any, *dims: Any) -> Any:
         cut = partition.cut("flip", dim)
         if cut is not None:
             spans = [(cut.size - stop, cut.size - start) for start, stop in cut.spans()]
-            local = rows(local, dim, cut, single(spans), label="flip")
+            local = fetch_rows(local, dim, cut, single(spans), label="flip")
     return wrap(local.flip(chosen), partition)
 
 
@@ -342,7 +342,7 @@ def _interval(x: Any, dim: int, start: int, stop: int, step: int) -> Any:
         (start + a * step, start + (b - 1) * step + 1) if a < b else (0, 0)
         for a, b in result.spans()
     ]
-    local = rows(local, dim, cut, single(spans), label="slice")
+    local = fetch_rows(local, dim, cut, single(spans), label="slice")
     if step > 1:
         local = local[(slice(None),) * dim + (slice(None, None, step),)]
     return wrap(local, partition.replaced(dim, Factor(count, result)))
