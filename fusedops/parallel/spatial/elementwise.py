@@ -9,11 +9,10 @@ from torch import Tensor
 
 from fusedops.parallel.spatial.align import common, fit
 from fusedops.parallel.spatial.partition import Partition
+from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
     RULES,
     SpatialTensor,
-    function_name,
-    refuse,
     replace_local,
     rule,
     unwrap,
@@ -94,7 +93,7 @@ def _detach(func: Any, input: Any) -> Any:
     return SpatialTensor(input._local.detach(), input._partition)
 
 
-@rule("dropout", "alpha_dropout", "dropout_", "alpha_dropout_")
+@rule("dropout", "dropout_")
 def _dropout(
     func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
@@ -174,27 +173,7 @@ def _backward(func: Any, input: Any, gradient: Any = None, *args: Any, **kwargs:
     return func(unwrap(input), local, *args, **kwargs)
 
 
-@rule("grad")
-def _grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
-    """Differentiate parts by parts; gradients of SpatialTensors are such."""
-    single = isinstance(inputs, Tensor)
-    inputs = [inputs] if single else list(inputs)
-    linked = [isinstance(x, SpatialTensor) and x._linked for x in inputs]
-    of = [x._local if link else x for x, link in zip(inputs, linked, strict=True)]
-    with torch._C.DisableTorchFunctionSubclass():
-        grads = func(outputs, of, grad_outputs, **kwargs)
-    return tuple(
-        SpatialTensor(grad, x._partition) if link and grad is not None else grad
-        for grad, x, link in zip(grads, inputs, linked, strict=True)
-    )
-
-
 @rule("requires_grad_")
 def _requires_grad(func: Any, input: Any, requires_grad: bool = True) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(input, requires_grad)
-
-
-@rule("grid_sample", "fold", "sort", "topk", "cumsum", "fft")
-def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return refuse(function_name(func))

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fusedops.parallel.spatial.align import common, fit, gather_dim, partition_of
 from fusedops.parallel.spatial.partition import Factor, Partition, cuts, plain
+from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
-    refuse,
     replicated,
     rule,
     summed,
@@ -39,7 +38,7 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     return wrap(out, partition.replaced(input.dim() - 1, Factor(weight.shape[0])))
 
 
-@rule("matmul", "bmm", "mm", "mv")
+@rule("matmul", "bmm", "mm")
 def _matmul(func: Any, input: Any, other: Any) -> Any:
     if input.dim() < 2 or other.dim() < 2:
         return refuse("a product with a vector")
@@ -104,41 +103,6 @@ def _fit(x: Any, target: Partition, result: Partition) -> Any:
     return replicated(out, [*more, *missing])
 
 
-@rule("einsum")
-def _einsum(func: Any, equation: Any, *operands: Any) -> Any:
-    """Write a sum of two operands as a product of matrices."""
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    if len(operands) != 2 or "..." in equation or "->" not in equation:
-        return refuse("einsum of other than two operands with all letters named")
-    inputs, output = equation.replace(" ", "").split("->")
-    first, second = inputs.split(",")
-    a, b = operands
-    batch = [s for s in output if s in first and s in second]
-    rows = [s for s in output if s in first and s not in second]
-    columns = [s for s in output if s in second and s not in first]
-    inner = [s for s in first if s in second and s not in output]
-    if len(batch + rows + inner) != len(first) or len(batch + inner + columns) != len(second):
-        return refuse(f"einsum {equation!r}")
-    sizes = {s: a.shape[i] for i, s in enumerate(first)}
-    sizes |= {s: b.shape[i] for i, s in enumerate(second)}
-
-    def grouped(x: Any, letters: str, *groups: list[str]) -> Any:
-        order = [letters.index(s) for group in groups for s in group]
-        shape = [sizes[s] for s in batch]
-        for group in groups[1:]:
-            number = 1
-            for s in group:
-                number *= sizes[s]
-            shape.append(number)
-        return x.permute(order).reshape(shape)
-
-    left, right = grouped(a, first, batch, rows, inner), grouped(b, second, batch, inner, columns)
-    out = torch.matmul(left, right)
-    out = out.view([sizes[s] for s in [*batch, *rows, *columns]])
-    return out.permute([[*batch, *rows, *columns].index(s) for s in output])
-
-
 @rule("scaled_dot_product_attention")
 def _attention(
     func: Any,
@@ -166,58 +130,3 @@ def _attention(
         attn_mask = fit("attention", attn_mask, target)
     out = func(*parts, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return wrap(out, result)
-
-
-@rule("multi_head_attention_forward")
-def _multi_head_attention(
-    func: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Any,
-    in_proj_bias: Any,
-    bias_k: Any,
-    bias_v: Any,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Any,
-    out_proj_bias: Any,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None,
-    k_proj_weight: Any = None,
-    v_proj_weight: Any = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    **more: Any,
-) -> Any:
-    """Project, attend and project ``[L, B, E]``, as ``nn.MultiheadAttention`` does."""
-    options = (bias_k, bias_v, key_padding_mask, attn_mask)
-    if any(option is not None for option in options) or add_zero_attn or query.dim() != 3:
-        return refuse("multi_head_attention_forward with masks, added keys or without a batch")
-    weights: Any
-    if use_separate_proj_weight:
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-    else:
-        weights = in_proj_weight.chunk(3)
-    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    parts = []
-    for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
-        projected = F.linear(x, weight, bias).unflatten(2, (num_heads, -1))
-        parts.append(projected.permute(1, 2, 0, 3))
-    dropout = dropout_p if training else 0.0
-    shown = None
-    if need_weights:
-        scores = parts[0] @ parts[1].transpose(-2, -1) * parts[0].shape[-1] ** -0.5
-        scores = scores.softmax(-1)
-        out = F.dropout(scores, dropout) @ parts[2]
-        shown = scores.mean(1) if average_attn_weights else scores
-    else:
-        out = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], dropout_p=dropout)
-    out = out.permute(2, 0, 1, 3).flatten(2)
-    return F.linear(out, out_proj_weight, out_proj_bias), shown

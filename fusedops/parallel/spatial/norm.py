@@ -22,7 +22,8 @@ from fusedops._core import checks, dtypes
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.spatial.partition import Axis, Partition
 from fusedops.parallel.spatial.reduce import axes_of
-from fusedops.parallel.spatial.tensor import all_reduced, refuse, replicated, rule, unwrap, wrap
+from fusedops.parallel.spatial.refusals import refuse
+from fusedops.parallel.spatial.tensor import all_reduced, replicated, rule, unwrap, wrap
 
 
 def moments(x: Tensor, dims: list[int], axes: Sequence[Axis]) -> tuple[Tensor, Tensor]:
@@ -315,10 +316,3 @@ def _layer_norm(
         out = centered * (centered.square().mean(dims, True) + eps).rsqrt()
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
-
-
-@rule("local_response_norm")
-def _local_response_norm(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    if input._partition.is_cut(1):
-        refuse("local_response_norm over channels that are cut")
-    return wrap(func(unwrap(input), *args, **kwargs), input._partition)

@@ -1,4 +1,4 @@
-"""Rows of a padded dim: ``F.pad`` in all modes, ``roll``, and halos at the borders."""
+"""Rows of a padded dim: ``F.pad`` in all modes, and halos at the borders."""
 
 from __future__ import annotations
 
@@ -114,25 +114,4 @@ def _pad(
     if any(rest):
         # Torch pads an empty part with constants only; it has no values in any mode.
         local = func(local, rest, mode if local.numel() else "constant", value)
-    return wrap(local, partition)
-
-
-@rule("roll")
-def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
-    if dims is None or dims == ():
-        return torch.roll(input.flatten(), shifts, 0).view(input.shape)
-    shifts = [shifts] if isinstance(shifts, int) else list(shifts)
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    partition, local = input._partition, unwrap(input)
-    for shift, dim in zip(shifts, dims, strict=True):
-        dim = dim % input.dim()
-        cut = partition.cut("roll", dim)
-        if cut is None:
-            if not partition.is_cut(dim):
-                local = torch.roll(local, shift, dim)
-            continue
-        shift = shift % cut.size if cut.size else 0
-        if shift:
-            spans = [(start - shift, stop - shift) for start, stop in cut.spans()]
-            local = padded_rows("roll", local, dim, cut, spans, "circular")
     return wrap(local, partition)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fusedops.parallel.spatial.align import common, fit, partition_of
 from fusedops.parallel.spatial.partition import Axis, Partition, cuts, plain
+from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
     all_reduced,
     function_name,
-    refuse,
     rule,
     summed,
     unwrap,
@@ -49,7 +49,7 @@ def reduced(partition: Partition, dims: Sequence[int], keepdim: bool) -> Partiti
     return Partition(tuple(result))
 
 
-@rule("sum", "nansum")
+@rule("sum")
 def _sum(
     func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
@@ -71,7 +71,7 @@ def _mean(
     return input.sum(dims, keepdim, dtype=dtype) / count
 
 
-@rule("var", "std", "var_mean", "std_mean")
+@rule("var", "std")
 def _var(
     func: Any,
     input: Any,
@@ -88,12 +88,7 @@ def _var(
     less = correction if correction is not None else int(unbiased)
     mean = input.mean(dims, True)
     result = ((input - mean) ** 2).sum(dims, keepdim) / max(0, count - less)
-    name = function_name(func)
-    if name.startswith("std"):
-        result = result.sqrt()
-    if not name.endswith("mean"):
-        return result
-    return result, mean if keepdim else mean.squeeze(tuple(dims))
+    return result.sqrt() if function_name(func) == "std" else result
 
 
 class _Extreme(torch.autograd.Function):
@@ -144,39 +139,23 @@ def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     return along(func, input, dim, keepdim)
 
 
-@rule("argmax", "argmin", "median", "mode", "kthvalue", "prod", "any", "all", "count_nonzero")
-def _along(func: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    name = function_name(func)
-    if dim is None and name in ("any", "all"):
-        local = func(unwrap(input)).to(torch.int32)
-        op = "max" if name == "any" else "min"
-        return all_reduced(local, input._partition.axes, op=op).bool()
+@rule("argmax", "argmin")
+def _along(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     if dim is None:
-        return refuse(f"{name} over all dims")
-    return along(func, input, dim, *args, **kwargs)
+        return refuse(f"{function_name(func)} along a cut dim")
+    return along(func, input, dim, keepdim)
 
 
-def along(func: Any, input: Any, dim: int, keepdim: bool = False, **kwargs: Any) -> Any:
+def along(func: Any, input: Any, dim: int, keepdim: bool = False) -> Any:
     """Run a function along one dim that is not cut."""
     dim = dim % input.dim()
     if input._partition.is_cut(dim):
-        refuse(f"{function_name(func)} along a dim that is cut")
+        refuse(f"{function_name(func)} along a cut dim")
     partition = reduced(input._partition, [dim], keepdim)
-    result = func(unwrap(input), dim, keepdim, **kwargs)
+    result = func(unwrap(input), dim, keepdim)
     if isinstance(result, Tensor):
         return wrap(result, partition)
     return type(result)([wrap(part, partition) for part in result])
-
-
-@rule("logsumexp")
-def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    dims = dims_of(dim, input.dim())
-    if not axes_of(input._partition, dims):
-        local = func(unwrap(input), dims, keepdim)
-        return wrap(local, reduced(input._partition, dims, keepdim))
-    most = input.detach().amax(dims, True)
-    result = (input - most).exp().sum(dims, True).log() + most
-    return result if keepdim else result.squeeze(tuple(dims))
 
 
 @rule("softmax", "log_softmax")
@@ -187,14 +166,9 @@ def _softmax(
         input = input.to(dtype)
     if dim is None:
         refuse("softmax without a dim")
-    if not input._partition.is_cut(dim % input.dim()):
-        return wrap(func(unwrap(input), dim), input._partition)
-    most = input.detach().amax(dim, True)
-    shifted = input - most
-    if function_name(func) == "log_softmax":
-        return shifted - shifted.exp().sum(dim, True).log()
-    weights = shifted.exp()
-    return weights / weights.sum(dim, True)
+    if input._partition.is_cut(dim % input.dim()):
+        refuse(f"{function_name(func)} along a cut dim")
+    return wrap(func(unwrap(input), dim), input._partition)
 
 
 @rule("linalg_vector_norm", "norm", "vector_norm")
@@ -204,11 +178,9 @@ def _norm(
     p, kwargs = kwargs.pop("ord", p), {k: v for k, v in kwargs.items() if v is not None}
     if p == "fro" or p is None:
         p = 2
-    if kwargs or p not in (1, 2):
-        return refuse("a norm that is not of order 1 or 2")
+    if kwargs or p != 2:
+        return refuse("a norm that is not of order 2")
     dims = dims_of(dim, input.dim())
-    if p == 1:
-        return input.abs().sum(dims, keepdim)
     if axes_of(input._partition, dims):
         return input.square().sum(dims, keepdim).sqrt()
     local = torch.linalg.vector_norm(unwrap(input), 2, dims, keepdim)
@@ -222,14 +194,9 @@ def _normalize(
     return input / torch.norm(input, p, dim, True).clamp_min(eps)
 
 
-@rule("item", "tolist", "numpy")
-def _item(func: Any, input: Any) -> Any:
-    return refuse(f"{function_name(func)} (a value of the complete tensor on the host)")
-
-
 @rule(
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
-    *("binary_cross_entropy_with_logits", "soft_margin_loss", "gaussian_nll_loss", "kl_div"),
+    *("binary_cross_entropy_with_logits", "kl_div"),
 )
 def _loss(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute elementwise; the mean is a global one."""

@@ -28,15 +28,14 @@ from fusedops.parallel.spatial.partition import (
     Factor,
     Factors,
     Partition,
-    cuts,
     plain,
     simplified,
     single,
 )
+from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
     function_name,
-    refuse,
     replicated,
     rule,
     unwrap,
@@ -169,29 +168,6 @@ def _expand(func: Any, input: Any, *args: Any) -> Any:
     return wrap(unwrap(input).expand(local_sizes), Partition(tuple(dims)))
 
 
-@rule("repeat", "repeat_interleave", "tile")
-def _repeat(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    name = function_name(func)
-    if name == "repeat_interleave":
-        number, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim"))
-        if not isinstance(number, int) or dim is None:
-            return refuse("repeat_interleave without a number and a dim")
-        dim = dim % input.dim()
-        cut = input._partition.cut(name, dim)
-        size = input.shape[dim] * number
-        new = None if cut is None else cut.moved([bound * number for bound in cut.bounds])
-        partition = input._partition.replaced(dim, Factor(size, new))
-        return wrap(unwrap(input).repeat_interleave(number, dim), partition)
-    numbers = _sizes(args)
-    dims = [plain(1)] * (len(numbers) - input.dim()) + list(input._partition.dims)
-    for place, number in enumerate(numbers):
-        if number != 1 and cuts(dims[place]):
-            refuse(f"{name} of a dim that is cut")
-        if not cuts(dims[place]):
-            dims[place] = plain(dims[place][0].size * number)
-    return wrap(unwrap(input).repeat(*numbers), Partition(tuple(dims)))
-
-
 @rule("cat", "concat", "concatenate")
 def _cat(func: Any, tensors: Any, dim: int = 0) -> Any:
     tensors = [x for x in tensors if x.dim() > 1 or x.numel()]
@@ -272,7 +248,7 @@ def _stack(func: Any, tensors: Any, dim: int = 0) -> Any:
     return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
 
 
-@rule("split", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split", "split_with_sizes")
+@rule("split", "chunk", "split_with_sizes")
 def _split(func: Any, input: Any, sizes: Any, dim: int = 0) -> Any:
     dim = dim % input.dim()
     counts = [part.shape[0] for part in func(torch.empty(input.shape[dim], device="meta"), sizes)]
@@ -299,7 +275,7 @@ def _select(func: Any, input: Any, dim: int, index: int) -> Any:
 def _unbind(func: Any, input: Any, dim: int = 0) -> Any:
     dim = dim % input.dim()
     if input._partition.is_cut(dim):
-        refuse("unbind of a dim that is cut")
+        refuse("unbind of a cut dim")
     return tuple(_one(input, dim, index) for index in range(input.shape[dim]))
 
 
@@ -311,18 +287,6 @@ def _iter(func: Any, input: Any) -> Any:
 @rule("len")
 def _len(func: Any, input: Any) -> int:
     return input.shape[0]
-
-
-@rule("flip")
-def _flip(func: Any, input: Any, *dims: Any) -> Any:
-    local, partition = unwrap(input), input._partition
-    chosen = [dim % input.dim() for dim in _sizes(dims)]
-    for dim in chosen:
-        cut = partition.cut("flip", dim)
-        if cut is not None:
-            spans = [(cut.size - stop, cut.size - start) for start, stop in cut.spans()]
-            local = fetch_rows(local, dim, cut, single(spans), label="flip")
-    return wrap(local.flip(chosen), partition)
 
 
 def _interval(x: Any, dim: int, start: int, stop: int, step: int) -> Any:
@@ -373,10 +337,10 @@ def _one(x: Any, dim: int, index: int) -> Any:
 @rule("getitem")
 def _getitem(func: Any, input: Any, index: Any) -> Any:
     if not isinstance(input, SpatialTensor):
-        return refuse("indexing by a tensor that is cut")
+        return refuse("indexing by a tensor")
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (Tensor, list)) for item in items):
-        return _advanced(input, items)
+        return refuse("indexing by a tensor")
     consumed = sum(item is not None and item is not Ellipsis for item in items)
     if Ellipsis not in [item for item in items if not isinstance(item, Tensor)]:
         items.append(Ellipsis)
@@ -403,32 +367,6 @@ def _getitem(func: Any, input: Any, index: Any) -> Any:
         else:
             refuse(f"indexing by {type(item).__name__}")
     return x
-
-
-def _advanced(x: Any, items: list[Any]) -> Any:
-    """Index uncut dims by tensors; all other dims must be complete slices."""
-    if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
-        refuse("an ellipsis with a tensor index")
-    places = [i for i, item in enumerate(items) if not isinstance(item, slice)]
-    complete = all(item == slice(None) for item in items if isinstance(item, slice))
-    if not complete:
-        refuse("a slice with a tensor index")
-    if (
-        len(places) != 1
-        or x._partition.is_cut(places[0])
-        or not isinstance(items[places[0]], Tensor)
-    ):
-        refuse("indexing a cut dim by a tensor")
-    index = items[places[0]]
-    local = unwrap(x)[(slice(None),) * places[0] + (index,)]
-    dims = list(x._partition.dims)
-    new = [plain(size) for size in local.shape[places[0] : local.dim() - len(dims) + places[0] + 1]]
-    return wrap(local, Partition((*dims[: places[0]], *new, *dims[places[0] + 1 :])))
-
-
-@rule("setitem")
-def _setitem(func: Any, input: Any, index: Any, value: Any) -> Any:
-    refuse("assigning to a part of a tensor")
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedops._core import checks, dtypes
-from fusedops._core.checks import UnsupportedError
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.spatial.partition import Axis, Partition
+from fusedops.parallel.spatial.refusals import refuse
 
 Rule = Callable[..., Any]
 # By the name of a torch function, without the underscores of special methods.
@@ -139,14 +139,6 @@ def function_name(func: Any) -> str:
     if name.startswith("__") and name.endswith("__"):
         return _SPECIAL.get(name[2:-2], name)
     return name
-
-
-def refuse(name: str) -> Any:
-    """Raise the error of a function that has no rule."""
-    raise UnsupportedError(
-        f"spatial: {name} has no rule for a tensor that is cut over processes; apply it to "
-        "spatial.gather(tensor), or keep the dims that it reads uncut"
-    )
 
 
 class _Link(torch.autograd.Function):
