@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fusedops._core import checks, dtypes
 from fusedops.parallel.spatial.conv_autograd import ConvDim, ConvPlan, CutConvolution
 from fusedops.parallel.spatial.halo import window
-from fusedops.parallel.spatial.partition import Factor, Partition
+from fusedops.parallel.spatial.partition import Partition
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
     rule,
@@ -48,7 +48,7 @@ def convolution(
         local, weight = local.to(lower), weight.to(lower)
         bias = bias if bias is None else bias.to(lower)
     channels = weight.shape[1] * groups if dims[0].transposed else weight.shape[0]
-    result = partition.replaced(1, Factor(channels))
+    result = partition.replaced(1, channels)
     windows, spans = [], {}
     for index, sizes in enumerate(dims):
         dim = index + 2
@@ -58,15 +58,15 @@ def convolution(
             checks.fail(
                 op, f"dim {dim}", f"at least {sizes.reach + 1} with its padding", f"{size} rows"
             )
-        cut = partition.cut(op, dim)
+        cut = partition.cuts[dim]
         if cut is None:
-            result = result.replaced(dim, Factor(extent))
+            result = result.replaced(dim, extent)
             continue
-        moved = cut.resized(extent)
-        needed = tuple(sizes.inputs(span, size) for span in moved.spans())
+        resized = cut.resized(extent)
+        needed = tuple(sizes.inputs(span, size) for span in resized.spans())
         windows.append(window(dim, cut, needed))
-        spans[dim] = moved.own
-        result = result.replaced(dim, Factor(extent, moved))
+        spans[dim] = resized.own
+        result = result.replaced(dim, extent, resized)
     plan = ConvPlan(tuple(windows), spans, tuple(dims), groups, result.local_shape)
     cast = nullcontext() if lower is None else torch.autocast(local.device.type, enabled=False)
     with cast:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.parallel.spatial.align import common, fit
+from fusedops.parallel.spatial.align import common_of, fit
 from fusedops.parallel.spatial.partition import Partition
 from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
@@ -53,7 +53,7 @@ def pointwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     target: Any = args[0] if in_place else None
     if in_place and not isinstance(target, SpatialTensor):
         refuse(f"{name} into a tensor that is not cut")
-    partition = target._partition if in_place else common(tensors)
+    partition = target._partition if in_place else common_of(tensors)
     local_args = [fit(name, x, partition) for x in args]
     local_kwargs = {key: fit(name, x, partition) for key, x in kwargs.items()}
     result = func(*local_args, **local_kwargs)

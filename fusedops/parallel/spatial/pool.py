@@ -25,7 +25,7 @@ from fusedops.parallel.spatial.halo import (
     split_gradient,
     window,
 )
-from fusedops.parallel.spatial.partition import Factor, Interval, Partition
+from fusedops.parallel.spatial.partition import Interval, Partition
 from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.resize import weighted
 from fusedops.parallel.spatial.tensor import (
@@ -68,16 +68,16 @@ class _Pooling:
             count = _outputs(size, dim, ceil)
             if count < 1:
                 checks.fail(op, f"dim {self.lead + index}", "at least one window long", size)
-            cut = partition.cut(op, self.lead + index)
+            cut = partition.cuts[self.lead + index]
             if cut is None:
                 start, stop = 0, count
-                result = result.replaced(self.lead + index, Factor(count))
+                result = result.replaced(self.lead + index, count)
             else:
-                moved = cut.resized(count)
-                spans = tuple(dim.inputs(span, size) for span in moved.spans())
+                resized = cut.resized(count)
+                spans = tuple(dim.inputs(span, size) for span in resized.spans())
                 self.windows.append(window(self.lead + index, cut, spans))
-                start, stop = moved.own
-                result = result.replaced(self.lead + index, Factor(count, moved))
+                start, stop = resized.own
+                result = result.replaced(self.lead + index, count, resized)
             self.starts.append(start)
             self.counts.append(stop - start)
             self.inputs.append(dim.inputs((start, stop), size))

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.parallel.spatial.align import common, fit, partition_of
-from fusedops.parallel.spatial.partition import Axis, Partition, cuts, plain
+from fusedops.parallel.spatial.align import common, common_of, fit, partition_of
+from fusedops.parallel.spatial.partition import Axis, Partition
 from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
-    SpatialTensor,
     all_reduced,
     function_name,
     rule,
@@ -36,17 +35,13 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
 
 def axes_of(partition: Partition, dims: Sequence[int]) -> tuple[Axis, ...]:
     """Return the axes that cut these dims."""
-    return tuple(cut.axis for dim in dims for cut in cuts(partition.dims[dim]))
+    return tuple(cut.axis for dim in dims if (cut := partition.cuts[dim]) is not None)
 
 
 def reduced(partition: Partition, dims: Sequence[int], keepdim: bool) -> Partition:
     """Return the partition of a reduction over dims."""
-    result = [
-        plain(1) if dim in dims else factors
-        for dim, factors in enumerate(partition.dims)
-        if keepdim or dim not in dims
-    ]
-    return Partition(tuple(result))
+    places = [None if dim in dims else dim for dim in range(len(partition.shape))]
+    return partition.selected(dim for dim in places if keepdim or dim is not None)
 
 
 @rule("sum")
@@ -206,7 +201,7 @@ def _loss(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             refuse(f"{function_name(func)} with {old}")
     if args or reduction not in ("mean", "sum", "none", "batchmean"):
         return refuse(f"{function_name(func)} with positional options")
-    partition = common([input, target])
+    partition = common_of([input, target])
     parts = [fit("a loss", x, partition) for x in (input, target)]
     kwargs = {name: fit("a loss", x, partition) for name, x in kwargs.items()}
     losses = wrap(func(*parts, reduction="none", **kwargs), partition)
@@ -233,13 +228,18 @@ def _cross_entropy(
     """Classify every position: dim 1 of the input has the classes, and is not cut."""
     if size_average is not None or reduce is not None or input.dim() == 1:
         return refuse("cross_entropy with size_average or reduce")
-    partition = common([input, _with_classes(input, target)])
+    of_target = partition_of(target)
+    if target.dim() != input.dim():
+        of_target = of_target.selected([0, None, *range(1, target.dim())])
+    partition = common([partition_of(input), of_target])
     if partition.is_cut(1):
         return refuse("cross_entropy over classes that are cut")
-    without = Partition((partition.dims[0], *partition.dims[2:]))
-    of_target = without if target.dim() == len(without.dims) else partition
+    without = partition.selected([0, *range(2, input.dim())])
     more = {"label_smoothing": label_smoothing} if label_smoothing else {}
-    logits, labels = fit("cross_entropy", input, partition), fit("cross_entropy", target, of_target)
+    logits, labels = (
+        fit("cross_entropy", input, partition),
+        fit("cross_entropy", target, partition if target.dim() == input.dim() else without),
+    )
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, **more}
     losses = wrap(func(logits, labels, reduction="none", **options), without)
     if reduction == "none":
@@ -253,11 +253,3 @@ def _cross_entropy(
     counts = valid if weight is None else weight[labels.clamp_min(0)] * valid
     count = all_reduced(counts.sum().to(logits.dtype), without.axes, label="count")
     return total / count
-
-
-def _with_classes(input: Any, target: Any) -> Any:
-    if target.dim() == input.dim():
-        return target
-    dims = list(partition_of(target).dims)
-    partition = Partition((dims[0], plain(1), *dims[1:]))
-    return SpatialTensor(torch.empty(partition.local_shape, device="meta"), partition)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fusedops._core import checks
 from fusedops._core.device_tensors import to_device
 from fusedops.parallel.spatial.halo import fetch_rows
-from fusedops.parallel.spatial.partition import Factor, single
+from fusedops.parallel.spatial.partition import single
 from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import rule, unwrap, wrap
 
@@ -32,13 +32,13 @@ def weighted(op: str, x: Any, dim: int, sources: Any, weights: Any | None) -> An
     partition, local = x._partition, unwrap(x)
     sources = torch.as_tensor(sources)
     count = sources.shape[0]
-    cut = partition.cut(op, dim)
-    start, offset, moved = 0, 0, None
+    cut = partition.cuts[dim]
+    start, offset, resized = 0, 0, None
     if cut is not None:
-        moved = cut.resized(count)
-        start, stop = moved.own
+        resized = cut.resized(count)
+        start, stop = resized.own
         spans = []
-        for a, b in moved.spans():
+        for a, b in resized.spans():
             part = sources[a:b]
             spans.append((int(part.min()), int(part.max()) + 1) if a < b else (0, 0))
         local = fetch_rows(local, dim, cut, single(spans), label=op)
@@ -55,7 +55,7 @@ def weighted(op: str, x: Any, dim: int, sources: Any, weights: Any | None) -> An
         for tap in range(sources.shape[1]):
             term = local.index_select(dim, sources[:, tap]) * weights[:, tap].view(view)
             out = term if out is None else out + term
-    return wrap(out, partition.replaced(dim, Factor(count, moved)))
+    return wrap(out, partition.replaced(dim, count, resized))
 
 
 def _positions(

@@ -17,12 +17,10 @@ from fusedops.parallel.spatial.padding import padded_rows
 from fusedops.parallel.spatial.partition import (
     Axis,
     Cut,
-    Factor,
-    Partition,
     checked_dims,
     evenly,
     placed,
-    plain,
+    uncut,
 )
 from fusedops.parallel.spatial.tensor import SpatialTensor, replicated, unwrap, wrap
 
@@ -56,8 +54,8 @@ def scatter(tensor: Tensor, mesh: DeviceMesh, dims: Mapping[int, str]) -> Spatia
     axes = checked_dims("scatter", mesh, dims)
     partition = evenly("scatter", tensor.shape, axes)
     local = replicated(tensor, partition.axes)
-    for dim, factors in enumerate(partition.dims):
-        local = slice_dim(local, dim, factors)
+    for dim, cut in enumerate(partition.cuts):
+        local = local if cut is None else slice_dim(local, dim, cut)
     return wrap(local.clone(memory_format=torch.preserve_format), partition)
 
 
@@ -170,11 +168,11 @@ def partitioned(op: str, part: Tensor, axes: Mapping[int, Axis]) -> SpatialTenso
 def _of_extents(
     part: Tensor, axes: Mapping[int, Axis], extents: Mapping[int, Sequence[int]]
 ) -> SpatialTensor:
-    dims = [plain(size) for size in part.shape]
+    partition = uncut(part.shape)
     for dim, axis in axes.items():
         bounds = tuple(itertools.accumulate(extents[dim], initial=0))
-        dims[dim] = (Factor(bounds[-1], Cut(axis, bounds, bounds)),)
-    result: SpatialTensor = wrap(part, Partition(tuple(dims)))
+        partition = partition.replaced(dim, bounds[-1], Cut(axis, bounds, bounds))
+    result: SpatialTensor = wrap(part, partition)
     return result
 
 
@@ -216,7 +214,7 @@ def halo_exchange(
             checks.fail(op, "a dim of halo", f"one of dims {sorted(by_dim)}", dim)
         checks.integer(op, f"the halo of dim {dim}", low, least=0)
         checks.integer(op, f"the halo of dim {dim}", high, least=0)
-        cut = partition.cut(op, dim % tensor.dim())
+        cut = partition.cuts[dim % tensor.dim()]
         assert cut is not None
         spans = [(start - low, stop + high) for start, stop in cut.spans()]
         if mode == "none":

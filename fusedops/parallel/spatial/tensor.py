@@ -96,9 +96,9 @@ class SpatialTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = ", ".join(
-            f"dim {dim} by {'x'.join(f.cut.axis.name for f in factors if f.cut)}"
-            for dim, factors in enumerate(self._partition.dims)
-            if any(factor.cut for factor in factors)
+            f"dim {dim} by {cut.axis.name}"
+            for dim, cut in enumerate(self._partition.cuts)
+            if cut is not None
         )
         shape = list(self._partition.shape)
         return f"SpatialTensor({shape}, cut in {parts}; local {list(self._local.shape)})"

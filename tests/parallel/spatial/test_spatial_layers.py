@@ -118,6 +118,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     ),
     "permln": lambda: ChannelsLastLayers(),
     "lin": lambda: nn.Linear(11, 7),
+    "head": lambda: nn.Sequential(nn.Flatten(1), nn.Linear(4 * 13 * 11, 5)),
+    "split": lambda: Fn(lambda x: x[:, :, :12, :9].reshape(2, 4, 4, 3, 3, 3).amax((3, 5))),
     "se": lambda: SqueezeExcite(),
     "pos": lambda: Positions(),
     "cls": lambda: ClassToken(),
