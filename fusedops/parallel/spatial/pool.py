@@ -16,14 +16,12 @@ from torch.nn import functional as F
 
 from fusedops._core import checks
 from fusedops.parallel.spatial.conv_autograd import ConvDim
-from fusedops.parallel.spatial.convolution import per_dim
+from fusedops.parallel.spatial.convolution import output_windows, per_dim
 from fusedops.parallel.spatial.halo import (
     Halo,
     HaloGradient,
-    Window,
     extend,
     split_gradient,
-    window,
 )
 from fusedops.parallel.spatial.partition import Interval, Partition
 from fusedops.parallel.spatial.refusals import refuse
@@ -49,54 +47,34 @@ def _outputs(size: int, dim: ConvDim, ceil: bool) -> int:
 class _Pooling:
     """The windows of a pooling over the last dims of a tensor.
 
-    All spatial dims are windows here, those that are not cut as well, with one rank's span.
+    Attributes:
+        dims: the sizes of the windows.
+        sizes: the global extents of the input along these dims.
+        spans: this rank's outputs along them.
+        windows: the inputs that they need along cut dims.
+        result: the partition of the outputs.
     """
 
     def __init__(self, op: str, x: Any, dims: Sequence[ConvDim], ceil: bool) -> None:
         partition: Partition = x._partition
         self.lead = x.dim() - len(dims)
-        self.windows: list[Window] = []
-        self.starts: list[int] = []  # of this rank's outputs
-        self.counts: list[int] = []  # the number of them
-        self.inputs: list[Interval] = []  # positions of what this rank pools
-        self.sizes = list(partition.shape[self.lead :])
-        self.dims = list(dims)
-        result = partition
-        for index, (dim, size) in enumerate(zip(dims, self.sizes, strict=True)):
+        self.dims, self.sizes = dims, partition.shape[self.lead :]
+        extents = [_outputs(size, dim, ceil) for size, dim in zip(self.sizes, dims, strict=True)]
+        for place, (dim, size, extent) in enumerate(zip(dims, self.sizes, extents, strict=True)):
             if dim.low > dim.kernel // 2:
                 checks.fail(op, "padding", f"at most half of the kernel {dim.kernel}", dim.low)
-            count = _outputs(size, dim, ceil)
-            if count < 1:
-                checks.fail(op, f"dim {self.lead + index}", "at least one window long", size)
-            cut = partition.cuts[self.lead + index]
-            if cut is None:
-                start, stop = 0, count
-                result = result.replaced(self.lead + index, count)
-            else:
-                resized = cut.resized(count)
-                spans = tuple(dim.inputs(span, size) for span in resized.spans())
-                self.windows.append(window(self.lead + index, cut, spans))
-                start, stop = resized.own
-                result = result.replaced(self.lead + index, count, resized)
-            self.starts.append(start)
-            self.counts.append(stop - start)
-            self.inputs.append(dim.inputs((start, stop), size))
-        self.result = result
+            if extent < 1:
+                checks.fail(op, f"dim {self.lead + place}", "at least one window long", size)
+        self.windows, self.spans, self.result = output_windows(partition, dims, extents)
 
     def pads(self) -> list[int]:
         """Return the ``F.pad`` amounts of dims that are not cut."""
-        cut = {item.dim for item in self.windows}
+        cut = {item.dim - self.lead for item in self.windows}
         amounts: list[int] = []
         for index in reversed(range(len(self.dims))):
-            first, last = self.inputs[index]
-            size = self.sizes[index]
-            amounts += [0, 0] if index + self.lead in cut else [-first, last - size]
+            first, last = self.dims[index].inputs(self.spans[index], self.sizes[index])
+            amounts += [0, 0] if index in cut else [-first, last - self.sizes[index]]
         return amounts
-
-    @property
-    def empty(self) -> bool:
-        """Whether this rank has no outputs."""
-        return 0 in self.counts
 
     def extended(self, local: Tensor, fill: float) -> Tensor:
         """Return what this rank pools, padded; differentiable."""
@@ -106,10 +84,8 @@ class _Pooling:
     def divisors(self, include_pad: bool, like: Tensor) -> Tensor:
         """Return the number of values in each window of this rank."""
         result = like.new_ones(())
-        for dim, size, start, count in zip(
-            self.dims, self.sizes, self.starts, self.counts, strict=True
-        ):
-            first = torch.arange(start, start + count, device=like.device) * dim.stride - dim.low
+        for dim, size, span in zip(self.dims, self.sizes, self.spans, strict=True):
+            first = torch.arange(*span, device=like.device) * dim.stride - dim.low
             last = (first + dim.kernel).clamp_max(size + dim.low)
             if not include_pad:
                 first, last = first.clamp_min(0), last.clamp_max(size)
@@ -128,7 +104,7 @@ class _MaxPool(torch.autograd.Function):
         if any(plan.pads()):
             extended = F.pad(extended, plan.pads(), value=-math.inf)
         ctx.plan, ctx.shape = plan, extended.shape
-        shape = [*x.shape[: plan.lead], *plan.counts]
+        shape = plan.result.local_shape
         if 0 in shape:
             values, indices = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
         else:
@@ -205,9 +181,8 @@ def _avg_pool(
     plan = _Pooling(name, input, _dims(ndim, kernel_size, stride, padding, 1), ceil_mode)
     local = unwrap(input)
     extended = plan.extended(local, 0.0)
-    if plan.empty:
-        shape = [*local.shape[: plan.lead], *plan.counts]
-        sums = extended.new_empty(shape) + 0 * extended.sum()
+    if 0 in plan.result.local_shape:
+        sums = extended.new_empty(plan.result.local_shape) + 0 * extended.sum()
     else:
         sums = _window_sums(extended, plan.dims)
     divisor: Any = divisor_override
