@@ -68,6 +68,8 @@ REFUSED: dict[str, str] = {
     "item": "reduce to one value first, as x.mean().item() does",
     "tolist": "use the rows of this process, tensor.local",
     "numpy": "use the rows of this process, tensor.local",
+    "layer_norm over a cut dim": "use group_norm(1, channels), or normalize the channels alone",
+    "rms_norm over a cut dim": "normalize the channels alone",
     "local_response_norm": "use batch_norm or group_norm",
     "soft_margin_loss": _ELEMENTWISE,
     "gaussian_nll_loss": _ELEMENTWISE,

@@ -72,8 +72,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "bn": lambda: nn.BatchNorm2d(4),
     "gn": lambda: nn.GroupNorm(2, 4),
     "in": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
-    "ln": lambda: nn.LayerNorm([4, 13, 11]),
-    "lnrows": lambda: nn.LayerNorm(11),
     "bneval": lambda: nn.BatchNorm2d(4).eval(),
     "relu": lambda: nn.Sequential(nn.ReLU(), nn.GELU(), nn.Hardswish(), nn.PReLU(4)),
     "max": lambda: nn.MaxPool2d(3, 2, 1),

@@ -81,6 +81,8 @@ CALLS: dict[str, Call] = {
     "item": lambda x: x.item(),
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.numpy(),
+    "layer_norm over a cut dim": lambda x: F.layer_norm(x, [4, 8, 6]),
+    "rms_norm over a cut dim": lambda x: F.rms_norm(x, [8, 6]),
     "local_response_norm": lambda x: F.local_response_norm(x, 2),
     "soft_margin_loss": lambda x: F.soft_margin_loss(x, x),
     "gaussian_nll_loss": lambda x: F.gaussian_nll_loss(x, x, x),
