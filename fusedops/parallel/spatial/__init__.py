@@ -3,7 +3,6 @@
 from importlib import import_module
 
 from fusedops.parallel.spatial.shard import (
-    conv,
     from_parts,
     gather,
     halo_exchange,
@@ -12,7 +11,7 @@ from fusedops.parallel.spatial.shard import (
 )
 from fusedops.parallel.spatial.tensor import SpatialTensor
 
-__all__ = ["SpatialTensor", "conv", "from_parts", "gather", "halo_exchange", "scatter", "shard"]
+__all__ = ["SpatialTensor", "from_parts", "gather", "halo_exchange", "scatter", "shard"]
 
 # They register the rules of torch functions.
 for _name in (

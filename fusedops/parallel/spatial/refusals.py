@@ -54,6 +54,7 @@ REFUSED: dict[str, str] = {
     "min along a cut dim": "call amin, which has no indices",
     "a view that merges the batch with a cut dim": "keep the batch a dim of its own",
     "a view that separates rows of a cut dim": "pad the dim to a multiple of the inner size",
+    "cat along a dim that different axes cut": "scatter both with the same dims",
     "expand of a cut dim": "use interpolate(mode='nearest')",
     "einsum": "write it with permute and torch.matmul",
     "multi_head_attention_forward": "call scaled_dot_product_attention of the projections",

@@ -203,6 +203,8 @@ def _own_rows(
         for start, stop in result.spans()
     ]
     if cut is not None:
+        if cut.axis != result.axis:
+            refuse("cat along a dim that different axes cut")
         return fetch_rows(part, dim, cut, single(spans), label="cat")
     start, stop = spans[result.axis.rank]
     return replicated(part, [result.axis]).narrow(dim, start, stop - start)
@@ -290,13 +292,11 @@ def _one(x: Any, dim: int, index: int) -> Any:
 
 @rule("getitem")
 def _getitem(func: Any, input: Any, index: Any) -> Any:
-    if not isinstance(input, SpatialTensor):
-        return refuse("indexing by a tensor")
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(item, (Tensor, list)) for item in items):
+    if not isinstance(input, SpatialTensor) or any(isinstance(i, (Tensor, list)) for i in items):
         return refuse("indexing by a tensor")
     consumed = sum(item is not None and item is not Ellipsis for item in items)
-    if Ellipsis not in [item for item in items if not isinstance(item, Tensor)]:
+    if Ellipsis not in items:
         items.append(Ellipsis)
     at = items.index(Ellipsis)
     items[at : at + 1] = [slice(None)] * (input.dim() - consumed)

@@ -1,4 +1,4 @@
-"""The public functions: parts of tensors, halos, one convolution, and modules that take parts."""
+"""The public functions: parts of tensors, halos, and modules that take parts."""
 
 from __future__ import annotations
 
@@ -195,7 +195,8 @@ def halo_exchange(
             ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
 
     Returns:
-        A plain tensor. Its gradients go back to the ranks whose rows these are, and are added.
+        A plain tensor, maybe the part itself. Its gradients go back to the ranks whose rows these
+        are, and are added.
 
     Raises:
         ValueError: a halo is negative or wider than the mode allows, or a dim is not cut.
@@ -222,63 +223,6 @@ def halo_exchange(
         kind = "constant" if mode in ("none", "zeros") else mode
         local = padded_rows(op, local, dim % tensor.dim(), cut, spans, kind)
     return local
-
-
-def conv(
-    tensor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    mesh: DeviceMesh,
-    dims: Mapping[int, str],
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> Any:
-    """Convolve a cut tensor ``[B, C, ...]`` of one to three spatial dims.
-
-    Args:
-        tensor: a ``SpatialTensor``, or a plain part.
-        weight: ``[C_out, C / groups, ...]``, the same on all ranks.
-        bias: ``[C_out]``.
-        mesh: with named axes.
-        dims: which dim is cut over which axis.
-        stride: a number, or one for each spatial dim.
-        padding: the same, pairs of numbers (before and behind), ``"same"`` or ``"valid"``.
-        dilation: a number, or one for each spatial dim.
-        groups: of the channels.
-        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-
-    Returns:
-        A ``SpatialTensor`` for one, a plain part for a plain part. Gradients of the weight and of
-        the bias are those of all ranks.
-
-    Raises:
-        ValueError: an argument does not fit.
-    """
-    op = "conv"
-    checks.choice(op, "padding_mode", padding_mode, MODES[1:])
-    axes = checked_dims(op, mesh, dims)
-    x: Any = tensor
-    if not isinstance(x, SpatialTensor):
-        checks.tensor(op, "tensor", tensor)
-        x = partitioned(op, tensor, placed(op, axes, tensor.dim()))
-    ndim = weight.dim() - 2
-    function = getattr(torch.nn.functional, f"conv{ndim}d", None) if 1 <= ndim <= 3 else None
-    if function is None:
-        checks.fail(op, "weight", "of 3 to 5 dims", f"{weight.dim()}")
-    pairs = not isinstance(padding, (int, str)) and any(not isinstance(p, int) for p in padding)
-    if (padding_mode != "zeros" or pairs) and not isinstance(padding, str):
-        numbers = [padding] * ndim if isinstance(padding, int) else list(padding)
-        amounts: list[int] = []
-        for number in reversed(numbers):
-            amounts += [number, number] if isinstance(number, int) else list(number)
-        mode = "constant" if padding_mode == "zeros" else padding_mode
-        x, padding = nn.functional.pad(x, amounts, mode=mode), 0
-    out = function(x, weight, bias, stride, padding, dilation, groups)
-    return out if isinstance(tensor, SpatialTensor) else out.local
 
 
 class SpatialModule(nn.Module):

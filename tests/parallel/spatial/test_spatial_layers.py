@@ -87,6 +87,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "adx": lambda: nn.AdaptiveAvgPool2d((None, 4)),
     "ps": lambda: nn.PixelShuffle(2),
     "pu": lambda: Fn(lambda x: F.pixel_unshuffle(x[:, :, :12, :10], 2)),
+    "in place": lambda: Fn(
+        lambda x: F.pad((x * 1)[:, :, 1:12].relu_()[:, :, 2:], (0, 0, 1, 0)).mul_(2)
+    ),
     "slice": lambda: Fn(lambda x: x[:, :, 1:, ::2] * 2),
     "tv": lambda: Fn(lambda x: (x[:, :, 1:] - x[:, :, :-1]).abs()),
     "mean": lambda: Fn(lambda x: x.mean((2, 3), keepdim=True) * x),

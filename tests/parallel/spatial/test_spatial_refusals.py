@@ -67,6 +67,9 @@ CALLS: dict[str, Call] = {
     "min along a cut dim": lambda x: x.min(2),
     "a view that merges the batch with a cut dim": lambda x: x.permute(0, 2, 3, 1).reshape(-1, 4),
     "a view that separates rows of a cut dim": lambda x: x[:, 0, :, :3].reshape(2, 12, 2),
+    "cat along a dim that different axes cut": lambda x: torch.cat(
+        [x, spatial.scatter(torch.ones(2, 4, 8, 6), mesh_of((1, 2)), {2: "dp"})], 2
+    ),
     "expand of a cut dim": lambda x: x[:, :, :1].expand(-1, -1, 5, -1),
     "einsum": lambda x: torch.einsum("bchw,bdhw->bcd", x, x),
     "multi_head_attention_forward": lambda x: torch.nn.MultiheadAttention(6, 2)(*[x[0]] * 3),
