@@ -25,8 +25,8 @@ _POINTWISE = {
     *("hardswish", "softsign", "tanhshrink", "logsigmoid", "type_as", "fill_", "zero_", "copy_"),
     *("floor_divide", "rtruediv", "rpow", "floordiv", "rfloordiv", "to", "float", "double"),
     *("half", "bfloat16", "int", "long", "bool", "contiguous", "cpu", "cuda", "type", "hardshrink"),
-    *("zeros_like", "ones_like", "empty_like", "full_like", "relu6", "isclose", "softmin"),
-    *("clone", "detach", "rsub", "hardtanh", "normal_", "clip"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "relu6", "isclose"),
+    *("clone", "detach", "rsub", "hardtanh", "clip"),
 }
 
 

@@ -153,7 +153,7 @@ def along(func: Any, input: Any, dim: int, keepdim: bool = False) -> Any:
     return type(result)([wrap(part, partition) for part in result])
 
 
-@rule("softmax", "log_softmax")
+@rule("softmax", "log_softmax", "softmin")
 def _softmax(
     func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Any:

@@ -46,8 +46,10 @@ REFUSED: dict[str, str] = {
     "logsumexp": _REDUCE,
     "var_mean": "call var and mean",
     "std_mean": "call std and mean",
-    "softmax along a cut dim": "transpose the product so that softmax reads a dim that is not cut",
-    "log_softmax along a cut dim": "compute it along a dim that is not cut",
+    **{
+        f"{name} along a cut dim": "compute it along a dim that is not cut"
+        for name in ("softmax", "log_softmax", "softmin")
+    },
     "argmax along a cut dim": _REDUCE,
     "argmin along a cut dim": _REDUCE,
     "max along a cut dim": "call amax, which has no indices",

@@ -95,6 +95,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "mean": lambda: Fn(lambda x: x.mean((2, 3), keepdim=True) * x),
     "meanw": lambda: Fn(lambda x: x.mean(3, keepdim=True) * x),
     "var": lambda: Fn(lambda x: x.var((2, 3))),
+    "softmin": lambda: Fn(lambda x: F.softmin(x, 1)),
     "amax": lambda: Fn(lambda x: x - x.amax((2, 3), True)),
     "cat": lambda: Fn(lambda x: torch.cat([x, x * 2], 1)),
     "catcut": lambda: Fn(lambda x: torch.cat([x, x * 2], 2)),

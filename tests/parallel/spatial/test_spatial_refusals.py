@@ -60,6 +60,7 @@ CALLS: dict[str, Call] = {
     "var_mean": lambda x: torch.var_mean(x),
     "std_mean": lambda x: torch.std_mean(x),
     "softmax along a cut dim": lambda x: x.softmax(2),
+    "softmin along a cut dim": lambda x: F.softmin(x, 2),
     "log_softmax along a cut dim": lambda x: x.log_softmax(2),
     "argmax along a cut dim": lambda x: x.argmax(2),
     "argmin along a cut dim": lambda x: x.argmin(),
