@@ -101,6 +101,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "catcut": lambda: Fn(lambda x: torch.cat([x, x * 2], 2)),
     "chunk": lambda: Fn(lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)),
     "chunkcut": lambda: Fn(lambda x: x.chunk(3, 2)[1]),
+    "row": lambda: Fn(lambda x: x * x[:, :, 3:4] + x[:, :, :, 2:3]),
     "sel": lambda: Fn(lambda x: x[:, :, 3] + x[:, :, -1]),
     "attn": lambda: Fn(
         lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3)
