@@ -22,11 +22,10 @@ from fusedops.parallel.spatial.tensor import (
 _aten: Any = torch.ops.aten
 # Elementwise, and no pointwise operator of their own.
 _POINTWISE = {
-    *("hardswish", "softsign", "tanhshrink", "logsigmoid", "type_as", "fill_", "zero_", "copy_"),
-    *("floor_divide", "rtruediv", "rpow", "floordiv", "rfloordiv", "to", "float", "double"),
-    *("half", "bfloat16", "int", "long", "bool", "contiguous", "cpu", "cuda", "type", "hardshrink"),
-    *("zeros_like", "ones_like", "empty_like", "full_like", "relu6", "isclose"),
-    *("clone", "detach", "rsub", "hardtanh", "clip"),
+    *("hardswish", "softsign", "tanhshrink", "logsigmoid", "hardshrink", "hardtanh", "relu6"),
+    *("floor_divide", "rtruediv", "rpow", "rsub", "floordiv", "rfloordiv", "clip", "isclose"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "fill_", "zero_", "copy_"),
+    *("type_as", "int", "long", "bool"),
 }
 
 

@@ -142,40 +142,30 @@ def balanced(size: int, ranks: int) -> tuple[int, ...]:
     return tuple(rank * few + min(rank, more) for rank in range(ranks + 1))
 
 
-def axis_of(op: str, mesh: DeviceMesh, name: Any) -> Axis:
-    """Return an axis of a mesh by its name.
+def checked_dims(op: str, mesh: DeviceMesh, dims: Any) -> dict[int, Axis]:
+    """Return the axis of each dim; the dims themselves are checked where a tensor is known.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh.
-        ValueError: it has no axis of that name.
+        TypeError: ``mesh`` is no DeviceMesh, or ``dims`` no mapping of ints.
+        ValueError: ``dims`` is empty, names an axis that the mesh lacks, or one axis twice.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
+    if not isinstance(dims, Mapping):
+        checks.fail_type(op, "dims", "a dict of tensor dims to mesh axes, such as {2: 'y'}", dims)
+    if not dims:
+        checks.fail(op, "dims", "a dict of at least one dim, such as {2: 'y'}", "an empty one")
     if not isinstance(mesh, DeviceMesh):
         checks.fail_type(op, "mesh", "a torch.distributed.DeviceMesh with named axes", mesh)
     names = mesh.mesh_dim_names
     if not names:
         checks.fail(op, "mesh", "made with mesh_dim_names, such as ('y', 'x')", "one without")
-    checks.choice(op, "an axis of dims", name, names)
-    group = mesh.get_group(name)
-    return Axis(name, group, group.rank(), group.size())
-
-
-def checked_dims(op: str, mesh: DeviceMesh, dims: Any) -> dict[int, Axis]:
-    """Return the axis of each dim; the dims themselves are checked where a tensor is known.
-
-    Raises:
-        TypeError: ``dims`` is no mapping of ints.
-        ValueError: it is empty, names an axis that the mesh lacks, or one axis twice.
-    """
-    if not isinstance(dims, Mapping):
-        checks.fail_type(op, "dims", "a dict of tensor dims to mesh axes, such as {2: 'y'}", dims)
-    if not dims:
-        checks.fail(op, "dims", "a dict of at least one dim, such as {2: 'y'}", "an empty one")
     axes: dict[int, Axis] = {}
     for dim, name in dims.items():
         checks.integer(op, "a dim of dims", dim)
-        axis = axis_of(op, mesh, name)
+        checks.choice(op, "an axis of dims", name, names)
+        group = mesh.get_group(name)
+        axis = Axis(name, group, group.rank(), group.size())
         if axis in axes.values():
             checks.fail(op, "dims", "such that an axis cuts one dim", f"{name!r} for two")
         axes[dim] = axis
