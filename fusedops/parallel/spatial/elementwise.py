@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,7 +101,7 @@ def _dropout(
     if not training or p == 0.0:
         return input
     local = unwrap(input)
-    with _OwnNumbers(input._partition, local.device):
+    with _own_numbers(input._partition, local.device):
         result = func(local, p, training, inplace)
     return replace_local(input, result) if inplace else wrap(result, input._partition)
 
@@ -115,30 +117,23 @@ def _dropout_channels(
     return input * (keep / (1 - p))
 
 
-class _OwnNumbers:
+@contextmanager
+def _own_numbers(partition: Partition, device: torch.device) -> Iterator[None]:
     """Random numbers that differ by rank, and leave the generators of all ranks alike."""
-
-    def __init__(self, partition: Partition, device: torch.device) -> None:
-        self._partition, self._device = partition, device
-
-    def __enter__(self) -> None:
-        place = 0
-        for axis in self._partition.axes:
-            place = place * axis.size + axis.rank
-        seed = int(torch.randint(2**31, ()).item())
-        devices = [] if self._device.type in ("cpu", "meta") else [self._device]
-        self._fork = torch.random.fork_rng(devices=devices)
-        self._fork.__enter__()
+    place = 0
+    for axis in partition.axes:
+        place = place * axis.size + axis.rank
+    seed = int(torch.randint(2**31, ()).item())
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed * 4099 + place)
-
-    def __exit__(self, *error: Any) -> None:
-        self._fork.__exit__(*error)
+        yield
 
 
 @rule("rand_like", "randn_like")
 def _random_like(func: Any, input: Any, **kwargs: Any) -> Any:
     local = input._local
-    with _OwnNumbers(input._partition, local.device):
+    with _own_numbers(input._partition, local.device):
         return wrap(func(local, **kwargs), input._partition)
 
 

@@ -40,14 +40,12 @@ _SPECIAL_WORDS = """
 """
 _SPECIAL = {word.partition(":")[0]: word.rpartition(":")[2] for word in _SPECIAL_WORDS.split()}
 _METADATA = {
-    *("dtype", "device", "shape", "ndim", "is_leaf", "grad_fn", "grad", "names", "is_cuda"),
-    *("is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla"),
-    *("output_nr", "layout", "itemsize", "nbytes", "is_sparse_csr", "retains_grad", "is_mps"),
+    *("dtype", "device", "shape", "ndim", "grad_fn", "grad", "names", "output_nr", "layout"),
+    *("itemsize", "nbytes", "retains_grad", "requires_grad"),
 }
 _METADATA_CALLS = {
-    *("size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "hash"),
-    *("is_signed", "element_size", "get_device", "is_inference", "is_conj", "is_neg", "stride"),
-    *("_is_view", "storage_offset", "dim_order", "is_same_size", "retain_grad"),
+    *("size", "dim", "numel", "nelement", "ndimension", "hash", "element_size", "get_device"),
+    *("stride", "_is_view", "storage_offset", "dim_order", "retain_grad"),
 }
 
 
@@ -275,7 +273,7 @@ def _attribute(func: Any, x: Any) -> Any:
     name = func.__self__.__name__
     if name == "requires_grad" and x._linked:
         return x._local.requires_grad
-    if name in _METADATA or name == "requires_grad" or name.startswith("_"):
+    if name in _METADATA or name.startswith(("is_", "_")):
         with torch._C.DisableTorchFunctionSubclass():
             return func(x)
     if name == "data":
