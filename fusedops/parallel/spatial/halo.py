@@ -146,10 +146,7 @@ def _arrived(pending: Pending, receives: Messages, like: Tensor) -> list[Block]:
     """Wait for the blocks of an exchange."""
     boxes = [box for some in receives.values() for box in some]
     shapes = [box_shape(like, box) for box in boxes]
-    flat = pending.wait()
-    if not flat.numel():
-        return [(box, flat.new_empty(shape)) for box, shape in zip(boxes, shapes, strict=True)]
-    parts = flat.split([math.prod(shape) for shape in shapes])
+    parts = pending.wait().split([math.prod(shape) for shape in shapes])
     return [(box, part.view(shape)) for box, shape, part in zip(boxes, shapes, parts, strict=True)]
 
 
