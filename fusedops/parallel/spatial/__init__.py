@@ -2,10 +2,16 @@
 
 from importlib import import_module
 
-from fusedops.parallel.spatial.shard import conv, gather, halo_exchange, scatter, shard
+from fusedops.parallel.spatial.shard import (
+    from_parts,
+    gather,
+    halo_exchange,
+    scatter,
+    shard,
+)
 from fusedops.parallel.spatial.tensor import SpatialTensor
 
-__all__ = ["SpatialTensor", "conv", "gather", "halo_exchange", "scatter", "shard"]
+__all__ = ["SpatialTensor", "from_parts", "gather", "halo_exchange", "scatter", "shard"]
 
 # They register the rules of torch functions.
 for _name in (

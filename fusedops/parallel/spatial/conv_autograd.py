@@ -24,9 +24,8 @@ from fusedops.parallel.spatial.halo import (
     Halo,
     HaloGradient,
     Window,
-    filled,
     narrowed,
-    piece_boxes,
+    read,
     split_gradient,
 )
 from fusedops.parallel.spatial.partition import Axis, Interval, overlap
@@ -169,10 +168,6 @@ class ConvPlan:
             dim: self.dims[dim - 2].touched(inputs[dim], span) for dim, span in self.spans.items()
         }
 
-    def output_starts(self) -> dict[int, int]:
-        """Return where this rank's outputs begin."""
-        return {dim: span[0] for dim, span in self.spans.items()}
-
     def crop(self) -> list[int]:
         """Return the ``F.pad`` amounts from what is computed to this rank's outputs."""
         amounts: list[int] = []
@@ -206,19 +201,17 @@ class CutConvolution(torch.autograd.Function):
         """Return this rank's outputs."""
         halo = Halo(x, plan.windows)
         out = _forward(halo, weight, bias, plan)
-        counts = [len(parts) for parts in halo.received]
-        ctx.plan, ctx.counts, ctx.axes = plan, counts, axes
-        ctx.save_for_backward(x, weight, *(part for parts in halo.received for part in parts))
+        ctx.plan, ctx.axes = plan, axes
+        ctx.save_for_backward(x, weight, *halo.received)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradients of the part, the weight and the bias."""
-        x, weight, *parts = ctx.saved_tensors
+        x, weight, *received = ctx.saved_tensors
         plan: ConvPlan = ctx.plan
-        halo = Halo(x, plan.windows)
-        halo.received = [[parts.pop(0) for _ in range(count)] for count in ctx.counts]
+        halo = Halo(x, plan.windows, received=received)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         padding = plan.own_padding()
         function = _extended_gradients if padding is None else _own_gradients
@@ -239,16 +232,15 @@ def _forward(halo: Halo, weight: Tensor, bias: Tensor | None, plan: ConvPlan) ->
         if 0 in plan.shape:
             return halo.x.new_empty(plan.shape)
         return _aten.convolution(halo.everything(), weight, bias, *plan.arguments())
-    if plan.windows:
-        halo.start(0)
+    halo.start()
     with collectives.computing("conv interior"):
         out: Tensor = _aten.convolution(halo.x, weight, bias, *plan.arguments(padding))
     for level, box in _edges(plan):
         halo.advance(level + 1)
         with collectives.computing("conv edge"):
-            inputs = halo.box(plan.inputs(box))
+            inputs = halo.read(plan.inputs(box))
             part = _aten.convolution(inputs, weight, bias, *plan.arguments())
-        narrowed(out, box, plan.output_starts()).copy_(part)
+        narrowed(out, box, plan.spans).copy_(part)
     halo.advance(len(plan.windows))
     return out
 
@@ -293,22 +285,20 @@ def _own_gradients(
 ) -> Gradients:
     """Return what ``Gradients`` says, from the part and the received rows one by one."""
     mask = [needs_x, needs_weight, False]
-    parts: list[list[Tensor]] = []
+    parts: list[Tensor] = []
     weights: list[Tensor] = []
-    for boxes, received in zip(piece_boxes(plan.windows), halo.received, strict=True):
-        parts.append([])
-        for box, rows in zip(boxes, received, strict=True):
-            outputs = plan.touched(box)
-            if any(start >= stop for start, stop in outputs.values()):
-                parts[-1].append(torch.zeros_like(rows))
-                continue
-            inputs = plan.inputs(outputs)
-            grad_rows, grad_weight, _ = _aten.convolution_backward(
-                narrowed(grad, outputs, plan.output_starts()).contiguous(),
-                *(filled(rows, box, inputs), weight, None, *plan.arguments(), mask),
-            )
-            parts[-1].append(filled(grad_rows, inputs, box) if needs_x else rows)
-            weights.append(grad_weight)
+    for box, rows in halo.blocks[1:]:
+        outputs = plan.touched(box)
+        if any(start >= stop for start, stop in outputs.values()):
+            parts.append(torch.zeros_like(rows))
+            continue
+        inputs = plan.inputs(outputs)
+        grad_rows, grad_weight, _ = _aten.convolution_backward(
+            narrowed(grad, outputs, plan.spans).contiguous(),
+            *(read([(box, rows)], inputs), weight, None, *plan.arguments(), mask),
+        )
+        parts.append(read([(inputs, grad_rows)], box) if needs_x else rows)
+        weights.append(grad_weight)
     back = HaloGradient(halo.x, parts, plan.windows) if needs_x else None
     if back is not None:
         back.start()
@@ -338,7 +328,7 @@ def _extended_gradients(
     back = own = grad_weight = None
     if needs_x:
         grad_extended = torch.zeros_like(extended) if empty else gradient(True, False, False)[0]
-        own, parts = split_gradient(grad_extended, plan.windows, shared=False)
+        own, parts = split_gradient(grad_extended, plan.windows)
         back = HaloGradient(own, parts, plan.windows)
         back.start()
     if needs_weight:

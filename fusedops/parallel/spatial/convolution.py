@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from fusedops._core import checks, dtypes
 from fusedops.parallel.spatial.conv_autograd import ConvDim, ConvPlan, CutConvolution
-from fusedops.parallel.spatial.halo import Window
-from fusedops.parallel.spatial.partition import Factor, Partition
+from fusedops.parallel.spatial.halo import Window, window
+from fusedops.parallel.spatial.partition import Interval, Partition
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
     rule,
@@ -48,30 +48,47 @@ def convolution(
         local, weight = local.to(lower), weight.to(lower)
         bias = bias if bias is None else bias.to(lower)
     channels = weight.shape[1] * groups if dims[0].transposed else weight.shape[0]
-    result = partition.replaced(1, Factor(channels))
-    windows, spans = [], {}
-    for index, sizes in enumerate(dims):
-        dim = index + 2
-        size = partition.shape[dim]
-        extent = sizes.output(size)
-        if extent < 1:
-            checks.fail(
-                op, f"dim {dim}", f"at least {sizes.reach + 1} with its padding", f"{size} rows"
-            )
-        cut = partition.cut(op, dim)
-        if cut is None:
-            result = result.replaced(dim, Factor(extent))
-            continue
-        moved = cut.resized(extent)
-        needed = tuple(sizes.inputs(span, size) for span in moved.spans())
-        windows.append(Window(dim, cut, needed))
-        spans[dim] = moved.own
-        result = result.replaced(dim, Factor(extent, moved))
-    plan = ConvPlan(tuple(windows), spans, tuple(dims), groups, result.local_shape)
+    result = partition.replaced(1, channels)
+    extents = []
+    for dim, (sizes, size) in enumerate(zip(dims, partition.shape[2:], strict=True), start=2):
+        extents.append(sizes.output(size))
+        if extents[-1] < 1:
+            needed = f"at least {sizes.reach + 1} with its padding"
+            checks.fail(op, f"dim {dim}", needed, f"{size} rows")
+    windows, spans, result = output_windows(result, dims, extents)
+    cut_spans = {item.dim: spans[item.dim - 2] for item in windows}
+    plan = ConvPlan(tuple(windows), cut_spans, tuple(dims), groups, result.local_shape)
     cast = nullcontext() if lower is None else torch.autocast(local.device.type, enabled=False)
     with cast:
         out = CutConvolution.apply(local, weight, bias, plan, axes)
     return wrap(out, result)
+
+
+def output_windows(
+    partition: Partition, dims: Sequence[ConvDim], extents: Sequence[int]
+) -> tuple[list[Window], list[Interval], Partition]:
+    """Return what the outputs of a convolution or pooling over the last dims are.
+
+    Args:
+        partition: of the input.
+        dims: the sizes of the last dims.
+        extents: of the result along them.
+
+    Returns:
+        The windows of the inputs along cut dims, this rank's outputs along all, and the result.
+    """
+    windows, spans = [], []
+    for dim, (sizes, extent) in enumerate(
+        zip(dims, extents, strict=True), start=len(partition.shape) - len(dims)
+    ):
+        cut = partition.cuts[dim]
+        result = None if cut is None else cut.resized(extent)
+        if cut is not None and result is not None:
+            needed = [sizes.inputs(span, cut.size) for span in result.spans()]
+            windows.append(window(dim, cut, needed))
+        spans.append((0, extent) if result is None else result.own)
+        partition = partition.replaced(dim, extent, result)
+    return windows, spans, partition
 
 
 def per_dim(value: Any, ndim: int) -> list[int]:

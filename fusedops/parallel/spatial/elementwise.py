@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedops.parallel.spatial.align import common, fit
+from fusedops.parallel.spatial.align import common_of, fit
 from fusedops.parallel.spatial.partition import Partition
+from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
     RULES,
     SpatialTensor,
-    function_name,
-    refuse,
     replace_local,
     rule,
     unwrap,
@@ -23,11 +24,10 @@ from fusedops.parallel.spatial.tensor import (
 _aten: Any = torch.ops.aten
 # Elementwise, and no pointwise operator of their own.
 _POINTWISE = {
-    *("hardswish", "softsign", "tanhshrink", "logsigmoid", "type_as", "fill_", "zero_", "copy_"),
-    *("floor_divide", "rtruediv", "rpow", "floordiv", "rfloordiv", "to", "float", "double"),
-    *("half", "bfloat16", "int", "long", "bool", "contiguous", "cpu", "cuda", "type", "hardshrink"),
-    *("zeros_like", "ones_like", "empty_like", "full_like", "relu6", "isclose", "softmin"),
-    *("clone", "detach", "rsub", "hardtanh", "normal_", "clip"),
+    *("hardswish", "softsign", "tanhshrink", "logsigmoid", "hardshrink", "hardtanh", "relu6"),
+    *("floor_divide", "rtruediv", "rpow", "rsub", "floordiv", "rfloordiv", "clip", "isclose"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "fill_", "zero_", "copy_"),
+    *("type_as", "int", "long", "bool"),
 }
 
 
@@ -54,7 +54,7 @@ def pointwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     target: Any = args[0] if in_place else None
     if in_place and not isinstance(target, SpatialTensor):
         refuse(f"{name} into a tensor that is not cut")
-    partition = target._partition if in_place else common(tensors)
+    partition = target._partition if in_place else common_of(tensors)
     local_args = [fit(name, x, partition) for x in args]
     local_kwargs = {key: fit(name, x, partition) for key, x in kwargs.items()}
     result = func(*local_args, **local_kwargs)
@@ -94,14 +94,14 @@ def _detach(func: Any, input: Any) -> Any:
     return SpatialTensor(input._local.detach(), input._partition)
 
 
-@rule("dropout", "alpha_dropout", "dropout_", "alpha_dropout_")
+@rule("dropout", "dropout_")
 def _dropout(
     func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     if not training or p == 0.0:
         return input
     local = unwrap(input)
-    with _OwnNumbers(input._partition, local.device):
+    with _own_numbers(input._partition, local.device):
         result = func(local, p, training, inplace)
     return replace_local(input, result) if inplace else wrap(result, input._partition)
 
@@ -117,30 +117,23 @@ def _dropout_channels(
     return input * (keep / (1 - p))
 
 
-class _OwnNumbers:
+@contextmanager
+def _own_numbers(partition: Partition, device: torch.device) -> Iterator[None]:
     """Random numbers that differ by rank, and leave the generators of all ranks alike."""
-
-    def __init__(self, partition: Partition, device: torch.device) -> None:
-        self._partition, self._device = partition, device
-
-    def __enter__(self) -> None:
-        place = 0
-        for axis in self._partition.axes:
-            place = place * axis.size + axis.rank
-        seed = int(torch.randint(2**31, ()).item())
-        devices = [] if self._device.type in ("cpu", "meta") else [self._device]
-        self._fork = torch.random.fork_rng(devices=devices)
-        self._fork.__enter__()
+    place = 0
+    for axis in partition.axes:
+        place = place * axis.size + axis.rank
+    seed = int(torch.randint(2**31, ()).item())
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed * 4099 + place)
-
-    def __exit__(self, *error: Any) -> None:
-        self._fork.__exit__(*error)
+        yield
 
 
 @rule("rand_like", "randn_like")
 def _random_like(func: Any, input: Any, **kwargs: Any) -> Any:
     local = input._local
-    with _OwnNumbers(input._partition, local.device):
+    with _own_numbers(input._partition, local.device):
         return wrap(func(local, **kwargs), input._partition)
 
 
@@ -174,27 +167,7 @@ def _backward(func: Any, input: Any, gradient: Any = None, *args: Any, **kwargs:
     return func(unwrap(input), local, *args, **kwargs)
 
 
-@rule("grad")
-def _grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
-    """Differentiate parts by parts; gradients of SpatialTensors are such."""
-    single = isinstance(inputs, Tensor)
-    inputs = [inputs] if single else list(inputs)
-    linked = [isinstance(x, SpatialTensor) and x._linked for x in inputs]
-    of = [x._local if link else x for x, link in zip(inputs, linked, strict=True)]
-    with torch._C.DisableTorchFunctionSubclass():
-        grads = func(outputs, of, grad_outputs, **kwargs)
-    return tuple(
-        SpatialTensor(grad, x._partition) if link and grad is not None else grad
-        for grad, x, link in zip(grads, inputs, linked, strict=True)
-    )
-
-
 @rule("requires_grad_")
 def _requires_grad(func: Any, input: Any, requires_grad: bool = True) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(input, requires_grad)
-
-
-@rule("grid_sample", "fold", "sort", "topk", "cumsum", "fft")
-def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return refuse(function_name(func))

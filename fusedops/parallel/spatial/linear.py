@@ -2,22 +2,22 @@
 
 Rows of the result stay where the rows of the first operand are. Where the second operand is cut
 along what the result contracts or along its columns, it is gathered: keys and values of attention
-over all patches. Dims of windows or heads are batches, which stay where they are.
+over all patches. Dims of heads are batches, which stay where they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from fusedops.parallel.spatial.align import common, fit, gather_dim, partition_of
-from fusedops.parallel.spatial.partition import Factor, Partition, cuts, plain
+from fusedops.parallel.spatial.align import common, fit, fit_dim, partition_of
+from fusedops.parallel.spatial.partition import Axis, Cut, Partition
+from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
-    refuse,
     replicated,
     rule,
     summed,
@@ -36,107 +36,61 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
         return out if bias is None else out + bias
     weight, bias = (replicated(p, partition.axes) for p in (weight, bias))
     out = func(unwrap(input), weight, bias)
-    return wrap(out, partition.replaced(input.dim() - 1, Factor(weight.shape[0])))
+    return wrap(out, partition.replaced(input.dim() - 1, weight.shape[0]))
 
 
-@rule("matmul", "bmm", "mm", "mv")
+@rule("matmul", "bmm", "mm")
 def _matmul(func: Any, input: Any, other: Any) -> Any:
     if input.dim() < 2 or other.dim() < 2:
         return refuse("a product with a vector")
-    first, second = partition_of(input), partition_of(other)
-    # Batches broadcast as elementwise operands do.
-    batches = common([_batch(first), _batch(second)])
-    rows, inner = first.dims[-2:]
-    inner_other, columns = second.dims[-2:]
-    used = set(batches.axes)
-    if cuts(inner) and not cuts(inner_other):
-        inner_other = inner
-    partial = bool(cuts(inner))
-    if partial and {c.axis for c in cuts(inner)} & ({c.axis for c in cuts(rows)} | used):
+    rows, inner = partition_of(input).cuts[-2:]
+    _, columns = partition_of(other).cuts[-2:]
+    batch = _batch([input, other])
+    used = [*batch.axes, *(cut.axis for cut in (rows, inner) if cut is not None)]
+    if len(set(used)) < len(used):
         return refuse("a product whose operands are cut by one axis in several dims")
-    used_axes = used | {cut.axis for cut in (*cuts(rows), *cuts(inner))}
-    if not partial and cuts(inner_other):
-        inner_other = plain(second.shape[-2])
-    if any(cut.axis in used_axes for cut in cuts(columns)):
-        columns = plain(second.shape[-1])
-    left = Partition((*batches.dims, rows, inner))
-    right = Partition((*batches.dims, inner if partial else inner_other, columns))
-    result = Partition((*batches.dims, rows, columns))
-    mine = _fit(input, left, result)
-    theirs = _fit(other, right, result)
+    if columns is not None and columns.axis in used:
+        columns = None
+    axes = [*used, *([] if columns is None else [columns.axis])]
+    mine = _operand(input, batch, (rows, inner), axes)
+    theirs = _operand(other, batch, (inner, columns), axes)
     out = torch.matmul(mine, theirs)
-    if partial:
-        out = summed(out, [cut.axis for cut in cuts(inner)])
-    return wrap(out, result)
+    if inner is not None:
+        out = summed(out, [inner.axis])
+    return wrap(out, _product(batch, input.shape[-2], rows, other.shape[-1], columns))
 
 
-def _batch(partition: Partition) -> Any:
-    dims = partition.dims[:-2]
-    part = Partition(dims)
-    return SpatialTensor(torch.empty(part.local_shape, device="meta"), part)
+def _batch(tensors: Sequence[Any]) -> Partition:
+    """Return the partition of the dims before rows and columns, which broadcast."""
+    return common([partition_of(x).selected(range(x.dim() - 2)) for x in tensors])
 
 
-def _fit(x: Any, target: Partition, result: Partition) -> Any:
-    """Return an operand's part; gradients are added over axes that cut the result and not it."""
-    has, offset = partition_of(x), len(target.dims) - x.dim()
-    local = unwrap(x)
-    kept = set(target.axes)
-    shrunk = Partition(
-        tuple(
-            target.dims[dim + offset] if dim >= x.dim() - 2 or has.shape[dim] != 1 else plain(1)
-            for dim in range(x.dim())
-        )
-    )
-    for dim in range(x.dim() - 2, x.dim()):
-        if has.is_cut(dim) and not cuts(shrunk.dims[dim]):
-            needed = any(cut.axis in result.axes for cut in cuts(has.dims[dim]))
-            local = gather_dim(local, dim, has.dims[dim], partial=needed)
-            has = has.replaced(dim, Factor(has.shape[dim]))
-    local = wrap(local, has) if has.axes else local
-    gathered_axes = {cut.axis for factors in partition_of(x).dims for cut in cuts(factors)}
-    out = fit("matmul", local, shrunk)
-    more = [
-        axis
-        for axis in result.axes
-        if axis not in kept and axis not in gathered_axes and axis not in shrunk.axes
-    ]
-    missing = [axis for axis in target.axes if axis not in shrunk.axes]
-    return replicated(out, [*more, *missing])
+def _product(
+    batch: Partition, rows: int, row_cut: Cut | None, columns: int, column_cut: Cut | None
+) -> Partition:
+    shape = (*batch.shape, rows, columns)
+    return Partition(shape, (*batch.cuts, row_cut, column_cut))
 
 
-@rule("einsum")
-def _einsum(func: Any, equation: Any, *operands: Any) -> Any:
-    """Write a sum of two operands as a product of matrices."""
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    if len(operands) != 2 or "..." in equation or "->" not in equation:
-        return refuse("einsum of other than two operands with all letters named")
-    inputs, output = equation.replace(" ", "").split("->")
-    first, second = inputs.split(",")
-    a, b = operands
-    batch = [s for s in output if s in first and s in second]
-    rows = [s for s in output if s in first and s not in second]
-    columns = [s for s in output if s in second and s not in first]
-    inner = [s for s in first if s in second and s not in output]
-    if len(batch + rows + inner) != len(first) or len(batch + inner + columns) != len(second):
-        return refuse(f"einsum {equation!r}")
-    sizes = {s: a.shape[i] for i, s in enumerate(first)}
-    sizes |= {s: b.shape[i] for i, s in enumerate(second)}
+def _operand(x: Any, batch: Partition, last: Sequence[Cut | None], axes: Sequence[Axis]) -> Tensor:
+    """Return an operand's part with these cuts of its last two dims.
 
-    def grouped(x: Any, letters: str, *groups: list[str]) -> Any:
-        order = [letters.index(s) for group in groups for s in group]
-        shape = [sizes[s] for s in batch]
-        for group in groups[1:]:
-            number = 1
-            for s in group:
-                number *= sizes[s]
-            shape.append(number)
-        return x.permute(order).reshape(shape)
-
-    left, right = grouped(a, first, batch, rows, inner), grouped(b, second, batch, inner, columns)
-    out = torch.matmul(left, right)
-    out = out.view([sizes[s] for s in [*batch, *rows, *columns]])
-    return out.permute([[*batch, *rows, *columns].index(s) for s in output])
+    Args:
+        x: the operand.
+        batch: the dims before the last two of the result.
+        last: the cuts of rows and columns.
+        axes: over which ranks compute different parts of the product, so that gradients are added.
+    """
+    has = partition_of(x)
+    local = replicated(unwrap(x), [axis for axis in axes if axis not in has.axes])
+    for dim in range(-x.dim(), 0):
+        before = has.cuts[dim]
+        target = last[dim] if dim >= -2 else batch.cuts[dim + 2]
+        if dim < -2 and has.shape[dim] == 1 and batch.shape[dim + 2] != 1:
+            target = None
+        partial = before is not None and before.axis in axes
+        local = fit_dim("a product", local, dim % x.dim(), before, target, partial=partial)
+    return local
 
 
 @rule("scaled_dot_product_attention")
@@ -151,73 +105,15 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if is_causal and isinstance(query, SpatialTensor) and query._partition.is_cut(query.dim() - 2):
+    rows = partition_of(query).cuts[-2]
+    if is_causal and rows is not None:
         return refuse("causal attention over patches that are cut")
-    rows = partition_of(query).dims[-2]
-    batches = common([_batch(partition_of(x)) for x in (query, key, value)])
-    size = plain(value.shape[-1])
-    result = Partition((*batches.dims, rows, size))
-    parts = [_fit(query, Partition((*batches.dims, rows, plain(query.shape[-1]))), result)]
-    for x in (key, value):
-        target = Partition((*batches.dims, plain(x.shape[-2]), plain(x.shape[-1])))
-        parts.append(_fit(x, target, result))
+    batch = _batch([query, key, value])
+    axes = [*batch.axes, *([] if rows is None else [rows.axis])]
+    q = _operand(query, batch, (rows, None), axes)
+    k, v = (_operand(x, batch, (None, None), axes) for x in (key, value))
     if isinstance(attn_mask, Tensor):
-        target = Partition((*batches.dims, rows, plain(key.shape[-2])))
+        target = _product(batch, query.shape[-2], rows, key.shape[-2], None)
         attn_mask = fit("attention", attn_mask, target)
-    out = func(*parts, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return wrap(out, result)
-
-
-@rule("multi_head_attention_forward")
-def _multi_head_attention(
-    func: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Any,
-    in_proj_bias: Any,
-    bias_k: Any,
-    bias_v: Any,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Any,
-    out_proj_bias: Any,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None,
-    k_proj_weight: Any = None,
-    v_proj_weight: Any = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-    **more: Any,
-) -> Any:
-    """Project, attend and project ``[L, B, E]``, as ``nn.MultiheadAttention`` does."""
-    options = (bias_k, bias_v, key_padding_mask, attn_mask)
-    if any(option is not None for option in options) or add_zero_attn or query.dim() != 3:
-        return refuse("multi_head_attention_forward with masks, added keys or without a batch")
-    weights: Any
-    if use_separate_proj_weight:
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-    else:
-        weights = in_proj_weight.chunk(3)
-    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    parts = []
-    for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
-        projected = F.linear(x, weight, bias).unflatten(2, (num_heads, -1))
-        parts.append(projected.permute(1, 2, 0, 3))
-    dropout = dropout_p if training else 0.0
-    shown = None
-    if need_weights:
-        scores = parts[0] @ parts[1].transpose(-2, -1) * parts[0].shape[-1] ** -0.5
-        scores = scores.softmax(-1)
-        out = F.dropout(scores, dropout) @ parts[2]
-        shown = scores.mean(1) if average_attn_weights else scores
-    else:
-        out = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], dropout_p=dropout)
-    out = out.permute(2, 0, 1, 3).flatten(2)
-    return F.linear(out, out_proj_weight, out_proj_bias), shown
+    out = func(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return wrap(out, _product(batch, query.shape[-2], rows, value.shape[-1], None))

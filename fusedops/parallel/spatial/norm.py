@@ -22,7 +22,15 @@ from fusedops._core import checks, dtypes
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.spatial.partition import Axis, Partition
 from fusedops.parallel.spatial.reduce import axes_of
-from fusedops.parallel.spatial.tensor import all_reduced, refuse, replicated, rule, unwrap, wrap
+from fusedops.parallel.spatial.refusals import refuse
+from fusedops.parallel.spatial.tensor import (
+    all_reduced,
+    function_name,
+    replicated,
+    rule,
+    unwrap,
+    wrap,
+)
 
 
 def moments(x: Tensor, dims: list[int], axes: Sequence[Axis]) -> tuple[Tensor, Tensor]:
@@ -297,28 +305,10 @@ def _layer_norm(
     eps: float | None = 1e-5,
     *_: Any,
 ) -> Any:
-    partition, local = input._partition, unwrap(input)
-    count = len(normalized_shape)
-    dims = list(range(input.dim() - count, input.dim()))
-    if func.__name__ == "rms_norm":
-        eps, bias = bias, None
-    if not axes_of(partition, dims):
-        weight, bias = (replicated(p, partition.axes) for p in (weight, bias))
-        if func.__name__ == "rms_norm":
-            return wrap(func(local, normalized_shape, weight, eps), partition)
-        return wrap(func(local, normalized_shape, weight, bias, eps), partition)
-    if func.__name__ == "rms_norm":
-        eps = torch.finfo(local.dtype).eps if eps is None else eps
-        out = input * (input.square().mean(dims, True) + eps).rsqrt()
-    else:
-        centered = input - input.mean(dims, True)
-        out = centered * (centered.square().mean(dims, True) + eps).rsqrt()
-    out = out if weight is None else out * weight
-    return out if bias is None else out + bias
-
-
-@rule("local_response_norm")
-def _local_response_norm(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    if input._partition.is_cut(1):
-        refuse("local_response_norm over channels that are cut")
-    return wrap(func(unwrap(input), *args, **kwargs), input._partition)
+    partition, is_rms = input._partition, function_name(func) == "rms_norm"
+    dims = range(input.dim() - len(normalized_shape), input.dim())
+    if axes_of(partition, dims):
+        return refuse(f"{function_name(func)} over a cut dim")
+    weight, bias = (replicated(p, partition.axes) for p in (weight, bias))
+    options = (weight, bias) if is_rms else (weight, bias, eps)
+    return wrap(func(unwrap(input), normalized_shape, *options), partition)

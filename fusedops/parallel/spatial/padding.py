@@ -1,4 +1,4 @@
-"""Rows of a padded dim: ``F.pad`` in all modes, ``roll``, and halos at the borders."""
+"""Rows of a padded dim: ``F.pad`` in all modes, and halos at the borders."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from fusedops._core import checks
-from fusedops.parallel.spatial.halo import rows
-from fusedops.parallel.spatial.partition import (
-    Cut,
-    Factor,
-    Interval,
-    RowRun,
-    merged,
-    runs,
-)
+from fusedops._core.device_tensors import device_tensor
+from fusedops.parallel.spatial.halo import extend, fetch_rows, window
+from fusedops.parallel.spatial.partition import Cut, Interval, merged, overlap
 from fusedops.parallel.spatial.tensor import rule, unwrap, wrap
 
 
@@ -44,31 +38,55 @@ def padded_rows(
     low = max([-start for start, stop in spans if start < stop], default=0)
     high = max([stop - cut.size for start, stop in spans if start < stop], default=0)
     check_padding(op, mode, cut.size, low, high)
-    parts = [runs(span, cut.size, mode) for span in spans]
-    needs = tuple(merged([run.interval for run in part]) for part in parts)
-    source = rows(local, dim, cut, needs, label=op)
-    mine, own = parts[cut.axis.rank], needs[cut.axis.rank]
-    if len(mine) == 1 and mine[0].step == 1:
-        return source
-    pieces = [_piece(source, dim, run, own, value) for run in mine]
-    return torch.cat(pieces, dim) if pieces else source
+    if mode == "constant":
+        return extend(local, [window(dim, cut, spans)], fill=value, label=op)
+    sources = [_sources(span, cut.size, mode) for span in spans]
+    needs = tuple(
+        merged([inside, *((row, row + 1) for row in (*before, *behind))])
+        for before, inside, behind in sources
+    )
+    rows = fetch_rows(local, dim, cut, needs, label=op)
+    before, inside, behind = sources[cut.axis.rank]
+    if not before and not behind:
+        return rows
+    mine = needs[cut.axis.rank]
+    parts = [
+        _picked(rows, dim, [_place(mine, row) for row in before]),
+        rows.narrow(dim, _place(mine, inside[0]), inside[1] - inside[0]),
+        _picked(rows, dim, [_place(mine, row) for row in behind]),
+    ]
+    return torch.cat(parts, dim)
 
 
-def _piece(source: Tensor, dim: int, run: RowRun, own: Sequence[Interval], value: float) -> Tensor:
-    shape = list(source.shape)
-    shape[dim] = run.count
-    if run.start < 0:
-        return source.new_full(shape, value)
-    offset = 0
-    for start, stop in own:
-        if start <= run.interval[0] < stop:
-            offset += run.interval[0] - start
-            break
-        offset += stop - start
-    piece = source.narrow(dim, offset, run.interval[1] - run.interval[0])
-    if run.step == 0:
-        return piece.expand(shape)
-    return piece.flip(dim) if run.step < 0 else piece
+def _sources(span: Interval, size: int, mode: str) -> tuple[list[int], Interval, list[int]]:
+    """Return the rows of positions before the tensor, the ones in it, and those behind it."""
+
+    def row(position: int) -> int:
+        if mode == "circular":
+            return position % size
+        if mode == "replicate":
+            return min(max(position, 0), size - 1)
+        return min(abs(position), 2 * (size - 1) - position)
+
+    start, stop = span
+    before = [row(position) for position in range(start, min(stop, 0))]
+    behind = [row(position) for position in range(max(start, size), stop)]
+    return before, overlap(span, (0, size)) or (0, 0), behind
+
+
+def _place(intervals: Sequence[Interval], row: int) -> int:
+    """Return the index of a row among those of intervals; 0 for one that they do not have."""
+    index = 0
+    for start, stop in intervals:
+        if start <= row < stop:
+            return index + row - start
+        index += stop - start
+    return 0
+
+
+def _picked(x: Tensor, dim: int, rows: list[int]) -> Tensor:
+    """Return some rows of a dim, in this order."""
+    return x.index_select(dim, device_tensor(rows, torch.int64, x.device))
 
 
 def check_padding(op: str, mode: str, size: int, low: int, high: int) -> None:
@@ -94,10 +112,10 @@ def _pad(
     }
     rest = list(pad)
     for dim, (low, high) in amounts.items():
-        cut = partition.cut("pad", dim)
+        cut = partition.cuts[dim]
         if cut is None:
             size = partition.shape[dim] + low + high
-            partition = partition.replaced(dim, Factor(size))
+            partition = partition.replaced(dim, size)
             continue
         place = 2 * (input.dim() - 1 - dim)
         rest[place : place + 2] = [0, 0]
@@ -107,32 +125,11 @@ def _pad(
         if size < 0:
             checks.fail("pad", "pad", f"at least -{cut.size} in sum for dim {dim}", (low, high))
         inner = [min(max(bound + low, 0), size) for bound in cut.bounds[1:-1]]
-        target = cut.moved([0, *inner, size])
+        target = cut.with_bounds([0, *inner, size])
         spans = [(start - low, stop - low) for start, stop in target.spans()]
         local = padded_rows("pad", local, dim, cut, spans, mode, value or 0.0)
-        partition = partition.replaced(dim, Factor(size, target))
+        partition = partition.replaced(dim, size, target)
     if any(rest):
         # Torch pads an empty part with constants only; it has no values in any mode.
         local = func(local, rest, mode if local.numel() else "constant", value)
-    return wrap(local, partition)
-
-
-@rule("roll")
-def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
-    if dims is None or dims == ():
-        return torch.roll(input.flatten(), shifts, 0).view(input.shape)
-    shifts = [shifts] if isinstance(shifts, int) else list(shifts)
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    partition, local = input._partition, unwrap(input)
-    for shift, dim in zip(shifts, dims, strict=True):
-        dim = dim % input.dim()
-        cut = partition.cut("roll", dim)
-        if cut is None:
-            if not partition.is_cut(dim):
-                local = torch.roll(local, shift, dim)
-            continue
-        shift = shift % cut.size if cut.size else 0
-        if shift:
-            spans = [(start - shift, stop - shift) for start, stop in cut.spans()]
-            local = padded_rows("roll", local, dim, cut, spans, "circular")
     return wrap(local, partition)

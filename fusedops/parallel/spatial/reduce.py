@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.parallel.spatial.align import common, fit, partition_of
-from fusedops.parallel.spatial.partition import Axis, Partition, cuts, plain
+from fusedops.parallel.spatial.align import common, common_of, fit, partition_of
+from fusedops.parallel.spatial.partition import Axis, Partition
+from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
-    SpatialTensor,
     all_reduced,
     function_name,
-    refuse,
     rule,
     summed,
     unwrap,
@@ -36,20 +35,16 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
 
 def axes_of(partition: Partition, dims: Sequence[int]) -> tuple[Axis, ...]:
     """Return the axes that cut these dims."""
-    return tuple(cut.axis for dim in dims for cut in cuts(partition.dims[dim]))
+    return tuple(cut.axis for dim in dims if (cut := partition.cuts[dim]) is not None)
 
 
 def reduced(partition: Partition, dims: Sequence[int], keepdim: bool) -> Partition:
     """Return the partition of a reduction over dims."""
-    result = [
-        plain(1) if dim in dims else factors
-        for dim, factors in enumerate(partition.dims)
-        if keepdim or dim not in dims
-    ]
-    return Partition(tuple(result))
+    places = [None if dim in dims else dim for dim in range(len(partition.shape))]
+    return partition.selected(dim for dim in places if keepdim or dim is not None)
 
 
-@rule("sum", "nansum")
+@rule("sum")
 def _sum(
     func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
@@ -71,7 +66,7 @@ def _mean(
     return input.sum(dims, keepdim, dtype=dtype) / count
 
 
-@rule("var", "std", "var_mean", "std_mean")
+@rule("var", "std")
 def _var(
     func: Any,
     input: Any,
@@ -88,12 +83,7 @@ def _var(
     less = correction if correction is not None else int(unbiased)
     mean = input.mean(dims, True)
     result = ((input - mean) ** 2).sum(dims, keepdim) / max(0, count - less)
-    name = function_name(func)
-    if name.startswith("std"):
-        result = result.sqrt()
-    if not name.endswith("mean"):
-        return result
-    return result, mean if keepdim else mean.squeeze(tuple(dims))
+    return result.sqrt() if function_name(func) == "std" else result
 
 
 class _Extreme(torch.autograd.Function):
@@ -144,42 +134,26 @@ def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     return along(func, input, dim, keepdim)
 
 
-@rule("argmax", "argmin", "median", "mode", "kthvalue", "prod", "any", "all", "count_nonzero")
-def _along(func: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    name = function_name(func)
-    if dim is None and name in ("any", "all"):
-        local = func(unwrap(input)).to(torch.int32)
-        op = "max" if name == "any" else "min"
-        return all_reduced(local, input._partition.axes, op=op).bool()
+@rule("argmax", "argmin")
+def _along(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     if dim is None:
-        return refuse(f"{name} over all dims")
-    return along(func, input, dim, *args, **kwargs)
+        return refuse(f"{function_name(func)} along a cut dim")
+    return along(func, input, dim, keepdim)
 
 
-def along(func: Any, input: Any, dim: int, keepdim: bool = False, **kwargs: Any) -> Any:
+def along(func: Any, input: Any, dim: int, keepdim: bool = False) -> Any:
     """Run a function along one dim that is not cut."""
     dim = dim % input.dim()
     if input._partition.is_cut(dim):
-        refuse(f"{function_name(func)} along a dim that is cut")
+        refuse(f"{function_name(func)} along a cut dim")
     partition = reduced(input._partition, [dim], keepdim)
-    result = func(unwrap(input), dim, keepdim, **kwargs)
+    result = func(unwrap(input), dim, keepdim)
     if isinstance(result, Tensor):
         return wrap(result, partition)
     return type(result)([wrap(part, partition) for part in result])
 
 
-@rule("logsumexp")
-def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    dims = dims_of(dim, input.dim())
-    if not axes_of(input._partition, dims):
-        local = func(unwrap(input), dims, keepdim)
-        return wrap(local, reduced(input._partition, dims, keepdim))
-    most = input.detach().amax(dims, True)
-    result = (input - most).exp().sum(dims, True).log() + most
-    return result if keepdim else result.squeeze(tuple(dims))
-
-
-@rule("softmax", "log_softmax")
+@rule("softmax", "log_softmax", "softmin")
 def _softmax(
     func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Any:
@@ -187,14 +161,9 @@ def _softmax(
         input = input.to(dtype)
     if dim is None:
         refuse("softmax without a dim")
-    if not input._partition.is_cut(dim % input.dim()):
-        return wrap(func(unwrap(input), dim), input._partition)
-    most = input.detach().amax(dim, True)
-    shifted = input - most
-    if function_name(func) == "log_softmax":
-        return shifted - shifted.exp().sum(dim, True).log()
-    weights = shifted.exp()
-    return weights / weights.sum(dim, True)
+    if input._partition.is_cut(dim % input.dim()):
+        refuse(f"{function_name(func)} along a cut dim")
+    return wrap(func(unwrap(input), dim), input._partition)
 
 
 @rule("linalg_vector_norm", "norm", "vector_norm")
@@ -204,11 +173,9 @@ def _norm(
     p, kwargs = kwargs.pop("ord", p), {k: v for k, v in kwargs.items() if v is not None}
     if p == "fro" or p is None:
         p = 2
-    if kwargs or p not in (1, 2):
-        return refuse("a norm that is not of order 1 or 2")
+    if kwargs or p != 2:
+        return refuse("a norm that is not of order 2")
     dims = dims_of(dim, input.dim())
-    if p == 1:
-        return input.abs().sum(dims, keepdim)
     if axes_of(input._partition, dims):
         return input.square().sum(dims, keepdim).sqrt()
     local = torch.linalg.vector_norm(unwrap(input), 2, dims, keepdim)
@@ -222,14 +189,9 @@ def _normalize(
     return input / torch.norm(input, p, dim, True).clamp_min(eps)
 
 
-@rule("item", "tolist", "numpy")
-def _item(func: Any, input: Any) -> Any:
-    return refuse(f"{function_name(func)} (a value of the complete tensor on the host)")
-
-
 @rule(
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
-    *("binary_cross_entropy_with_logits", "soft_margin_loss", "gaussian_nll_loss", "kl_div"),
+    *("binary_cross_entropy_with_logits", "kl_div"),
 )
 def _loss(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute elementwise; the mean is a global one."""
@@ -239,7 +201,7 @@ def _loss(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             refuse(f"{function_name(func)} with {old}")
     if args or reduction not in ("mean", "sum", "none", "batchmean"):
         return refuse(f"{function_name(func)} with positional options")
-    partition = common([input, target])
+    partition = common_of([input, target])
     parts = [fit("a loss", x, partition) for x in (input, target)]
     kwargs = {name: fit("a loss", x, partition) for name, x in kwargs.items()}
     losses = wrap(func(*parts, reduction="none", **kwargs), partition)
@@ -266,13 +228,18 @@ def _cross_entropy(
     """Classify every position: dim 1 of the input has the classes, and is not cut."""
     if size_average is not None or reduce is not None or input.dim() == 1:
         return refuse("cross_entropy with size_average or reduce")
-    partition = common([input, _with_classes(input, target)])
+    of_target = partition_of(target)
+    if target.dim() != input.dim():
+        of_target = of_target.selected([0, None, *range(1, target.dim())])
+    partition = common([partition_of(input), of_target])
     if partition.is_cut(1):
         return refuse("cross_entropy over classes that are cut")
-    without = Partition((partition.dims[0], *partition.dims[2:]))
-    of_target = without if target.dim() == len(without.dims) else partition
+    without = partition.selected([0, *range(2, input.dim())])
     more = {"label_smoothing": label_smoothing} if label_smoothing else {}
-    logits, labels = fit("cross_entropy", input, partition), fit("cross_entropy", target, of_target)
+    logits, labels = (
+        fit("cross_entropy", input, partition),
+        fit("cross_entropy", target, partition if target.dim() == input.dim() else without),
+    )
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, **more}
     losses = wrap(func(logits, labels, reduction="none", **options), without)
     if reduction == "none":
@@ -286,11 +253,3 @@ def _cross_entropy(
     counts = valid if weight is None else weight[labels.clamp_min(0)] * valid
     count = all_reduced(counts.sum().to(logits.dtype), without.axes, label="count")
     return total / count
-
-
-def _with_classes(input: Any, target: Any) -> Any:
-    if target.dim() == input.dim():
-        return target
-    dims = list(partition_of(target).dims)
-    partition = Partition((dims[0], plain(1), *dims[1:]))
-    return SpatialTensor(torch.empty(partition.local_shape, device="meta"), partition)

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from fusedops._core import checks
 from fusedops._core.device_tensors import to_device
-from fusedops.parallel.spatial.halo import rows
-from fusedops.parallel.spatial.partition import Factor, single
-from fusedops.parallel.spatial.tensor import refuse, rule, unwrap, wrap
+from fusedops.parallel.spatial.halo import fetch_rows
+from fusedops.parallel.spatial.partition import single
+from fusedops.parallel.spatial.refusals import refuse
+from fusedops.parallel.spatial.tensor import rule, unwrap, wrap
 
 LINEAR = ("linear", "bilinear", "trilinear")
 
@@ -31,16 +32,16 @@ def weighted(op: str, x: Any, dim: int, sources: Any, weights: Any | None) -> An
     partition, local = x._partition, unwrap(x)
     sources = torch.as_tensor(sources)
     count = sources.shape[0]
-    cut = partition.cut(op, dim)
-    start, offset, moved = 0, 0, None
+    cut = partition.cuts[dim]
+    start, offset, resized = 0, 0, None
     if cut is not None:
-        moved = cut.resized(count)
-        start, stop = moved.own
+        resized = cut.resized(count)
+        start, stop = resized.own
         spans = []
-        for a, b in moved.spans():
+        for a, b in resized.spans():
             part = sources[a:b]
             spans.append((int(part.min()), int(part.max()) + 1) if a < b else (0, 0))
-        local = rows(local, dim, cut, single(spans), label=op)
+        local = fetch_rows(local, dim, cut, single(spans), label=op)
         offset = spans[cut.axis.rank][0]
         sources = sources[start:stop]
     sources = (sources - offset).to(local.device)
@@ -54,7 +55,7 @@ def weighted(op: str, x: Any, dim: int, sources: Any, weights: Any | None) -> An
         for tap in range(sources.shape[1]):
             term = local.index_select(dim, sources[:, tap]) * weights[:, tap].view(view)
             out = term if out is None else out + term
-    return wrap(out, partition.replaced(dim, Factor(count, moved)))
+    return wrap(out, partition.replaced(dim, count, resized))
 
 
 def _positions(
@@ -75,25 +76,11 @@ def _positions(
     else:
         ratio = size / count if scale is None else 1.0 / scale
         source = (outputs + 0.5) * ratio - 0.5
-    if mode in LINEAR:
-        source = source.clamp_min(0.0)
-        first = source.floor().clamp_max(size - 1)
-        part = source - first
-        taps = torch.stack([first, (first + 1).clamp_max(size - 1)], 1).long()
-        return taps, torch.stack([1 - part, part], 1)
-    first = source.floor()
-    part = (source - first).unsqueeze(1)
-    steps = torch.arange(-1, 3, dtype=wide)
-    taps = (first.unsqueeze(1) + steps).clamp(0, size - 1).long()
-    return taps, _cubic((part - steps).abs())
-
-
-def _cubic(distance: Tensor) -> Tensor:
-    """Return the weights of cubic convolution with ``A = -0.75`` (Keys, 1981)."""
-    a = -0.75
-    near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
-    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
-    return torch.where(distance <= 1, near, torch.where(distance < 2, far, 0.0))
+    source = source.clamp_min(0.0)
+    first = source.floor().clamp_max(size - 1)
+    part = source - first
+    taps = torch.stack([first, (first + 1).clamp_max(size - 1)], 1).long()
+    return taps, torch.stack([1 - part, part], 1)
 
 
 @rule("interpolate", "upsample", "upsample_nearest", "upsample_bilinear")
@@ -125,7 +112,7 @@ def _interpolate(
     if mode == "area":
         pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
         return pool[ndim - 1](input, counts)
-    if mode not in (*LINEAR, "bicubic", "nearest", "nearest-exact"):
+    if mode not in (*LINEAR, "nearest", "nearest-exact"):
         return refuse(f"interpolate with mode {mode!r}")
     x = input
     for index, (count, scale) in enumerate(zip(counts, scales, strict=True)):

@@ -1,14 +1,13 @@
 """Views, permutations, slices and concatenations: mostly arithmetic on the partition.
 
-A view that merges a cut dim with others keeps its factors, so that windows and patches stay where
-they are. A view that splits a cut dim needs bounds at multiples of the inner size; rows move where
-they are not.
+A view that merges dims keeps the cut of the first one and gathers the others. One that splits a cut
+dim needs bounds at multiples of the inner size; rows move where they are not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,26 +16,16 @@ from torch import Tensor
 from fusedops.parallel.spatial.align import (
     common,
     fit,
-    gather_dim,
     gathered,
+    move_bounds,
     partition_of,
-    split_factor,
 )
-from fusedops.parallel.spatial.halo import rows
-from fusedops.parallel.spatial.partition import (
-    Cut,
-    Factor,
-    Factors,
-    Partition,
-    cuts,
-    plain,
-    simplified,
-    single,
-)
+from fusedops.parallel.spatial.halo import fetch_rows
+from fusedops.parallel.spatial.partition import Cut, Partition, single
+from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
     function_name,
-    refuse,
     replicated,
     rule,
     unwrap,
@@ -67,39 +56,66 @@ def _view(func: Any, input: Any, *args: Any, shape: Any = None) -> Any:
 
 def viewed(x: Any, sizes: list[int]) -> Any:
     """Return a SpatialTensor in another global shape of as many elements."""
-    local, partition = unwrap(x), x._partition
-    source, shape = list(partition.dims), partition.shape
-    result: list[Factors] = []
-    local_sizes: list[int] = []
-    first, place = 0, 0
+    shape = x.shape
+    result: list[Cut | None] = [None] * len(sizes)
+    for source, target in _groups(x.shape, sizes):
+        dims = [dim for dim in source if isinstance(x, SpatialTensor) and x._partition.is_cut(dim)]
+        if not dims:
+            continue
+        lead = next((dim for dim in source if shape[dim] != 1), None)
+        if dims[0] != lead and lead == 0:
+            refuse("a view that merges the batch with a cut dim")
+        x = gathered(x, [dim for dim in dims if dim != lead])
+        if dims[0] != lead:
+            continue
+        place = next(dim for dim in target if sizes[dim] != 1)
+        inner = math.prod(shape[dim] for dim in source if dim > lead)
+        x, result[place] = _split_dim(x, lead, inner, sizes[place])
+    partition = Partition(tuple(sizes), tuple(result))
+    return wrap(unwrap(x).reshape(partition.local_shape), partition)
+
+
+def _groups(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Return the dims of two shapes that have the same elements, in as small groups as possible."""
+    source: list[int] = []
+    target: list[int] = []
+    first = place = 0
     while first < len(shape) or place < len(sizes):
-        last, end = first + 1, place + 1
-        have = shape[first] if first < len(shape) else 1
-        need = sizes[place] if place < len(sizes) else 1
-        while have != need:
-            if have < need and last < len(shape):
-                have, last = have * shape[last], last + 1
-            else:
-                need, end = need * sizes[end], end + 1
-        group, targets = source[first:last], sizes[place:end]
-        factors = simplified([factor for dim in group for factor in dim])
-        at = len(local_sizes)
-        if first < len(shape):
-            local = local.flatten(at, at + len(group) - 1) if len(group) > 1 else local
-        if place >= len(sizes):
-            local = local.squeeze(at)
-        elif first >= len(shape):
-            local = local.unsqueeze(at)
-            result.append(plain(1))
-            local_sizes.append(1)
+        have = math.prod(shape[dim] for dim in source)
+        need = math.prod(sizes[dim] for dim in target)
+        if source and target and have == need:
+            yield source, target
+            source, target = [], []
+        elif first < len(shape) and (not source or have < need or place == len(sizes)):
+            source = [*source, first]
+            first += 1
         else:
-            local, dims, parts = split_factor(factors, targets, local, at)
-            rest = list(local.shape)[len(local.shape) - sum(1 for _ in source[last:]) :]
-            local = local.reshape(*local_sizes, *parts, *rest)
-            result += dims
-            local_sizes += parts
-        first, place = last, end
-    return wrap(local, Partition(tuple(result)))
+            target = [*target, place]
+            place += 1
+    yield source, target
+
+
+def _split_dim(x: Any, dim: int, inner: int, size: int) -> tuple[Any, Cut]:
+    """Return the tensor, and the cut of a dim of ``size`` rows that replaces a cut dim.
+
+    Args:
+        x: a SpatialTensor.
+        dim: of it.
+        inner: the elements behind each of its rows that the view merges with it.
+        size: a row of the result may have several rows of the dim.
+    """
+    cut = x._partition.cuts[dim]
+    target = cut.size * inner // max(1, size)  # elements behind each row of the result
+    if inner % max(1, target) == 0:
+        return x, cut.with_bounds(bound * inner // max(1, target) for bound in cut.bounds)
+    if target % inner:
+        refuse("a view that separates rows of a cut dim")
+    rows = target // inner
+    if any(bound % rows for bound in cut.bounds):
+        moved = cut.with_bounds(bound * rows for bound in cut.resized(size).bounds)
+        local = move_bounds(unwrap(x), dim, cut, moved)
+        cut, x = moved, wrap(local, x._partition.replaced(dim, cut.size, moved))
+    return x, cut.with_bounds(bound // rows for bound in cut.bounds)
 
 
 @rule("flatten")
@@ -121,18 +137,16 @@ def _unflatten(func: Any, input: Any, dim: int, sizes: Any, *_: Any) -> Any:
 @rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT")
 def _permute(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     args = (*args, *kwargs.values())
-    local = unwrap(input)
-    order = torch.arange(input.dim(), device="cpu")
-    order = func(torch.empty([2 + i for i in range(input.dim())], device="meta"), *args).shape
-    dims = tuple(input._partition.dims[size - 2] for size in order)
-    return wrap(func(local, *args), Partition(dims))
+    numbered = torch.empty([2 + dim for dim in range(input.dim())], device="meta")
+    order = [size - 2 for size in func(numbered, *args).shape]
+    return wrap(func(unwrap(input), *args), input._partition.selected(order))
 
 
 @rule("unsqueeze")
 def _unsqueeze(func: Any, input: Any, dim: int) -> Any:
-    dims = list(input._partition.dims)
-    dims.insert(dim % (len(dims) + 1), plain(1))
-    return wrap(func(unwrap(input), dim), Partition(tuple(dims)))
+    dims: list[int | None] = list(range(input.dim()))
+    dims.insert(dim % (len(dims) + 1), None)
+    return wrap(func(unwrap(input), dim), input._partition.selected(dims))
 
 
 @rule("squeeze")
@@ -140,11 +154,9 @@ def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
     ndim = input.dim()
     every = range(ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     chosen = {d % ndim for d in every if input.shape[d % ndim] == 1}
-    input = gathered(input, [d for d in chosen if input._partition.is_cut(d)])
-    if not isinstance(input, SpatialTensor):
-        return input.squeeze(tuple(chosen))
-    dims = [factors for d, factors in enumerate(input._partition.dims) if d not in chosen]
-    return wrap(unwrap(input).squeeze(tuple(chosen)), Partition(tuple(dims)))
+    input = gathered(input, chosen)
+    kept = [d for d in range(ndim) if d not in chosen]
+    return wrap(unwrap(input).squeeze(tuple(chosen)), partition_of(input).selected(kept))
 
 
 @rule("expand", "expand_as", "broadcast_to")
@@ -152,119 +164,50 @@ def _expand(func: Any, input: Any, *args: Any) -> Any:
     if args and isinstance(args[0], SpatialTensor):
         target = args[0]._partition
         return wrap(fit("expand", input, target).expand(target.local_shape), target)
-    partition = input._partition
     sizes = _sizes((args[0].shape,) if isinstance(args[0], Tensor) else args)
-    offset = len(sizes) - input.dim()
-    dims, local_sizes = [], []
-    for place, size in enumerate(sizes):
-        dim = place - offset
-        if dim >= 0 and (size in (-1, partition.shape[dim])):
-            dims.append(partition.dims[dim])
-            local_sizes.append(partition.local_shape[dim])
-        else:
-            if dim >= 0 and partition.is_cut(dim):
-                refuse("expand of a dim that is cut")
-            dims.append(plain(size))
-            local_sizes.append(size)
-    return wrap(unwrap(input).expand(local_sizes), Partition(tuple(dims)))
-
-
-@rule("repeat", "repeat_interleave", "tile")
-def _repeat(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    name = function_name(func)
-    if name == "repeat_interleave":
-        number, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim"))
-        if not isinstance(number, int) or dim is None:
-            return refuse("repeat_interleave without a number and a dim")
-        dim = dim % input.dim()
-        cut = input._partition.cut(name, dim)
-        size = input.shape[dim] * number
-        new = None if cut is None else cut.moved([bound * number for bound in cut.bounds])
-        partition = input._partition.replaced(dim, Factor(size, new))
-        return wrap(unwrap(input).repeat_interleave(number, dim), partition)
-    numbers = _sizes(args)
-    dims = [plain(1)] * (len(numbers) - input.dim()) + list(input._partition.dims)
-    for place, number in enumerate(numbers):
-        if number != 1 and cuts(dims[place]):
-            refuse(f"{name} of a dim that is cut")
-        if not cuts(dims[place]):
-            dims[place] = plain(dims[place][0].size * number)
-    return wrap(unwrap(input).repeat(*numbers), Partition(tuple(dims)))
+    new = len(sizes) - input.dim()
+    partition = input._partition.selected([None] * new + list(range(input.dim())))
+    for dim, size in enumerate(sizes):
+        if size in (-1, partition.shape[dim]):
+            continue
+        if partition.is_cut(dim):
+            refuse("expand of a cut dim")
+        partition = partition.replaced(dim, size)
+    return wrap(unwrap(input).expand(partition.local_shape), partition)
 
 
 @rule("cat", "concat", "concatenate")
 def _cat(func: Any, tensors: Any, dim: int = 0) -> Any:
     tensors = [x for x in tensors if x.dim() > 1 or x.numel()]
     dim = dim % tensors[0].dim()
-    if any(partition_of(x).is_cut(dim) for x in tensors):
-        return _cat_cut(tensors, dim)
-    sizes = [x.shape[dim] for x in tensors]
-    heads = [_head(x, dim) for x in tensors]
-    target = common(heads)
-    parts = []
-    for x, size in zip(tensors, sizes, strict=True):
-        parts.append(fit("cat", x, target.replaced(dim, Factor(size))))
-    return wrap(torch.cat(parts, dim), target.replaced(dim, Factor(sum(sizes))))
-
-
-def _head(x: Any, dim: int) -> Any:
-    """Return a tensor without elements that has the partition of ``x`` but for one dim."""
-    partition = partition_of(x).replaced(dim, Factor(1))
-    return SpatialTensor(torch.empty(partition.local_shape, device="meta"), partition)
-
-
-def _cat_cut(tensors: list[Any], dim: int) -> Any:
-    """Concatenate along a cut dim: every rank gets its rows of the result."""
-    tensors = [_one_axis(x, dim) for x in tensors]
-    first = next((x for x in tensors if partition_of(x).is_cut(dim)), None)
-    if first is None:  # all were gathered
-        return _cat(torch.cat, tensors, dim)
-    cut = first._partition.cut("cat", dim)
-    sizes = [x.shape[dim] for x in tensors]
-    target = common([_head(x, dim) for x in tensors])
-    total = sum(sizes)
-    result = cut.resized(total)
-    few = [x for x in tensors if not partition_of(x).is_cut(dim)]
-    if len(few) == len(tensors) - 1:  # rows before and behind one cut tensor stay at its ends
-        at = next(i for i, x in enumerate(tensors) if partition_of(x).is_cut(dim))
-        before = sum(sizes[:at])
-        own = partition_of(tensors[at]).cut("cat", dim)
-        assert own is not None
-        inner = [bound + before for bound in own.bounds[1:-1]]
-        result = cut.moved([0, *inner, total])
+    total = sum(x.shape[dim] for x in tensors)
+    target = common([partition_of(x).replaced(dim, 1) for x in tensors])
+    cuts = [partition_of(x).cuts[dim] for x in tensors]
+    cut = next((cut for cut in cuts if cut is not None), None)
+    result = None if cut is None else cut.resized(total)
     parts, offset = [], 0
-    for x, size in zip(tensors, sizes, strict=True):
-        spans = [
-            (min(max(a - offset, 0), size), min(max(b - offset, 0), size))
-            for a, b in result.spans()
-        ]
-        own = partition_of(x).cut("cat", dim)
-        if own is None:
-            piece = replicated(fit("cat", x, target.replaced(dim, Factor(size))), [cut.axis])
-            start, stop = spans[cut.axis.rank]
-            parts.append(piece.narrow(dim, start, stop - start))
-        else:
-            piece = fit("cat", x, target.replaced(dim, Factor(size, own)))
-            parts.append(rows(piece, dim, own, single(spans), label="cat"))
+    for x, own in zip(tensors, cuts, strict=True):
+        size = x.shape[dim]
+        part = fit("cat", x, target.replaced(dim, size, own))
+        parts.append(part if result is None else _own_rows(part, dim, own, offset, size, result))
         offset += size
-    return wrap(torch.cat(parts, dim), target.replaced(dim, Factor(total, result)))
+    return wrap(torch.cat(parts, dim), target.replaced(dim, total, result))
 
 
-def _one_axis(x: Any, dim: int) -> Any:
-    """Return a tensor whose dim is cut by one axis at most: others are gathered."""
-    partition = partition_of(x)
-    if len(partition.dims[dim]) == 1:
-        return x
-    local, factors = unwrap(x), list(partition.dims[dim])
-    lead = next(i for i, factor in enumerate(factors) if factor.cut is not None)
-    if lead > 0:
-        return gathered(x, [dim])
-    rest = [Factor(factor.size) for factor in factors[1:]]
-    split = local.unflatten(dim, [factor.extent for factor in factors])
-    for place, factor in enumerate(factors[1:], start=1):
-        split = gather_dim(split, dim + place, (factor,))
-    local = split.flatten(dim, dim + len(factors) - 1)
-    return wrap(local, partition.replaced(dim, factors[0], *rest))
+def _own_rows(
+    part: Tensor, dim: int, cut: Cut | None, offset: int, size: int, result: Cut
+) -> Tensor:
+    """Return the rows of one tensor that are this rank's in a concatenation along a cut dim."""
+    spans = [
+        (min(max(start - offset, 0), size), min(max(stop - offset, 0), size))
+        for start, stop in result.spans()
+    ]
+    if cut is not None:
+        if cut.axis != result.axis:
+            refuse("cat along a dim that different axes cut")
+        return fetch_rows(part, dim, cut, single(spans), label="cat")
+    start, stop = spans[result.axis.rank]
+    return replicated(part, [result.axis]).narrow(dim, start, stop - start)
 
 
 @rule("stack")
@@ -272,7 +215,7 @@ def _stack(func: Any, tensors: Any, dim: int = 0) -> Any:
     return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
 
 
-@rule("split", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split", "split_with_sizes")
+@rule("split", "chunk", "split_with_sizes")
 def _split(func: Any, input: Any, sizes: Any, dim: int = 0) -> Any:
     dim = dim % input.dim()
     counts = [part.shape[0] for part in func(torch.empty(input.shape[dim], device="meta"), sizes)]
@@ -299,7 +242,7 @@ def _select(func: Any, input: Any, dim: int, index: int) -> Any:
 def _unbind(func: Any, input: Any, dim: int = 0) -> Any:
     dim = dim % input.dim()
     if input._partition.is_cut(dim):
-        refuse("unbind of a dim that is cut")
+        refuse("unbind of a cut dim")
     return tuple(_one(input, dim, index) for index in range(input.shape[dim]))
 
 
@@ -313,39 +256,26 @@ def _len(func: Any, input: Any) -> int:
     return input.shape[0]
 
 
-@rule("flip")
-def _flip(func: Any, input: Any, *dims: Any) -> Any:
-    local, partition = unwrap(input), input._partition
-    chosen = [dim % input.dim() for dim in _sizes(dims)]
-    for dim in chosen:
-        cut = partition.cut("flip", dim)
-        if cut is not None:
-            spans = [(cut.size - stop, cut.size - start) for start, stop in cut.spans()]
-            local = rows(local, dim, cut, single(spans), label="flip")
-    return wrap(local.flip(chosen), partition)
-
-
 def _interval(x: Any, dim: int, start: int, stop: int, step: int) -> Any:
     """Return rows of one dim, cut at the same fractions as before."""
     size = x.shape[dim]
     if (start, step) == (0, 1) and stop >= size:
         return x
     partition, local = x._partition, unwrap(x)
-    if not partition.is_cut(dim):
+    cut = partition.cuts[dim]
+    if cut is None:
         local = local[(slice(None),) * dim + (slice(start, stop, step),)]
-        return wrap(local, partition.replaced(dim, Factor(local.shape[dim])))
-    cut = partition.cut("a slice", dim)
-    assert cut is not None
+        return wrap(local, partition.replaced(dim, local.shape[dim]))
     count = max(0, -(-(min(stop, size) - start) // step))
     result = cut.resized(count)
     spans = [
         (start + a * step, start + (b - 1) * step + 1) if a < b else (0, 0)
         for a, b in result.spans()
     ]
-    local = rows(local, dim, cut, single(spans), label="slice")
+    local = fetch_rows(local, dim, cut, single(spans), label="slice")
     if step > 1:
         local = local[(slice(None),) * dim + (slice(None, None, step),)]
-    return wrap(local, partition.replaced(dim, Factor(count, result)))
+    return wrap(local, partition.replaced(dim, count, result))
 
 
 def _one(x: Any, dim: int, index: int) -> Any:
@@ -353,32 +283,20 @@ def _one(x: Any, dim: int, index: int) -> Any:
     size = x.shape[dim]
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of range for dim {dim} of {size} rows")
-    index = index % size
-    partition, local = x._partition, unwrap(x)
-    cut: Cut | None = None
-    if partition.is_cut(dim):
-        if len(partition.dims[dim]) > 1:
-            x = gathered(x, [dim])
-            return x[(slice(None),) * dim + (index,)]
-        cut = partition.cut("select", dim)
-    dims = tuple(factors for d, factors in enumerate(partition.dims) if d != dim)
-    if cut is not None:
-        narrow = _interval(x, dim, index, index + 1, 1)
-        local = unwrap(narrow)
-        local = gather_dim(local, dim, narrow._partition.dims[dim])
-        return wrap(local.squeeze(dim), Partition(dims))
-    return wrap(local.select(dim, index), Partition(dims))
+    if isinstance(x, SpatialTensor) and x._partition.is_cut(dim):
+        x = gathered(_interval(x, dim, index % size, index % size + 1, 1), [dim])
+        return x.squeeze(dim)
+    others = [d for d in range(x.dim()) if d != dim]
+    return wrap(unwrap(x).select(dim, index), partition_of(x).selected(others))
 
 
 @rule("getitem")
 def _getitem(func: Any, input: Any, index: Any) -> Any:
-    if not isinstance(input, SpatialTensor):
-        return refuse("indexing by a tensor that is cut")
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(item, (Tensor, list)) for item in items):
-        return _advanced(input, items)
+    if not isinstance(input, SpatialTensor) or any(isinstance(i, (Tensor, list)) for i in items):
+        return refuse("indexing by a tensor")
     consumed = sum(item is not None and item is not Ellipsis for item in items)
-    if Ellipsis not in [item for item in items if not isinstance(item, Tensor)]:
+    if Ellipsis not in items:
         items.append(Ellipsis)
     at = items.index(Ellipsis)
     items[at : at + 1] = [slice(None)] * (input.dim() - consumed)
@@ -403,32 +321,6 @@ def _getitem(func: Any, input: Any, index: Any) -> Any:
         else:
             refuse(f"indexing by {type(item).__name__}")
     return x
-
-
-def _advanced(x: Any, items: list[Any]) -> Any:
-    """Index uncut dims by tensors; all other dims must be complete slices."""
-    if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
-        refuse("an ellipsis with a tensor index")
-    places = [i for i, item in enumerate(items) if not isinstance(item, slice)]
-    complete = all(item == slice(None) for item in items if isinstance(item, slice))
-    if not complete:
-        refuse("a slice with a tensor index")
-    if (
-        len(places) != 1
-        or x._partition.is_cut(places[0])
-        or not isinstance(items[places[0]], Tensor)
-    ):
-        refuse("indexing a cut dim by a tensor")
-    index = items[places[0]]
-    local = unwrap(x)[(slice(None),) * places[0] + (index,)]
-    dims = list(x._partition.dims)
-    new = [plain(size) for size in local.shape[places[0] : local.dim() - len(dims) + places[0] + 1]]
-    return wrap(local, Partition((*dims[: places[0]], *new, *dims[places[0] + 1 :])))
-
-
-@rule("setitem")
-def _setitem(func: Any, input: Any, index: Any, value: Any) -> Any:
-    refuse("assigning to a part of a tensor")
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")

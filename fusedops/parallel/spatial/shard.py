@@ -1,8 +1,9 @@
-"""The public functions: parts of tensors, halos, one convolution, and modules that take parts."""
+"""The public functions: parts of tensors, halos, and modules that take parts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +17,10 @@ from fusedops.parallel.spatial.padding import padded_rows
 from fusedops.parallel.spatial.partition import (
     Axis,
     Cut,
-    Factor,
-    Partition,
     checked_dims,
     evenly,
     placed,
-    plain,
+    uncut,
 )
 from fusedops.parallel.spatial.tensor import SpatialTensor, replicated, unwrap, wrap
 
@@ -55,8 +54,8 @@ def scatter(tensor: Tensor, mesh: DeviceMesh, dims: Mapping[int, str]) -> Spatia
     axes = checked_dims("scatter", mesh, dims)
     partition = evenly("scatter", tensor.shape, axes)
     local = replicated(tensor, partition.axes)
-    for dim, factors in enumerate(partition.dims):
-        local = slice_dim(local, dim, factors)
+    for dim, cut in enumerate(partition.cuts):
+        local = local if cut is None else slice_dim(local, dim, cut)
     return wrap(local.clone(memory_format=torch.preserve_format), partition)
 
 
@@ -85,7 +84,7 @@ def gather(
         axes = checked_dims("gather", mesh, dims)
         if not any(-tensor.dim() <= dim < tensor.dim() for dim in axes):
             return tensor
-        return gathered(from_parts(tensor, axes, op="gather"))
+        return gathered(partitioned("gather", tensor, placed("gather", axes, tensor.dim())))
     if mesh is not None and dims is not None:
         cut = placed("gather", checked_dims("gather", mesh, dims), tensor.dim())
         if all(dim in cut for dim in tensor._partition.cut_dims()):
@@ -94,28 +93,87 @@ def gather(
     return gathered(tensor)
 
 
-def from_parts(part: Tensor, axes: Mapping[int, Axis], *, op: str = "from_parts") -> Any:
-    """Return a SpatialTensor of plain parts, whose extents the ranks tell each other."""
-    dims = [plain(size) for size in part.shape]
-    by_dim = placed(op, axes, part.dim())
-    for dim, axis in by_dim.items():
+def from_parts(
+    part: Tensor,
+    mesh: DeviceMesh,
+    dims: Mapping[int, str],
+    *,
+    extents: Mapping[int, Sequence[int]] | None = None,
+) -> SpatialTensor:
+    """Return a ``SpatialTensor`` of which every process has read its own part.
+
+    Args:
+        part: this process's part, of any extent along the cut dims; it is not copied.
+        mesh: with named axes.
+        dims: which dim is cut over which axis, ``{2: "y", 3: "x"}``.
+        extents: by cut dim, the rows of the part of every rank of its axis, the same on all ranks:
+            ``{2: (361, 360), 3: (720, 720)}``. Without it the ranks gather their extents in every
+            call: one all-gather for each axis, for which the host waits.
+
+    Returns:
+        The tensor, whose shape is global along the cut dims.
+
+    Raises:
+        ValueError: the parts or ``extents`` do not fit together.
+        TypeError: an argument has another type, or the tensor is cut already.
+    """
+    op = "from_parts"
+    checks.tensor(op, "part", part, floating=False)
+    if isinstance(part, SpatialTensor):
+        raise TypeError("from_parts: part is a SpatialTensor already; pass it on unchanged")
+    axes = placed(op, checked_dims(op, mesh, dims), part.dim())
+    if extents is None:
+        return partitioned(op, part, axes)
+    if sorted(dim % part.dim() for dim in extents) != sorted(axes):
+        checks.fail(op, "extents", f"given for dims {sorted(axes)}", sorted(extents))
+    by_dim = {dim % part.dim(): tuple(sizes) for dim, sizes in extents.items()}
+    for dim, axis in axes.items():
+        sizes = by_dim[dim]
+        if len(sizes) != axis.size:
+            checks.fail(op, f"extents of dim {dim}", f"{axis.size} numbers, one a rank", sizes)
+        for size in sizes:
+            checks.integer(op, f"an extent of dim {dim}", size, least=0)
+        if sizes[axis.rank] != part.shape[dim]:
+            here = f"{sizes[axis.rank]} for rank {axis.rank}, whose part has {part.shape[dim]} rows"
+            checks.fail(op, f"extents of dim {dim}", "the extents of the parts", here)
+    return _of_extents(part, axes, by_dim)
+
+
+def partitioned(op: str, part: Tensor, axes: Mapping[int, Axis]) -> SpatialTensor:
+    """Return a SpatialTensor of plain parts, whose extents the ranks gather.
+
+    Args:
+        op: for messages.
+        part: this process's part.
+        axes: by dim from 0 on, the axis that cuts it.
+    """
+    extents = {}
+    for dim, axis in axes.items():
         shape = device_tensor(part.shape, torch.int64, part.device)
         received = collectives.all_gather(shape, axis.group, label="extents").wait()
         shapes = received.view(axis.size, -1).tolist()
         for rank, sizes in enumerate(shapes):
             for place, size in enumerate(sizes):
-                if place not in by_dim and size != part.shape[place]:
+                if place not in axes and size != part.shape[place]:
                     checks.fail(
                         op,
                         f"dim {place}, which is not cut,",
                         f"alike on all ranks of {axis.name!r}",
                         f"{part.shape[place]} here and {size} on rank {rank}",
                     )
-        bounds = [0]
-        for sizes in shapes:
-            bounds.append(bounds[-1] + sizes[dim])
-        dims[dim] = (Factor(bounds[-1], Cut(axis, tuple(bounds), tuple(bounds))),)
-    return wrap(part, Partition(tuple(dims)))
+        extents[dim] = [sizes[dim] for sizes in shapes]
+    return _of_extents(part, axes, extents)
+
+
+def _of_extents(
+    part: Tensor, axes: Mapping[int, Axis], extents: Mapping[int, Sequence[int]]
+) -> SpatialTensor:
+    partition = uncut(part.shape)
+    for dim, axis in axes.items():
+        bounds = tuple(itertools.accumulate(extents[dim], initial=0))
+        partition = partition.replaced(dim, bounds[-1], Cut(axis, bounds, bounds))
+    result: SpatialTensor = wrap(part, partition)
+    return result
 
 
 def halo_exchange(
@@ -137,7 +195,8 @@ def halo_exchange(
             ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
 
     Returns:
-        A plain tensor. Its gradients go back to the ranks whose rows these are, and are added.
+        A plain tensor, maybe the part itself. Its gradients go back to the ranks whose rows these
+        are, and are added.
 
     Raises:
         ValueError: a halo is negative or wider than the mode allows, or a dim is not cut.
@@ -148,7 +207,7 @@ def halo_exchange(
     x: Any = tensor
     if not isinstance(x, SpatialTensor):
         checks.tensor(op, "tensor", tensor)
-        x = from_parts(tensor, axes, op=op)
+        x = partitioned(op, tensor, placed(op, axes, tensor.dim()))
     by_dim = placed(op, axes, tensor.dim())
     partition, local = x._partition, unwrap(x)
     for dim, (low, high) in halo.items():
@@ -156,7 +215,7 @@ def halo_exchange(
             checks.fail(op, "a dim of halo", f"one of dims {sorted(by_dim)}", dim)
         checks.integer(op, f"the halo of dim {dim}", low, least=0)
         checks.integer(op, f"the halo of dim {dim}", high, least=0)
-        cut = partition.cut(op, dim % tensor.dim())
+        cut = partition.cuts[dim % tensor.dim()]
         assert cut is not None
         spans = [(start - low, stop + high) for start, stop in cut.spans()]
         if mode == "none":
@@ -164,63 +223,6 @@ def halo_exchange(
         kind = "constant" if mode in ("none", "zeros") else mode
         local = padded_rows(op, local, dim % tensor.dim(), cut, spans, kind)
     return local
-
-
-def conv(
-    tensor: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    mesh: DeviceMesh,
-    dims: Mapping[int, str],
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> Any:
-    """Convolve a cut tensor ``[B, C, ...]`` of one to three spatial dims.
-
-    Args:
-        tensor: a ``SpatialTensor``, or a plain part.
-        weight: ``[C_out, C / groups, ...]``, the same on all ranks.
-        bias: ``[C_out]``.
-        mesh: with named axes.
-        dims: which dim is cut over which axis.
-        stride: a number, or one for each spatial dim.
-        padding: the same, pairs of numbers (before and behind), ``"same"`` or ``"valid"``.
-        dilation: a number, or one for each spatial dim.
-        groups: of the channels.
-        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-
-    Returns:
-        A ``SpatialTensor`` for one, a plain part for a plain part. Gradients of the weight and of
-        the bias are those of all ranks.
-
-    Raises:
-        ValueError: an argument does not fit.
-    """
-    op = "conv"
-    checks.choice(op, "padding_mode", padding_mode, MODES[1:])
-    axes = checked_dims(op, mesh, dims)
-    x: Any = tensor
-    if not isinstance(x, SpatialTensor):
-        checks.tensor(op, "tensor", tensor)
-        x = from_parts(tensor, axes, op=op)
-    ndim = weight.dim() - 2
-    function = getattr(torch.nn.functional, f"conv{ndim}d", None) if 1 <= ndim <= 3 else None
-    if function is None:
-        checks.fail(op, "weight", "of 3 to 5 dims", f"{weight.dim()}")
-    pairs = not isinstance(padding, (int, str)) and any(not isinstance(p, int) for p in padding)
-    if (padding_mode != "zeros" or pairs) and not isinstance(padding, str):
-        numbers = [padding] * ndim if isinstance(padding, int) else list(padding)
-        amounts: list[int] = []
-        for number in reversed(numbers):
-            amounts += [number, number] if isinstance(number, int) else list(number)
-        mode = "constant" if padding_mode == "zeros" else padding_mode
-        x, padding = nn.functional.pad(x, amounts, mode=mode), 0
-    out = function(x, weight, bias, stride, padding, dilation, groups)
-    return out if isinstance(tensor, SpatialTensor) else out.local
 
 
 class SpatialModule(nn.Module):
@@ -241,7 +243,7 @@ class SpatialModule(nn.Module):
         axes = self._spatial_axes
         if any(not -x.dim() <= dim < x.dim() for dim in axes):
             return x
-        return from_parts(x, axes, op="shard")
+        return partitioned("shard", x, placed("shard", axes, x.dim()))
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, *, dims: Mapping[int, str]) -> Any:

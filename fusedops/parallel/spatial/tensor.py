@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedops._core import checks, dtypes
-from fusedops._core.checks import UnsupportedError
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.spatial.partition import Axis, Partition
+from fusedops.parallel.spatial.refusals import refuse
 
 Rule = Callable[..., Any]
 # By the name of a torch function, without the underscores of special methods.
@@ -40,14 +40,12 @@ _SPECIAL_WORDS = """
 """
 _SPECIAL = {word.partition(":")[0]: word.rpartition(":")[2] for word in _SPECIAL_WORDS.split()}
 _METADATA = {
-    *("dtype", "device", "shape", "ndim", "is_leaf", "grad_fn", "grad", "names", "is_cuda"),
-    *("is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla"),
-    *("output_nr", "layout", "itemsize", "nbytes", "is_sparse_csr", "retains_grad", "is_mps"),
+    *("dtype", "device", "shape", "ndim", "grad_fn", "grad", "names", "output_nr", "layout"),
+    *("itemsize", "nbytes", "retains_grad", "requires_grad"),
 }
 _METADATA_CALLS = {
-    *("size", "dim", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "hash"),
-    *("is_signed", "element_size", "get_device", "is_inference", "is_conj", "is_neg", "stride"),
-    *("_is_view", "storage_offset", "dim_order", "is_same_size", "retain_grad"),
+    *("size", "dim", "numel", "nelement", "ndimension", "hash", "element_size", "get_device"),
+    *("stride", "_is_view", "storage_offset", "dim_order", "retain_grad"),
 }
 
 
@@ -96,9 +94,9 @@ class SpatialTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = ", ".join(
-            f"dim {dim} by {'x'.join(f.cut.axis.name for f in factors if f.cut)}"
-            for dim, factors in enumerate(self._partition.dims)
-            if any(factor.cut for factor in factors)
+            f"dim {dim} by {cut.axis.name}"
+            for dim, cut in enumerate(self._partition.cuts)
+            if cut is not None
         )
         shape = list(self._partition.shape)
         return f"SpatialTensor({shape}, cut in {parts}; local {list(self._local.shape)})"
@@ -139,14 +137,6 @@ def function_name(func: Any) -> str:
     if name.startswith("__") and name.endswith("__"):
         return _SPECIAL.get(name[2:-2], name)
     return name
-
-
-def refuse(name: str) -> Any:
-    """Raise the error of a function that has no rule."""
-    raise UnsupportedError(
-        f"spatial: {name} has no rule for a tensor that is cut over processes; apply it to "
-        "spatial.gather(tensor), or keep the dims that it reads uncut"
-    )
 
 
 class _Link(torch.autograd.Function):
@@ -283,7 +273,7 @@ def _attribute(func: Any, x: Any) -> Any:
     name = func.__self__.__name__
     if name == "requires_grad" and x._linked:
         return x._local.requires_grad
-    if name in _METADATA or name == "requires_grad" or name.startswith("_"):
+    if name in _METADATA or name.startswith(("is_", "_")):
         with torch._C.DisableTorchFunctionSubclass():
             return func(x)
     if name == "data":

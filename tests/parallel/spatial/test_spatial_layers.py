@@ -23,16 +23,6 @@ class Fn(nn.Module):
         return self.function(x)
 
 
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.m = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.flatten(2).transpose(1, 2)
-        return self.m(tokens, tokens, tokens, need_weights=False)[0]
-
-
 class ChannelsLastLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -78,21 +68,10 @@ class ClassToken(nn.Module):
         return tokens[:, 0]
 
 
-def windows(x: torch.Tensor) -> torch.Tensor:
-    x = F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, 1, 0, 3))
-    x = torch.roll(x, (-2, -2), (1, 2))
-    x = x.view(2, 4, 4, 3, 4, 4).permute(0, 1, 3, 2, 4, 5).reshape(24, 16, 4)
-    x = F.scaled_dot_product_attention(x, x, x)
-    x = x.view(2, 4, 3, 4, 4, 4).permute(0, 1, 3, 2, 4, 5).reshape(2, 16, 12, 4)
-    return torch.roll(x, (2, 2), (1, 2))[:, :13, :11].contiguous()
-
-
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "bn": lambda: nn.BatchNorm2d(4),
     "gn": lambda: nn.GroupNorm(2, 4),
     "in": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
-    "ln": lambda: nn.LayerNorm([4, 13, 11]),
-    "lnrows": lambda: nn.LayerNorm(11),
     "bneval": lambda: nn.BatchNorm2d(4).eval(),
     "relu": lambda: nn.Sequential(nn.ReLU(), nn.GELU(), nn.Hardswish(), nn.PReLU(4)),
     "max": lambda: nn.MaxPool2d(3, 2, 1),
@@ -102,34 +81,27 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "avgc": lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False),
     "avgc2": lambda: nn.AvgPool2d(4, 3, 2, ceil_mode=True),
     "avgo": lambda: nn.AvgPool2d(4, 3, 2, divisor_override=5),
-    "lp": lambda: nn.LPPool2d(2, 3, 2),
     "ad1": lambda: nn.AdaptiveAvgPool2d(1),
     "ad": lambda: nn.AdaptiveAvgPool2d((5, 3)),
-    "admax": lambda: nn.AdaptiveMaxPool2d((5, 3)),
+    "admax": lambda: nn.AdaptiveMaxPool2d(1),
     "adx": lambda: nn.AdaptiveAvgPool2d((None, 4)),
-    "unpool": lambda: Fn(
-        lambda x: F.max_unpool2d(
-            *F.max_pool2d(x, 3, 2, 1, return_indices=True), 3, 2, 1, output_size=(13, 11)
-        )
-    ),
-    "unpool2": lambda: Fn(
-        lambda x: F.max_unpool2d(*F.max_pool2d(x[:, :, :12, :10], 2, 2, return_indices=True), 2, 2)
-    ),
     "ps": lambda: nn.PixelShuffle(2),
     "pu": lambda: Fn(lambda x: F.pixel_unshuffle(x[:, :, :12, :10], 2)),
-    "roll": lambda: Fn(lambda x: torch.roll(x, (3, -5), (2, 3))),
+    "in place": lambda: Fn(
+        lambda x: F.pad((x * 1)[:, :, 1:12].relu_()[:, :, 2:], (0, 0, 1, 0)).mul_(2)
+    ),
     "slice": lambda: Fn(lambda x: x[:, :, 1:, ::2] * 2),
     "tv": lambda: Fn(lambda x: (x[:, :, 1:] - x[:, :, :-1]).abs()),
     "mean": lambda: Fn(lambda x: x.mean((2, 3), keepdim=True) * x),
     "meanw": lambda: Fn(lambda x: x.mean(3, keepdim=True) * x),
     "var": lambda: Fn(lambda x: x.var((2, 3))),
-    "soft": lambda: Fn(lambda x: x.flatten(2).softmax(-1)),
+    "softmin": lambda: Fn(lambda x: F.softmin(x, 1)),
     "amax": lambda: Fn(lambda x: x - x.amax((2, 3), True)),
     "cat": lambda: Fn(lambda x: torch.cat([x, x * 2], 1)),
     "catcut": lambda: Fn(lambda x: torch.cat([x, x * 2], 2)),
-    "flip": lambda: Fn(lambda x: x.flip(2)),
     "chunk": lambda: Fn(lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)),
     "chunkcut": lambda: Fn(lambda x: x.chunk(3, 2)[1]),
+    "row": lambda: Fn(lambda x: x * x[:, :, 3:4] + x[:, :, :, 2:3]),
     "sel": lambda: Fn(lambda x: x[:, :, 3] + x[:, :, -1]),
     "attn": lambda: Fn(
         lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3)
@@ -147,9 +119,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linattn": lambda: Fn(
         lambda x: (x.flatten(2) @ x.flatten(2).transpose(1, 2)).softmax(-1) @ x.flatten(2)
     ),
-    "mha": lambda: SelfAttention(),
     "permln": lambda: ChannelsLastLayers(),
     "lin": lambda: nn.Linear(11, 7),
+    "head": lambda: nn.Sequential(nn.Flatten(1), nn.Linear(4 * 13 * 11, 5)),
+    "split": lambda: Fn(lambda x: x[:, :, :12, :9].reshape(2, 4, 4, 3, 3, 3).amax((3, 5))),
     "se": lambda: SqueezeExcite(),
     "pos": lambda: Positions(),
     "cls": lambda: ClassToken(),
@@ -158,8 +131,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         for m in ("constant", "reflect", "replicate", "circular")
     },
     "crop": lambda: Fn(lambda x: F.pad(x, (-2, 3, -4, -1))),
-    "windows": lambda: Fn(windows),
-    "einsum": lambda: Fn(lambda x: torch.einsum("bchw,bdhw->bcd", x, x * 2)),
     "d2": lambda: nn.Dropout2d(0.0),
 }
 
@@ -167,7 +138,8 @@ RESIZES: list[tuple[str, bool | None]] = [
     ("nearest", None),
     ("nearest-exact", None),
     ("area", None),
-    *((mode, align) for mode in ("bilinear", "bicubic") for align in (True, False)),
+    ("bilinear", True),
+    ("bilinear", False),
 ]
 
 

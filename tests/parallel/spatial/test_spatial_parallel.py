@@ -16,6 +16,7 @@ from process_pool import World
 from spatial_cases import assert_equal, compare, mesh_of
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fusedops import UnsupportedError
@@ -185,9 +186,9 @@ def _plain_parts(rank: int) -> None:
     assert out.local.shape[2] == part.shape[2]
     assert_equal("parts", spatial.gather(out).detach(), expected.detach(), "parts")
     weight = layer.weight.detach()
-    again = spatial.conv(part, weight, mesh=mesh, dims={2: "y"}, padding=2)
+    convolved = F.conv2d(spatial.from_parts(part, mesh, {2: "y"}), weight, padding=2).local
     expected = F.conv2d(x, weight, padding=2)
-    assert_equal("conv", spatial.gather(again, mesh, {2: "y"}), expected, "conv")
+    assert_equal("conv", spatial.gather(convolved, mesh, {2: "y"}), expected, "conv")
     rows = spatial.halo_exchange(part, mesh, {2: "y"}, {2: (4, 5)}, mode="circular")
     index = torch.arange(bounds[rank] - 4, bounds[rank + 1] + 5) % 19
     assert_equal("halo", rows, x[:, :, index], "halo")
@@ -195,6 +196,41 @@ def _plain_parts(rank: int) -> None:
 
 def test_plain_parts_of_any_extent() -> None:
     threads.run(_plain_parts, 3)
+
+
+class HostReads(TorchFunctionMode):
+    """Counts the functions by which the host reads values of a tensor."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.__name__ in ("item", "tolist", "cpu", "numpy", "__int__", "__bool__")
+        return func(*args, **(kwargs or {}))
+
+
+def _training_steps(rank: int, extents: Any) -> tuple[list[str], int, list[torch.Tensor]]:
+    """Return labels of collectives and host reads of making the parts, and the gradients."""
+    mesh, bounds = mesh_of((1, 3)), [0, 3, 4, 19]
+    layer = spatial.shard(nn.Conv2d(2, 2, 5, padding=2).double(), mesh, dims={2: "y"})
+    for parameter in layer.parameters():
+        parameter.data.fill_(0.1)
+    labels, reads = [], HostReads()
+    for step in range(2):
+        part = image(step)[:, :, bounds[rank] : bounds[rank + 1]]
+        with collectives.recorded() as log, reads:
+            x = spatial.from_parts(part, mesh, {2: "y"}, extents=extents)
+        labels += [event.label for event in log.calls]
+        layer(x).square().mean().backward()
+    return labels, reads.count, [p.grad for p in layer.parameters() if p.grad is not None]
+
+
+def test_known_extents_need_no_collective_and_no_host_read() -> None:
+    gathered = threads.run(_training_steps, 3, None)
+    known = threads.run(_training_steps, 3, {2: (3, 1, 15)})
+    for with_gather, without in zip(gathered, known, strict=True):
+        assert with_gather[0] == ["extents"] * 2 and without[0] == []
+        assert with_gather[1] > 0 and without[1] == 0
+        assert all(map(torch.equal, with_gather[2], without[2]))
 
 
 def _full_input(rank: int) -> None:
@@ -238,6 +274,18 @@ def _bad_input(rank: int) -> None:
     refused(ValueError, "at least one dim", lambda: spatial.scatter(x, mesh, {}))
     refused(ValueError, "an axis cuts one dim", lambda: spatial.scatter(x, mesh, {2: "y", 3: "y"}))
     refused(TypeError, "DeviceMesh", lambda: spatial.scatter(x, None, {2: "y"}))
+    for extents, words in (
+        ({3: (10, 9)}, r"dims \[2\]"),
+        ({2: (19,)}, "2 numbers, one a rank"),
+        ({2: (9, 9)}, "whose part has"),
+        ({2: (-1, 20)}, "at least 0|>= 0"),
+    ):
+        plain = part.local
+        refused(
+            ValueError,
+            words,
+            lambda: spatial.from_parts(plain[:, :, :8], mesh, {2: "y"}, extents=extents),  # noqa: B023
+        )
     refused(TypeError, "cut already", lambda: spatial.scatter(part, mesh, {2: "y"}))
     refused(ValueError, "smaller than the 19 rows", lambda: F.pad(part, (0, 0, 19, 0), "reflect"))
     refused(ValueError, "at most the 19 rows", lambda: F.pad(part, (0, 0, 0, 20), "circular"))
