@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusedops.cli import plan_evaluate, plan_image, plan_timed
+from fusedops.cli import plan_image, plan_timed
 from fusedops.cli.bench import options
 from fusedops.terminal import files
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from fusedops.planner.search import PlannedLayout
 
 _MOST_DEVICES = 1 << 16
-# ``sharding_propagation``, the third mode, is that of ``fusedops.auto_parallel``.
-_MODES = ("dynamic_programming", "recursive_programming")
 # Columns of a terminal that shows every part.
 _WIDE = 160
 
@@ -109,25 +107,12 @@ def plan(
         bool,
         typer.Option("--measure", help="Compare with small models trained here (two minutes)."),
     ] = False,
-    evaluate: Annotated[
-        str, typer.Option(help="Predict the measured steps of a CSV file: docs/planning.md.")
-    ] = "",
-    calibrate: Annotated[
-        str, typer.Option(help="Fit the efficiencies of --device on such a file; needs --out.")
-    ] = "",
     device: Annotated[
         str,
         typer.Option(
             help="Sort by seconds on a known device (h100, a100-80), or on a TOML file of one."
         ),
     ] = "",
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="With --device: dynamic_programming (exact), or also show the layout of "
-            "recursive_programming."
-        ),
-    ] = "dynamic_programming",
     explain: Annotated[
         bool, typer.Option("--explain", help="With --device: time and bytes of the first row.")
     ] = False,
@@ -142,9 +127,6 @@ def plan(
     ] = False,
     svg_file: Annotated[
         str, typer.Option("--svg", help="With --device: draw time and memory of the rows.")
-    ] = "",
-    out: Annotated[
-        str, typer.Option(help="File that gets the predictions (CSV) or the device (TOML).")
     ] = "",
     json_file: Annotated[
         str, typer.Option("--json", help="Write all rows to a file; -: print them instead.")
@@ -161,10 +143,6 @@ def plan(
             return
         if measure:
             _measure()
-            return
-        if evaluate or calibrate:
-            action = plan_evaluate.evaluate if evaluate else plan_evaluate.calibrate
-            action(evaluate or calibrate, out, device)
             return
         if not model:
             raise files.UserError("--model is missing: a name (--model list) or a config.json")
@@ -190,7 +168,6 @@ def plan(
         base: dict[str, Any] = {"seq_len": seq_len or None, "precision": precision or "mixed"}
         base |= {"kernels": kernels, "chunked_loss": chunked_loss}
         base["expert_imbalance"] = expert_imbalance
-        options.check_known(mode, _MODES, "mode")
         if device:
             choices["cp"], choices["micro_batch"] = _given(cp), _given(micro_batch)
             choices["virtual"] = _given(virtual)
@@ -204,7 +181,6 @@ def plan(
                 base=_layout(base),
                 choices={name: values for name, values in choices.items() if values},
                 rows=rows,
-                mode=mode,
             )
             fits = plan_timed.run(
                 request,

@@ -44,7 +44,7 @@ def run(
         rows: of the table.
         json_file: a file that gets all rows; ``"-"``: standard output, alone; empty: none.
     """
-    from fusedops.cli.plan_evaluate import load
+    from fusedops.cli.device_file import load
 
     _check_options(ctx)
     if not device:

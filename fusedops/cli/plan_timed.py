@@ -33,11 +33,10 @@ class PlanRequest:
     base: Layout
     choices: dict[str, Any]
     rows: int
-    mode: str
 
     def plan(self, *, devices: int = 0, global_batch: int = 0, keep: int = 0) -> TimedPlan:
         """Return the fastest layouts, on other numbers where they are given."""
-        from fusedops.cli.plan_evaluate import load
+        from fusedops.cli.device_file import load
         from fusedops.planner import fastest
         from fusedops.terminal.progress import activity
 
@@ -96,8 +95,6 @@ def run(
     if plan.rows:
         print_table(out, _table(plan, request.devices))
     out.print(_summary(plan), style="dim", highlight=False)
-    if request.mode == "recursive_programming":
-        _recursive(request, plan, out)
     if plan.rows and explain:
         _explain(plan, out)
     if plan.rows and diff:
@@ -113,25 +110,6 @@ def run(
         files.write_text(svg_file, picture(plan, [_named(row) for row in plan.rows]))
         out.print(f"wrote {svg_file}", highlight=False, soft_wrap=True)
     return bool(plan.rows)
-
-
-def _recursive(request: PlanRequest, plan: TimedPlan, out: Console) -> None:
-    """Print the layout of recursive bisection, and how far it is from the fastest one."""
-    from fusedops.planner import recursive_layout, step_shape, step_time
-    from fusedops.planner.search import describe
-
-    model = request.model
-    row = recursive_layout(model, request.devices, request.global_batch, plan.memory, request.base)
-    if row is None:
-        out.print("recursive_programming: nothing fits", style="yellow")
-        return
-    seconds = step_time(step_shape(model, row.layout), plan.device).seconds
-    text = f"recursive_programming: {describe(row.layout)}, micro-batch "
-    text += f"{row.layout.training.micro_batch} x {row.layout.parallel.microbatches}, "
-    text += f"{seconds:.3f} s, {row.estimate.peak / 2**30:.1f} GiB"
-    if plan.rows:
-        text += f"; {seconds / plan.rows[0].seconds - 1:.1%} slower than the fastest layout"
-    out.print(text, highlight=False)
 
 
 def _diff(plan: TimedPlan, text: str, out: Console) -> None:
