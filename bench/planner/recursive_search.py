@@ -20,7 +20,8 @@ from fusedops.models.config import TransformerConfig
 from fusedops.planner.device import load_device
 from fusedops.planner.layout import Layout
 from fusedops.planner.memory import estimate_unchecked
-from fusedops.planner.search import MOST_TENSOR, OFFLOAD, PlannedLayout, fitted, powers_of_two
+from fusedops.planner.search import PlannedLayout
+from fusedops.planner.space import MOST_TENSOR, OFFLOAD, fitted, powers_of_two
 from fusedops.planner.step_time import step_time
 from fusedops.planner.timed_search import step_shape
 

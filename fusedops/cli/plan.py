@@ -17,7 +17,7 @@ from fusedops.terminal import files
 
 if TYPE_CHECKING:
     from fusedops.models import TransformerConfig
-    from fusedops.planner import Layout, Plan
+    from fusedops.planner import Layout, LayoutRanking
     from fusedops.planner.search import PlannedLayout
 
 _MOST_DEVICES = 1 << 16
@@ -211,7 +211,12 @@ def _given(value: int) -> tuple[int, ...]:
 
 
 def _deliver(
-    name: str, model: TransformerConfig, devices: int, result: Plan, rows: int, json_file: str
+    name: str,
+    model: TransformerConfig,
+    devices: int,
+    result: LayoutRanking,
+    rows: int,
+    json_file: str,
 ) -> None:
     """Print the plan, as JSON or as a table, and write the file that was asked for."""
     from fusedops.terminal.console import console
@@ -263,7 +268,7 @@ def _layout(base: dict[str, Any]) -> Layout:
 
 def _plan(
     model: TransformerConfig, devices: int, memory: int, choices: dict[str, Any], base: Layout
-) -> Plan:
+) -> LayoutRanking:
     """Return every layout; whatever is wrong is the user's."""
     from fusedops.planner import plan as search
     from fusedops.terminal.progress import activity
@@ -387,7 +392,7 @@ def _show_models() -> None:
 
 
 def _show(
-    name: str, model: TransformerConfig, devices: int, plan: Plan, rows: int, out: Any
+    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking, rows: int, out: Any
 ) -> None:
     """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
     from fusedops.planner import show_bytes, show_count
@@ -464,7 +469,9 @@ def _gib(size: int) -> str:
     return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def _record(name: str, model: TransformerConfig, devices: int, plan: Plan) -> dict[str, Any]:
+def _record(
+    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking
+) -> dict[str, Any]:
     """Return everything as JSON has it; bytes are whole numbers."""
     from fusedops.models.config import describe
 

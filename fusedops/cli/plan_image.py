@@ -103,8 +103,8 @@ def _plans(
     import torch
 
     from fusedops import UnsupportedError
+    from fusedops.cli.image_models import image_model
     from fusedops.planner import spatial_plan
-    from fusedops.planner.image_models import image_model
     from fusedops.planner.spatial import cuts_of
 
     if precision not in PRECISIONS:

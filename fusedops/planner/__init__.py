@@ -12,11 +12,12 @@ from fusedops.planner.configurations import from_config
 from fusedops.planner.device import Device, known_devices, load_device
 from fusedops.planner.layout import Layout, TrainingShape, check
 from fusedops.planner.memory import Estimate, estimate
-from fusedops.planner.search import Plan, layouts, plan
+from fusedops.planner.search import LayoutRanking, layouts, plan
 from fusedops.planner.shapes import StepShape
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
+from fusedops.planner.space import LayoutSpace
 from fusedops.planner.step_time import StepEstimate, step_time
-from fusedops.planner.timed_search import TimedLayout, TimedPlan, fastest, step_shape
+from fusedops.planner.timed_search import TimedLayout, TimedRanking, fastest, step_shape
 from fusedops.planner.traffic import step_traffic
 
 if TYPE_CHECKING:
@@ -30,13 +31,14 @@ __all__ = [
     "Device",
     "Estimate",
     "Layout",
-    "Plan",
+    "LayoutRanking",
+    "LayoutSpace",
     "ShardingPlan",
     "SpatialPlan",
     "StepShape",
     "StepEstimate",
     "TimedLayout",
-    "TimedPlan",
+    "TimedRanking",
     "TrainingShape",
     "auto_parallel",
     "check",
@@ -62,7 +64,9 @@ _MOVED = {
     "evaluate": "bench/planner/evaluation.py",
     "recursive_layout": "bench/planner/recursive_search.py",
 }
-_former_name = former_names(__name__, Transformer=TransformerConfig)
+_former_name = former_names(
+    __name__, Transformer=TransformerConfig, Plan=LayoutRanking, TimedPlan=TimedRanking
+)
 
 
 def __getattr__(name: str) -> Any:

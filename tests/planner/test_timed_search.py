@@ -22,7 +22,7 @@ from fusedops.models.parallelization.config import check_split, check_stages
 from fusedops.planner import (
     Device,
     Layout,
-    TimedPlan,
+    TimedRanking,
     check,
     estimate,
     fastest,
@@ -377,4 +377,4 @@ def test_a_wrong_call_is_one_sentence(
 
 def test_a_plan_without_rows_is_no_gap() -> None:
     plan = fastest(preset("llama3-70b"), 1, H100, 1)
-    assert isinstance(plan, TimedPlan) and plan.gap == 0.0
+    assert isinstance(plan, TimedRanking) and plan.gap == 0.0
