@@ -107,6 +107,10 @@ def plan(
         bool,
         typer.Option("--measure", help="Compare with small models trained here (two minutes)."),
     ] = False,
+    evaluate: Annotated[str, typer.Option(hidden=True)] = "",
+    calibrate: Annotated[str, typer.Option(hidden=True)] = "",
+    mode: Annotated[str, typer.Option(hidden=True)] = "dynamic_programming",
+    out: Annotated[str, typer.Option(hidden=True)] = "",
     device: Annotated[
         str,
         typer.Option(
@@ -144,6 +148,14 @@ def plan(
         if measure:
             _measure()
             return
+        for name, script, gone in (
+            ("evaluate", "evaluate.py", evaluate),
+            ("calibrate", "fit.py", calibrate),
+            ("mode", "recursive_search.py", mode != "dynamic_programming"),
+            ("out", "evaluate.py or fit.py", out),
+        ):
+            if gone:
+                raise files.UserError(f"--{name} is now bench/planner/{script} of the repository")
         if not model:
             raise files.UserError("--model is missing: a name (--model list) or a config.json")
         for file in (json_file, svg_file):
