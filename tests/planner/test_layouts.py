@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fusedops import planner
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.planner import (
     Layout,
@@ -399,3 +400,12 @@ def test_a_plan_checks_each_layout_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(memory, "check", lambda *given: pytest.fail("checked again"))
     result = plan(preset("gpt2"), 2, 64 << 30, tp=(1,), pp=(1,))
     assert len(result.rows) > 1 and len(checked) == 1  # the mesh
+
+
+def test_former_names_warn_and_moved_ones_say_where_they_are() -> None:
+    with pytest.warns(DeprecationWarning, match="Plan is now .*LayoutRanking"):
+        assert planner.Plan is planner.LayoutRanking
+    with pytest.warns(DeprecationWarning, match="TimedPlan is now .*TimedRanking"):
+        assert planner.TimedPlan is planner.TimedRanking
+    with pytest.raises(AttributeError, match=r"bench/planner/evaluation\.py"):
+        _ = planner.evaluate
