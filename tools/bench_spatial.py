@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from fusedops.bench.teams import TeamSetting, interleaved
+from fusedops.cli.image_models import UNet
 from fusedops.parallel import spatial
-from fusedops.planner.image_models import UNet
 
 CUTS = {"one process": (1, 1), "2 x 1": (2, 1), "1 x 2": (1, 2)}
 

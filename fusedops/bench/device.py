@@ -21,12 +21,12 @@ import torch
 
 from fusedops._core.timer import clock_for
 from fusedops.bench import machine
+from fusedops.bench.calibration import calibrate
 from fusedops.bench.limits import measure_limits
 from fusedops.bench.small_models import SmallModel, shape_of_step, training_step
 from fusedops.bench.teams import TeamSetting, interleaved
 from fusedops.models import ParallelConfig
 from fusedops.planner import Device, Layout, StepShape, load_device, step_shape
-from fusedops.planner.calibration import calibrate
 from fusedops.planner.communication import CommunicationModel
 from fusedops.planner.device import DeviceLinks, DeviceMemory
 from fusedops.planner.step_time import step_time

@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusedops.cli import plan_evaluate, plan_image, plan_timed
+from fusedops.cli import plan_image, plan_timed
 from fusedops.cli.bench import options
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
     from fusedops.models import TransformerConfig
-    from fusedops.planner import Layout, Plan
+    from fusedops.planner import Layout, LayoutRanking
     from fusedops.planner.search import PlannedLayout
 
 _MOST_DEVICES = 1 << 16
-# ``sharding_propagation``, the third mode, is that of ``fusedops.auto_parallel``.
-_MODES = ("dynamic_programming", "recursive_programming")
 # Columns of a terminal that shows every part.
 _WIDE = 160
 
@@ -109,25 +107,16 @@ def plan(
         bool,
         typer.Option("--measure", help="Compare with small models trained here (two minutes)."),
     ] = False,
-    evaluate: Annotated[
-        str, typer.Option(help="Predict the measured steps of a CSV file: docs/planning.md.")
-    ] = "",
-    calibrate: Annotated[
-        str, typer.Option(help="Fit the efficiencies of --device on such a file; needs --out.")
-    ] = "",
+    evaluate: Annotated[str, typer.Option(hidden=True)] = "",
+    calibrate: Annotated[str, typer.Option(hidden=True)] = "",
+    mode: Annotated[str, typer.Option(hidden=True)] = "dynamic_programming",
+    out: Annotated[str, typer.Option(hidden=True)] = "",
     device: Annotated[
         str,
         typer.Option(
             help="Sort by seconds on a known device (h100, a100-80), or on a TOML file of one."
         ),
     ] = "",
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="With --device: dynamic_programming (exact), or also show the layout of "
-            "recursive_programming."
-        ),
-    ] = "dynamic_programming",
     explain: Annotated[
         bool, typer.Option("--explain", help="With --device: time and bytes of the first row.")
     ] = False,
@@ -142,9 +131,6 @@ def plan(
     ] = False,
     svg_file: Annotated[
         str, typer.Option("--svg", help="With --device: draw time and memory of the rows.")
-    ] = "",
-    out: Annotated[
-        str, typer.Option(help="File that gets the predictions (CSV) or the device (TOML).")
     ] = "",
     json_file: Annotated[
         str, typer.Option("--json", help="Write all rows to a file; -: print them instead.")
@@ -162,10 +148,14 @@ def plan(
         if measure:
             _measure()
             return
-        if evaluate or calibrate:
-            action = plan_evaluate.evaluate if evaluate else plan_evaluate.calibrate
-            action(evaluate or calibrate, out, device)
-            return
+        for name, script, gone in (
+            ("evaluate", "evaluate.py", evaluate),
+            ("calibrate", "fit.py", calibrate),
+            ("mode", "recursive_search.py", mode != "dynamic_programming"),
+            ("out", "evaluate.py or fit.py", out),
+        ):
+            if gone:
+                raise files.UserError(f"--{name} is now bench/planner/{script} of the repository")
         if not model:
             raise files.UserError("--model is missing: a name (--model list) or a config.json")
         for file in (json_file, svg_file):
@@ -190,7 +180,6 @@ def plan(
         base: dict[str, Any] = {"seq_len": seq_len or None, "precision": precision or "mixed"}
         base |= {"kernels": kernels, "chunked_loss": chunked_loss}
         base["expert_imbalance"] = expert_imbalance
-        options.check_known(mode, _MODES, "mode")
         if device:
             choices["cp"], choices["micro_batch"] = _given(cp), _given(micro_batch)
             choices["virtual"] = _given(virtual)
@@ -204,7 +193,6 @@ def plan(
                 base=_layout(base),
                 choices={name: values for name, values in choices.items() if values},
                 rows=rows,
-                mode=mode,
             )
             fits = plan_timed.run(
                 request,
@@ -235,7 +223,12 @@ def _given(value: int) -> tuple[int, ...]:
 
 
 def _deliver(
-    name: str, model: TransformerConfig, devices: int, result: Plan, rows: int, json_file: str
+    name: str,
+    model: TransformerConfig,
+    devices: int,
+    result: LayoutRanking,
+    rows: int,
+    json_file: str,
 ) -> None:
     """Print the plan, as JSON or as a table, and write the file that was asked for."""
     from fusedops.terminal.console import console
@@ -287,7 +280,7 @@ def _layout(base: dict[str, Any]) -> Layout:
 
 def _plan(
     model: TransformerConfig, devices: int, memory: int, choices: dict[str, Any], base: Layout
-) -> Plan:
+) -> LayoutRanking:
     """Return every layout; whatever is wrong is the user's."""
     from fusedops.planner import plan as search
     from fusedops.terminal.progress import activity
@@ -411,7 +404,7 @@ def _show_models() -> None:
 
 
 def _show(
-    name: str, model: TransformerConfig, devices: int, plan: Plan, rows: int, out: Any
+    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking, rows: int, out: Any
 ) -> None:
     """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
     from fusedops.planner import show_bytes, show_count
@@ -488,7 +481,9 @@ def _gib(size: int) -> str:
     return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def _record(name: str, model: TransformerConfig, devices: int, plan: Plan) -> dict[str, Any]:
+def _record(
+    name: str, model: TransformerConfig, devices: int, plan: LayoutRanking
+) -> dict[str, Any]:
     """Return everything as JSON has it; bytes are whole numbers."""
     from fusedops.models.config import describe
 

@@ -44,7 +44,7 @@ def run(
         rows: of the table.
         json_file: a file that gets all rows; ``"-"``: standard output, alone; empty: none.
     """
-    from fusedops.cli.plan_evaluate import load
+    from fusedops.cli.device_file import load
 
     _check_options(ctx)
     if not device:
@@ -103,8 +103,8 @@ def _plans(
     import torch
 
     from fusedops import UnsupportedError
+    from fusedops.cli.image_models import image_model
     from fusedops.planner import spatial_plan
-    from fusedops.planner.image_models import image_model
     from fusedops.planner.spatial import cuts_of
 
     if precision not in PRECISIONS:

@@ -10,7 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fusedops.planner import TimedLayout, TimedPlan
+    from fusedops.planner import TimedLayout, TimedRanking
 
 # Parts of a step by what they are, in the order of the tables and of the bars.
 KINDS = {
@@ -31,7 +31,7 @@ def kinds_of(row: TimedLayout) -> dict[str, float]:
     return {kind: sum(row.time.parts[name] for name in names) for kind, names in KINDS.items()}
 
 
-def picture(plan: TimedPlan, named: Sequence[str]) -> str:
+def picture(plan: TimedRanking, named: Sequence[str]) -> str:
     """Return the SVG.
 
     Args:

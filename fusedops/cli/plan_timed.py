@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fusedops.models import TransformerConfig
-    from fusedops.planner import Device, Layout, TimedLayout, TimedPlan
+    from fusedops.planner import Device, Layout, TimedLayout, TimedRanking
 
 # Numbers of devices of a scaling curve, as factors.
 _SCALES = (0.25, 0.5, 1, 2, 4)
@@ -33,11 +33,10 @@ class PlanRequest:
     base: Layout
     choices: dict[str, Any]
     rows: int
-    mode: str
 
-    def plan(self, *, devices: int = 0, global_batch: int = 0, keep: int = 0) -> TimedPlan:
+    def plan(self, *, devices: int = 0, global_batch: int = 0, keep: int = 0) -> TimedRanking:
         """Return the fastest layouts, on other numbers where they are given."""
-        from fusedops.cli.plan_evaluate import load
+        from fusedops.cli.device_file import load
         from fusedops.planner import fastest
         from fusedops.terminal.progress import activity
 
@@ -96,8 +95,6 @@ def run(
     if plan.rows:
         print_table(out, _table(plan, request.devices))
     out.print(_summary(plan), style="dim", highlight=False)
-    if request.mode == "recursive_programming":
-        _recursive(request, plan, out)
     if plan.rows and explain:
         _explain(plan, out)
     if plan.rows and diff:
@@ -115,26 +112,7 @@ def run(
     return bool(plan.rows)
 
 
-def _recursive(request: PlanRequest, plan: TimedPlan, out: Console) -> None:
-    """Print the layout of recursive bisection, and how far it is from the fastest one."""
-    from fusedops.planner import recursive_layout, step_shape, step_time
-    from fusedops.planner.search import describe
-
-    model = request.model
-    row = recursive_layout(model, request.devices, request.global_batch, plan.memory, request.base)
-    if row is None:
-        out.print("recursive_programming: nothing fits", style="yellow")
-        return
-    seconds = step_time(step_shape(model, row.layout), plan.device).seconds
-    text = f"recursive_programming: {describe(row.layout)}, micro-batch "
-    text += f"{row.layout.training.micro_batch} x {row.layout.parallel.microbatches}, "
-    text += f"{seconds:.3f} s, {row.estimate.peak / 2**30:.1f} GiB"
-    if plan.rows:
-        text += f"; {seconds / plan.rows[0].seconds - 1:.1%} slower than the fastest layout"
-    out.print(text, highlight=False)
-
-
-def _diff(plan: TimedPlan, text: str, out: Console) -> None:
+def _diff(plan: TimedRanking, text: str, out: Console) -> None:
     """Print two rows of a plan and their differences; ``text`` has their numbers: ``1,2``."""
     from rich.table import Table
 
@@ -178,7 +156,7 @@ def _named(row: TimedLayout) -> str:
     return text + (f", {config.virtual} stages per rank" if config.virtual > 1 else "")
 
 
-def _table(plan: TimedPlan, devices: int) -> Any:
+def _table(plan: TimedRanking, devices: int) -> Any:
     from rich.table import Table
 
     from fusedops.terminal.console import number_columns
@@ -222,7 +200,7 @@ def _utilization(row: TimedLayout, device: Device) -> float:
     return utilization(row.shape, device, row.seconds)
 
 
-def _summary(plan: TimedPlan) -> str:
+def _summary(plan: TimedRanking) -> str:
     """Return how many layouts were looked at and dropped, and why."""
     text = f"{plan.choices} choices of sizes, schedule and micro-batch; {plan.examined} examined"
     if plan.choices > plan.examined:
@@ -243,7 +221,7 @@ def _summary(plan: TimedPlan) -> str:
     return "\n".join(lines)
 
 
-def _explain(plan: TimedPlan, out: Console) -> None:
+def _explain(plan: TimedRanking, out: Console) -> None:
     """Print where the time and the bytes of the first row go."""
     from rich.table import Table
 
@@ -321,7 +299,7 @@ def _options(layout: Layout, model: TransformerConfig) -> dict[str, Any]:
     return options
 
 
-def _record(request: PlanRequest, plan: TimedPlan) -> dict[str, Any]:
+def _record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
     from fusedops.models.config import describe
 
     return {

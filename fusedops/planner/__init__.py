@@ -10,15 +10,14 @@ from fusedops.models import PRESETS, TransformerConfig, preset
 from fusedops.planner.communication import CommunicationCurve, CommunicationModel, fit_curve
 from fusedops.planner.configurations import from_config
 from fusedops.planner.device import Device, known_devices, load_device
-from fusedops.planner.evaluation import evaluate
 from fusedops.planner.layout import Layout, TrainingShape, check
 from fusedops.planner.memory import Estimate, estimate
-from fusedops.planner.recursive_search import recursive_layout
-from fusedops.planner.search import Plan, layouts, plan
+from fusedops.planner.search import LayoutRanking, layouts, plan
 from fusedops.planner.shapes import StepShape
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
+from fusedops.planner.space import LayoutSpace
 from fusedops.planner.step_time import StepEstimate, step_time
-from fusedops.planner.timed_search import TimedLayout, TimedPlan, fastest, step_shape
+from fusedops.planner.timed_search import TimedLayout, TimedRanking, fastest, step_shape
 from fusedops.planner.traffic import step_traffic
 
 if TYPE_CHECKING:
@@ -32,18 +31,18 @@ __all__ = [
     "Device",
     "Estimate",
     "Layout",
-    "Plan",
+    "LayoutRanking",
+    "LayoutSpace",
     "ShardingPlan",
     "SpatialPlan",
     "StepShape",
     "StepEstimate",
     "TimedLayout",
-    "TimedPlan",
+    "TimedRanking",
     "TrainingShape",
     "auto_parallel",
     "check",
     "estimate",
-    "evaluate",
     "fastest",
     "fit_curve",
     "from_config",
@@ -53,7 +52,6 @@ __all__ = [
     "parse_bytes",
     "plan",
     "preset",
-    "recursive_layout",
     "show_bytes",
     "show_count",
     "spatial_plan",
@@ -62,7 +60,13 @@ __all__ = [
     "step_traffic",
 ]
 
-_former_name = former_names(__name__, Transformer=TransformerConfig)
+_MOVED = {
+    "evaluate": "bench/planner/evaluation.py",
+    "recursive_layout": "bench/planner/recursive_search.py",
+}
+_former_name = former_names(
+    __name__, Transformer=TransformerConfig, Plan=LayoutRanking, TimedPlan=TimedRanking
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -70,4 +74,6 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("fusedops.planner.sharding"), name)
     if name in ("SpatialPlan", "spatial_plan"):
         return getattr(importlib.import_module("fusedops.planner.spatial"), name)
+    if name in _MOVED:
+        raise AttributeError(f"{__name__}.{name} is in the repository's {_MOVED[name]}")
     return _former_name(name)

@@ -2,14 +2,12 @@
 
 Known devices are the TOML files of ``planner/devices``; a file of one's own has the same tables.
 Every number there names its source. The efficiencies are constants of ``step_time.py``: fitted on
-published training steps (``tools/fit_clock.py``), the same for every device whose file has none.
+published training steps (``bench/planner/fit.py``), the same for every device whose file has none.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from fusedops._core import checks
@@ -22,9 +20,6 @@ SHARES = (
     *("products", "attention", "elementwise", "optimizer", "overlap"),
     *("node", "ring", "network", "point_to_point", "zero_gather", "overlap_microbatches"),
 )
-# Octaves of a size by which a measured layer's weight falls to 0.6, and the number of steps that a
-# factor of 1 weighs.
-_NEAR, _PRIOR = 0.1, 0.5
 # Share of the memory that the allocator's caching leaves unused; torchtitan's runs reserve 1 to 3 %
 # less than the estimated peak, so that this is a margin.
 _FRAGMENTED = 0.02
@@ -109,7 +104,7 @@ class DeviceEfficiency:
             nearly 0 where the products of gradients add them.
         node: share of the bandwidth inside a node that collectives reach.
         network: share of the bandwidth between nodes that all-to-alls reach.
-        ring: the same of the rings of data parallelism.
+        ring: the same of all-reduces, all-gathers and reduce-scatters.
         point_to_point: share of the bandwidth between nodes that neighbours of a pipeline reach.
         overlap: share of the all-reduce of gradients that the backward hides.
         gather: share of FSDP's gathers that it does not hide.
@@ -169,60 +164,6 @@ class DeviceEfficiency:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredLayer:
-    """How long a layer of one shape takes on a device, by what ``step_time`` gives without it.
-
-    Which kernel a library picks for a product, and how its tiles divide over the processors, makes
-    up to a fifth of the time and follows no simple formula: it is measured, shape by shape.
-
-    Attributes:
-        tokens: of a micro-batch on a rank, before sequence parallelism.
-        hidden: width of the residual stream.
-        inner: width of the feed-forward layer, or of an expert.
-        heads: of the queries.
-        tp: tensor-parallel ranks.
-        experts: of the layer; 0: none.
-        dtype: of products.
-        flash: whether attention keeps its scores out of memory.
-        factor: measured computation of a layer, by the computed one.
-        steps: of how many measured steps it is the mean.
-
-    Raises:
-        ValueError: a size or the factor is not positive.
-    """
-
-    tokens: float
-    hidden: int
-    inner: int
-    heads: int
-    tp: int
-    experts: int = 0
-    dtype: str = "bfloat16"
-    flash: bool
-    factor: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "hidden", "inner", "heads", "tp", "factor", "steps"):
-            checks.positive(_OP, f"layers.{name}", getattr(self, name))
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What another layer must have as well for this one to tell anything of it."""
-        return self.experts, self.dtype, self.flash
-
-    @property
-    def place(self) -> tuple[float, ...]:
-        """``layer_place`` of the sizes."""
-        return layer_place(self.tokens, self.hidden, self.inner, self.heads, self.tp)
-
-
-def layer_place(*sizes: float) -> tuple[float, ...]:
-    """Return where a layer of these sizes is among measured ones: logarithms (base 2)."""
-    return tuple(math.log2(size) for size in sizes)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Device:
     """A device of a cluster.
 
@@ -233,7 +174,6 @@ class Device:
         links: its links.
         efficiency: what training reaches of all that.
         sources: where the numbers are from, by table or key.
-        layers: layers that were measured, in any order.
         threads: of a process on a CPU; 0: the device is none.
 
     Raises:
@@ -251,7 +191,6 @@ class Device:
     links: DeviceLinks
     efficiency: DeviceEfficiency
     sources: dict[str, str] = field(default_factory=dict)
-    layers: tuple[MeasuredLayer, ...] = ()
     threads: int = 0
 
     def __post_init__(self) -> None:
@@ -266,38 +205,10 @@ class Device:
         """Return the FLOP/s of a dtype; of bfloat16 where the device has no faster float8."""
         return self.peak.get(dtype, self.peak["bfloat16"])
 
-    def layer_factor(self, kind: tuple[object, ...], place: tuple[float, ...]) -> float:
-        """Return the factor of a layer's computation by the measured layers near to it.
-
-        The mean of their logarithms, weighted by a normal distribution of the distance and by the
-        number of steps; ``_PRIOR`` steps count for a factor of 1, so that it is 1 far from all.
-
-        Args:
-            kind: ``MeasuredLayer.kind``.
-            place: ``MeasuredLayer.place``.
-        """
-        if not self.layers:
-            return 1.0
-        known = self._known_factors
-        if (kind, place) not in known:
-            total, weights = 0.0, _PRIOR
-            for layer in self.layers:
-                if layer.kind == kind:
-                    distance = sum((a - b) ** 2 for a, b in zip(layer.place, place, strict=True))
-                    weight = layer.steps * math.exp(-distance / (2 * _NEAR**2))
-                    total, weights = total + weight * math.log(layer.factor), weights + weight
-            known[kind, place] = math.exp(total / weights)
-        return known[kind, place]
-
-    @cached_property
-    def _known_factors(self) -> dict[tuple[tuple[object, ...], tuple[float, ...]], float]:
-        return {}
-
 
 def known_devices() -> tuple[str, ...]:
     """Return the names that ``load_device`` knows."""
-    names = (path.stem for path in FOLDER.glob("*.toml"))
-    return tuple(sorted(name for name in names if name not in ("efficiency", "typical")))
+    return tuple(sorted({path.stem for path in FOLDER.glob("*.toml")} - {"efficiency"}))
 
 
 def load_device(name: str | Path) -> Device:
@@ -322,6 +233,8 @@ def load_device(name: str | Path) -> Device:
         hint = f"did you mean {near}" if near else f"known are {', '.join(known)}"
         raise InputError(f"there is no device {text!r}: {hint}; the name of a file ends in .toml")
     table = load(path)
+    if "layers" in table:
+        raise InputError(f"{path}: layers are no longer read; delete them")
     usual = load(FOLDER / "efficiency.toml")
     own = table.get("efficiency", {})
     if not isinstance(own, dict):

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from fusedops._core import checks
 from fusedops.parallel.pipeline.schedules import SCHEDULES
-from fusedops.planner.device import layer_place
 
 _OP = "step_time"
 _RECOMPUTE = ("none", "elementwise", "selective", "products", "full")
@@ -55,6 +54,7 @@ class StepShape:
         saved_bytes: that a layer keeps of a micro-batch, of which offloading moves all.
         dtype: of products, ``"float32"``, ``"bfloat16"`` or ``"float8"``; activations and what
             travels have it as well, but 2 bytes with float8.
+        reduce_bytes: of an element of the gradients that data-parallel ranks reduce.
         cast_bytes: that are moved per element of a product's input, and of its output's gradient,
             to convert them to float8; 0 where kernels before the product do that.
         frozen: whether the weights are not trained, but small adapters (LoRA): their products have
@@ -98,6 +98,7 @@ class StepShape:
     offload: tuple[str, ...] = ()
     saved_bytes: float = 0.0
     dtype: str = "bfloat16"
+    reduce_bytes: int = 4
     cast_bytes: float = 0.0
     frozen: bool = False
     flash: bool = True
@@ -148,16 +149,6 @@ class StepShape:
     def projected(self) -> float:
         """Width of queries, keys and values together."""
         return self.width * (1 + 2 * self.kv_heads / self.heads)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """``MeasuredLayer.kind`` of the layers."""
-        return self.experts, self.dtype, self.flash
-
-    @property
-    def place(self) -> tuple[float, ...]:
-        """``MeasuredLayer.place`` of the layers."""
-        return layer_place(self.tokens, self.hidden, self.inner, self.heads, self.tp)
 
     def kinds(self) -> list[tuple[int, StepShape]]:
         """Return how many layers are alike, and a shape all of whose layers are so."""

@@ -28,10 +28,12 @@ _HIDDEN_PASSES, _INNER_PASSES, _GATED_PASSES = 12, 4, 6
 _LOGIT_PASSES = 6
 # Passes over the routed rows, forward: permuted, sent, arranged by expert, weighed and added.
 _ROUTED_PASSES = 6
-# Passes over the scores of attention that keeps them in memory: product, mask and softmax, dropout.
-_SCORE_PASSES = 4
-# Floating-point operations of attention's backward by those of its forward.
-_ATTENTION_BACKWARD = 2.5
+# Passes over the scores of attention that keeps them in memory, forward, that no product does: the
+# softmax with its mask reads and writes them, dropout as well, and a mask of a byte.
+_SCORE_PASSES = 4.5
+# Time of attention's backward by that of its forward: by operations, and where the scores are in
+# memory by passes (5.5 without a product, and four products).
+_ATTENTION_BACKWARD, _SCORES_BACKWARD = 2.5, 1.5
 # Share of half precision's peak in products of attention whose heads are no multiple of 8 elements:
 # tensor cores take no others, and 10 of 312 TFLOP/s were left (A100, heads of 108).
 _UNALIGNED = 0.037
@@ -40,7 +42,6 @@ _UNALIGNED = 0.037
 _HOST_OPTIMIZER_BYTES, _TRAVELLING_BYTES = 30, 4
 # Of these a bubble is (p - 1) / v stages of a micro-batch; that of others is read off their table.
 _PLAIN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs")
-_GRADIENT_BYTES = 4  # of an element that data-parallel ranks reduce
 PARTS = (
     *("products", "attention", "elementwise", "recomputation", "head", "layers", "host"),
     *("tensor", "context", "experts", "pipeline", "bubble", "data", "offload", "optimizer", "step"),
@@ -96,24 +97,30 @@ class _Costs:
             gradients += self.product(columns, inner, rows, dtype)
         return self.product(rows, columns, inner, dtype), gradients
 
-    def link(self, ranks: int) -> float:
-        """Return the bytes/s of a group whose innermost rank is ``ranks`` devices wide."""
+    def sent_by_ring(self, ranks: int) -> float:
+        """Return the bytes/s at which each rank of a ring of devices sends to its neighbour.
+
+        The slowest neighbours are on two nodes, with one network link between them.
+        """
         links, usual = self.device.links, self.device.efficiency
         if ranks > links.devices_per_node:
             return links.network * usual.network
         return links.node * usual.node
 
-    def ring(self, ranks: int) -> float:
-        """Return the bytes/s of a ring over data-parallel ranks, whose neighbours are ``tp`` apart.
+    def collective(self, ranks: int, apart: int) -> float:
+        """Return the bytes/s of an all-reduce, all-gather or reduce-scatter.
 
-        A ring leaves a node once for each rank that it has there, each by a network link of its
-        own.
+        As many rings as the group has ranks on a node leave it, each by a network link of its own.
+
+        Args:
+            ranks: of the group.
+            apart: devices between neighbours of the group; the others have groups of their own.
         """
         links, usual = self.device.links, self.device.efficiency
         inside = links.node * usual.node
-        if self.shape.tp * ranks <= links.devices_per_node:
+        if apart * ranks <= links.devices_per_node:
             return inside
-        per_node = min(ranks, max(1, links.devices_per_node // self.shape.tp))
+        per_node = min(ranks, max(1, links.devices_per_node // apart))
         return min(inside, per_node * links.network * usual.ring)
 
     def sizes(self) -> list[tuple[float, tuple[float, float, float]]]:
@@ -155,17 +162,19 @@ class _Costs:
 
     def attention(self) -> float:
         """Return the seconds of attention's forward, half of the scores masked."""
-        shape = self.shape
+        shape, usual = self.shape, self.device.efficiency
         sequence, local = shape.seq_len, shape.width / shape.tp
         operations = 2 * shape.micro_batch * sequence * (sequence / shape.cp) * local
         peak = self.device.peak_of("bfloat16" if shape.dtype == "float8" else shape.dtype)
         if shape.flash:
-            return operations / (peak * self.device.efficiency.attention)
+            return operations / (peak * usual.attention)
         scores = shape.micro_batch * shape.heads / shape.tp * sequence * (sequence / shape.cp)
-        seconds = _SCORE_PASSES * self.shape.element * scores / self.bandwidth()
-        if (shape.head_dim or shape.hidden // shape.heads) % 8:
-            seconds += 2 * operations / (peak * _UNALIGNED)
-        return seconds
+        one_pass = self.shape.element * scores / self.bandwidth()
+        head_dim = shape.head_dim or shape.hidden // shape.heads
+        share = _UNALIGNED if head_dim % 8 else usual.products
+        # Both products compute masked scores too; one writes the scores, the other reads them.
+        products = max(2 * operations / (peak * share), 2 * one_pass)
+        return products + _SCORE_PASSES * one_pass
 
     def elementwise(self) -> float:
         shape = self.shape
@@ -186,7 +195,7 @@ class _Costs:
         if shape.tp == 1:
             return 0.0
         usual = self.device.efficiency
-        seconds = 2 * (shape.tp - 1) / shape.tp * moved / self.link(shape.tp)
+        seconds = 2 * (shape.tp - 1) / shape.tp * moved / self.collective(shape.tp, 1)
         seconds += usual.collective_seconds * shape.tp**0.5
         return 2 * seconds * (usual.sequence if shape.sp else 1.0)
 
@@ -195,7 +204,7 @@ class _Costs:
         shape = self.shape
         width = (shape.projected - shape.width) / shape.tp
         moved = shape.tokens * width * shape.element * (shape.cp - 1)
-        return moved / self.link(shape.tp * shape.cp)
+        return moved / self.sent_by_ring(shape.tp * shape.cp)
 
     def experts(self) -> float:
         """Return the seconds of the two all-to-alls of a forward."""
@@ -313,11 +322,12 @@ def _layer_of_kind(costs: _Costs) -> tuple[dict[str, float], float]:
         return _layer_of_halves(costs)
     forward, gradients = costs.layer_products()
     attention, elementwise = costs.attention(), costs.elementwise()
+    backward = _ATTENTION_BACKWARD if shape.flash else _SCORES_BACKWARD
     cast, cast_gradients = costs.casts() if shape.cast_bytes else (0.0, 0.0)
     once = {"tensor": costs.tensor(), "experts": costs.experts(), "context": costs.context()}
     layer = {
         "products": forward + gradients,
-        "attention": attention * (1 + _ATTENTION_BACKWARD),
+        "attention": attention * (1 + backward),
         "elementwise": elementwise * 2.5 + cast + cast_gradients,
         "recomputation": 0.0,
         "layers": usual.layer_seconds + (usual.expert_seconds if shape.experts else 0.0),
@@ -338,8 +348,6 @@ def _layer_of_kind(costs: _Costs) -> tuple[dict[str, float], float]:
     host = usual.host_seconds * (1.0 if shape.recompute == "full" else 0.75)
     host *= 1 + usual.host_spread * max(0.0, math.log2(shape.tp) - 2)
     layer["host"] = max(0.0, host - sum(layer.values()))
-    factor = costs.device.layer_factor(shape.kind, shape.place)
-    layer |= {name: factor * seconds for name, seconds in layer.items() if name not in once}
     layer["offload"] = 0.0
     if "activations" not in shape.offload:
         return layer, 0.0
@@ -393,8 +401,8 @@ def _data(shape: StepShape, costs: _Costs, of_stage: float) -> tuple[float, floa
     if shape.frozen and shape.zero < 3:
         return 0.0, 0.0
     away = shape.parameters * (ranks - 1) / ranks
-    weights, gradients = shape.element * away, _GRADIENT_BYTES * away
-    band = costs.ring(ranks)
+    weights, gradients = shape.element * away, shape.reduce_bytes * away
+    band = costs.collective(ranks, shape.tp)
     if shape.zero == 3:
         total = shape.microbatches * (2 * weights + gradients) / band
         shown = max(0.0, total - shape.microbatches * of_stage) + usual.gather * total

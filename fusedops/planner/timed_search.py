@@ -8,6 +8,7 @@ return. The first row is therefore the fastest of all, as far as ``step_time`` i
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -24,15 +25,9 @@ from fusedops.planner.device import Device
 from fusedops.planner.layout import Layout, TrainingShape, layer_runs
 from fusedops.planner.memory import Estimate, estimate_unchecked, layer_bytes
 from fusedops.planner.pipelines import stages_of_rank
-from fusedops.planner.search import (
-    OFFLOAD,
-    RECOMPUTE,
-    SCHEDULES,
-    PlannedLayout,
-    fitted,
-    powers_of_two,
-)
+from fusedops.planner.search import PlannedLayout
 from fusedops.planner.shapes import StepShape
+from fusedops.planner.space import LayoutSpace, powers_of_two, refusal
 from fusedops.planner.step_time import StepEstimate, step_time
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -64,7 +59,7 @@ class TimedLayout(PlannedLayout):
 
 
 @dataclass(frozen=True)
-class TimedPlan:
+class TimedRanking:
     """The fastest layouts.
 
     Attributes:
@@ -191,17 +186,10 @@ def fastest(
     memory: int | None = None,
     base: Layout | None = None,
     keep: int = 10,
-    tp: Sequence[int] = (),
-    pp: Sequence[int] = (),
-    cp: Sequence[int] = (),
-    ep: Sequence[int] = (),
     micro_batch: Sequence[int] = _MICRO_BATCHES,
     virtual: Sequence[int] = _VIRTUAL,
-    schedule: Sequence[str] = SCHEDULES,
-    zero: Sequence[int] = (0, 1, 2, 3),
-    recompute: Sequence[str] = RECOMPUTE,
-    offload: Sequence[tuple[str, ...]] = OFFLOAD,
-) -> TimedPlan:
+    **choices: Any,
+) -> TimedRanking:
     """Return the fastest layouts of a model on devices, for a global batch.
 
     Args:
@@ -213,16 +201,10 @@ def fastest(
             what CUDA takes.
         base: what is not searched for: precision, kernels, length of the sequences.
         keep: how many rows to return.
-        tp: sizes to try; by default powers of two inside a node.
-        pp: sizes to try; by default up to the number of layers.
-        cp: sizes to try; by default up to 16, while a rank has 1,024 tokens.
-        ep: sizes to try; by default divisors of the number of experts.
         micro_batch: sequences of a micro-batch to try.
         virtual: stages of a rank to try with the interleaved schedule.
-        schedule: of pipelines, those to try.
-        zero: stages to try.
-        recompute: as in ``Layout``, those to try.
-        offload: as in ``Layout``, those to try.
+        **choices: as in ``LayoutSpace``; by default ``tp`` is tried inside a node, and ``cp`` up to
+            16, while a rank has 1,024 tokens.
 
     Raises:
         ValueError: a number is not positive, or a word has no meaning.
@@ -230,74 +212,34 @@ def fastest(
 
     Example:
         >>> from fusedops.planner import fastest, load_device, preset
-        >>> found = fastest(preset("llama3-8b"), 8, load_device("h100"), 64)
-        >>> found.rows[0].seconds <= found.rows[1].seconds
+        >>> ranking = fastest(preset("llama3-8b"), 8, load_device("h100"), 64)
+        >>> ranking.rows[0].seconds <= ranking.rows[1].seconds
         True
     """
-    for name, value in (("devices", devices), ("global_batch", global_batch), ("keep", keep)):
-        checks.integer(_OP, name, value, least=1)
-    if memory is not None:
-        checks.integer(_OP, "memory", memory, least=1)
-    base = base or Layout()
-    length = base.length(model)
-    sizes = {
-        "tp": tp or [n for n in powers_of_two(device.links.devices_per_node) if n <= devices],
-        "pp": pp or range(1, model.depth + 1),
-        "cp": cp or [n for n in _CONTEXT_RANKS if n == 1 or length // n >= _LEAST_TOKENS],
-        "ep": ep or [n for n in range(1, max(model.num_experts, 1) + 1) if _splits(model, n)],
-        "micro_batch": micro_batch,
-        "virtual": virtual,
-    }
-    for name, values in sizes.items():
+    for name, values in (
+        ("devices", (devices,)),
+        ("global_batch", (global_batch,)),
+        ("keep", (keep,)),
+        ("memory", () if memory is None else (memory,)),
+        ("micro_batch", micro_batch),
+        ("virtual", virtual),
+    ):
         for value in values:
             checks.integer(_OP, name, value, least=1)
-    for name in schedule:
-        checks.choice(_OP, "schedule", name, PIPELINES)
-    variants = _Variants(tuple(zero), tuple(recompute), tuple(tuple(words) for words in offload))
-    for stage, words, offloaded in variants.all():  # what has no meaning raises here
-        base.replace(zero=stage, recompute=words, offload=offloaded)
-    search = _Search(
-        model,
-        devices,
+    base = base or Layout()
+    length = base.length(model)
+    usual = {
+        "tp": [n for n in powers_of_two(device.links.devices_per_node) if n <= devices],
+        "cp": [n for n in _CONTEXT_RANKS if n == 1 or length // n >= _LEAST_TOKENS],
+    }
+    asked = {name: values for name, values in choices.items() if values}
+    search = _TimedSearch(
+        LayoutSpace(model, devices, base, **{**usual, **asked}),
         device,
         device.memory.usable if memory is None else memory,
-        base,
-        variants,
-        tuple(schedule),
         tuple(virtual),
     )
-    return search.plan(list(_choices(model, devices, global_batch, sizes)), keep)
-
-
-def _choices(
-    model: TransformerConfig,
-    devices: int,
-    global_batch: int,
-    sizes: dict[str, Sequence[int]],
-) -> Iterator[dict[str, Any]]:
-    """Yield the sizes and micro-batch of every layout that uses all devices."""
-    ranks = itertools.product(sizes["tp"], sizes["pp"], sizes["cp"], sizes["ep"])
-    for tp, pp, cp, ep in ranks:
-        dp = devices // (tp * pp * cp)
-        if not dp or dp * tp * pp * cp != devices or global_batch % dp or dp * cp % ep:
-            continue
-        for rows in sizes["micro_batch"]:
-            if global_batch % (dp * rows):
-                continue
-            yield {
-                "tp": tp,
-                "pp": pp,
-                "cp": cp,
-                "ep": ep,
-                "dp": dp,
-                "sp": tp > 1,
-                "micro_batch": rows,
-                "microbatches": global_batch // (dp * rows),
-            }
-
-
-def _splits(model: TransformerConfig, ranks: int) -> bool:
-    return ranks == 1 if not model.sparse_layers else model.num_experts % ranks == 0
+    return search.plan(list(search.choices(global_batch, micro_batch)), keep)
 
 
 def _with_layers(layout: Layout, count: int | None) -> Layout:
@@ -307,39 +249,35 @@ def _with_layers(layout: Layout, count: int | None) -> Layout:
     return layout.replace(recompute_layers=count)
 
 
-@dataclass(frozen=True)
-class _Variants:
-    """What every choice of sizes is tried with."""
-
-    zero: tuple[int, ...]
-    recompute: tuple[str, ...]
-    offload: tuple[tuple[str, ...], ...]
-
-    def all(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
-        return itertools.product(self.zero, self.recompute, self.offload)
-
-    def stages(self, ranks: int) -> tuple[int, ...]:
-        """Return the stages of ZeRO to try: with nobody to share with all are the same."""
-        return self.zero if ranks > 1 else (min(self.zero),)
-
-
 @dataclass
-class _Search:
+class _TimedSearch:
     """The arguments of ``fastest``, and what was seen."""
 
-    model: TransformerConfig
-    devices: int
+    space: LayoutSpace
     device: Device
     memory: int
-    base: Layout
-    variants: _Variants
-    schedules: tuple[str, ...]
     virtual: tuple[int, ...]
     refused: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
     least: PlannedLayout | None = None
 
-    def plan(self, choices: list[dict[str, Any]], keep: int) -> TimedPlan:
+    @property
+    def model(self) -> TransformerConfig:
+        return self.space.model
+
+    def choices(self, global_batch: int, micro_batch: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield the sizes and micro-batch of every layout that uses all devices."""
+        for sizes in self.space.meshes():
+            dp, cp = sizes["dp"], sizes["cp"]
+            all_devices = dp * cp * sizes["tp"] * sizes["pp"] == self.space.devices
+            if not all_devices or global_batch % dp or dp * cp % sizes["ep"]:
+                continue
+            for rows in micro_batch:
+                if global_batch % (dp * rows) == 0:
+                    microbatches = global_batch // (dp * rows)
+                    yield {**sizes, "micro_batch": rows, "microbatches": microbatches}
+
+    def plan(self, choices: list[dict[str, Any]], keep: int) -> TimedRanking:
         # First without schedules, whose bubbles only add time: those of slow sizes are never made.
         number = itertools.count()
         bounds = [(self._bound(choice), next(number), choice) for choice in choices]
@@ -362,7 +300,7 @@ class _Search:
                 rows.sort(key=lambda timed: timed.seconds)
         # What was examined and is in no row is slower than the last row was at that time.
         others = [row.seconds for row in rows[keep - 1 : keep]]
-        return TimedPlan(
+        return TimedRanking(
             rows=tuple(rows[:keep]),
             device=self.device,
             memory=self.memory,
@@ -379,7 +317,7 @@ class _Search:
         if pp == 1:
             yield "1f1b", 1
             return
-        for name in self.schedules:
+        for name in self.space.schedule:
             counts = (PIPELINES[name].virtual,)
             for count in self.virtual if name == "interleaved" else counts:
                 if pp * count <= self.model.depth:
@@ -390,14 +328,14 @@ class _Search:
 
         Without a schedule the bubble is left out, and what the stages send.
         """
-        stages = self.variants.stages(choice["dp"] * choice["cp"])
+        stages = self.space.stages(choice["dp"] * choice["cp"])
         # The stages below 3 differ in whether the optimizer is shared alone.
         least = {min(stages), *(stage for stage in stages if stage in (1, 3))}
         if 2 in stages and 1 not in stages:
             least.add(2)
-        training, pp = self.base.training, choice["pp"]
+        training, pp = self.space.base.training, choice["pp"]
         if pp > 1 and "schedule" in choice:
-            balance = self.base.parallel.pipeline_balance
+            balance = self.space.base.parallel.pipeline_balance
             runs = layer_runs(self.model, pp * choice["virtual"], balance)
             ranks = _rank_layers(self.model, runs, choice["schedule"], pp)
             choice = choice | {"rank_layers": ranks}
@@ -422,100 +360,50 @@ class _Search:
         options["pipeline_schedule"] = choice["schedule"]
         options["pipeline_virtual"] = choice["virtual"] if choice["pp"] > 1 else None
         try:
-            plain = fitted(self.model, self.devices, self.base, options)
+            plain = self.space.fitted(options)
         except ValueError as error:
-            self._refuse(error)
+            self.refused[refusal(error)] += 1
             return None
-        layouts = list(self._layouts(plain))
-        if not layouts or not self._can_fit(layouts):
+        layouts = list(self.space.variants(plain))
+        if not self._can_fit(layouts):
             return None
-        groups: dict[tuple[Any, ...], list[tuple[float, Layout]]] = {}
-        for layout in layouts:
-            config = layout.parallel
-            bound = self._timed(_with_layers(layout, 1))[1].seconds
-            groups.setdefault((config.zero, config.offload), []).append((bound, layout))
-        for group in groups.values():
-            group.sort(key=lambda item: item[0])
+        bounds = [(self._timed(_with_layers(one, 1))[1].seconds, one) for one in layouts]
         best: TimedLayout | None = None
-        for group in sorted(groups.values(), key=lambda group: group[0][0]):
-            if most <= group[0][0]:
+        for bound, layout in sorted(bounds, key=lambda item: item[0]):
+            if most <= bound:
                 break
-            # If full recomputation of all layers is too large, everything else is.
-            full = [layout for _, layout in group if layout.recompute == "full"]
-            if full and self._with_layers_that_fit(full[0], few=False) is None:
-                continue
-            for bound, layout in group:
-                if most <= bound:
-                    break
-                row = self._with_layers_that_fit(layout, few=True)
-                if row is not None and row.seconds < most:
-                    best, most = row, row.seconds
+            row = self._with_layers_that_fit(layout)
+            if row is not None and row.seconds < most:
+                best, most = row, row.seconds
         return best
 
     def _timed(self, layout: Layout) -> tuple[StepShape, StepEstimate]:
         shape = step_shape(self.model, layout)
         return shape, step_time(shape, self.device)
 
-    def _with_layers_that_fit(self, layout: Layout, *, few: bool) -> TimedLayout | None:
-        """Return the row of a layout with as few layers recomputing as fit, or ``None``.
-
-        Without ``few`` that of as many layers as there are.
-        """
+    def _with_layers_that_fit(self, layout: Layout) -> TimedLayout | None:
+        """Return the row of a layout with as few layers recomputing as fit, or ``None``."""
         runs = layout.runs(self.model)
         most = max(map(len, runs))
-        counts = [most]
-        if layout.parallel.recompute != "none" and most > 1:
-            # With all layers, the backward of the last one allocates more than with all but one.
-            counts = [self._fewest_layers(layout, most - 1) if few else most - 1, most]
-        for count in counts:
-            several = _with_layers(layout, count if count < most else None)
-            needed = estimate_unchecked(self.model, several)
-            if self._excess(needed) <= 0:
-                if layout.parallel.pp > 1:  # what is estimated, whatever balances the stages
-                    several = several.replace(pipeline_cuts=tuple(run.start for run in runs[1:]))
-                return TimedLayout(several, needed, *self._timed(several))
-        return None
 
-    def _fewest_layers(self, layout: Layout, most: int) -> int:
-        """Return with how few layers of a stage recomputing a layout fits; else ``most``.
+        def fits(count: int) -> bool:
+            return self._fits(estimate_unchecked(self.model, _with_layers(layout, count)))
 
-        The bytes fall nearly in a line, so that few numbers are tried.
-        """
-        excess = {
-            count: self._excess(estimate_unchecked(self.model, _with_layers(layout, count)))
-            for count in (1, most)
-        }
-        if excess[1] <= 0 or excess[most] > 0:
-            return 1 if excess[1] <= 0 else most
-        few, many = 1, most  # the first does not fit, the second does
-        while many - few > 1:
-            share = excess[few] / (excess[few] - excess[many])
-            guess = few + math.ceil(share * (many - few))
-            for count in (min(max(guess, few + 1), many - 1), guess - 1):
-                if few < count < many:
-                    needed = estimate_unchecked(self.model, _with_layers(layout, count))
-                    excess[count] = self._excess(needed)
-                    few, many = (few, count) if excess[count] <= 0 else (count, many)
-        return many
+        count = None
+        # With all layers, the backward of the last one allocates more than with all but one.
+        if layout.parallel.recompute != "none" and most > 1 and fits(most - 1):
+            count = 1 + bisect.bisect_left(range(1, most - 1), True, key=fits)
+        several = _with_layers(layout, count)
+        needed = estimate_unchecked(self.model, several)
+        if not self._fits(needed):
+            return None
+        if layout.parallel.pp > 1:  # what is estimated, whatever balances the stages
+            several = several.replace(pipeline_cuts=tuple(run.start for run in runs[1:]))
+        return TimedLayout(several, needed, *self._timed(several))
 
-    def _excess(self, needed: Estimate) -> float:
-        """Return by which share an estimate is too large for device or host; at most 0: it fits."""
-        host = needed.host / self.device.links.host_bytes
-        return max(needed.peak / self.memory, host) - 1
-
-    def _layouts(self, plain: Layout) -> Iterator[Layout]:
-        """Yield the variants of a layout that can run."""
-        config, refusals = plain.parallel, []
-        stages = self.variants.stages(config.sizes.data)
-        for stage, words, offloaded in self.variants.all():
-            if stage not in stages:
-                continue
-            try:
-                yield plain.replace(zero=stage, recompute=words, offload=offloaded)
-            except ValueError as error:
-                refusals.append(error)
-        if len(refusals) == len(stages) * len(self.variants.recompute) * len(self.variants.offload):
-            self._refuse(refusals[0])
+    def _fits(self, needed: Estimate) -> bool:
+        """Return whether an estimate fits device and host."""
+        return needed.peak <= self.memory and needed.host <= self.device.links.host_bytes
 
     def _can_fit(self, layouts: Sequence[Layout]) -> bool:
         """Return whether the variants that take least memory fit."""
@@ -534,7 +422,3 @@ class _Search:
         if self.least is None or least.estimate.peak < self.least.estimate.peak:
             self.least = least
         return False
-
-    def _refuse(self, error: ValueError) -> None:
-        reason = str(error).removeprefix("plan: ").removeprefix("ParallelConfig: ")
-        self.refused[reason] += 1

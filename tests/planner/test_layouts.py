@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fusedops import planner
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.planner import (
     Layout,
@@ -19,11 +20,12 @@ from fusedops.planner import (
     plan,
     preset,
     saved_tensors,
-    search,
     show_bytes,
     show_count,
+    space,
 )
 from fusedops.planner.search import describe
+from fusedops.planner.space import LayoutSpace
 
 PANGU = preset("pangu-13b")
 MIXTRAL = preset("mixtral-8x7b")
@@ -306,13 +308,13 @@ def test_advice_does_not_search_numbers_of_devices_that_cannot_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     searched: list[int] = []
-    every = search.layouts
+    every = LayoutSpace.meshes
 
-    def counted(model: TransformerConfig, devices: int, *args: Any, **kwargs: Any) -> Any:
-        searched.append(devices)
-        return every(model, devices, *args, **kwargs)
+    def counted(space: LayoutSpace) -> Any:
+        searched.append(space.devices)
+        return every(space)
 
-    monkeypatch.setattr(search, "layouts", counted)
+    monkeypatch.setattr(LayoutSpace, "meshes", counted)
     one = {"tp": (1,), "pp": (1,), "recompute": ("full",)}
     found = plan(preset("gpt2"), 2, 100 << 20, Layout.of(micro_batch=8), **one)
     assert found.fitting == 0 and "a smaller micro-batch" in found.advice
@@ -394,7 +396,16 @@ def test_experts_in_host_memory_are_refused() -> None:
 
 def test_a_plan_checks_each_layout_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Layout] = []
-    monkeypatch.setattr(search, "check", lambda model, layout: checked.append(layout))
+    monkeypatch.setattr(space, "check", lambda model, layout: checked.append(layout))
     monkeypatch.setattr(memory, "check", lambda *given: pytest.fail("checked again"))
     result = plan(preset("gpt2"), 2, 64 << 30, tp=(1,), pp=(1,))
-    assert len(result.rows) > 1 and len(checked) == 2  # the mesh, by the search and by the notes
+    assert len(result.rows) > 1 and len(checked) == 1  # the mesh
+
+
+def test_former_names_warn_and_moved_ones_say_where_they_are() -> None:
+    with pytest.warns(DeprecationWarning, match="Plan is now .*LayoutRanking"):
+        assert planner.Plan is planner.LayoutRanking
+    with pytest.warns(DeprecationWarning, match="TimedPlan is now .*TimedRanking"):
+        assert planner.TimedPlan is planner.TimedRanking
+    with pytest.raises(AttributeError, match=r"bench/planner/evaluation\.py"):
+        _ = planner.evaluate

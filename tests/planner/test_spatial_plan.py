@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typer.testing import CliRunner
 
+from fusedops.cli.image_models import image_model
 from fusedops.cli.main import app
 from fusedops.parallel import spatial
 from fusedops.parallel.comm import collectives
 from fusedops.planner import load_device, spatial_plan
-from fusedops.planner.image_models import image_model
 from fusedops.planner.spatial import cuts_of
 from fusedops.testing import threads
 

@@ -22,13 +22,12 @@ from fusedops.models.parallelization.config import check_split, check_stages
 from fusedops.planner import (
     Device,
     Layout,
-    TimedPlan,
+    TimedRanking,
     check,
     estimate,
     fastest,
     load_device,
     preset,
-    recursive_layout,
     step_shape,
     step_time,
 )
@@ -295,35 +294,6 @@ def test_offloading_and_recomputation_only_add_time() -> None:
         assert seconds >= plain * (1 - 1e-12), options
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "batch", "slower"),
-    [
-        ("llama3-8b", 8, 64, 1.05),
-        ("gpt3", 512, 1024, 1.15),
-        ("mixtral-8x7b", 64, 512, 1.15),
-        ("llama3-405b", 16384, 2048, 1.1),
-    ],
-)
-def test_recursive_bisection_finds_good_layouts_without_a_device(
-    name: str, devices: int, batch: int, slower: float
-) -> None:
-    model, memory = preset(name), H100.memory.usable
-    row = recursive_layout(model, devices, batch, memory)
-    assert row is not None and row.left(memory) >= 0
-    check(model, row.layout, devices)
-    config = row.layout.parallel
-    assert config.dp * row.layout.training.micro_batch * config.microbatches == batch
-    best = fastest(model, devices, H100, batch, keep=1).rows[0]
-    seconds = step_time(step_shape(model, row.layout), H100).seconds
-    assert best.seconds <= seconds <= slower * best.seconds
-
-
-def test_recursive_bisection_says_when_nothing_fits() -> None:
-    assert recursive_layout(preset("llama3-70b"), 2, 8, 80 << 30) is None
-    with pytest.raises(ValueError, match="devices"):
-        recursive_layout(SMALL, 0, 8, 1 << 30)
-
-
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     arguments = ["plan", "--model", "llama3-8b", "--devices", "8", "--device", "h100", *options]
     app(arguments, standalone_mode=False)
@@ -334,8 +304,6 @@ def test_the_command_explains_its_first_row(capsys: pytest.CaptureFixture[str]) 
     text = run(
         capsys,
         *(
-            "--mode",
-            "recursive_programming",
             "--global-batch",
             "64",
             "--explain",
@@ -348,7 +316,6 @@ def test_the_command_explains_its_first_row(capsys: pytest.CaptureFixture[str]) 
     )
     for words in ("exposed communication", "bytes at the peak", "difference", "device-hours"):
         assert words in text
-    assert "slower than the fastest layout" in text
     assert "strong scaling" in text and "weak scaling" in text
 
 
@@ -410,4 +377,4 @@ def test_a_wrong_call_is_one_sentence(
 
 def test_a_plan_without_rows_is_no_gap() -> None:
     plan = fastest(preset("llama3-70b"), 1, H100, 1)
-    assert isinstance(plan, TimedPlan) and plan.gap == 0.0
+    assert isinstance(plan, TimedRanking) and plan.gap == 0.0

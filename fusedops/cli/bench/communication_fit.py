@@ -23,9 +23,9 @@ _PREDICTED = ("predicted_us", "why")
 
 def fit(path: Path, predict: Path | None, out: Path | None) -> None:
     """Fit the rows of a CSV file and predict those of another."""
+    from fusedops.bench.tables import load_rows
     from fusedops.launch.config_table import InputError
     from fusedops.planner.communication import CommunicationModel
-    from fusedops.planner.evaluation import load_rows
     from fusedops.terminal.console import console
 
     if (predict is None) != (out is None):

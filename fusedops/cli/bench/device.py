@@ -39,7 +39,7 @@ def device(
         conditions = options.conditions(dtype, device, seconds, threads, "tuned", quick=quick)
         from fusedops.bench.device import measure_device
         from fusedops.bench.device import sizes as cases
-        from fusedops.cli.plan_evaluate import device_toml
+        from fusedops.cli.device_file import device_toml
         from fusedops.launch.config_table import InputError
         from fusedops.planner.communication import CommunicationModel
         from fusedops.terminal.progress import steps

@@ -59,7 +59,7 @@ def scaling(
             models.preset(preset)
         except ValueError as error:
             raise files.UserError(str(error)) from None
-        from fusedops.cli.plan_evaluate import load
+        from fusedops.cli.device_file import load
 
         own = [load(name.strip()) for name in device.split(",")] if device else []
         plain = {name.replace(" ", ""): name for name in SETTINGS}
@@ -120,7 +120,7 @@ def _show_predicted(
     from rich.table import Table
 
     from fusedops.bench.scaling import predicted
-    from fusedops.planner.evaluation import kendall_tau
+    from fusedops.bench.tables import kendall_tau
     from fusedops.terminal.console import number_columns, print_table
 
     figures = number_columns("measured ms", "predicted ms", "error")

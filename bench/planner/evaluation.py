@@ -6,17 +6,17 @@ column that is needed, or contradicts itself, gets no prediction and a reason.
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from row_memory import gradient_bytes, row_memory
+
+from fusedops.bench.tables import kendall_tau
 from fusedops.launch.config_table import InputError
 from fusedops.planner.device import Device, known_devices, load_device
-from fusedops.planner.row_memory import row_memory
 from fusedops.planner.shapes import StepShape
 from fusedops.planner.step_time import step_time
 
@@ -215,7 +215,7 @@ def shape_of(row: Mapping[str, str]) -> StepShape:
     gated = "glu" in row.get("arch", "") or "mla" in row.get("arch", "")
     column = "moe_ffn" if experts else "ffn"
     inner = _count(row, column, needed=gated or bool(experts)) or 4 * hidden
-    return StepShape(
+    shape = StepShape(
         layers=_count(row, "layers"),
         hidden=hidden,
         heads=heads,
@@ -240,6 +240,7 @@ def shape_of(row: Mapping[str, str]) -> StepShape:
         cast_bytes=_CAST_BYTES if "tensorwise" in row.get("precision", "") else 0.0,
         **sizes,
     )
+    return replace(shape, reduce_bytes=gradient_bytes(row, shape))
 
 
 def _rank_layers(layers: int, pp: int, sparse: bool) -> tuple[tuple[int, int], ...]:
@@ -283,50 +284,6 @@ def device_of(row: Mapping[str, str], usual: Device | None = None) -> Device:
     return replace(here, links=links)
 
 
-def load_rows(path: str | Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file.
-
-    Raises:
-        InputError: it cannot be read, or has no rows.
-    """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = [
-                {key: value or "" for key, value in row.items() if key}
-                for row in csv.DictReader(file)
-            ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; check the path"
-        ) from None
-    if not rows:
-        raise InputError(f"{path} has no rows: docs/planning.md has its columns")
-    return rows
-
-
-def kendall_tau(pairs: Iterable[tuple[float, float]]) -> float:
-    """Return Kendall's rank correlation (tau-b) of pairs; 1.0 where all of one side are equal.
-
-    Example:
-        >>> kendall_tau([(1, 10), (2, 20), (3, 15)])
-        0.3333333333333333
-    """
-    values = list(pairs)
-    score, first_ties, second_ties, total = 0, 0, 0, 0
-    for index, (a, b) in enumerate(values):
-        for c, d in values[:index]:
-            total += 1
-            first_ties += a == c
-            second_ties += b == d
-            score += _sign(a - c) * _sign(b - d)
-    scale = math.sqrt((total - first_ties) * (total - second_ties))
-    return score / scale if scale else 1.0
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)
-
-
 def _ranking(name: str, pairs: list[tuple[float, float]]) -> GroupRanking:
     best = min(measured for _, measured in pairs)
     chosen = min(pairs)[1]
@@ -341,7 +298,7 @@ def _zero(row: Mapping[str, str], pp: int) -> int:
 
 def _recompute(row: Mapping[str, str]) -> str:
     """Return what is recomputed; torch's own FSDP2 comes with checkpointing by operator."""
-    word: str = _word(row, "recompute", _RECOMPUTE, "none" if _flash(row) else "full")
+    word: str = _word(row, "recompute", _RECOMPUTE, "none")
     return "products" if word == "selective" and "fsdp2" in row.get("shard", "") else word
 
 
@@ -349,7 +306,7 @@ def _flash(row: Mapping[str, str]) -> bool:
     """Return whether attention keeps its scores out of memory, by a row's note, model and device.
 
     Models of GPT-3's kind on devices before the H100, unless the note says so, are of the time
-    before FlashAttention, when layers were recomputed wholly unless a row says otherwise.
+    before FlashAttention.
     """
     named = "flash" in row.get("note", "").lower() or "glu" in row.get("arch", "")
     return named or row.get("gpu", "A100")[:4] not in ("V100", "A100", "A800", "")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import evaluation
 import pytest
+from row_memory import row_memory
 
-from fusedops.planner import evaluation, load_device
-from fusedops.planner.row_memory import row_memory
+from fusedops.planner import load_device
 
 
 def cells(text: str) -> dict[str, str]:

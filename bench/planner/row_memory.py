@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fusedops.models.config import TransformerConfig
-from fusedops.planner.layout import Layout
+from fusedops.planner.layout import PRECISIONS, Layout
 from fusedops.planner.memory import Estimate, estimate_unchecked
 from fusedops.planner.shapes import StepShape
 
@@ -78,6 +78,11 @@ def row_memory(row: Mapping[str, str], shape: StepShape) -> RowMemory:
     elif _wraps_optimizer(row):
         return _with_wrapped_optimizer(peak, needed, layout, shape.zero)
     return RowMemory(peak)
+
+
+def gradient_bytes(row: Mapping[str, str], shape: StepShape) -> int:
+    """Return the bytes of an element of a row's gradients."""
+    return PRECISIONS[_precision(row, shape)].gradients
 
 
 def _wraps_optimizer(row: Mapping[str, str]) -> bool:

@@ -12,14 +12,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
-from fusedops.planner.device import FOLDER, load_device
+from fusedops.planner.device import load_device
 from fusedops.planner.layout import Layout
 from fusedops.planner.memory import estimate_unchecked
-from fusedops.planner.search import MOST_TENSOR, OFFLOAD, PlannedLayout, fitted, powers_of_two
+from fusedops.planner.search import PlannedLayout
+from fusedops.planner.space import MOST_TENSOR, OFFLOAD, fitted, powers_of_two
 from fusedops.planner.step_time import step_time
 from fusedops.planner.timed_search import step_shape
 
@@ -29,7 +31,7 @@ _ZERO, _MICRO_BATCHES = (0, 1, 2, 3), (1, 2, 4, 8, 16)
 _RECOMPUTE = ("none", "selective", "full")
 # Schedules of a pipeline with the stages of a rank; ``None``: the schedule's own number.
 _SCHEDULES = (("1f1b", None), ("interleaved", 2), ("zbv", None))
-_TYPICAL = FOLDER / "typical.toml"
+_TYPICAL = Path(__file__).with_name("typical.toml")
 
 
 def recursive_layout(
@@ -53,7 +55,7 @@ def recursive_layout(
         TypeError: a number is no integer.
 
     Example:
-        >>> from fusedops.planner import preset, recursive_layout
+        >>> from fusedops.planner import preset
         >>> planned = recursive_layout(preset("llama3-8b"), 16, 64, 80 << 30)
         >>> planned.layout.devices
         16

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from fusedops.launch.config_table import InputError
-from fusedops.planner.device import SHARES, Device, DeviceEfficiency, MeasuredLayer
+from fusedops.planner.device import SHARES, Device, DeviceEfficiency
 from fusedops.planner.shapes import StepShape
 from fusedops.planner.step_time import step_time
 
@@ -21,7 +21,6 @@ _STEP = 1e-3  # of a logarithm, for derivatives
 _MOST = 0.4  # by which a logarithm may change in one iteration
 _LARGE = 0.25
 _ITERATIONS = 40
-_LARGEST_FACTOR = 1.5  # of a measured layer; its inverse is the smallest
 Step = tuple[StepShape, Device, float]
 
 
@@ -83,57 +82,6 @@ def calibrate(
         if float(current @ current) > before * (1 - 1e-5):
             break
     return _efficiency(start, names, logs)
-
-
-def measured_layers(steps: Sequence[Step], efficiency: DeviceEfficiency) -> list[MeasuredLayer]:
-    """Return what measured steps tell of single layers, beyond the efficiencies.
-
-    Steps whose layers have the same shape are one ``MeasuredLayer``. A step is linear in the time
-    of its layers' computation: what of its error no constant explains is put down to that.
-
-    Args:
-        steps: what ran, on which device, and its measured seconds; steps with layers of two kinds
-            are left out.
-        efficiency: the device's.
-    """
-    groups: dict[tuple[object, ...], list[tuple[StepShape, float]]] = {}
-    for shape, device, seconds in steps:
-        if len(shape.kinds()) == 1:
-            plain = replace(device, efficiency=efficiency, layers=())
-            key = (shape.kind, shape.place)
-            groups.setdefault(key, []).append((shape, _layer_factor(shape, plain, seconds)))
-    layers = []
-    for group in groups.values():
-        shape = group[0][0]
-        sizes = {
-            name: getattr(shape, name)
-            for name in ("tokens", "hidden", "inner", "heads", "tp") + ("experts", "dtype", "flash")
-        }
-        mean = math.exp(sum(math.log(factor) for _, factor in group) / len(group))
-        layers.append(MeasuredLayer(**sizes, factor=mean, steps=len(group)))
-    return sorted(layers, key=lambda layer: (layer.hidden, layer.tp, layer.tokens))
-
-
-def _layer_factor(shape: StepShape, device: Device, seconds: float) -> float:
-    """Return the factor of the layers' computation with which a step takes these seconds."""
-    one = MeasuredLayer(
-        tokens=shape.tokens,
-        hidden=shape.hidden,
-        inner=shape.inner,
-        heads=shape.heads,
-        tp=shape.tp,
-        experts=shape.experts,
-        dtype=shape.dtype,
-        flash=shape.flash,
-        factor=_LARGEST_FACTOR,
-        steps=10**9,
-    )
-    least = step_time(shape, device).seconds
-    most = step_time(shape, replace(device, layers=(one,))).seconds
-    if most <= least:
-        return 1.0
-    factor = 1 + (_LARGEST_FACTOR - 1) * (seconds - least) / (most - least)
-    return min(_LARGEST_FACTOR, max(1 / _LARGEST_FACTOR, factor))
 
 
 def _efficiency(

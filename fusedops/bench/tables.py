@@ -1,0 +1,54 @@
+"""Tables of measured figures: the rows of a CSV file, and how far two orders agree."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from fusedops.launch.config_table import InputError
+
+
+def load_rows(path: str | Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file.
+
+    Raises:
+        InputError: it cannot be read, or has no rows.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [
+                {key: value or "" for key, value in row.items() if key}
+                for row in csv.DictReader(file)
+            ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; check the path"
+        ) from None
+    if not rows:
+        raise InputError(f"{path} has no rows")
+    return rows
+
+
+def kendall_tau(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return Kendall's rank correlation (tau-b) of pairs; 1.0 where all of one side are equal.
+
+    Example:
+        >>> kendall_tau([(1, 10), (2, 20), (3, 15)])
+        0.3333333333333333
+    """
+    values = list(pairs)
+    score, first_ties, second_ties, total = 0, 0, 0, 0
+    for index, (a, b) in enumerate(values):
+        for c, d in values[:index]:
+            total += 1
+            first_ties += a == c
+            second_ties += b == d
+            score += _sign(a - c) * _sign(b - d)
+    scale = math.sqrt((total - first_ties) * (total - second_ties))
+    return score / scale if scale else 1.0
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
