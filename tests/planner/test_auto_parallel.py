@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -338,32 +339,42 @@ def _mlp(depth: int = 2, hidden: int = 64) -> nn.Module:
 
 @pytest.mark.parametrize("limit", [None, 60_000, 36_000])
 @pytest.mark.parametrize("names", [("tp",), ("dp", "tp")])
+@pytest.mark.parametrize("depth", [2, 5])
 def test_search_is_as_good_as_all_combinations(
-    fake_mesh: Callable[..., Any], names: tuple[str, ...], limit: int | None
+    fake_mesh: Callable[..., Any], depth: int, names: tuple[str, ...], limit: int | None
 ) -> None:
     from fusedops.planner import load_device
     from fusedops.planner.sharding.apply import evaluator_for
-    from fusedops.planner.sharding.search import PlacementSearch
+    from fusedops.planner.sharding.solver import solve, units_of
     from fusedops.planner.sharding.trace import FakeModel
 
+    limit = limit and limit * depth // 2
     mesh = fake_mesh([2] * len(names), names)
     inputs = (torch.randn(64, 8),)
-    evaluator = evaluator_for(FakeModel(_mlp(), "cpu"), mesh, load_device("h100"), inputs, {})
-    all_of = PlacementSearch(evaluator, {}, "seconds", limit is not None)
-    measured = [all_of.measure(candidate) for candidate in all_of.candidates()]
+    evaluator = evaluator_for(FakeModel(_mlp(depth), "cpu"), mesh, load_device("h100"), inputs, {})
+    units = units_of(evaluator, {}, limit is not None)
+    measured = []
+    for options in itertools.product(*units):
+        stored = {number: places for option in options for number, places in option.items()}
+        cost, memory = evaluator.total(stored)
+        measured.append((cost.seconds, memory))
     fitting = [seconds for seconds, memory in measured if limit is None or memory <= limit]
-    search = PlacementSearch(evaluator, {}, "seconds", limit is not None)
-    result = search.run(limit)
+    result = solve(evaluator, units, "seconds", limit)
     assert len(measured) > 20
     if not fitting:
         assert result is None
         return
     assert result is not None
     assert result.exact
-    assert result.objective == pytest.approx(min(fitting))
-    least = PlacementSearch(evaluator, {}, "memory", limit is not None).run(None)
+    numbers = {name: number for number, name in evaluator.graph.parameters.items()}
+
+    def total_of(placements: dict[str, Any]) -> tuple[Any, float]:
+        return evaluator.total({numbers[name]: place for name, place in placements.items()})
+
+    assert total_of(result.placements)[0].seconds == pytest.approx(min(fitting))
+    least = solve(evaluator, units, "memory")
     assert least is not None
-    assert least.objective <= min(memory for _, memory in measured)
+    assert total_of(least.placements)[1] <= min(memory for _, memory in measured)
 
 
 def test_layers_of_a_deep_model_share_decisions(fake_mesh: Callable[..., Any]) -> None:

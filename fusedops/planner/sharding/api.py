@@ -26,7 +26,7 @@ from fusedops.planner.sharding.plan import (
     ShardingPlan,
     parameters_of,
 )
-from fusedops.planner.sharding.search import PlacementSearch, SearchResult
+from fusedops.planner.sharding.solver import Solution, solve, units_of
 from fusedops.planner.sharding.strategies import StepPlacement
 from fusedops.planner.sharding.trace import OP, FakeModel
 from fusedops.planner.sizes import show_bytes
@@ -107,10 +107,10 @@ def auto_parallel(
                 raise
     replicated = dict.fromkeys(parameters, tuple(Replicate() for _ in names))
     if mode == "data":
-        result = SearchResult(replicated, 0.0, True)
+        result = Solution(replicated, True)
     else:
         assert evaluator is not None
-        result = _searched(evaluator, parameters, fixed, mode, memory_limit)
+        result = _searched(evaluator, fixed, mode, memory_limit)
     placements = {name: result.placements.get(name, replicated[name]) for name in parameters}
     placements.update(fixed)
     estimate = _Estimate(evaluator, parameters, MeshCosts(mesh, device), model, names)
@@ -225,34 +225,31 @@ def _has_batch_norm(model: nn.Module) -> bool:
 
 def _searched(
     evaluator: Evaluator,
-    parameters: Mapping[str, PlannedParameter],
     fixed: Mapping[str, Placements],
     mode: str,
     memory_limit: float | None,
-) -> SearchResult:
+) -> Solution:
+    """Return the best placements; those that also shard over the batch only where a limit asks."""
     objective = "bytes" if mode == "semi-auto" else "seconds"
-    used = set(evaluator.graph.parameters.values())
-    unused = {name: places for name, places in fixed.items() if name not in used}
-    own = {name: places for name, places in fixed.items() if name in used}
-    first = PlacementSearch(evaluator, own, objective, False).run(None)
-    assert first is not None
-    placements = {**first.placements, **unused}
-    if memory_limit is None or _memory(evaluator, placements) <= memory_limit:
-        return SearchResult(placements, first.objective, first.exact)
-    limit: float = memory_limit
+    best = solve(evaluator, units_of(evaluator, fixed, False), objective)
+    assert best is not None
+    if memory_limit is None or _memory(evaluator, best.placements) <= memory_limit:
+        return best
+    units, limit = units_of(evaluator, fixed, True), memory_limit
     for _ in range(_ATTEMPTS):
-        search = PlacementSearch(evaluator, own, objective, True)
-        result = search.run(limit)
+        result = solve(evaluator, units, objective, limit)
         if result is None:
             break
-        placements = {**result.placements, **unused}
-        excess = _memory(evaluator, placements) - memory_limit
+        excess = _memory(evaluator, result.placements) - memory_limit
         if excess <= 0:
-            return SearchResult(placements, result.objective, result.exact)
-        limit -= excess  # moves that two segments need are counted in both
-    least = PlacementSearch(evaluator, own, "memory", True).run(None)
+            return result
+        limit -= excess  # repeated layers may save what the search has not counted
+    least = solve(evaluator, units, "memory")
     assert least is not None
-    raise ValueError(_too_large(_memory(evaluator, least.placements), memory_limit, mode))
+    memory = _memory(evaluator, least.placements)
+    if memory <= memory_limit:
+        return least
+    raise ValueError(_too_large(memory, memory_limit, mode))
 
 
 def _memory(evaluator: Evaluator, placements: Mapping[str, Placements]) -> float:

@@ -39,6 +39,12 @@ class StepCost:
         sent = (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
         return StepCost(self.seconds + other.seconds, sent, self.saved + other.saved)
 
+    def times(self, count: int) -> StepCost:
+        """Return the cost of as many equal steps."""
+        reduced, gathered, scattered, exchanged = (count * nbytes for nbytes in self.sent)
+        sent = (reduced, gathered, scattered, exchanged)
+        return StepCost(count * self.seconds, sent, count * self.saved)
+
 
 NO_COST = StepCost()
 

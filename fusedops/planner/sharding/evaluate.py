@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
 
@@ -165,11 +166,11 @@ class Evaluator:
                 choices.append(choice)
         return total
 
-    def results(self, state: WalkState) -> StepCost:
+    def results(self, state: WalkState, outputs: Iterable[Any]) -> StepCost:
         """Return the cost of gathering the outputs of the model on every rank."""
         total = NO_COST
         costs = self.placer.costs
-        for output in self.graph.outputs:
+        for output in outputs:
             number = getattr(output, "number", None)
             if number is None:
                 continue
@@ -195,7 +196,7 @@ class Evaluator:
         state.places.update(self.fixed.places)
         dependent = [step for step in self.graph.steps if self.depends(step)]
         cost = self.fixed_cost + self.walk(dependent, state, stored, choices)
-        cost += self.results(state)
+        cost += self.results(state, self.graph.outputs)
         memory = cost.saved + sum(self.parameter_bytes(n, p) for n, p in stored.items())
         return cost, memory + self.buffer_bytes()
 

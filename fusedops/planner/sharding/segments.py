@@ -88,7 +88,7 @@ class SegmentChain:
         walk = WalkState(dict(self.evaluator.fixed.places))
         for number, (places, _) in zip(self.last_leaving, state, strict=True):
             walk.places[number] = places
-        return self.evaluator.results(walk)
+        return self.evaluator.results(walk, self.evaluator.graph.outputs)
 
     last_leaving: tuple[int, ...] = ()
 
