@@ -344,7 +344,7 @@ def test_search_is_as_good_as_all_combinations(
     fake_mesh: Callable[..., Any], depth: int, names: tuple[str, ...], limit: int | None
 ) -> None:
     from fusedops.planner import load_device
-    from fusedops.planner.sharding.apply import evaluator_for
+    from fusedops.planner.sharding.evaluate import evaluator_for
     from fusedops.planner.sharding.solver import solve, units_of
     from fusedops.planner.sharding.trace import FakeModel
 
@@ -353,10 +353,11 @@ def test_search_is_as_good_as_all_combinations(
     inputs = (torch.randn(64, 8),)
     evaluator = evaluator_for(FakeModel(_mlp(depth), "cpu"), mesh, load_device("h100"), inputs, {})
     units = units_of(evaluator, {}, limit is not None)
+    names_of = evaluator.graph.parameters
     measured = []
     for options in itertools.product(*units):
-        stored = {number: places for option in options for number, places in option.items()}
-        cost, memory = evaluator.total(stored)
+        stored = {names_of[n]: places for option in options for n, places in option.items()}
+        cost, memory, _ = evaluator.total_of(stored)
         measured.append((cost.seconds, memory))
     fitting = [seconds for seconds, memory in measured if limit is None or memory <= limit]
     result = solve(evaluator, units, "seconds", limit)
@@ -366,15 +367,10 @@ def test_search_is_as_good_as_all_combinations(
         return
     assert result is not None
     assert result.exact
-    numbers = {name: number for number, name in evaluator.graph.parameters.items()}
-
-    def total_of(placements: dict[str, Any]) -> tuple[Any, float]:
-        return evaluator.total({numbers[name]: place for name, place in placements.items()})
-
-    assert total_of(result.placements)[0].seconds == pytest.approx(min(fitting))
+    assert evaluator.total_of(result.placements)[0].seconds == pytest.approx(min(fitting))
     least = solve(evaluator, units, "memory")
     assert least is not None
-    assert total_of(least.placements)[1] <= min(memory for _, memory in measured)
+    assert evaluator.total_of(least.placements)[1] <= min(memory for _, memory in measured)
 
 
 def test_layers_of_a_deep_model_share_decisions(fake_mesh: Callable[..., Any]) -> None:

@@ -14,20 +14,23 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.planner.device import Device, load_device
-from fusedops.planner.sharding.apply import evaluator_for
-from fusedops.planner.sharding.cost import COLLECTIVES, MeshCosts, Placements, StepCost
-from fusedops.planner.sharding.evaluate import Evaluator
-from fusedops.planner.sharding.execute import call_key
-from fusedops.planner.sharding.inputs import DATA_NAMES, batch_of, data_dims
-from fusedops.planner.sharding.placements import checked_placements, matching_names
+from fusedops.planner.sharding.cost import MeshCosts, Placements, StepCost
+from fusedops.planner.sharding.evaluate import (
+    DATA_NAMES,
+    Evaluator,
+    batch_of,
+    data_dims,
+    evaluator_for,
+)
 from fusedops.planner.sharding.plan import (
     PlannedParameter,
     PlanTotals,
     ShardingPlan,
-    parameters_of,
+    checked_placements,
+    matching_names,
 )
+from fusedops.planner.sharding.run import call_key
 from fusedops.planner.sharding.solver import Solution, solve, units_of
-from fusedops.planner.sharding.strategies import StepPlacement
 from fusedops.planner.sharding.trace import OP, FakeModel
 from fusedops.planner.sizes import show_bytes
 
@@ -94,43 +97,43 @@ def auto_parallel(
     _check(model, mesh, mode, memory_limit, marked)
     batch_of(args, kwargs, mesh)
     device = load_device(device) if isinstance(device, str) else device
-    names = tuple(mesh.mesh_dim_names or ())
-    parameters = parameters_of(model)
+    parameters = {
+        name: PlannedParameter(
+            tuple(parameter.shape), parameter.element_size(), parameter.requires_grad
+        )
+        for name, parameter in model.named_parameters()
+    }
     fixed = _fixed(model, parameters, mesh, marked or {})
-    evaluator = None
+    traced = None
     if mode != "data" or not _has_batch_norm(model):
         try:
-            fake = FakeModel(model, mesh.device_type)
-            evaluator = evaluator_for(fake, mesh, device, args, kwargs)
+            evaluator = evaluator_for(
+                FakeModel(model, mesh.device_type), mesh, device, args, kwargs
+            )
+            traced = (call_key(model, args, kwargs)[1], evaluator)
         except UnsupportedError:
             if mode != "data":
                 raise
-    replicated = dict.fromkeys(parameters, tuple(Replicate() for _ in names))
-    if mode == "data":
-        result = Solution(replicated, True)
-    else:
-        assert evaluator is not None
-        result = _searched(evaluator, fixed, mode, memory_limit)
-    placements = {name: result.placements.get(name, replicated[name]) for name in parameters}
-    placements.update(fixed)
-    estimate = _Estimate(evaluator, parameters, MeshCosts(mesh, device), model, names)
+    placements: dict[str, Placements] = dict.fromkeys(parameters, (Replicate(),) * mesh.ndim)
+    exact = True
+    if mode != "data":
+        assert traced is not None
+        solution = _searched(traced[1], placements, fixed, mode, memory_limit)
+        placements |= {**fixed, **solution.placements}
+        exact = solution.exact
     plan = ShardingPlan(
         mode=mode,
         mesh_shape=tuple(mesh.shape),
-        mesh_dims=names,
+        mesh_dims=tuple(mesh.mesh_dim_names or ()),
         device_type=mesh.device_type,
         parameters=parameters,
         placements=placements,
-        batch=batch_of(args, kwargs, mesh),
-        local=evaluator is None,
-        exact=result.exact,
-        replicated_calls=estimate.replicated_calls(placements),
-        mesh=mesh,
-        totals=estimate(placements),
-        estimate=estimate,
+        local=traced is None,
+        exact=exact,
+        totals=_totals_without_graph(model, parameters, MeshCosts(mesh, device), mesh),
+        traced=traced,
+        _mesh=mesh,
     )
-    if evaluator is not None:
-        plan.traced = (call_key(model, args, kwargs)[1], evaluator)
     if memory_limit is not None and plan.totals.memory > memory_limit:
         raise ValueError(_too_large(plan.totals.memory, memory_limit, mode))
     return plan
@@ -165,7 +168,7 @@ def _check(
             f"{mesh.ndim} dimensions with the names {names}",
         )
     checks.choice(OP, "mode", mode, MODES)
-    if mode == "data" and not data_dims(tuple(names)):
+    if mode == "data" and not data_dims(mesh):
         raise ValueError(
             f'{OP}: mode "data" needs a mesh dimension named {" or ".join(DATA_NAMES)}, '
             f"got {', '.join(names)}"
@@ -225,40 +228,33 @@ def _has_batch_norm(model: nn.Module) -> bool:
 
 def _searched(
     evaluator: Evaluator,
+    replicated: Mapping[str, Placements],
     fixed: Mapping[str, Placements],
     mode: str,
     memory_limit: float | None,
 ) -> Solution:
     """Return the best placements; those that also shard over the batch only where a limit asks."""
     objective = "bytes" if mode == "semi-auto" else "seconds"
+
+    def memory_of(solution: Solution) -> float:
+        return evaluator.total_of({**replicated, **fixed, **solution.placements})[1]
+
     best = solve(evaluator, units_of(evaluator, fixed, False), objective)
     assert best is not None
-    if memory_limit is None or _memory(evaluator, best.placements) <= memory_limit:
+    if memory_limit is None or memory_of(best) <= memory_limit:
         return best
     units, limit = units_of(evaluator, fixed, True), memory_limit
     for _ in range(_ATTEMPTS):
         result = solve(evaluator, units, objective, limit)
         if result is None:
             break
-        excess = _memory(evaluator, result.placements) - memory_limit
+        excess = memory_of(result) - memory_limit
         if excess <= 0:
             return result
         limit -= excess  # repeated layers may save what the search has not counted
     least = solve(evaluator, units, "memory")
     assert least is not None
-    memory = _memory(evaluator, least.placements)
-    if memory <= memory_limit:
-        return least
-    raise ValueError(_too_large(memory, memory_limit, mode))
-
-
-def _memory(evaluator: Evaluator, placements: Mapping[str, Placements]) -> float:
-    stored = {
-        number: placements[name]
-        for number, name in evaluator.graph.parameters.items()
-        if name in placements
-    }
-    return evaluator.total(stored)[1]
+    return least
 
 
 def _too_large(memory: float, limit: float, mode: str) -> str:
@@ -271,64 +267,13 @@ def _too_large(memory: float, limit: float, mode: str) -> str:
     )
 
 
-class _Estimate:
-    """Totals of placements by name; from the graph, or of the parameters alone."""
-
-    def __init__(
-        self,
-        evaluator: Evaluator | None,
-        parameters: Mapping[str, PlannedParameter],
-        costs: MeshCosts,
-        model: nn.Module,
-        names: tuple[str, ...],
-    ) -> None:
-        self._evaluator = evaluator
-        self._parameters = parameters
-        self._costs = costs
-        self._buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-        self._data = data_dims(names)
-
-    def __call__(self, placements: Mapping[str, Placements]) -> PlanTotals:
-        cost, memory = self._of_graph(placements) if self._evaluator else self._of_parameters()
-        sent = {kind: n for kind, n in zip(COLLECTIVES, cost.sent, strict=True) if n}
-        return PlanTotals(memory, sent, cost.seconds)
-
-    def _of_graph(
-        self,
-        placements: Mapping[str, Placements],
-        choices: list[StepPlacement] | None = None,
-    ) -> tuple[StepCost, float]:
-        assert self._evaluator is not None
-        graph = self._evaluator.graph
-        stored = {number: placements[name] for number, name in graph.parameters.items()}
-        cost, memory = self._evaluator.total(stored, choices)
-        used = set(graph.parameters.values())
-        for name, parameter in self._parameters.items():
-            if name not in used:
-                nbytes = math.prod(parameter.shape) * parameter.itemsize
-                memory += self._costs.local_bytes(nbytes, placements[name])
-        return cost, memory
-
-    def _of_parameters(self) -> tuple[StepCost, float]:
-        cost, memory = StepCost(), float(self._buffers)
-        for parameter in self._parameters.values():
-            nbytes = math.prod(parameter.shape) * parameter.itemsize
-            memory += nbytes * (4 if parameter.trained else 1)
-            if parameter.trained:
-                for dim in self._data:
-                    cost += self._costs.collective("all-reduce", nbytes, dim)
-        return cost, memory
-
-    def replicated_calls(self, placements: Mapping[str, Placements]) -> dict[str, int]:
-        """Return how often operators with gradients run on replicated tensors, by name."""
-        calls: dict[str, int] = {}
-        if self._evaluator is None:
-            return calls
-        choices: list[StepPlacement] = []
-        self._of_graph(placements, choices)
-        steps = [s for s in self._evaluator.graph.steps if self._evaluator.depends(s)]
-        for step, choice in zip(steps, choices, strict=True):
-            if choice.rule == "replicated" and choice.moves:
-                name = step.op._schema.name.partition("::")[2]
-                calls[name] = calls.get(name, 0) + 1
-        return calls
+def _totals_without_graph(
+    model: nn.Module, parameters: Mapping[str, PlannedParameter], costs: MeshCosts, mesh: DeviceMesh
+) -> PlanTotals:
+    """Return what replicated parameters cost: an all-reduce of their gradients."""
+    cost, memory = StepCost(), sum(buffer.nbytes for buffer in model.buffers())
+    for parameter in parameters.values():
+        memory += parameter.nbytes * (4 if parameter.trained else 1)
+        for dim in data_dims(mesh) if parameter.trained else ():
+            cost += costs.collective("all-reduce", parameter.nbytes, dim)
+    return PlanTotals(memory, {"all-reduce": cost.sent[0]}, cost.seconds)

@@ -1,4 +1,4 @@
-"""Bytes and seconds of moving a tensor from one placement to another on a mesh.
+"""Bytes and seconds of moving a tensor on a mesh, and of computing a step on a rank.
 
 Bytes are those that a rank sends, for rings: an all-reduce of B bytes on n ranks sends
 ``2 (n - 1) / n B``, the others ``(n - 1) / n B``.
@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fusedops.planner.device import Device
+from fusedops.planner.sharding.trace import GraphStep, TracedGraph, is_view
 
+_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 Placements = tuple[Any, ...]
 
@@ -111,22 +114,10 @@ class MeshCosts:
                 cost += self.collective("all-gather", unsharded, dim)
         return cost
 
-    def backward(
-        self, nbytes: float, source: Placements, target: Placements, gradient: Placements
-    ) -> StepCost:
-        """Return the cost of moving the gradient of a moved tensor back.
-
-        Args:
-            nbytes: of the tensor, unsharded.
-            source: where the tensor came from.
-            target: where it was moved.
-            gradient: placements of the gradient there.
-        """
+    def backward(self, nbytes: float, source: Placements, gradient: Placements) -> StepCost:
+        """Return the cost of moving the gradient of a tensor back to where the tensor came from."""
         back = tuple(Replicate() if isinstance(place, Partial) else place for place in source)
-        arrived = tuple(
-            place if isinstance(place, (Partial, Shard)) else Replicate() for place in gradient
-        )
-        return self.forward(nbytes, arrived, back)
+        return self.forward(nbytes, gradient, back)
 
 
 def gradient_placements(inputs: Sequence[Placements], outputs: Sequence[Placements]) -> list[Any]:
@@ -148,3 +139,35 @@ def gradient_placements(inputs: Sequence[Placements], outputs: Sequence[Placemen
             gradient.append(Partial() if partial else Replicate())
         result.append(tuple(gradient))
     return result
+
+
+def compute_seconds(
+    step: GraphStep, graph: TracedGraph, costs: MeshCosts, inputs: Sequence[Sequence[Any]]
+) -> float:
+    """Return the seconds of a step on one rank: a product's FLOP, or the memory's bytes.
+
+    Args:
+        step: the step.
+        graph: its graph.
+        costs: of the mesh.
+        inputs: placements of the tensors that it reads.
+    """
+    if is_view(step.op):
+        return 0.0
+    ranks = 1
+    for dim, size in enumerate(costs.sizes):
+        if any(isinstance(placements[dim], Shard) for placements in inputs):
+            ranks *= size
+    values, device, flop = graph.values, costs.device, step.flop
+    if not flop and step.inputs and step.op.namespace == "fusedops":  # products with matrices
+        rows, width = values[step.inputs[0]].shape[:-1], values[step.inputs[0]].shape[-1]
+        sizes = [math.prod(values[n].shape) for n in step.inputs if n in graph.parameters]
+        flop = 2.0 * math.prod(rows) * sum(size for size in sizes if size > 2 * width)
+    used = [number for number in (*step.inputs, *step.outputs) if number >= 0]
+    rate = device.memory.bandwidth * device.efficiency.elementwise
+    seconds = sum(values[number].nbytes for number in used) / ranks / rate
+    if flop:
+        peak = device.peak_of(_DTYPE_NAMES.get(values[step.inputs[0]].dtype, "float32"))
+        seconds = max(seconds, flop / ranks / (peak * device.efficiency.products))
+    passes = 3 if any(values[number].needs_grad for number in step.inputs) else 1
+    return passes * seconds

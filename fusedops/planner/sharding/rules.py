@@ -3,6 +3,7 @@
 A rule is for one mesh dimension, in the words of ``fusedops._core.sharding``: an int shards that
 dim, ``"replicate"``, or ``"partial"``. With the placements of a rule the operator itself runs on
 each rank's part and gives each rank's part of the result. All operators may also run replicated.
+Where the arguments on a rank's part differ from those of the graph, a local form runs instead.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement, Sharding
 from fusedops.planner.sharding.trace import ValueMeta
 
 # rule(metadata of the tensors, all arguments by name) -> [(placements of the tensors, of results)]
 OperatorRule = Callable[[list[ValueMeta], dict[str, Any]], Iterator[Sharding]]
+# form(operator, its arguments by name with local tensors, placements of the first tensor, mesh)
+LocalForm = Callable[[Any, dict[str, Any], tuple[Any, ...], DeviceMesh], Any]
 
 
 def _linear(tensors: list[ValueMeta], _: dict[str, Any]) -> Iterator[Sharding]:
@@ -177,33 +184,65 @@ RULES: dict[str, OperatorRule] = {
 }
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _reshape(op: Any, arguments: dict[str, Any], place: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+    """A local tensor may have other strides than the global one: copy where a view cannot be."""
+    x, size = arguments.values()
+    return x.reshape(size)
 
 
-# Their gradients do not need what they have read or returned.
-SAVES_NOTHING = _words(
-    "add sub neg sum mean cat stack clone _to_copy expand slice select split split_with_sizes "
-    "unbind chunk view _unsafe_view reshape transpose permute t squeeze unsqueeze alias detach "
-    "flatten unflatten pad constant_pad_nd embedding contiguous repeat"
-)
-# Their gradients need their results.
-SAVES_RESULT = _words(
-    "softmax _softmax log_softmax _log_softmax tanh sigmoid exp sqrt rsqrt relu layer_norm "
-    "scaled_dot_product_attention dropout native_dropout cross_entropy_loss"
-)
-# ... and only these.
-SAVES_RESULT_ONLY = _words(
-    "softmax _softmax log_softmax _log_softmax tanh sigmoid exp sqrt rsqrt relu dropout "
-    "native_dropout"
-)
-# Their results share the memory of what they read.
-VIEWS = _words(
-    "view _unsafe_view transpose permute t squeeze unsqueeze alias detach expand slice select "
-    "split split_with_sizes unbind chunk flatten unflatten reshape"
-)
+def _rows_of_table(
+    op: Any, arguments: dict[str, Any], place: tuple[Any, ...], mesh: DeviceMesh
+) -> Any:
+    """Rows of the table that other ranks have are zero here."""
+    part = 0
+    for dim, own in enumerate(mesh.get_coordinate() or ()):
+        if place[dim] == Shard(0):
+            part = part * mesh.size(dim) + own
+    if Shard(0) not in place:
+        return op(*arguments.values())
+    rows, padding = arguments["weight"].shape[0], arguments["padding_idx"]
+    local = arguments["indices"] - part * rows
+    outside = (local < 0) | (local >= rows)
+    own_padding = padding - part * rows if padding >= 0 else -1
+    own_padding = own_padding if 0 <= own_padding < rows else -1
+    result = op(arguments["weight"], local.masked_fill(outside, 0), own_padding)
+    return result.masked_fill(outside.unsqueeze(-1), 0.0)
 
 
-def short_name(op: Any) -> str:
-    """Return the name of an overload's operator without its namespace."""
-    return str(op._schema.name).partition("::")[2]
+def _mean_over_all_rows(
+    op: Any, arguments: dict[str, Any], place: tuple[Any, ...], mesh: DeviceMesh
+) -> Any:
+    """The mean over all ranks' rows: the local sum, divided by the number of all that count."""
+    if arguments["reduction"] != 1 or Shard(0) not in place:
+        return op(*arguments.values())
+    target, weight = arguments["target"], arguments["weight"]
+    summed = op(*{**arguments, "reduction": 2}.values())
+    if target.dtype.is_floating_point:  # probabilities: the mean is over all rows
+        count = summed.new_tensor(float(target.numel() // target.shape[1]))
+    else:
+        counted = target != arguments["ignore_index"]
+        if weight is not None:
+            counted = weight[target.clamp_min(0)] * counted
+        count = counted.sum().to(summed.dtype)
+    for dim, own in enumerate(place):
+        if own == Shard(0):
+            count = functional.wait_tensor(functional.all_reduce(count, "sum", (mesh, dim)))
+    return summed / count
+
+
+def _depthwise(op: Any, arguments: dict[str, Any], place: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+    """A depthwise convolution has one group for each local channel."""
+    if arguments["groups"] > 1 and Shard(1) in place:
+        arguments = {**arguments, "groups": arguments["input"].shape[1]}
+    return op(*arguments.values())
+
+
+LOCAL_FORMS: dict[str, LocalForm] = {
+    "view": _reshape,
+    "_unsafe_view": _reshape,
+    "embedding": _rows_of_table,
+    "cross_entropy_loss": _mean_over_all_rows,
+    "conv1d": _depthwise,
+    "conv2d": _depthwise,
+    "conv3d": _depthwise,
+}

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Replicate, Shard
 
-from fusedops.planner.sharding.cost import NO_COST, Placements, StepCost
+from fusedops.planner.sharding.cost import Placements, StepCost
 from fusedops.planner.sharding.evaluate import Evaluator, WalkState
-from fusedops.planner.sharding.rules import short_name
-from fusedops.planner.sharding.trace import GraphStep, ValueRef
+from fusedops.planner.sharding.trace import GraphStep, ValueRef, short_name
 
 MOST_PARTIAL_PLANS = 512
 _PRODUCTS = ("addmm", "mm", "matmul", "bmm", "baddbmm")
@@ -75,10 +74,8 @@ def solve(
                 last_unit_use[unit_of[number]] = index
     last_use |= {output.number: len(steps) for output in outputs if isinstance(output, ValueRef)}
     stored = [[_stored_bytes(evaluator, option) for option in options] for options in units]
-    first = evaluator.fixed_cost
-    base = first.saved + evaluator.buffer_bytes() + sum(map(min, stored))
-    known = {n: place for n, place in evaluator.fixed.places.items() if n in last_use}
-    plans = [_PartialPlan(0.0, base, WalkState(known), {})]
+    base = evaluator.buffer_bytes() + sum(map(min, stored))
+    plans = [_PartialPlan(0.0, base, WalkState(), {})]
     exact = True
 
     def score(cost: StepCost) -> float:
@@ -99,10 +96,7 @@ def solve(
                 for unit, pick in decided.items():
                     placed |= units[unit][pick]
                 state = WalkState(dict(plan.state.places), dict(plan.state.charged))
-                cost = NO_COST
-                for step, weight in steps[start:stop]:
-                    own = evaluator.walk([step], state, placed)
-                    cost += own if weight == 1 else own.times(weight)
+                cost = evaluator.walk(steps[start:stop], state, placed)
                 memory = plan.memory + added + cost.saved
                 if memory_limit is not None and memory > memory_limit:
                     continue
@@ -164,8 +158,7 @@ def _folded(evaluator: Evaluator) -> tuple[list[tuple[GraphStep, int]], list[Any
     Of three or more equal parts in a row the first stays and the second stands for the others;
     later steps read the values of the second.
     """
-    graph = evaluator.graph
-    steps = [step for step in graph.steps if evaluator.depends(step)]
+    graph, steps = evaluator.graph, evaluator.graph.steps
     pattern = {number: pattern_of(name) for number, name in graph.parameters.items()}
     shown = [(step.key, tuple(pattern.get(number) for number in step.inputs)) for step in steps]
     same: dict[int, int] = {}

@@ -8,10 +8,11 @@ nothing of meshes and placements.
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core.checks import UnsupportedError
 
@@ -71,6 +73,9 @@ class GraphStep:
         key: equal for calls of the same operator with the same constants, shapes and dtypes.
         module: the name of the module that calls it.
         random: whether it draws random numbers.
+        saves: which of the inputs and outputs, in this order, autograd keeps for the backward.
+        saves_others: bytes of other tensors that autograd keeps, unsharded.
+        flop: floating-point operations of products in the forward, unsharded.
     """
 
     op: Any
@@ -82,6 +87,9 @@ class GraphStep:
     key: int
     module: str
     random: bool
+    saves: tuple[int, ...] = ()
+    saves_others: int = 0
+    flop: float = 0.0
 
 
 @dataclass
@@ -177,7 +185,45 @@ class FakeModel:
                 f"{OP}: torch.export cannot trace {self._place(error)}: {_one_line(error)}; "
                 'mode "data" needs no graph'
             ) from None
-        return _Reader(self.module, program).graph
+        return _Reader(self.module, program, self._measured).graph
+
+    def _measured(
+        self, op: Any, args: Any, kwargs: Any, metas: Sequence[ValueMeta]
+    ) -> tuple[tuple[int, ...], int, float]:
+        """Run an operator on fake tensors; return ``saves``, ``saves_others`` and ``flop``."""
+        with self._mode:
+            tensors = [
+                torch.empty_strided(
+                    meta.shape,
+                    meta.stride,
+                    dtype=meta.dtype,
+                    device=self._device,
+                    requires_grad=meta.needs_grad and meta.dtype.is_floating_point,
+                )
+                for meta in metas
+            ]
+        replacements = iter(tensors)
+        args, kwargs = substituted(args, replacements), substituted(kwargs, replacements)
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with self._mode, torch.enable_grad(), hooks, FlopCounterMode(display=False) as counter:
+            result = op(*args, **kwargs)
+        flop = float(counter.get_total_flops())
+        name = short_name(op)
+        if not flop and ("scaled_dot_product" in name or name.startswith("attention")):
+            flop = 4.0 * math.prod(metas[0].shape) * metas[1].shape[-2]
+        results = result if isinstance(result, (list, tuple)) else [result]
+        saves = []
+        for position, tensor in enumerate((*tensors, *results)):
+            if isinstance(tensor, torch.Tensor):
+                storage = kept.pop(tensor.untyped_storage()._cdata, None)
+                saves += [position] if storage is not None else []
+        return tuple(saves), sum(storage.nbytes() for storage in kept.values()), flop
 
     def _place(self, error: BaseException) -> str:
         """Return the module and the line that an error is from."""
@@ -220,7 +266,10 @@ def _one_line(error: BaseException) -> str:
 class _Reader:
     """Makes a ``TracedGraph`` of an exported program."""
 
-    def __init__(self, module: nn.Module, program: Any) -> None:
+    def __init__(self, module: nn.Module, program: Any, measured: Callable[..., Any]) -> None:
+        self._measured = measured
+        self._measures: dict[int, Any] = {}
+        self._module = module
         self.graph = TracedGraph(out_spec=program.call_spec.out_spec)
         self._names = parameter_names(module)
         self._trained = {name for name, own in module.named_parameters() if own.requires_grad}
@@ -263,6 +312,10 @@ class _Reader:
                 self.graph.outputs.append(value)
             elif spec.kind.name == "BUFFER_MUTATION":
                 self.graph.mutations[spec.target] = value.number
+        for name, parameter in self._module.named_parameters():
+            if name not in self._first:  # the forward does not read it
+                number = self._new_value(parameter, parameter.requires_grad)
+                self.graph.parameters[number] = name
 
     def _user_input(self, node: Any, position: int) -> None:
         fake = node.meta.get("val")
@@ -327,6 +380,10 @@ class _Reader:
         references_of = tuple(ValueRef(n) if n >= 0 else None for n in numbers)
         self._of_node[node] = references_of if listed else references_of[0]
         key = self._key(node.target, args, kwargs, [n for n in numbers if n >= 0])
+        if key not in self._measures:
+            metas = [self.graph.values[number] for number in inputs]
+            self._measures[key] = self._measured(node.target, args, kwargs, metas)
+        saves, saves_others, flop = self._measures[key]
         self.graph.steps.append(
             GraphStep(
                 op=node.target,
@@ -338,6 +395,9 @@ class _Reader:
                 key=key,
                 module=module,
                 random=_is_random(node.target, args, kwargs),
+                saves=saves,
+                saves_others=saves_others,
+                flop=flop,
             )
         )
 
@@ -379,6 +439,24 @@ def substituted(arguments: Any, replacements: Any) -> Any:
     return arguments
 
 
+def arguments_by_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call, in the order of the operator, with its defaults."""
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def short_name(op: Any) -> str:
+    """Return the name of an overload's operator without its namespace."""
+    return str(op._schema.name).partition("::")[2]
+
+
+def is_view(op: Any) -> bool:
+    """Whether an operator's result shares the memory of what it reads."""
+    returned = any(result.alias_info is not None for result in op._schema.returns)
+    return returned or short_name(op) == "_unsafe_view"
+
+
 def _module_of(node: Any) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     return list(stack.values())[-1][0] if stack else ""
@@ -386,7 +464,5 @@ def _module_of(node: Any) -> str:
 
 def _is_random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if "scaled_dot_product" in str(op):
-        names = [argument.name for argument in op._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        return bool(given.get("dropout_p"))
+        return bool(arguments_by_name(op, args, kwargs).get("dropout_p"))
     return torch.Tag.nondeterministic_seeded in op.tags
