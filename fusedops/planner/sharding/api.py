@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -194,29 +195,17 @@ def _fixed(
         name: first[id(parameter)]
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    modules = {name: module for name, module in model.named_modules() if name}
-    sizes, dims = tuple(mesh.shape), tuple(mesh.mesh_dim_names or ())
     for pattern, placements in marked.items():
-        names = matching_names(f"{OP}: marked", pattern, {**aliases, **modules})
-        for name in names:
-            members = [name]
-            if name not in aliases:
-                members = [f"{name}.{own}" for own, _ in modules[name].named_parameters()]
-            for member in members:
-                parameter = aliases[member]
-                shape = parameters[parameter].shape
-                given = placements
-                if name not in aliases and isinstance(placements, (tuple, list)):
-                    given = tuple(_or_replicate(place, shape) for place in placements)
-                fixed[parameter] = checked_placements(
-                    f"{OP}: {parameter}", given, shape, sizes, dims
-                )
+        for name in matching_names(f"{OP}: marked", pattern, aliases):
+            shape, given = parameters[aliases[name]].shape, placements
+            of_module = not fnmatch.fnmatchcase(name, pattern)
+            if of_module and isinstance(given, (tuple, list)):
+                absent = [getattr(place, "dim", -1) >= len(shape) for place in given]
+                given = [Replicate() if no else p for no, p in zip(absent, given, strict=True)]
+            fixed[aliases[name]] = checked_placements(
+                f"{OP}: {aliases[name]}", given, shape, mesh.shape, mesh.mesh_dim_names or ()
+            )
     return fixed
-
-
-def _or_replicate(place: Any, shape: Sequence[int]) -> Any:
-    dim = getattr(place, "dim", None)
-    return Replicate() if dim is not None and dim >= len(shape) else place
 
 
 def _has_batch_norm(model: nn.Module) -> bool:

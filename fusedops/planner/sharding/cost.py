@@ -7,6 +7,7 @@ Bytes are those that a rank sends, for rings: an all-reduce of B bytes on n rank
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +35,16 @@ class StepCost:
     """
 
     seconds: float = 0.0
-    sent: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    sent: tuple[float, ...] = (0.0,) * len(COLLECTIVES)
     saved: float = 0.0
 
     def __add__(self, other: StepCost) -> StepCost:
-        a, b = self.sent, other.sent
-        sent = (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+        sent = tuple(map(operator.add, self.sent, other.sent))
         return StepCost(self.seconds + other.seconds, sent, self.saved + other.saved)
 
     def times(self, count: int) -> StepCost:
         """Return the cost of as many equal steps."""
-        reduced, gathered, scattered, exchanged = (count * nbytes for nbytes in self.sent)
-        sent = (reduced, gathered, scattered, exchanged)
+        sent = tuple(count * nbytes for nbytes in self.sent)
         return StepCost(count * self.seconds, sent, count * self.saved)
 
 
@@ -84,12 +83,8 @@ class MeshCosts:
             return NO_COST
         sent = nbytes * (size - 1) / size * (2 if kind == "all-reduce" else 1)
         seconds = self.device.efficiency.collective_seconds * math.sqrt(size)
-        by_kind = [0.0, 0.0, 0.0, 0.0]
-        by_kind[COLLECTIVES.index(kind)] = sent
-        reduced, gathered, scattered, exchanged = by_kind
-        return StepCost(
-            seconds + sent / self._rates[dim], (reduced, gathered, scattered, exchanged)
-        )
+        by_kind = tuple(sent if own == kind else 0.0 for own in COLLECTIVES)
+        return StepCost(seconds + sent / self._rates[dim], by_kind)
 
     def local_bytes(self, nbytes: float, placements: Sequence[Any], *, without: int = -1) -> float:
         """Return a rank's bytes of a tensor; with ``without``, as if not sharded on that dim."""
@@ -126,19 +121,16 @@ def gradient_placements(inputs: Sequence[Placements], outputs: Sequence[Placemen
     What every rank of a sharded operator reads gets a part of its gradient from each of them; the
     gradient of a sum over ranks is that of each summand.
     """
-    result = []
-    for placements in inputs:
-        gradient: list[Any] = []
-        for dim, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                gradient.append(placement)
-                continue
-            sharded = any(isinstance(row[dim], Shard) for row in (*inputs, *outputs))
-            other_sum = any(isinstance(row[dim], Partial) for row in inputs)
-            partial = isinstance(placement, Replicate) and (sharded or other_sum)
-            gradient.append(Partial() if partial else Replicate())
-        result.append(tuple(gradient))
-    return result
+
+    def gradient_of(placement: Any, dim: int) -> Any:
+        if isinstance(placement, Shard):
+            return placement
+        sharded = any(isinstance(row[dim], Shard) for row in (*inputs, *outputs))
+        other_sum = any(isinstance(row[dim], Partial) for row in inputs)
+        partial = isinstance(placement, Replicate) and (sharded or other_sum)
+        return Partial() if partial else Replicate()
+
+    return [tuple(gradient_of(place, dim) for dim, place in enumerate(row)) for row in inputs]
 
 
 def compute_seconds(
@@ -158,7 +150,7 @@ def compute_seconds(
     for dim, size in enumerate(costs.sizes):
         if any(isinstance(placements[dim], Shard) for placements in inputs):
             ranks *= size
-    values, device, flop = graph.values, costs.device, step.flop
+    values, device, flop = graph.values, costs.device, step.measure.flop
     if not flop and step.inputs and step.op.namespace == "fusedops":  # products with matrices
         rows, width = values[step.inputs[0]].shape[:-1], values[step.inputs[0]].shape[-1]
         sizes = [math.prod(values[n].shape) for n in step.inputs if n in graph.parameters]

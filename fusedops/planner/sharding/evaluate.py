@@ -75,12 +75,7 @@ class WalkState:
 
 
 class Evaluator:
-    """Costs of placements of the parameters of one graph.
-
-    Args:
-        placer: chooses where steps run.
-        batch: the number of rows of the inputs that are sharded.
-    """
+    """Costs of placements of the parameters of one graph, for inputs of so many rows."""
 
     def __init__(self, placer: Placer, batch: int) -> None:
         self.placer = placer
@@ -99,7 +94,7 @@ class Evaluator:
                 base = root.get(step.inputs[0], step.inputs[0])
                 root.update(dict.fromkeys(step.outputs, base))
             numbers = (*step.inputs, *step.outputs)
-            saved.update(root.get(numbers[i], numbers[i]) for i in step.saves)
+            saved.update(root.get(numbers[i], numbers[i]) for i in step.measure.saves)
         return saved - {*graph.parameters, *graph.buffers, *graph.constants}
 
     def input_placements(self, number: int) -> Placements:
@@ -139,13 +134,9 @@ class Evaluator:
         stored: Mapping[int, Placements],
         choices: list[StepPlacement] | None = None,
     ) -> StepCost:
-        """Return the cost of steps, and update the state.
+        """Return the cost of steps, each with how many equal ones it stands for.
 
-        Args:
-            steps: in the order in which they run, with how many equal ones each stands for.
-            state: where the values before them are.
-            stored: placements of the parameters, by value.
-            choices: a list to which each step's choice is appended.
+        The state and the list of choices are updated; ``stored`` has the parameters' placements.
         """
         places, charged = state.places, state.charged
         local, values = self.placer.costs.local_bytes, self.graph.values
@@ -164,7 +155,7 @@ class Evaluator:
                 if target not in charged.get(number, NOTHING):
                     charged[number] = charged.get(number, NOTHING) | {target}
                     cost += moving
-                    if index in step.saves:
+                    if index in step.measure.saves:
                         cost += StepCost(saved=local(values[number].nbytes, target))
             for index, dim, reduced, scattered in choice.sums:
                 number = step.inputs[index]
@@ -172,7 +163,11 @@ class Evaluator:
                     charged[number] = charged.get(number, NOTHING) | {dim}
                     sharded = number in stored and isinstance(stored[number][dim], Shard)
                     cost += scattered if sharded else reduced
-            saved = local(step.saves_others, choice.inputs[0]) if step.saves_others else 0.0
+            saved = (
+                local(step.measure.saves_others, choice.inputs[0])
+                if step.measure.saves_others
+                else 0.0
+            )
             for number, place in zip(step.outputs, choice.outputs, strict=True):
                 if number >= 0:
                     places[number] = place
@@ -206,11 +201,9 @@ class Evaluator:
     def total_of(
         self, placements: Mapping[str, Placements]
     ) -> tuple[StepCost, float, dict[str, int]]:
-        """Return what a step costs for placements of all parameters by name.
+        """Return what all placements by name cost, bytes per rank, and operators without a rule.
 
-        Returns:
-            Its cost, its bytes per rank, and how often operators without a rule run on tensors
-            that are gathered for them, by name of the operator.
+        Of these only those count for which tensors are gathered: how often, by name.
         """
         graph = self.graph
         stored = {number: placements[name] for number, name in graph.parameters.items()}

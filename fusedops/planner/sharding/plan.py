@@ -291,12 +291,14 @@ class ShardingPlan:
 
 
 def matching_names(op: str, pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a pattern matches.
+    """Return the names of parameters that a pattern matches, or whose module it matches.
 
     Raises:
         KeyError: there is none; the message has the nearest name.
     """
+    of_module = f"{pattern}.*"
     matches = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    matches += [n for n in names if fnmatch.fnmatchcase(n, of_module) and n not in matches]
     if not matches:
         known = list(dict.fromkeys([*map(pattern_of, names), *names]))
         near = checks.nearest(pattern, known)

@@ -55,30 +55,20 @@ def apply_placements(
     local: bool,
     traced: tuple[Any, Evaluator] | None,
 ) -> nn.Module:
-    """Distribute a model's parameters and replace its forward.
+    """Distribute a model's parameters, of these shapes, replace its forward, and return it.
 
-    Args:
-        model: is changed.
-        mesh: the mesh.
-        placements: of the parameters, by name.
-        shapes: that the parameters must have.
-        local: whether to run the plain forward on each rank's rows, without a graph.
-        traced: a graph that exists, with the kind of inputs that it is for.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        ValueError: the model has other parameters.
+    ``traced`` is a graph that exists, with the kind of inputs that it is for; with ``local`` the
+    plain forward runs on each rank's rows, without a graph.
     """
     _check(model, shapes)
+    distribute: Any = distribute_tensor  # sends the values of the mesh's first rank
     fake = None if local else FakeModel(model, mesh.device_type)
     everywhere = tuple(Replicate() for _ in range(mesh.ndim))
     seed = device_tensor([torch.initial_seed() % _LARGEST_SEED], torch.int64, mesh.device_type)
-    agreed_seed = int(_distributed(seed, mesh, everywhere).to_local())
+    agreed_seed = int(distribute(seed, mesh, everywhere).to_local())
     distributed: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        sharded = _distributed(parameter.detach(), mesh, placements[name])
+        sharded = distribute(parameter.detach(), mesh, placements[name])
         distributed[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -87,7 +77,7 @@ def apply_placements(
     for buffer in model.buffers():
         if buffer.device.type != "meta":
             with torch.no_grad():
-                first = _distributed(buffer.detach().clone(), mesh, everywhere)
+                first = distribute(buffer.detach().clone(), mesh, everywhere)
                 buffer.copy_(first.to_local())
     forward: Any
     if fake is None:
@@ -98,25 +88,19 @@ def apply_placements(
     return model
 
 
-def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Any:
-    """Return a tensor with the values of the mesh's first rank."""
-    return distribute_tensor(tensor, mesh, placements)
-
-
 def _check(model: nn.Module, planned: Mapping[str, tuple[int, ...]]) -> None:
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             raise ValueError(f"{OP}: {name} is a DTensor already: apply a plan to a plain model")
         if name not in planned:
             near = checks.nearest(name, list(planned))
             hint = f", which has {near}" if near else ""
             raise ValueError(f"{OP}: the model has a parameter {name} that the plan lacks{hint}")
-        if shapes[name] != planned[name]:
-            raise ValueError(
-                f"{OP}: {name} has the shape {shapes[name]}, in the plan {planned[name]}"
-            )
-    missing = [name for name in planned if name not in shapes]
+        shape = tuple(parameter.shape)
+        if shape != planned[name]:
+            raise ValueError(f"{OP}: {name} has the shape {shape}, in the plan {planned[name]}")
+    missing = [name for name in planned if name not in parameters]
     if missing:
         raise ValueError(f"{OP}: the plan has a parameter {missing[0]} that the model lacks")
 
@@ -171,15 +155,9 @@ class _PlacedGraph(NamedTuple):
 
 
 class PlannedForward(_MeshForward):
-    """The forward of a model to which a plan has been applied.
+    """The forward of a model to which a plan has been applied; ``fake`` traces it for new inputs.
 
-    Args:
-        model: the model, whose parameters are DTensors.
-        mesh: the mesh.
-        fake: traces the model for inputs that come.
-        placements: of the parameters, by name.
-        traced: a graph that exists, with the kind of inputs that it is for.
-        seed: the same on all ranks; random operators draw from generators made of it.
+    Random operators draw from generators that are made of the seed, the same on all ranks.
     """
 
     def __init__(
@@ -213,8 +191,8 @@ class PlannedForward(_MeshForward):
         """Run the model on full tensors of the global batch, the same on every rank."""
         leaves, key = call_key(self._model, args, kwargs)
         if key not in self._graphs:
-            own = zip(self._model.modules(), self._fake.module.modules(), strict=True)
-            for module, traced in own:
+            modules = zip(self._model.modules(), self._fake.module.modules(), strict=True)
+            for module, traced in modules:
                 traced.training = module.training
             evaluator = evaluator_for(self._fake, self._mesh, self._device, args, kwargs)
             self._graphs[key] = self._placed(evaluator)
@@ -334,10 +312,6 @@ class LocalForward(_MeshForward):
 
     Outputs with rows are gathered. A scalar is the mean of the ranks' scalars, which is the loss of
     the batch where each rank's loss is a mean over equally many elements.
-
-    Args:
-        model: the model with replicated DTensor parameters; its present forward runs.
-        mesh: the mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:

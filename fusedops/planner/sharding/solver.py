@@ -54,11 +54,8 @@ def solve(
 ) -> Solution | None:
     """Return the best placements of at most so many bytes per rank; ``None`` if none fit.
 
-    Args:
-        evaluator: of the graph.
-        units: the options of each decision, from ``units_of``.
-        objective: ``"seconds"``, ``"bytes"`` that are communicated, or ``"memory"``.
-        memory_limit: bytes per rank.
+    Each unit of ``units_of`` gets one of its options. What is minimized is ``"seconds"``,
+    ``"bytes"`` that are communicated, or ``"memory"``.
     """
     graph = evaluator.graph
     unit_of = {number: i for i, options in enumerate(units) for number in options[0]}
@@ -204,11 +201,7 @@ def units_of(
     Parameters whose names differ by layer numbers only are decided together; so are a matrix and
     the biases of its module, and matrices of one shape that read the same value (the projections
     of query, key and value). Weights of norms stay replicated on tensor-parallel dimensions.
-
-    Args:
-        evaluator: of the graph.
-        fixed: placements that are given, by name of the parameter.
-        shard_over_data: whether parameters may also be sharded over the data dimensions.
+    Parameters in ``fixed`` keep these placements.
     """
     graph, placer = evaluator.graph, evaluator.placer
     readers: dict[int, GraphStep] = {}
@@ -236,8 +229,8 @@ def units_of(
             vectors = [numbers for numbers in vectors if numbers not in biases]
             options = _options(evaluator, matrix, list(itertools.chain(*biases)), output_dim)
             read = tuple(number for number in step.inputs if number not in graph.parameters)
-            key = (step.op, read, shape, len(matrix), len(biases)) if read else matrix[0]
-            for old, new in zip(units.setdefault(key, options), options, strict=True):
+            unit: Any = (step.op, read, shape, len(matrix), len(biases)) if read else matrix[0]
+            for old, new in zip(units.setdefault(unit, options), options, strict=True):
                 old.update(new)
         if vectors:
             everywhere = dict.fromkeys(itertools.chain(*vectors), placer.replicated)

@@ -7,7 +7,6 @@ replicated tensors. Nothing runs: rules are asked with the metadata of the tenso
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
 
 from fusedops._core import sharding
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
@@ -48,42 +48,26 @@ _SPECIAL = ("aten::as_strided", "aten::argmin", "aten::argmax", "aten::convoluti
 
 @dataclass(frozen=True)
 class StepPlacement:
-    """Where a step runs.
-
-    Attributes:
-        inputs: placements of the tensors that it reads.
-        gradients: placements of their gradients, as the step's backward gives them.
-        outputs: placements of the tensors that it returns.
-        averaged: mesh dimensions on which an output is a mean of the ranks' results.
-        args: positional arguments with the sizes of a rank, or ``None``: those of the graph.
-        op: the operator that runs.
-        replicated: whether the operator has no rule.
-        moves: index, placements and cost (forward and backward) of inputs that have to be moved.
-        sums: index and mesh dimension of gradients to sum, of inputs that need no move, and the
-            costs of an all-reduce and of a reduce-scatter.
-        seconds: of its computation, forward and backward.
-    """
+    """Where a step runs, and what that costs."""
 
     inputs: tuple[Placements, ...]
-    gradients: tuple[Placements, ...]
+    gradients: tuple[Placements, ...]  # of the inputs, as the step's backward gives them
     outputs: tuple[Placements, ...]
-    averaged: tuple[tuple[int, ...], ...]
-    args: tuple[Any, ...] | None
+    averaged: tuple[tuple[int, ...], ...]  # dims on which an output is a mean of the ranks' results
+    args: tuple[Any, ...] | None  # with the sizes of a rank; ``None``: those of the graph
     op: Any
-    replicated: bool = False
-    moves: tuple[tuple[int, Placements, StepCost], ...] = ()
+    replicated: bool = False  # whether the operator has no rule
+    moves: tuple[tuple[int, Placements, StepCost], ...] = ()  # inputs to move, there and back
+    # Inputs without a move and mesh dimensions on which their gradients are summed, with the costs
+    # of an all-reduce and of a reduce-scatter.
     sums: tuple[tuple[int, int, StepCost, StepCost], ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # of its computation, forward and backward
 
 
 class Placer:
     """Chooses where the steps of one graph run, one choice per kind of step and placements.
 
-    Args:
-        graph: the graph.
-        mesh: the mesh.
-        costs: of its collectives.
-        data_dims: mesh dimensions on which the batch is sharded.
+    The batch is sharded on ``data_dims`` of the mesh.
     """
 
     def __init__(
@@ -104,13 +88,7 @@ class Placer:
         current: tuple[Placements, ...],
         copies: tuple[frozenset[Any], ...],
     ) -> StepPlacement:
-        """Return where a step runs.
-
-        Args:
-            step: the step.
-            current: placements of its inputs.
-            copies: other placements in which they exist too, moved for earlier steps.
-        """
+        """Return where a step runs if its inputs are in ``current`` and, moved, in ``copies``."""
         key = (step.key, current, copies)
         if key not in self._chosen:
             placed = self._placed(step, current, copies)
@@ -235,7 +213,6 @@ class Placer:
         )
         args = substituted(step.args, replacements)
         kwargs = substituted(step.kwargs, replacements)
-        args = tuple(list(value) if isinstance(value, tuple) else value for value in args)
         schema = OpSchema(step.op, args, kwargs)
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
         info = propagator.op_to_schema_info.get(step.op)
@@ -272,7 +249,7 @@ class Placer:
             return None
         changed = None
         if result.use_val_from_redistribute_schema:
-            changed = tuple(_without_specs(argument) for argument in asked.args_schema)
+            changed = _without_specs(asked.args_schema)
         return self._finished(inputs, outputs, changed, asked.op)
 
     def _runs_along_sharded(self, step: GraphStep, inputs: Sequence[Placements]) -> bool:
@@ -346,18 +323,10 @@ def _is_plain(placement: Any) -> bool:
 
 
 def _specs_in(arguments: Any) -> list[DTensorSpec]:
-    if isinstance(arguments, DTensorSpec):
-        return [arguments]
-    if isinstance(arguments, dict):
-        arguments = tuple(arguments.values())
-    if isinstance(arguments, (tuple, list)):
-        return list(itertools.chain(*map(_specs_in, arguments)))
-    return []
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, DTensorSpec)]
 
 
-def _without_specs(argument: Any) -> Any:
-    if isinstance(argument, DTensorSpec):
-        return ValueRef(-1)
-    if isinstance(argument, (tuple, list)):
-        return tuple(map(_without_specs, argument))
-    return argument
+def _without_specs(arguments: Any) -> Any:
+    return pytree.tree_map(
+        lambda leaf: ValueRef(-1) if isinstance(leaf, DTensorSpec) else leaf, arguments
+    )
