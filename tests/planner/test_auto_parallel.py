@@ -373,7 +373,8 @@ def test_search_is_as_good_as_all_combinations(
     assert evaluator.total_of(least.placements)[1] <= min(memory for _, memory in measured)
 
 
-def test_layers_of_a_deep_model_share_decisions(fake_mesh: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("layer", [1, 6])
+def test_layers_of_a_deep_model_share_decisions(fake_mesh: Callable[..., Any], layer: int) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = fake_mesh([2, 2], ["dp", "tp"])
@@ -382,10 +383,12 @@ def test_layers_of_a_deep_model_share_decisions(fake_mesh: Callable[..., Any]) -
         mesh,
         (torch.randn(64, 8),),
         mode="semi-auto",
-        marked={"1.1.weight": (Replicate(), Shard(0))},
+        marked={f"{layer}.1.weight": (Replicate(), Shard(0))},
     )
-    assert plan["1.1.weight"] == (Replicate(), Shard(0))
-    assert len({plan[f"{layer}.1.weight"] for layer in range(2, 13)}) == 1
+    assert plan[f"{layer}.1.weight"] == (Replicate(), Shard(0))
+    assert plan[f"{layer}.3.weight"] == (Replicate(), Shard(1))
+    others = {other for other in range(1, 13) if other != layer}
+    assert len({plan[f"{other}.1.weight"] for other in others}) == 1
 
 
 def test_bytes_are_those_that_autograd_saves(fake_mesh: Callable[..., Any]) -> None:

@@ -49,7 +49,10 @@ def auto_parallel(
     marked: Mapping[str, Placement | Sequence[Placement]] | None = None,
     device: str | Device = "h100",
 ) -> ShardingPlan:
-    """Plan where the parameters of a model are on a mesh; nothing runs and nothing is changed.
+    """Plan placements of small and medium models, whose full batch each rank can hold.
+
+    One or two mesh dimensions are planned; nothing runs and nothing is changed. For large models
+    use ``parallelize`` with ``fusedops plan``.
 
     The model is traced by ``torch.export`` on fake tensors. Where a parameter's placement leads to
     communication follows from DTensor's sharding rules and those of fused operators.

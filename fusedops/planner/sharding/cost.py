@@ -39,6 +39,8 @@ class StepCost:
     saved: float = 0.0
 
     def __add__(self, other: StepCost) -> StepCost:
+        if self is NO_COST or other is NO_COST:
+            return other if self is NO_COST else self
         sent = tuple(map(operator.add, self.sent, other.sent))
         return StepCost(self.seconds + other.seconds, sent, self.saved + other.saved)
 

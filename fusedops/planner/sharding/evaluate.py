@@ -117,8 +117,8 @@ class Evaluator:
         costs, nbytes = self.placer.costs, self.graph.values[number].nbytes
         if number in self.graph.inputs:
             used = self.input_placements(number)
-            saved = costs.local_bytes(nbytes, used) if number in self._saved else 0.0
-            return used, StepCost(saved=saved)
+            kept = costs.local_bytes(nbytes, used) if number in self._saved else 0.0
+            return used, StepCost(saved=kept)
         if number not in stored:
             return self.placer.replicated, NO_COST
         used = self.use_placements(stored[number])
@@ -140,13 +140,13 @@ class Evaluator:
         """
         places, charged = state.places, state.charged
         local, values = self.placer.costs.local_bytes, self.graph.values
-        total = NO_COST
+        total, seconds, saved = NO_COST, 0.0, 0.0
         for step, weight in steps:
-            cost = NO_COST
+            moved = NO_COST
             for number in step.inputs:
                 if number not in places:
                     places[number], loading = self._loaded(number, stored)
-                    cost += loading
+                    moved += loading
             current = tuple(places[number] for number in step.inputs)
             copies = tuple(charged.get(number, NOTHING) for number in step.inputs)
             choice = self.placer.choose(step, current, copies)
@@ -154,30 +154,28 @@ class Evaluator:
                 number = step.inputs[index]
                 if target not in charged.get(number, NOTHING):
                     charged[number] = charged.get(number, NOTHING) | {target}
-                    cost += moving
+                    moved += moving
                     if index in step.measure.saves:
-                        cost += StepCost(saved=local(values[number].nbytes, target))
+                        saved += weight * local(values[number].nbytes, target)
             for index, dim, reduced, scattered in choice.sums:
                 number = step.inputs[index]
                 if dim not in charged.get(number, NOTHING):
                     charged[number] = charged.get(number, NOTHING) | {dim}
                     sharded = number in stored and isinstance(stored[number][dim], Shard)
-                    cost += scattered if sharded else reduced
-            saved = (
-                local(step.measure.saves_others, choice.inputs[0])
-                if step.measure.saves_others
-                else 0.0
-            )
+                    moved += scattered if sharded else reduced
+            if step.measure.saves_others:
+                saved += weight * local(step.measure.saves_others, choice.inputs[0])
             for number, place in zip(step.outputs, choice.outputs, strict=True):
                 if number >= 0:
                     places[number] = place
                     if number in self._saved:
-                        saved += local(values[number].nbytes, place)
-            cost += StepCost(choice.seconds, saved=saved)
-            total += cost if weight == 1 else cost.times(weight)
+                        saved += weight * local(values[number].nbytes, place)
+            seconds += weight * choice.seconds
+            if moved is not NO_COST:
+                total += moved.times(weight)
             if choices is not None:
                 choices.append(choice)
-        return total
+        return total + StepCost(seconds, saved=saved)
 
     def results(self, state: WalkState, outputs: Iterable[Any]) -> StepCost:
         """Return the cost of gathering the outputs of the model on every rank."""

@@ -25,7 +25,7 @@ from fusedops.planner.sharding.solver import pattern_of
 from fusedops.planner.sizes import show_bytes, show_count
 
 _OP = "ShardingPlan"
-_VERSION = 1
+_SAVED = ("mode", "device_type", "local", "exact", "replicated_calls")
 
 
 @dataclass(frozen=True)
@@ -195,13 +195,9 @@ class ShardingPlan:
             path: of the file.
         """
         table = {
-            "version": _VERSION,
-            "mode": self.mode,
+            "version": 1,
             "mesh": dict(zip(self.mesh_dims, self.mesh_shape, strict=True)),
-            "device_type": self.device_type,
-            "local": self.local,
-            "exact": self.exact,
-            "replicated_calls": self.replicated_calls,
+            **{name: getattr(self, name) for name in _SAVED},
             "totals": vars(self.totals),
             "parameters": {
                 name: {
@@ -231,10 +227,8 @@ class ShardingPlan:
             table = json.loads(Path(path).read_text(encoding="utf-8"))
             rows = table["parameters"]
             plan = cls(
-                mode=table["mode"],
                 mesh_shape=tuple(table["mesh"].values()),
                 mesh_dims=tuple(table["mesh"]),
-                device_type=table["device_type"],
                 parameters={
                     name: PlannedParameter(tuple(row["shape"]), row["itemsize"], row["trained"])
                     for name, row in rows.items()
@@ -243,11 +237,9 @@ class ShardingPlan:
                     name: tuple(map(_read_placement, row["placements"]))
                     for name, row in rows.items()
                 },
-                local=table["local"],
-                exact=table["exact"],
-                replicated_calls=table["replicated_calls"],
                 totals=PlanTotals(**table["totals"]),
                 _mesh=mesh,
+                **{name: table[name] for name in _SAVED},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{_OP}: {path} has no plan of ShardingPlan.save: {error}") from None

@@ -11,6 +11,7 @@ Repeated layers are walked twice, whatever their number: the second of them stan
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ def solve(
     """
     graph = evaluator.graph
     unit_of = {number: i for i, options in enumerate(units) for number in options[0]}
-    steps, outputs = _folded(evaluator)
+    steps, outputs = _folded(evaluator, unit_of)
     last_use: dict[int, int] = {}
     first_use: dict[int, int] = {}
     last_unit_use: dict[int, int] = {}
@@ -137,27 +138,37 @@ def _insert(bucket: list[_PartialPlan], new: _PartialPlan, with_memory: bool) ->
 
 
 def _best(plans: list[_PartialPlan], with_memory: bool) -> list[_PartialPlan]:
-    """Return the fastest partial plans, and where memory is limited also the smallest."""
+    """Return the fastest partial plans.
+
+    Where memory is limited, these are those that no faster one needs less memory than, then those
+    of the others of which this is true, until there are enough.
+    """
     plans.sort(key=lambda plan: plan.score)
-    if not with_memory:
-        return plans[:MOST_PARTIAL_PLANS]
-    half = MOST_PARTIAL_PLANS // 2
-    return plans[:half] + sorted(plans[half:], key=lambda plan: plan.memory)[:half]
+    best: list[_PartialPlan] = [] if with_memory else plans
+    while len(best) < MOST_PARTIAL_PLANS:
+        smallest, others = math.inf, []
+        for plan in plans:
+            (best if plan.memory < smallest else others).append(plan)
+            smallest = min(smallest, plan.memory)
+        plans = others
+    return best[:MOST_PARTIAL_PLANS]
 
 
 def _stored_bytes(evaluator: Evaluator, option: Option) -> float:
     return sum(evaluator.parameter_bytes(number, places) for number, places in option.items())
 
 
-def _folded(evaluator: Evaluator) -> tuple[list[tuple[GraphStep, int]], list[Any]]:
+def _folded(
+    evaluator: Evaluator, unit_of: Mapping[int, int]
+) -> tuple[list[tuple[GraphStep, int]], list[Any]]:
     """Return steps with the number of steps that each stands for, and the outputs of the model.
 
     Of three or more equal parts in a row the first stays and the second stands for the others;
     later steps read the values of the second.
     """
     graph, steps = evaluator.graph, evaluator.graph.steps
-    pattern = {number: pattern_of(name) for number, name in graph.parameters.items()}
-    shown = [(step.key, tuple(pattern.get(number) for number in step.inputs)) for step in steps]
+    role = {n: (pattern_of(name), unit_of.get(n)) for n, name in graph.parameters.items()}
+    shown = [(step.key, tuple(role.get(number) for number in step.inputs)) for step in steps]
     same: dict[int, int] = {}
     result: list[tuple[GraphStep, int]] = []
     index = 0
