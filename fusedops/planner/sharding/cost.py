@@ -26,17 +26,11 @@ Placements = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds and bytes on one rank; two of them can be added.
+    """Seconds and bytes on one rank; two of them can be added."""
 
-    Attributes:
-        seconds: computation and communication, forward and backward.
-        sent: bytes that a rank sends, by the order of ``COLLECTIVES``.
-        saved: bytes that stay until the backward pass.
-    """
-
-    seconds: float = 0.0
-    sent: tuple[float, ...] = (0.0,) * len(COLLECTIVES)
-    saved: float = 0.0
+    seconds: float = 0.0  # of computation and communication, forward and backward
+    sent: tuple[float, ...] = (0.0,) * len(COLLECTIVES)  # bytes, in this order
+    saved: float = 0.0  # bytes that stay until the backward
 
     def __add__(self, other: StepCost) -> StepCost:
         if self is NO_COST or other is NO_COST:
@@ -54,12 +48,7 @@ NO_COST = StepCost()
 
 
 class MeshCosts:
-    """Costs of collectives on the dimensions of a mesh.
-
-    Args:
-        mesh: the mesh.
-        device: what each of its ranks is.
-    """
+    """Costs of collectives on the dimensions of a mesh, whose ranks are such devices."""
 
     def __init__(self, mesh: DeviceMesh, device: Device) -> None:
         self.device = device
@@ -73,12 +62,9 @@ class MeshCosts:
             self._rates.append(rate)
 
     def collective(self, kind: str, nbytes: float, dim: int) -> StepCost:
-        """Return the cost of a collective on one mesh dimension.
+        """Return the cost of one of ``COLLECTIVES`` on one mesh dimension.
 
-        Args:
-            kind: one of ``COLLECTIVES``.
-            nbytes: bytes of the larger of its argument and its result on a rank.
-            dim: the mesh dimension.
+        ``nbytes`` are those of the larger of its argument and its result on a rank.
         """
         size = self.sizes[dim]
         if size == 1:
@@ -138,14 +124,7 @@ def gradient_placements(inputs: Sequence[Placements], outputs: Sequence[Placemen
 def compute_seconds(
     step: GraphStep, graph: TracedGraph, costs: MeshCosts, inputs: Sequence[Sequence[Any]]
 ) -> float:
-    """Return the seconds of a step on one rank: a product's FLOP, or the memory's bytes.
-
-    Args:
-        step: the step.
-        graph: its graph.
-        costs: of the mesh.
-        inputs: placements of the tensors that it reads.
-    """
+    """Return the seconds of a step on one rank: a product's FLOP, or the memory's bytes."""
     if is_view(step.op):
         return 0.0
     ranks = 1

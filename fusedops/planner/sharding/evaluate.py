@@ -35,11 +35,7 @@ def data_dims(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> int:
-    """Return the number of rows of the inputs.
-
-    Raises:
-        ValueError: there is no tensor with rows, or the data dimension does not divide them.
-    """
+    """Return the number of rows of the inputs, which the data dimension must divide."""
     leaves = pytree.tree_leaves((args, kwargs))
     rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if not rows:

@@ -146,7 +146,7 @@ def _best(plans: list[_PartialPlan], with_memory: bool) -> list[_PartialPlan]:
     plans.sort(key=lambda plan: plan.score)
     best: list[_PartialPlan] = [] if with_memory else plans
     while len(best) < MOST_PARTIAL_PLANS:
-        smallest, others = math.inf, []
+        smallest, others = math.inf, list[_PartialPlan]()
         for plan in plans:
             (best if plan.memory < smallest else others).append(plan)
             smallest = min(smallest, plan.memory)

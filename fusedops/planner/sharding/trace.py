@@ -92,12 +92,7 @@ class TracedGraph:
 
 
 class FakeModel:
-    """A copy of a model without data, from which graphs are traced.
-
-    Args:
-        model: the model; it is not changed.
-        device: where the model will run, for example ``"cpu"``.
-    """
+    """A copy without data of a model that will run on a device, from which graphs are traced."""
 
     def __init__(self, model: nn.Module, device: str) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -121,11 +116,7 @@ class FakeModel:
             return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=self._device)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedGraph:
-        """Return the graph for inputs of these shapes, in the module's mode (train or eval).
-
-        Raises:
-            UnsupportedError: the model cannot be exported.
-        """
+        """Return the graph for inputs of these shapes, in the module's mode (train or eval)."""
 
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
