@@ -181,6 +181,8 @@ class Placer:
             if parameter and isinstance(old[dim], Shard) and old[dim] != new[dim]:
                 seconds += _MOVED_PARAMETER
             source = (*new[:dim], old[dim], *new[dim + 1 :])
+            if isinstance(new[dim], Partial) and not isinstance(old[dim], Partial):
+                source = new  # a rank's share of a replicated tensor costs nothing
             seconds += self.costs.forward(value.nbytes, source, new).seconds
             if value.needs_grad and dim not in self.data_dims:
                 place = (*new[:dim], gradient[dim], *new[dim + 1 :])
@@ -230,7 +232,9 @@ class Placer:
             asked = result.redistribute_schema
         if output is None or asked is None:
             return None
-        inputs = [spec.placements for spec in _specs_in((asked.args_schema, kwargs))]
+        inputs = [spec.placements for spec in _specs_in((asked.args_schema, asked.kwargs_schema))]
+        if len(inputs) != len(step.inputs):
+            inputs = [spec.placements for spec in _specs_in((asked.args_schema, kwargs))]
         specs = [output] if isinstance(output, DTensorSpec) else list(output)
         if len(inputs) != len(step.inputs) or len(specs) != len(step.outputs):
             return None
