@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -338,35 +339,42 @@ def _mlp(depth: int = 2, hidden: int = 64) -> nn.Module:
 
 @pytest.mark.parametrize("limit", [None, 60_000, 36_000])
 @pytest.mark.parametrize("names", [("tp",), ("dp", "tp")])
+@pytest.mark.parametrize("depth", [2, 5])
 def test_search_is_as_good_as_all_combinations(
-    fake_mesh: Callable[..., Any], names: tuple[str, ...], limit: int | None
+    fake_mesh: Callable[..., Any], depth: int, names: tuple[str, ...], limit: int | None
 ) -> None:
     from fusedops.planner import load_device
-    from fusedops.planner.sharding.apply import evaluator_for
-    from fusedops.planner.sharding.search import PlacementSearch
+    from fusedops.planner.sharding.evaluate import evaluator_for
+    from fusedops.planner.sharding.solver import solve, units_of
     from fusedops.planner.sharding.trace import FakeModel
 
+    limit = limit and limit * depth // 2
     mesh = fake_mesh([2] * len(names), names)
     inputs = (torch.randn(64, 8),)
-    evaluator = evaluator_for(FakeModel(_mlp(), "cpu"), mesh, load_device("h100"), inputs, {})
-    all_of = PlacementSearch(evaluator, {}, "seconds", limit is not None)
-    measured = [all_of.measure(candidate) for candidate in all_of.candidates()]
+    evaluator = evaluator_for(FakeModel(_mlp(depth), "cpu"), mesh, load_device("h100"), inputs, {})
+    units = units_of(evaluator, {}, limit is not None)
+    names_of = evaluator.graph.parameters
+    measured = []
+    for options in itertools.product(*units):
+        stored = {names_of[n]: places for option in options for n, places in option.items()}
+        cost, memory, _ = evaluator.total_of(stored)
+        measured.append((cost.seconds, memory))
     fitting = [seconds for seconds, memory in measured if limit is None or memory <= limit]
-    search = PlacementSearch(evaluator, {}, "seconds", limit is not None)
-    result = search.run(limit)
+    result = solve(evaluator, units, "seconds", limit)
     assert len(measured) > 20
     if not fitting:
         assert result is None
         return
     assert result is not None
     assert result.exact
-    assert result.objective == pytest.approx(min(fitting))
-    least = PlacementSearch(evaluator, {}, "memory", limit is not None).run(None)
+    assert evaluator.total_of(result.placements)[0].seconds == pytest.approx(min(fitting))
+    least = solve(evaluator, units, "memory")
     assert least is not None
-    assert least.objective <= min(memory for _, memory in measured)
+    assert evaluator.total_of(least.placements)[1] <= min(memory for _, memory in measured)
 
 
-def test_layers_of_a_deep_model_share_decisions(fake_mesh: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("layer", [1, 6])
+def test_layers_of_a_deep_model_share_decisions(fake_mesh: Callable[..., Any], layer: int) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = fake_mesh([2, 2], ["dp", "tp"])
@@ -375,10 +383,12 @@ def test_layers_of_a_deep_model_share_decisions(fake_mesh: Callable[..., Any]) -
         mesh,
         (torch.randn(64, 8),),
         mode="semi-auto",
-        marked={"1.1.weight": (Replicate(), Shard(0))},
+        marked={f"{layer}.1.weight": (Replicate(), Shard(0))},
     )
-    assert plan["1.1.weight"] == (Replicate(), Shard(0))
-    assert len({plan[f"{layer}.1.weight"] for layer in range(2, 13)}) == 1
+    assert plan[f"{layer}.1.weight"] == (Replicate(), Shard(0))
+    assert plan[f"{layer}.3.weight"] == (Replicate(), Shard(1))
+    others = {other for other in range(1, 13) if other != layer}
+    assert len({plan[f"{other}.1.weight"] for other in others}) == 1
 
 
 def test_bytes_are_those_that_autograd_saves(fake_mesh: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,20 +15,23 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.planner.device import Device, load_device
-from fusedops.planner.sharding.apply import evaluator_for
-from fusedops.planner.sharding.cost import COLLECTIVES, MeshCosts, Placements, StepCost
-from fusedops.planner.sharding.evaluate import Evaluator
-from fusedops.planner.sharding.execute import call_key
-from fusedops.planner.sharding.inputs import DATA_NAMES, batch_of, data_dims
-from fusedops.planner.sharding.placements import checked_placements, matching_names
+from fusedops.planner.sharding.cost import MeshCosts, Placements, StepCost
+from fusedops.planner.sharding.evaluate import (
+    DATA_NAMES,
+    Evaluator,
+    batch_of,
+    data_dims,
+    evaluator_for,
+)
 from fusedops.planner.sharding.plan import (
     PlannedParameter,
     PlanTotals,
     ShardingPlan,
-    parameters_of,
+    checked_placements,
+    matching_names,
 )
-from fusedops.planner.sharding.search import PlacementSearch, SearchResult
-from fusedops.planner.sharding.strategies import StepPlacement
+from fusedops.planner.sharding.run import call_key
+from fusedops.planner.sharding.solver import Solution, solve, units_of
 from fusedops.planner.sharding.trace import OP, FakeModel
 from fusedops.planner.sizes import show_bytes
 
@@ -45,7 +49,10 @@ def auto_parallel(
     marked: Mapping[str, Placement | Sequence[Placement]] | None = None,
     device: str | Device = "h100",
 ) -> ShardingPlan:
-    """Plan where the parameters of a model are on a mesh; nothing runs and nothing is changed.
+    """Plan placements of small and medium models, whose full batch each rank can hold.
+
+    One or two mesh dimensions are planned; nothing runs and nothing is changed. For large models
+    use ``parallelize`` with ``fusedops plan``.
 
     The model is traced by ``torch.export`` on fake tensors. Where a parameter's placement leads to
     communication follows from DTensor's sharding rules and those of fused operators.
@@ -94,43 +101,43 @@ def auto_parallel(
     _check(model, mesh, mode, memory_limit, marked)
     batch_of(args, kwargs, mesh)
     device = load_device(device) if isinstance(device, str) else device
-    names = tuple(mesh.mesh_dim_names or ())
-    parameters = parameters_of(model)
+    parameters = {
+        name: PlannedParameter(
+            tuple(parameter.shape), parameter.element_size(), parameter.requires_grad
+        )
+        for name, parameter in model.named_parameters()
+    }
     fixed = _fixed(model, parameters, mesh, marked or {})
-    evaluator = None
+    traced = None
     if mode != "data" or not _has_batch_norm(model):
         try:
-            fake = FakeModel(model, mesh.device_type)
-            evaluator = evaluator_for(fake, mesh, device, args, kwargs)
+            evaluator = evaluator_for(
+                FakeModel(model, mesh.device_type), mesh, device, args, kwargs
+            )
+            traced = (call_key(model, args, kwargs)[1], evaluator)
         except UnsupportedError:
             if mode != "data":
                 raise
-    replicated = dict.fromkeys(parameters, tuple(Replicate() for _ in names))
-    if mode == "data":
-        result = SearchResult(replicated, 0.0, True)
-    else:
-        assert evaluator is not None
-        result = _searched(evaluator, parameters, fixed, mode, memory_limit)
-    placements = {name: result.placements.get(name, replicated[name]) for name in parameters}
-    placements.update(fixed)
-    estimate = _Estimate(evaluator, parameters, MeshCosts(mesh, device), model, names)
+    placements: dict[str, Placements] = dict.fromkeys(parameters, (Replicate(),) * mesh.ndim)
+    exact = True
+    if mode != "data":
+        assert traced is not None
+        solution = _searched(traced[1], placements, fixed, mode, memory_limit)
+        placements |= {**fixed, **solution.placements}
+        exact = solution.exact
     plan = ShardingPlan(
         mode=mode,
         mesh_shape=tuple(mesh.shape),
-        mesh_dims=names,
+        mesh_dims=tuple(mesh.mesh_dim_names or ()),
         device_type=mesh.device_type,
         parameters=parameters,
         placements=placements,
-        batch=batch_of(args, kwargs, mesh),
-        local=evaluator is None,
-        exact=result.exact,
-        replicated_calls=estimate.replicated_calls(placements),
-        mesh=mesh,
-        totals=estimate(placements),
-        estimate=estimate,
+        local=traced is None,
+        exact=exact,
+        totals=_totals_without_graph(model, parameters, MeshCosts(mesh, device), mesh),
+        traced=traced,
+        _mesh=mesh,
     )
-    if evaluator is not None:
-        plan.traced = (call_key(model, args, kwargs)[1], evaluator)
     if memory_limit is not None and plan.totals.memory > memory_limit:
         raise ValueError(_too_large(plan.totals.memory, memory_limit, mode))
     return plan
@@ -165,7 +172,7 @@ def _check(
             f"{mesh.ndim} dimensions with the names {names}",
         )
     checks.choice(OP, "mode", mode, MODES)
-    if mode == "data" and not data_dims(tuple(names)):
+    if mode == "data" and not data_dims(mesh):
         raise ValueError(
             f'{OP}: mode "data" needs a mesh dimension named {" or ".join(DATA_NAMES)}, '
             f"got {', '.join(names)}"
@@ -191,29 +198,17 @@ def _fixed(
         name: first[id(parameter)]
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    modules = {name: module for name, module in model.named_modules() if name}
-    sizes, dims = tuple(mesh.shape), tuple(mesh.mesh_dim_names or ())
     for pattern, placements in marked.items():
-        names = matching_names(f"{OP}: marked", pattern, {**aliases, **modules})
-        for name in names:
-            members = [name]
-            if name not in aliases:
-                members = [f"{name}.{own}" for own, _ in modules[name].named_parameters()]
-            for member in members:
-                parameter = aliases[member]
-                shape = parameters[parameter].shape
-                given = placements
-                if name not in aliases and isinstance(placements, (tuple, list)):
-                    given = tuple(_or_replicate(place, shape) for place in placements)
-                fixed[parameter] = checked_placements(
-                    f"{OP}: {parameter}", given, shape, sizes, dims
-                )
+        for name in matching_names(f"{OP}: marked", pattern, aliases):
+            shape, given = parameters[aliases[name]].shape, placements
+            of_module = not fnmatch.fnmatchcase(name, pattern)
+            if of_module and isinstance(given, (tuple, list)):
+                absent = [getattr(place, "dim", -1) >= len(shape) for place in given]
+                given = [Replicate() if no else p for no, p in zip(absent, given, strict=True)]
+            fixed[aliases[name]] = checked_placements(
+                f"{OP}: {aliases[name]}", given, shape, mesh.shape, mesh.mesh_dim_names or ()
+            )
     return fixed
-
-
-def _or_replicate(place: Any, shape: Sequence[int]) -> Any:
-    dim = getattr(place, "dim", None)
-    return Replicate() if dim is not None and dim >= len(shape) else place
 
 
 def _has_batch_norm(model: nn.Module) -> bool:
@@ -225,43 +220,33 @@ def _has_batch_norm(model: nn.Module) -> bool:
 
 def _searched(
     evaluator: Evaluator,
-    parameters: Mapping[str, PlannedParameter],
+    replicated: Mapping[str, Placements],
     fixed: Mapping[str, Placements],
     mode: str,
     memory_limit: float | None,
-) -> SearchResult:
+) -> Solution:
+    """Return the best placements; those that also shard over the batch only where a limit asks."""
     objective = "bytes" if mode == "semi-auto" else "seconds"
-    used = set(evaluator.graph.parameters.values())
-    unused = {name: places for name, places in fixed.items() if name not in used}
-    own = {name: places for name, places in fixed.items() if name in used}
-    first = PlacementSearch(evaluator, own, objective, False).run(None)
-    assert first is not None
-    placements = {**first.placements, **unused}
-    if memory_limit is None or _memory(evaluator, placements) <= memory_limit:
-        return SearchResult(placements, first.objective, first.exact)
-    limit: float = memory_limit
+
+    def memory_of(solution: Solution) -> float:
+        return evaluator.total_of({**replicated, **fixed, **solution.placements})[1]
+
+    best = solve(evaluator, units_of(evaluator, fixed, False), objective)
+    assert best is not None
+    if memory_limit is None or memory_of(best) <= memory_limit:
+        return best
+    units, limit = units_of(evaluator, fixed, True), memory_limit
     for _ in range(_ATTEMPTS):
-        search = PlacementSearch(evaluator, own, objective, True)
-        result = search.run(limit)
+        result = solve(evaluator, units, objective, limit)
         if result is None:
             break
-        placements = {**result.placements, **unused}
-        excess = _memory(evaluator, placements) - memory_limit
+        excess = memory_of(result) - memory_limit
         if excess <= 0:
-            return SearchResult(placements, result.objective, result.exact)
-        limit -= excess  # moves that two segments need are counted in both
-    least = PlacementSearch(evaluator, own, "memory", True).run(None)
+            return result
+        limit -= excess  # repeated layers may save what the search has not counted
+    least = solve(evaluator, units, "memory")
     assert least is not None
-    raise ValueError(_too_large(_memory(evaluator, least.placements), memory_limit, mode))
-
-
-def _memory(evaluator: Evaluator, placements: Mapping[str, Placements]) -> float:
-    stored = {
-        number: placements[name]
-        for number, name in evaluator.graph.parameters.items()
-        if name in placements
-    }
-    return evaluator.total(stored)[1]
+    return least
 
 
 def _too_large(memory: float, limit: float, mode: str) -> str:
@@ -274,64 +259,13 @@ def _too_large(memory: float, limit: float, mode: str) -> str:
     )
 
 
-class _Estimate:
-    """Totals of placements by name; from the graph, or of the parameters alone."""
-
-    def __init__(
-        self,
-        evaluator: Evaluator | None,
-        parameters: Mapping[str, PlannedParameter],
-        costs: MeshCosts,
-        model: nn.Module,
-        names: tuple[str, ...],
-    ) -> None:
-        self._evaluator = evaluator
-        self._parameters = parameters
-        self._costs = costs
-        self._buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-        self._data = data_dims(names)
-
-    def __call__(self, placements: Mapping[str, Placements]) -> PlanTotals:
-        cost, memory = self._of_graph(placements) if self._evaluator else self._of_parameters()
-        sent = {kind: n for kind, n in zip(COLLECTIVES, cost.sent, strict=True) if n}
-        return PlanTotals(memory, sent, cost.seconds)
-
-    def _of_graph(
-        self,
-        placements: Mapping[str, Placements],
-        choices: list[StepPlacement] | None = None,
-    ) -> tuple[StepCost, float]:
-        assert self._evaluator is not None
-        graph = self._evaluator.graph
-        stored = {number: placements[name] for number, name in graph.parameters.items()}
-        cost, memory = self._evaluator.total(stored, choices)
-        used = set(graph.parameters.values())
-        for name, parameter in self._parameters.items():
-            if name not in used:
-                nbytes = math.prod(parameter.shape) * parameter.itemsize
-                memory += self._costs.local_bytes(nbytes, placements[name])
-        return cost, memory
-
-    def _of_parameters(self) -> tuple[StepCost, float]:
-        cost, memory = StepCost(), float(self._buffers)
-        for parameter in self._parameters.values():
-            nbytes = math.prod(parameter.shape) * parameter.itemsize
-            memory += nbytes * (4 if parameter.trained else 1)
-            if parameter.trained:
-                for dim in self._data:
-                    cost += self._costs.collective("all-reduce", nbytes, dim)
-        return cost, memory
-
-    def replicated_calls(self, placements: Mapping[str, Placements]) -> dict[str, int]:
-        """Return how often operators with gradients run on replicated tensors, by name."""
-        calls: dict[str, int] = {}
-        if self._evaluator is None:
-            return calls
-        choices: list[StepPlacement] = []
-        self._of_graph(placements, choices)
-        steps = [s for s in self._evaluator.graph.steps if self._evaluator.depends(s)]
-        for step, choice in zip(steps, choices, strict=True):
-            if choice.rule == "replicated" and choice.moves:
-                name = step.op._schema.name.partition("::")[2]
-                calls[name] = calls.get(name, 0) + 1
-        return calls
+def _totals_without_graph(
+    model: nn.Module, parameters: Mapping[str, PlannedParameter], costs: MeshCosts, mesh: DeviceMesh
+) -> PlanTotals:
+    """Return what replicated parameters cost: an all-reduce of their gradients."""
+    cost, memory = StepCost(), sum(buffer.nbytes for buffer in model.buffers())
+    for parameter in parameters.values():
+        memory += parameter.nbytes * (4 if parameter.trained else 1)
+        for dim in data_dims(mesh) if parameter.trained else ():
+            cost += costs.collective("all-reduce", parameter.nbytes, dim)
+    return PlanTotals(memory, {"all-reduce": cost.sent[0]}, cost.seconds)

@@ -6,73 +6,92 @@ placements is moved once, and partial gradients of a value are summed once, as t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils import _pytree as pytree
 
-from fusedops.planner.sharding.cost import NO_COST, Placements, StepCost
-from fusedops.planner.sharding.rules import (
-    SAVES_NOTHING,
-    SAVES_RESULT,
-    SAVES_RESULT_ONLY,
-    VIEWS,
-    short_name,
-)
+from fusedops.planner.device import Device
+from fusedops.planner.sharding.cost import NO_COST, MeshCosts, Placements, StepCost
 from fusedops.planner.sharding.strategies import Placer, StepPlacement
-from fusedops.planner.sharding.trace import GraphStep, TracedGraph
+from fusedops.planner.sharding.trace import OP, FakeModel, GraphStep, ValueRef, is_view, short_name
 
 # What is charged once for a value: a move to other placements, or the sum of its gradient on a
 # mesh dimension.
 Charge = Placements | int
 NOTHING: frozenset[Charge] = frozenset()
+DATA_NAMES = ("dp", "data")
+
+
+def data_dims(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the mesh dimensions on which the batch is sharded, by their names."""
+    names = mesh.mesh_dim_names or ()
+    return tuple(dim for dim, name in enumerate(names) if name in DATA_NAMES)
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> int:
+    """Return the number of rows of the inputs, which the data dimension must divide."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if not rows:
+        raise ValueError(f"{OP}: the inputs have no tensor with the batch in dim 0")
+    for dim in data_dims(mesh):
+        if rows[0] % mesh.size(dim):
+            raise ValueError(
+                f"{OP}: a batch of {rows[0]} cannot be divided by the {mesh.size(dim)} ranks of "
+                f"{(mesh.mesh_dim_names or ())[dim]!r}"
+            )
+    return int(rows[0])
+
+
+def evaluator_for(
+    fake: FakeModel,
+    mesh: DeviceMesh,
+    device: Device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Evaluator:
+    """Trace a model for inputs, and return the costs of its graph."""
+    batch = batch_of(args, kwargs, mesh)
+    graph = fake.trace(args, kwargs)
+    return Evaluator(Placer(graph, mesh, MeshCosts(mesh, device), data_dims(mesh)), batch)
 
 
 @dataclass
 class WalkState:
-    """Where values are at some point of a walk.
-
-    Attributes:
-        places: placements by value.
-        charged: moves and sums that are paid for, by value.
-    """
+    """Placements, and moves and sums that are paid for, by value, at some point of a walk."""
 
     places: dict[int, Placements] = field(default_factory=dict)
     charged: dict[int, frozenset[Charge]] = field(default_factory=dict)
 
 
 class Evaluator:
-    """Costs of placements of the parameters of one graph.
-
-    Args:
-        placer: chooses where steps run.
-        batch: the number of rows of the inputs that are sharded.
-    """
+    """Costs of placements of the parameters of one graph, for inputs of so many rows."""
 
     def __init__(self, placer: Placer, batch: int) -> None:
         self.placer = placer
         self.graph = placer.graph
         self.batch = batch
         self._data = placer.data_dims
-        self._saved = saved_values(self.graph)
-        self._dependent: set[int] = set(self.graph.parameters)
-        for step in self.graph.steps:
-            if any(number in self._dependent for number in step.inputs):
-                self._dependent.update(step.outputs)
-        self.fixed_steps = [s for s in self.graph.steps if not self.depends(s)]
-        self.fixed = self._fixed_state()
+        self._saved = self._saved_values()
 
-    def depends(self, step: GraphStep) -> bool:
-        """Whether a step reads what a parameter has an effect on."""
-        return any(number in self._dependent for number in step.inputs)
-
-    def is_dependent(self, number: int) -> bool:
-        """Whether a parameter has an effect on a value."""
-        return number in self._dependent
-
-    def is_saved(self, number: int) -> bool:
-        """Whether a value is kept for the backward pass."""
-        return number in self._saved
+    def _saved_values(self) -> set[int]:
+        """Return the values that autograd keeps until the backward, each storage once."""
+        graph = self.graph
+        root: dict[int, int] = {}
+        saved: set[int] = set()
+        for step in graph.steps:
+            if is_view(step.op) and step.inputs:
+                base = root.get(step.inputs[0], step.inputs[0])
+                root.update(dict.fromkeys(step.outputs, base))
+            numbers = (*step.inputs, *step.outputs)
+            saved.update(root.get(numbers[i], numbers[i]) for i in step.measure.saves)
+        return saved - {*graph.parameters, *graph.buffers, *graph.constants}
 
     def input_placements(self, number: int) -> Placements:
         """Return where an input is: its rows are sharded on the data dimensions."""
@@ -83,102 +102,88 @@ class Evaluator:
             for dim in range(self.placer.mesh.ndim)
         )
 
-    def _fixed_state(self) -> WalkState:
-        state = WalkState()
-        for number in (*self.graph.buffers, *self.graph.constants):
-            state.places[number] = self.placer.replicated
-        for number in self.graph.inputs:
-            state.places[number] = self.input_placements(number)
-        kept = sum(
-            self.placer.costs.local_bytes(self.graph.values[number].nbytes, state.places[number])
-            for number in self.graph.inputs
-            if number in self._saved
-        )
-        self.fixed_cost = self.walk(self.fixed_steps, state, {}) + StepCost(saved=kept)
-        return state
-
     def use_placements(self, stored: Placements) -> Placements:
         """Return where the steps see a parameter: gathered on the data dimensions."""
         return tuple(
             Replicate() if dim in self._data else place for dim, place in enumerate(stored)
         )
 
-    def parameter_cost(self, number: int, stored: Placements) -> StepCost:
-        """Return the cost of gathering a parameter that is sharded on a data dimension."""
-        used = self.use_placements(stored)
-        if used == stored:
-            return NO_COST
-        costs, value = self.placer.costs, self.graph.values[number]
-        gathered = costs.local_bytes(value.nbytes, used)
-        return costs.forward(value.nbytes, stored, used) + StepCost(saved=gathered)
+    def _loaded(self, number: int, stored: Mapping[int, Placements]) -> tuple[Placements, StepCost]:
+        """Return where the first step finds what no step has made, and what that costs."""
+        costs, nbytes = self.placer.costs, self.graph.values[number].nbytes
+        if number in self.graph.inputs:
+            used = self.input_placements(number)
+            kept = costs.local_bytes(nbytes, used) if number in self._saved else 0.0
+            return used, StepCost(saved=kept)
+        if number not in stored:
+            return self.placer.replicated, NO_COST
+        used = self.use_placements(stored[number])
+        if used == stored[number]:
+            return used, NO_COST
+        gathered = StepCost(saved=costs.local_bytes(nbytes, used))
+        return used, costs.forward(nbytes, stored[number], used) + gathered
 
     def walk(
         self,
-        steps: Iterable[GraphStep],
+        steps: Iterable[tuple[GraphStep, int]],
         state: WalkState,
         stored: Mapping[int, Placements],
         choices: list[StepPlacement] | None = None,
     ) -> StepCost:
-        """Return the cost of steps, and update the state.
+        """Return the cost of steps, each with how many equal ones it stands for.
 
-        Args:
-            steps: in the order in which they run.
-            state: where the values before them are.
-            stored: placements of the parameters, by value.
-            choices: a list to which each step's choice is appended.
+        The state and the list of choices are updated; ``stored`` has the parameters' placements.
         """
         places, charged = state.places, state.charged
         local, values = self.placer.costs.local_bytes, self.graph.values
-        total = NO_COST
-        for step in steps:
+        total, seconds, saved = NO_COST, 0.0, 0.0
+        for step, weight in steps:
+            moved = NO_COST
             for number in step.inputs:
-                if number not in places and number in stored:
-                    places[number] = self.use_placements(stored[number])
-                    total += self.parameter_cost(number, stored[number])
+                if number not in places:
+                    places[number], loading = self._loaded(number, stored)
+                    moved += loading
             current = tuple(places[number] for number in step.inputs)
             copies = tuple(charged.get(number, NOTHING) for number in step.inputs)
             choice = self.placer.choose(step, current, copies)
-            seconds = choice.seconds
-            for move in choice.moves:
-                number = step.inputs[move.input]
-                if move.target not in charged.get(number, NOTHING):
-                    charged[number] = charged.get(number, NOTHING) | {move.target}
-                    keeps = short_name(step.op) not in SAVES_NOTHING
-                    total += move.cost
-                    if keeps and values[number].needs_grad:
-                        total += StepCost(saved=move.copied)
+            for index, target, moving in choice.moves:
+                number = step.inputs[index]
+                if target not in charged.get(number, NOTHING):
+                    charged[number] = charged.get(number, NOTHING) | {target}
+                    moved += moving
+                    if index in step.measure.saves:
+                        saved += weight * local(values[number].nbytes, target)
             for index, dim, reduced, scattered in choice.sums:
                 number = step.inputs[index]
                 if dim not in charged.get(number, NOTHING):
                     charged[number] = charged.get(number, NOTHING) | {dim}
-                    kept = stored.get(number)
-                    sharded = kept is not None and isinstance(kept[dim], Shard)
-                    total += scattered if sharded else reduced
-            saved = 0.0
+                    sharded = number in stored and isinstance(stored[number][dim], Shard)
+                    moved += scattered if sharded else reduced
+            if step.measure.saves_others:
+                saved += weight * local(step.measure.saves_others, choice.inputs[0])
             for number, place in zip(step.outputs, choice.outputs, strict=True):
                 if number >= 0:
                     places[number] = place
                     if number in self._saved:
-                        saved += local(values[number].nbytes, place)
-            total += StepCost(seconds, saved=saved)
+                        saved += weight * local(values[number].nbytes, place)
+            seconds += weight * choice.seconds
+            if moved is not NO_COST:
+                total += moved.times(weight)
             if choices is not None:
                 choices.append(choice)
-        return total
+        return total + StepCost(seconds, saved=saved)
 
-    def results(self, state: WalkState) -> StepCost:
+    def results(self, state: WalkState, outputs: Iterable[Any]) -> StepCost:
         """Return the cost of gathering the outputs of the model on every rank."""
         total = NO_COST
-        costs = self.placer.costs
-        for output in self.graph.outputs:
-            number = getattr(output, "number", None)
-            if number is None:
-                continue
-            value, place = self.graph.values[number], state.places.get(number)
-            if place is not None and place != self.placer.replicated:
-                target = self.placer.replicated
+        costs, target = self.placer.costs, self.placer.replicated
+        for output in outputs:
+            place = state.places.get(output.number) if isinstance(output, ValueRef) else None
+            if place is not None and place != target:
+                value = self.graph.values[output.number]
                 total += costs.forward(value.nbytes, place, target)
                 if value.needs_grad:
-                    total += costs.backward(value.nbytes, place, target, target)
+                    total += costs.backward(value.nbytes, place, target)
         return total
 
     def parameter_bytes(self, number: int, stored: Placements) -> float:
@@ -187,47 +192,26 @@ class Evaluator:
         copies = 4 if value.needs_grad else 1
         return copies * self.placer.costs.local_bytes(value.nbytes, stored)
 
-    def total(
-        self, stored: Mapping[int, Placements], choices: list[StepPlacement] | None = None
-    ) -> tuple[StepCost, float]:
-        """Return the cost of a step and its bytes per rank, for all parameters' placements."""
-        state = WalkState()
-        state.places.update(self.fixed.places)
-        dependent = [step for step in self.graph.steps if self.depends(step)]
-        cost = self.fixed_cost + self.walk(dependent, state, stored, choices)
-        cost += self.results(state)
+    def total_of(
+        self, placements: Mapping[str, Placements]
+    ) -> tuple[StepCost, float, dict[str, int]]:
+        """Return what all placements by name cost, bytes per rank, and operators without a rule.
+
+        Of these only those count for which tensors are gathered: how often, by name.
+        """
+        graph = self.graph
+        stored = {number: placements[name] for number, name in graph.parameters.items()}
+        state, choices = WalkState(), list[StepPlacement]()
+        cost = self.walk(((step, 1) for step in graph.steps), state, stored, choices)
+        cost += self.results(state, graph.outputs)
         memory = cost.saved + sum(self.parameter_bytes(n, p) for n, p in stored.items())
-        return cost, memory + self.buffer_bytes()
+        calls = [
+            short_name(step.op)
+            for step, choice in zip(graph.steps, choices, strict=True)
+            if choice.replicated and choice.moves
+        ]
+        return cost, memory + self.buffer_bytes(), dict(Counter(calls))
 
     def buffer_bytes(self) -> float:
         """Return the bytes of the buffers, which every rank has."""
         return float(sum(self.graph.values[number].nbytes for number in self.graph.buffers))
-
-
-def saved_values(graph: TracedGraph) -> set[int]:
-    """Return the values that autograd keeps until the backward pass, each storage once."""
-    root: dict[int, int] = {}
-    saved: set[int] = set()
-    kept_elsewhere = {*graph.parameters, *graph.buffers, *graph.constants}
-    for step in graph.steps:
-        name = short_name(step.op)
-        if name in VIEWS and step.inputs:
-            for number in step.outputs:
-                root[number] = root.get(step.inputs[0], step.inputs[0])
-        if not any(graph.values[number].needs_grad for number in step.inputs):
-            continue
-        read = [root.get(number, number) for number in step.inputs]
-        if name in SAVES_RESULT or step.op.namespace == "fusedops":
-            saved.update(number for number in step.outputs if number >= 0)
-        if name not in SAVES_NOTHING and name not in SAVES_RESULT_ONLY:
-            needed = read
-            if name in ("mul", "div"):  # a factor is saved if the other one has a gradient
-                tensors = list(zip(step.inputs, read, strict=True))
-                needed = [
-                    own
-                    for number, own in tensors
-                    if any(graph.values[n].needs_grad for n, _ in tensors if n != number)
-                    or len(tensors) > len(dict(tensors))
-                ]
-            saved.update(needed)
-    return {number for number in saved if number not in kept_elsewhere and number >= 0}

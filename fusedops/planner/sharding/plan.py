@@ -5,30 +5,27 @@ A plan can be printed, edited, saved as JSON, and applied to a model.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from fusedops.planner.sharding.apply import apply_placements
-from fusedops.planner.sharding.cost import Placements
-from fusedops.planner.sharding.groups import pattern_of
-from fusedops.planner.sharding.placements import (
-    checked_placements,
-    matching_names,
-    read_placement,
-    show_placement,
-)
+from fusedops._core import checks
+from fusedops.planner.sharding.cost import COLLECTIVES, Placements
+from fusedops.planner.sharding.evaluate import Evaluator
+from fusedops.planner.sharding.run import apply_placements
+from fusedops.planner.sharding.solver import pattern_of
 from fusedops.planner.sizes import show_bytes, show_count
 
 _OP = "ShardingPlan"
-_VERSION = 1
+_SAVED = ("mode", "device_type", "local", "exact", "replicated_calls")
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,11 @@ class PlannedParameter:
     shape: tuple[int, ...]
     itemsize: int
     trained: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, unsharded."""
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass
@@ -61,6 +63,7 @@ class PlanTotals:
     seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class ShardingPlan:
     """Placements of all parameters of a model on a mesh; made by ``auto_parallel``.
 
@@ -68,10 +71,15 @@ class ShardingPlan:
 
     Attributes:
         mode: the mode of ``auto_parallel``.
+        mesh_shape: ranks on each dimension of the mesh.
+        mesh_dims: names of these dimensions.
+        device_type: of the mesh, for example ``"cuda"``.
+        parameters: what is known of each parameter, by name.
         placements: a placement for each mesh dimension, by name of the parameter.
-        totals: what a step costs on each rank.
+        local: whether the model runs without a graph.
         exact: whether the search has compared all options.
         replicated_calls: operators without a rule that run on replicated tensors, with how often.
+        totals: what a step costs on each rank.
         traced: what the plan was made of: the kind of inputs, and the costs of their graph.
 
     Example:
@@ -80,43 +88,30 @@ class ShardingPlan:
         >>> plan = ShardingPlan(
         ...     mode="auto", mesh_shape=(2,), mesh_dims=("tp",), device_type="cpu",
         ...     parameters={"fc.weight": PlannedParameter((4, 8), 4, True)},
-        ...     placements={"fc.weight": (Replicate(),)}, batch=2)
+        ...     placements={"fc.weight": (Replicate(),)})
         >>> plan["fc.*"] = (Shard(0),)
         >>> plan["fc.weight"]
         (Shard(dim=0),)
     """
 
-    def __init__(
-        self,
-        *,
-        mode: str,
-        mesh_shape: Sequence[int],
-        mesh_dims: Sequence[str],
-        device_type: str,
-        parameters: Mapping[str, PlannedParameter],
-        placements: Mapping[str, Placements],
-        batch: int,
-        local: bool = False,
-        exact: bool = True,
-        replicated_calls: Mapping[str, int] | None = None,
-        mesh: DeviceMesh | None = None,
-        totals: PlanTotals | None = None,
-        estimate: Callable[[Mapping[str, Placements]], PlanTotals] | None = None,
-    ) -> None:
-        self.mode = mode
-        self.mesh_shape = tuple(mesh_shape)
-        self.mesh_dims = tuple(mesh_dims)
-        self.device_type = device_type
-        self.parameters = dict(parameters)
-        self.placements = dict(placements)
-        self.batch = batch
-        self.local = local
-        self.exact = exact
-        self.replicated_calls = dict(replicated_calls or {})
-        self.totals = totals or PlanTotals()
-        self._mesh = mesh
-        self._estimate = estimate
-        self.traced: tuple[Any, Any] | None = None
+    mode: str
+    mesh_shape: tuple[int, ...]
+    mesh_dims: tuple[str, ...]
+    device_type: str
+    parameters: dict[str, PlannedParameter]
+    placements: dict[str, Placements]
+    local: bool = False
+    exact: bool = True
+    replicated_calls: dict[str, int] = field(default_factory=dict)
+    totals: PlanTotals = field(default_factory=PlanTotals)
+    traced: tuple[Any, Evaluator] | None = None
+    _mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        if self.traced is not None:
+            cost, memory, self.replicated_calls = self.traced[1].total_of(self.placements)
+            sent = {kind: n for kind, n in zip(COLLECTIVES, cost.sent, strict=True) if n}
+            self.totals = PlanTotals(memory, sent, cost.seconds)
 
     def __getitem__(self, pattern: str) -> Placements:
         """Return the placements of the parameters that match.
@@ -125,7 +120,7 @@ class ShardingPlan:
             KeyError: no parameter matches.
             ValueError: those that match have different placements.
         """
-        names = self._matching(pattern)
+        names = matching_names(_OP, pattern, self.placements)
         places = {self.placements[name] for name in names}
         if len(places) > 1:
             raise ValueError(f"{_OP}: parameters of {pattern!r} have different placements")
@@ -139,56 +134,45 @@ class ShardingPlan:
             TypeError: what is given are no placements.
             ValueError: there is not one for each mesh dimension, or a size cannot be divided.
         """
-        names = self._matching(pattern)
         places = {}
-        for name in names:
+        for name in matching_names(_OP, pattern, self.placements):
             shape = self.parameters[name].shape
             places[name] = checked_placements(
                 f"{_OP}: {name}", placements, shape, self.mesh_shape, self.mesh_dims
             )
-        if self.local and any(_is_sharded(place) for place in places.values()):
+        if self.local and any(isinstance(p, Shard) for own in places.values() for p in own):
             raise ValueError(
                 f"{_OP}: a model that runs without a graph (mode 'data') has replicated parameters "
                 'only; mode "auto" shards them'
             )
         self.placements.update(places)
-        if self._estimate is not None:
-            self.totals = self._estimate(self.placements)
+        self.__post_init__()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.placements)
 
-    def __len__(self) -> int:
-        return len(self.placements)
-
-    def _matching(self, pattern: str) -> list[str]:
-        return matching_names(_OP, pattern, self.placements)
-
     def __str__(self) -> str:
         """Return the plan as a table, with totals."""
-        shape = " x ".join(
-            f"{dim} {size}" for dim, size in zip(self.mesh_dims, self.mesh_shape, strict=True)
-        )
+        groups: dict[Any, list[str]] = {}
+        for name, places in self.placements.items():
+            shape = " x ".join(map(str, self.parameters[name].shape)) or "scalar"
+            key = (pattern_of(name), shape, ", ".join(map(_show_placement, places)))
+            groups.setdefault(key, []).append(name)
         rows = [("parameter", "count", "shape", "placements", "bytes per rank")]
-        for (pattern, own_shape, places), names in self._grouped().items():
-            nbytes = sum(self._local_bytes(name) for name in names)
-            sizes = " x ".join(map(str, own_shape)) or "scalar"
-            text = ", ".join(map(show_placement, places))
-            rows.append((pattern, str(len(names)), sizes, text, show_bytes(int(nbytes))))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [f"{self.mode} on {shape} ({self.device_type})"]
-        for row in rows:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
+        for (pattern, shape, text), names in groups.items():
+            nbytes = show_bytes(int(sum(map(self._local_bytes, names))))
+            rows.append((pattern, str(len(names)), shape, text, nbytes))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sizes = zip(self.mesh_dims, map(str, self.mesh_shape), strict=True)
         count = sum(math.prod(parameter.shape) for parameter in self.parameters.values())
-        sent = ", ".join(
-            f"{kind} {show_bytes(int(nbytes))}" for kind, nbytes in self.totals.sent.items()
-        )
-        lines.append(
-            f"{show_count(count)} parameters; {show_bytes(int(self.totals.memory))} per rank"
-        )
-        lines.append(f"sent per step and rank: {sent or 'nothing'}")
-        lines.append(f"estimated seconds per step: {self.totals.seconds:.3g}")
+        sent = [f"{kind} {show_bytes(int(n))}" for kind, n in self.totals.sent.items()]
+        lines = [
+            f"{self.mode} on {' x '.join(map(' '.join, sizes))} ({self.device_type})",
+            *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
+            f"{show_count(count)} parameters; {show_bytes(int(self.totals.memory))} per rank",
+            f"sent per step and rank: {', '.join(sent) or 'nothing'}",
+            f"estimated seconds per step: {self.totals.seconds:.3g}",
+        ]
         if self.local:
             lines.append("runs the plain model on each rank's rows, without a graph")
         if self.replicated_calls:
@@ -198,16 +182,8 @@ class ShardingPlan:
             lines.append("the search has left options out: another plan may be faster")
         return "\n".join(lines)
 
-    def _grouped(self) -> dict[Any, list[str]]:
-        groups: dict[Any, list[str]] = {}
-        for name, places in self.placements.items():
-            key = (pattern_of(name), self.parameters[name].shape, places)
-            groups.setdefault(key, []).append(name)
-        return groups
-
     def _local_bytes(self, name: str) -> float:
-        parameter = self.parameters[name]
-        nbytes: float = math.prod(parameter.shape) * parameter.itemsize
+        nbytes: float = self.parameters[name].nbytes
         for size, place in zip(self.mesh_shape, self.placements[name], strict=True):
             nbytes /= size if isinstance(place, Shard) else 1
         return nbytes
@@ -219,21 +195,14 @@ class ShardingPlan:
             path: of the file.
         """
         table = {
-            "version": _VERSION,
-            "mode": self.mode,
+            "version": 1,
             "mesh": dict(zip(self.mesh_dims, self.mesh_shape, strict=True)),
-            "device_type": self.device_type,
-            "batch": self.batch,
-            "local": self.local,
-            "exact": self.exact,
-            "replicated_calls": self.replicated_calls,
+            **{name: getattr(self, name) for name in _SAVED},
             "totals": vars(self.totals),
             "parameters": {
                 name: {
-                    "shape": list(parameter.shape),
-                    "itemsize": parameter.itemsize,
-                    "trained": parameter.trained,
-                    "placements": [show_placement(place) for place in self.placements[name]],
+                    **vars(parameter),
+                    "placements": [_show_placement(place) for place in self.placements[name]],
                 }
                 for name, parameter in self.parameters.items()
             },
@@ -256,45 +225,31 @@ class ShardingPlan:
         """
         try:
             table = json.loads(Path(path).read_text(encoding="utf-8"))
-            parameters = {
-                name: PlannedParameter(tuple(row["shape"]), row["itemsize"], row["trained"])
-                for name, row in table["parameters"].items()
-            }
-            dims, shape = tuple(table["mesh"]), tuple(table["mesh"].values())
-            placements = {
-                name: tuple(map(read_placement, row["placements"]))
-                for name, row in table["parameters"].items()
-            }
+            rows = table["parameters"]
             plan = cls(
-                mode=table["mode"],
-                mesh_shape=shape,
-                mesh_dims=dims,
-                device_type=table["device_type"],
-                parameters=parameters,
-                placements=placements,
-                batch=table["batch"],
-                local=table["local"],
-                exact=table["exact"],
-                replicated_calls=table["replicated_calls"],
+                mesh_shape=tuple(table["mesh"].values()),
+                mesh_dims=tuple(table["mesh"]),
+                parameters={
+                    name: PlannedParameter(tuple(row["shape"]), row["itemsize"], row["trained"])
+                    for name, row in rows.items()
+                },
+                placements={
+                    name: tuple(map(_read_placement, row["placements"]))
+                    for name, row in rows.items()
+                },
                 totals=PlanTotals(**table["totals"]),
+                _mesh=mesh,
+                **{name: table[name] for name in _SAVED},
             )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{_OP}: {path} has no plan of ShardingPlan.save: {error}") from None
-        if mesh is not None:
-            if (tuple(mesh.shape), mesh.mesh_dim_names) != (shape, dims):
-                raise ValueError(
-                    f"{_OP}: the plan of {path} is for a mesh {table['mesh']}, "
-                    f"got {dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))}"
-                )
-            plan._mesh = mesh
+        own = (plan.mesh_shape, plan.mesh_dims)
+        if mesh is not None and (tuple(mesh.shape), mesh.mesh_dim_names) != own:
+            raise ValueError(
+                f"{_OP}: the plan of {path} is for a mesh {table['mesh']}, "
+                f"got {dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))}"
+            )
         return plan
-
-    def copy(self) -> ShardingPlan:
-        """Return a plan that can be edited without changing this one."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other.placements = dict(self.placements)
-        return other
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -327,15 +282,73 @@ class ShardingPlan:
         )
 
 
-def _is_sharded(places: Placements) -> bool:
-    return any(isinstance(place, Shard) for place in places)
+def matching_names(op: str, pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names of parameters that a pattern matches, or whose module it matches.
+
+    Raises:
+        KeyError: there is none; the message has the nearest name.
+    """
+    of_module = f"{pattern}.*"
+    matches = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    matches += [n for n in names if fnmatch.fnmatchcase(n, of_module) and n not in matches]
+    if not matches:
+        known = list(dict.fromkeys([*map(pattern_of, names), *names]))
+        near = checks.nearest(pattern, known)
+        hint = f"did you mean {near!r}" if near else f"one is {known[0]!r}" if known else "none"
+        raise KeyError(f"{op}: no parameter matches {pattern!r}: {hint}")
+    return matches
 
 
-def parameters_of(model: nn.Module) -> dict[str, PlannedParameter]:
-    """Return the parameters of a model by the first of their names."""
-    return {
-        name: PlannedParameter(
-            tuple(parameter.shape), parameter.element_size(), parameter.requires_grad
+def checked_placements(
+    what: str,
+    placements: Any,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    dims: Sequence[str],
+) -> Placements:
+    """Return placements of a parameter as a tuple.
+
+    Raises:
+        TypeError: they are no placements.
+        ValueError: there is not one for each mesh dimension, or a size cannot be divided.
+    """
+    if isinstance(placements, Placement):
+        placements = (placements,)
+    if not isinstance(placements, (tuple, list)) or not all(
+        isinstance(place, Placement) for place in placements
+    ):
+        raise TypeError(
+            f"{what} needs placements such as (Replicate(), Shard(0)), got {placements!r}"
         )
-        for name, parameter in model.named_parameters()
-    }
+    if len(placements) != len(sizes):
+        raise ValueError(
+            f"{what} needs one placement for each of the mesh dimensions {', '.join(dims)}, "
+            f"got {len(placements)}"
+        )
+    parts = [1] * len(shape)
+    for place, size in zip(placements, sizes, strict=True):
+        if isinstance(place, Partial) or not isinstance(place, (Shard, Replicate)):
+            raise ValueError(f"{what} must be Shard or Replicate, got {place}")
+        if isinstance(place, Shard):
+            if not -len(shape) <= place.dim < len(shape):
+                raise ValueError(
+                    f"{what} has the shape {tuple(shape)}, which has no dim {place.dim} to shard"
+                )
+            parts[place.dim] *= size
+    for dim, (length, part) in enumerate(zip(shape, parts, strict=True)):
+        if length % part:
+            raise ValueError(
+                f"{what} has {length} elements in dim {dim}, which {part} ranks do not divide"
+            )
+    return tuple(
+        Shard(place.dim % len(shape)) if isinstance(place, Shard) else Replicate()
+        for place in placements
+    )
+
+
+def _show_placement(place: Any) -> str:
+    return f"S({place.dim})" if isinstance(place, Shard) else "R"
+
+
+def _read_placement(text: str) -> Any:
+    return Replicate() if text == "R" else Shard(int(text.removeprefix("S(").removesuffix(")")))

@@ -9,84 +9,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
 
 from fusedops._core import sharding
 from fusedops._core.sharding import PARTIAL, REPLICATE, Sharding
-from fusedops.planner.sharding.compute import compute_seconds
 from fusedops.planner.sharding.cost import (
     MeshCosts,
     Placements,
     StepCost,
+    compute_seconds,
     gradient_placements,
 )
-from fusedops.planner.sharding.dtensor_rules import propagated
 from fusedops.planner.sharding.rules import RULES
-from fusedops.planner.sharding.trace import GraphStep, TracedGraph
+from fusedops.planner.sharding.trace import (
+    GraphStep,
+    TracedGraph,
+    ValueRef,
+    arguments_by_name,
+    short_name,
+    substituted,
+)
 
 # A sharded parameter is used where it is, unless no rule can: its operator computes a part. Seconds
 # that no other move takes.
 _MOVED_PARAMETER = 1e6
-
-
-@dataclass(frozen=True)
-class InputMove:
-    """A tensor that a step needs with other placements, or whose gradient must be summed.
-
-    Attributes:
-        input: which of the step's inputs.
-        target: its placements in the step.
-        cost: of the forward and the backward move.
-        copied: bytes of the moved tensor on a rank.
-    """
-
-    input: int
-    target: Placements
-    cost: StepCost
-    copied: float = 0.0
+# What DTensor's own dispatcher treats specially does not run on local tensors alone.
+_SPECIAL = ("aten::as_strided", "aten::argmin", "aten::argmax", "aten::convolution")
 
 
 @dataclass(frozen=True)
 class StepPlacement:
-    """Where a step runs.
-
-    Attributes:
-        inputs: placements of the tensors that it reads.
-        gradients: placements of their gradients, as the step's backward gives them.
-        outputs: placements of the tensors that it returns.
-        averaged: mesh dimensions on which an output is a mean of the ranks' results.
-        args: positional arguments with the sizes of a rank, or ``None``: those of the graph.
-        op: the operator that runs.
-        rule: ``"rule"``, ``"dtensor"``, or ``"replicated"`` for an operator without a rule.
-        moves: what has to be moved for it.
-        sums: gradients to sum, of inputs that need no move.
-        seconds: of its computation, forward and backward.
-    """
+    """Where a step runs, and what that costs."""
 
     inputs: tuple[Placements, ...]
-    gradients: tuple[Placements, ...]
+    gradients: tuple[Placements, ...]  # of the inputs, as the step's backward gives them
     outputs: tuple[Placements, ...]
-    averaged: tuple[tuple[int, ...], ...]
-    args: tuple[Any, ...] | None
+    averaged: tuple[tuple[int, ...], ...]  # dims on which an output is a mean of the ranks' results
+    args: tuple[Any, ...] | None  # with the sizes of a rank; ``None``: those of the graph
     op: Any
-    rule: str
-    moves: tuple[InputMove, ...] = ()
+    replicated: bool = False  # whether the operator has no rule
+    moves: tuple[tuple[int, Placements, StepCost], ...] = ()  # inputs to move, there and back
+    # Inputs without a move and mesh dimensions on which their gradients are summed, with the costs
+    # of an all-reduce and of a reduce-scatter.
     sums: tuple[tuple[int, int, StepCost, StepCost], ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # of its computation, forward and backward
 
 
 class Placer:
     """Chooses where the steps of one graph run, one choice per kind of step and placements.
 
-    Args:
-        graph: the graph.
-        mesh: the mesh.
-        costs: of its collectives.
-        data_dims: mesh dimensions on which the batch is sharded.
+    The batch is sharded on ``data_dims`` of the mesh.
     """
 
     def __init__(
@@ -97,6 +78,7 @@ class Placer:
         self.mesh = mesh
         self.costs = costs
         self.data_dims = tuple(data_dims)
+        self.other_dims = tuple(dim for dim in range(mesh.ndim) if dim not in self.data_dims)
         self.replicated: Placements = tuple(Replicate() for _ in range(mesh.ndim))
         self._chosen: dict[Any, StepPlacement] = {}
 
@@ -106,13 +88,7 @@ class Placer:
         current: tuple[Placements, ...],
         copies: tuple[frozenset[Any], ...],
     ) -> StepPlacement:
-        """Return where a step runs.
-
-        Args:
-            step: the step.
-            current: placements of its inputs.
-            copies: other placements in which they exist too, moved for earlier steps.
-        """
+        """Return where a step runs if its inputs are in ``current`` and, moved, in ``copies``."""
         key = (step.key, current, copies)
         if key not in self._chosen:
             placed = self._placed(step, current, copies)
@@ -121,14 +97,13 @@ class Placer:
 
     def even(self, number: int, placements: Placements) -> bool:
         """Whether every rank has an equal part of a value."""
-        shape = self.graph.values[number].shape
-        parts = [1] * len(shape)
+        parts = list(self.graph.values[number].shape)
         for size, placement in zip(self.costs.sizes, placements, strict=True):
             if isinstance(placement, Shard):
-                if placement.dim >= len(shape):
+                if placement.dim >= len(parts) or parts[placement.dim] % size:
                     return False
-                parts[placement.dim] *= size
-        return all(size % part == 0 for size, part in zip(shape, parts, strict=True))
+                parts[placement.dim] //= size
+        return True
 
     def _placed(
         self,
@@ -138,25 +113,19 @@ class Placer:
     ) -> StepPlacement:
         if step.op._schema.name in RULES:
             return self._by_rule(step, current, copies)
-        others = [dim for dim in range(self.mesh.ndim) if dim not in self.data_dims]
-        for dims in ([], others, range(self.mesh.ndim)):
-            start = tuple(
+        for gathered in ((), self.other_dims, range(self.mesh.ndim)):
+            start = [
                 tuple(
-                    Replicate() if dim in dims else placement
+                    Replicate() if dim in gathered else placement
                     for dim, placement in enumerate(placements)
                 )
                 for placements in current
-            )
-            result = self._by_dtensor(step, start)
-            if result is not None:
-                return result
-        return self._replicated(step)
-
-    def _replicated(self, step: GraphStep) -> StepPlacement:
-        inputs = tuple(self.replicated for _ in step.inputs)
-        outputs = tuple(self.replicated for _ in step.outputs)
-        averaged = tuple(() for _ in step.outputs)
-        return StepPlacement(inputs, inputs, outputs, averaged, None, step.op, "replicated")
+            ]
+            placed = self._by_dtensor(step, start)
+            if placed is not None:
+                return placed
+        everywhere = [self.replicated] * len(step.inputs), [self.replicated] * len(step.outputs)
+        return replace(self._finished(*everywhere, None, step.op), replicated=True)
 
     def _by_rule(
         self,
@@ -166,42 +135,32 @@ class Placer:
     ) -> StepPlacement:
         """Choose a strategy of ``rules.py`` for one mesh dimension after the other."""
         tensors = [self.graph.values[number] for number in step.inputs]
-        names = [argument.name for argument in step.op._schema.arguments]
-        given = {argument.name: argument.default_value for argument in step.op._schema.arguments}
-        given |= {**dict(zip(names, step.args, strict=False)), **step.kwargs}
+        arguments = arguments_by_name(step.op, step.args, step.kwargs)
         everywhere: Sharding = ([REPLICATE] * len(tensors), [REPLICATE] * len(step.outputs))
-        options = [everywhere, *RULES[step.op._schema.name](tensors, given)]
-        inputs = [list(self.replicated) for _ in step.inputs]
-        outputs = [list(self.replicated) for _ in step.outputs]
-        order = [*self.data_dims, *(d for d in range(self.mesh.ndim) if d not in self.data_dims)]
-        for dim in order:
-            best = math.inf
-            chosen = None
-            for option in options:
-                words, results = option[0], list(option[1])[: len(outputs)]
-                tried_in = [[*old] for old in inputs]
-                tried_out = [[*old] for old in outputs]
-                for row, word in zip(tried_in, words, strict=True):
-                    row[dim] = _placement(word)
-                for row, word in zip(tried_out, results, strict=True):
-                    row[dim] = _placement(word)
-                numbers = zip((*step.inputs, *step.outputs), (*tried_in, *tried_out), strict=True)
-                if not all(self.even(number, tuple(row)) for number, row in numbers):
-                    continue
-                cost = self._price_of(step, current, copies, tried_in, tried_out, dim)
-                if cost < best:
-                    best, chosen = cost, (tried_in, tried_out)
-            assert chosen is not None
-            inputs, outputs = chosen
-        return self._finished(step, inputs, outputs, None, step.op, "rule")
+        options = [everywhere, *RULES[step.op._schema.name](tensors, arguments)]
+        numbers = (*step.inputs, *step.outputs)
+        rows: list[Placements] = [self.replicated] * len(numbers)
+        for dim in (*self.data_dims, *self.other_dims):
+            best, chosen = math.inf, rows
+            for inputs, outputs in options:
+                words = (*inputs, *outputs[: len(step.outputs)])
+                tried = [
+                    (*row[:dim], _placement(word), *row[dim + 1 :])
+                    for row, word in zip(rows, words, strict=True)
+                ]
+                if all(self.even(n, row) for n, row in zip(numbers, tried, strict=True)):
+                    cost = self._price_of(step, current, copies, tried, dim)
+                    if cost < best:
+                        best, chosen = cost, tried
+            rows = chosen
+        return self._finished(rows[: len(tensors)], rows[len(tensors) :], None, step.op)
 
     def _price_of(
         self,
         step: GraphStep,
         current: Sequence[Placements],
         copies: Sequence[frozenset[Any]],
-        inputs: list[list[Any]],
-        outputs: list[list[Any]],
+        rows: Sequence[Placements],
         dim: int,
     ) -> float:
         """Return the seconds of what a strategy moves on one mesh dimension, and computes.
@@ -210,7 +169,8 @@ class Placer:
         rank computes a part of although all ranks have the inputs is counted as gathered later.
         """
         seconds = 0.0
-        gradients = gradient_placements([tuple(row) for row in inputs], [tuple(o) for o in outputs])
+        inputs, outputs = rows[: len(step.inputs)], rows[len(step.inputs) :]
+        gradients = gradient_placements(inputs, outputs)
         for number, old, existing, new, gradient in zip(
             step.inputs, current, copies, inputs, gradients, strict=True
         ):
@@ -222,56 +182,103 @@ class Placer:
                 seconds += _MOVED_PARAMETER
             source = (*new[:dim], old[dim], *new[dim + 1 :])
             if isinstance(new[dim], Partial) and not isinstance(old[dim], Partial):
-                source = tuple(new)  # a rank's share of a replicated tensor costs nothing
-            seconds += self.costs.forward(value.nbytes, source, tuple(new)).seconds
+                source = new  # a rank's share of a replicated tensor costs nothing
+            seconds += self.costs.forward(value.nbytes, source, new).seconds
             if value.needs_grad and dim not in self.data_dims:
                 place = (*new[:dim], gradient[dim], *new[dim + 1 :])
-                seconds += self.costs.backward(value.nbytes, source, tuple(new), place).seconds
+                seconds += self.costs.backward(value.nbytes, source, place).seconds
         split = not any(isinstance(old[dim], Shard) for old in current)
         for number, new in zip(step.outputs, outputs, strict=True):
             if isinstance(new[dim], Partial) or (split and isinstance(new[dim], Shard)):
-                nbytes = self.graph.values[number].nbytes
                 target = (*new[:dim], Replicate(), *new[dim + 1 :])
-                seconds += self.costs.forward(nbytes, tuple(new), target).seconds
-        return (
-            seconds
-            if dim in self.data_dims
-            else seconds + compute_seconds(step, self.graph, self.costs, inputs)
-        )
+                seconds += self.costs.forward(self.graph.values[number].nbytes, new, target).seconds
+        if dim not in self.data_dims:
+            seconds += compute_seconds(step, self.graph, self.costs, inputs)
+        return seconds
 
-    def _by_dtensor(self, step: GraphStep, current: tuple[Placements, ...]) -> StepPlacement | None:
-        asked = propagated(step, self.graph, self.mesh, current)
-        if asked is None:
+    def _by_dtensor(self, step: GraphStep, current: Sequence[Placements]) -> StepPlacement | None:
+        """Ask DTensor's sharding propagation; ``None`` if local tensors cannot follow its rule."""
+        if not step.inputs or step.op._schema.name in _SPECIAL:
             return None
-        numbers = zip((*step.inputs, *step.outputs), (*asked.inputs, *asked.outputs), strict=True)
-        if not all(self.even(number, place) for number, place in numbers if number >= 0):
+        values = self.graph.values
+        replacements = iter(
+            DTensorSpec(
+                self.mesh,
+                place,
+                tensor_meta=TensorMeta(
+                    torch.Size(values[number].shape), values[number].stride, values[number].dtype
+                ),
+            )
+            for number, place in zip(step.inputs, current, strict=True)
+        )
+        args = substituted(step.args, replacements)
+        kwargs = substituted(step.kwargs, replacements)
+        schema = OpSchema(step.op, args, kwargs)
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        info = propagator.op_to_schema_info.get(step.op)
+        if info is None:
+            info = propagator.op_to_schema_info_for_single_dim_strategy.get(step.op)
+        ask = propagator.propagate_op_sharding_non_cached
+        if info is not None:  # whether lists of tensors are flattened, and what a cache compares
+            schema.schema_info = info
+            schema._recompute_comparison_key()
+            ask = propagator.propagate_op_sharding
+        try:
+            result = ask(schema)
+        except Exception:  # every kind of error means that there is no rule for these placements
             return None
-        inputs, outputs = [list(row) for row in asked.inputs], [list(row) for row in asked.outputs]
-        return self._finished(step, inputs, outputs, asked.args, asked.op, "dtensor")
+        output, asked = result.output_spec, schema
+        if result.needs_redistribute:
+            asked = result.redistribute_schema
+        if output is None or asked is None:
+            return None
+        inputs = [spec.placements for spec in _specs_in((asked.args_schema, asked.kwargs_schema))]
+        if len(inputs) != len(step.inputs):
+            inputs = [spec.placements for spec in _specs_in((asked.args_schema, kwargs))]
+        specs = [output] if isinstance(output, DTensorSpec) else list(output)
+        if len(inputs) != len(step.inputs) or len(specs) != len(step.outputs):
+            return None
+        outputs = [self.replicated if spec is None else tuple(spec.placements) for spec in specs]
+        numbers = zip((*step.inputs, *step.outputs), (*inputs, *outputs), strict=True)
+        if not all(
+            all(map(_is_plain, place)) and (number < 0 or self.even(number, place))
+            for number, place in numbers
+        ):
+            return None
+        if self._runs_along_sharded(step, inputs):
+            return None
+        changed = None
+        if result.use_val_from_redistribute_schema:
+            changed = _without_specs(asked.args_schema)
+        return self._finished(inputs, outputs, changed, asked.op)
+
+    def _runs_along_sharded(self, step: GraphStep, inputs: Sequence[Placements]) -> bool:
+        """Whether a step scans, sorts or indexes along a dim that is sharded.
+
+        Torch's rules of some of these operators (``logcumsumexp``) are those of elementwise ones.
+        """
+        dim = arguments_by_name(step.op, step.args, step.kwargs).get("dim")
+        if not isinstance(dim, int) or short_name(step.op) == "slice":
+            return False
+        values = self.graph.values
+        rank = len(values[step.inputs[0]].shape)
+        same = all(len(values[number].shape) == rank for number in step.outputs if number >= 0)
+        return same and Shard(dim % max(rank, 1)) in inputs[0]
 
     def _finished(
         self,
-        step: GraphStep,
-        inputs: list[list[Any]],
-        outputs: list[list[Any]],
+        inputs: Sequence[Placements],
+        outputs: Sequence[Placements],
         args: tuple[Any, ...] | None,
         op: Any,
-        rule: str,
     ) -> StepPlacement:
         averaged = tuple(
-            tuple(
-                dim
-                for dim, placement in enumerate(row)
-                if isinstance(placement, Partial) and placement.reduce_op == "avg"
-            )
+            tuple(dim for dim, place in enumerate(row) if place == Partial("avg"))
             for row in outputs
         )
-        places = [_summed(row) for row in outputs]
-        fixed = [_summed(row) for row in inputs]
-        gradients = gradient_placements(fixed, places)
-        return StepPlacement(
-            tuple(fixed), tuple(gradients), tuple(places), averaged, args, op, rule
-        )
+        read, returned = tuple(map(_summed, inputs)), tuple(map(_summed, outputs))
+        gradients = tuple(gradient_placements(read, returned))
+        return StepPlacement(read, gradients, returned, averaged, args, op)
 
     def _priced(
         self, step: GraphStep, current: tuple[Placements, ...], placed: StepPlacement
@@ -285,29 +292,17 @@ class Placer:
             if source != target:
                 cost = self.costs.forward(value.nbytes, source, target)
                 if value.needs_grad:
-                    cost += self.costs.backward(value.nbytes, source, target, gradient)
-                copied = self.costs.local_bytes(value.nbytes, target)
-                moves.append(InputMove(index, target, cost, copied))
+                    cost += self.costs.backward(value.nbytes, source, gradient)
+                moves.append((index, target, cost))
             elif value.needs_grad:
+                nbytes = self.costs.local_bytes(value.nbytes, source)
                 for dim, place in enumerate(gradient):
                     if isinstance(place, Partial):
-                        nbytes = self.costs.local_bytes(value.nbytes, source)
                         reduced = self.costs.collective("all-reduce", nbytes, dim)
                         scattered = self.costs.collective("reduce-scatter", nbytes, dim)
                         sums.append((index, dim, reduced, scattered))
         seconds = compute_seconds(step, self.graph, self.costs, placed.inputs)
-        return StepPlacement(
-            placed.inputs,
-            placed.gradients,
-            placed.outputs,
-            placed.averaged,
-            placed.args,
-            placed.op,
-            placed.rule,
-            tuple(moves),
-            tuple(sums),
-            seconds,
-        )
+        return replace(placed, moves=tuple(moves), sums=tuple(sums), seconds=seconds)
 
 
 def _placement(word: Any) -> Any:
@@ -319,3 +314,19 @@ def _placement(word: Any) -> Any:
 def _summed(row: Sequence[Any]) -> Placements:
     """Return placements with sums where they have means: the step divides its result."""
     return tuple(Partial() if isinstance(place, Partial) else place for place in row)
+
+
+def _is_plain(placement: Any) -> bool:
+    if isinstance(placement, Partial):
+        return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+    return isinstance(placement, (Shard, Replicate)) and not isinstance(placement, _StridedShard)
+
+
+def _specs_in(arguments: Any) -> list[DTensorSpec]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, DTensorSpec)]
+
+
+def _without_specs(arguments: Any) -> Any:
+    return pytree.tree_map(
+        lambda leaf: ValueRef(-1) if isinstance(leaf, DTensorSpec) else leaf, arguments
+    )

@@ -8,17 +8,20 @@ nothing of meshes and placements.
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import traceback
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core.checks import UnsupportedError
 
@@ -37,14 +40,7 @@ class ValueRef:
 
 @dataclass(frozen=True)
 class ValueMeta:
-    """What is known of a value before anything runs.
-
-    Attributes:
-        shape: its global shape.
-        stride: its global strides.
-        dtype: its dtype.
-        needs_grad: whether a gradient flows through it.
-    """
+    """What is known of a value before anything runs: its global sizes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,81 +53,48 @@ class ValueMeta:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+class StepMeasure(NamedTuple):
+    """What a step does on unsharded tensors."""
+
+    saves: tuple[int, ...]  # which inputs and outputs, in this order, autograd keeps
+    saves_others: int  # bytes of other tensors that autograd keeps
+    flop: float  # of products in the forward
+
+
 @dataclass(frozen=True)
 class GraphStep:
-    """One call of an operator.
-
-    Attributes:
-        op: the overload that is called.
-        args: its positional arguments, with a ``ValueRef`` for each tensor.
-        kwargs: the others.
-        inputs: the numbers of the values that it reads, in the order of the arguments.
-        outputs: the numbers of the tensors that it returns.
-        listed: whether it returns a tuple or list.
-        key: equal for calls of the same operator with the same constants, shapes and dtypes.
-        module: the name of the module that calls it.
-        random: whether it draws random numbers.
-    """
+    """One call of an operator."""
 
     op: Any
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # with a ``ValueRef`` for each tensor
     kwargs: dict[str, Any]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    listed: bool
-    key: int
-    module: str
-    random: bool
+    inputs: tuple[int, ...]  # values that it reads, in the order of the arguments
+    outputs: tuple[int, ...]  # values that it returns; -1 for what is no tensor
+    listed: bool  # whether it returns a tuple or list
+    key: int  # equal for calls of one operator with the same constants, shapes and dtypes
+    random: bool  # whether it draws random numbers
+    measure: StepMeasure
 
 
 @dataclass
 class TracedGraph:
-    """The steps of a model for inputs of certain shapes.
+    """The steps of a model for inputs of certain shapes, and what its values are."""
 
-    Attributes:
-        steps: the calls in the order in which they run.
-        values: what is known of each value.
-        parameters: names by value; tied parameters have the first of their names.
-        buffers: names by value.
-        inputs: positions among the flattened inputs, by value.
-        constants: tensors that the forward has made from data of its own, by value.
-        outputs: flattened outputs: a ``ValueRef``, or a constant.
-        mutations: values to write into buffers, by name of the buffer.
-        out_spec: how the flattened outputs are put together.
-    """
-
+    out_spec: Any  # how the flattened outputs are put together
     steps: list[GraphStep] = field(default_factory=list)
     values: list[ValueMeta] = field(default_factory=list)
-    parameters: dict[int, str] = field(default_factory=dict)
+    parameters: dict[int, str] = field(default_factory=dict)  # the first of their names
     buffers: dict[int, str] = field(default_factory=dict)
-    inputs: dict[int, int] = field(default_factory=dict)
-    constants: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: list[Any] = field(default_factory=list)
-    mutations: dict[str, int] = field(default_factory=dict)
-    out_spec: Any = None
-
-
-def parameter_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of the tensor behind every name, parameters and buffers."""
-    first: dict[int, str] = {}
-    names = {}
-    parameters = model.named_parameters(remove_duplicate=False)
-    for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
-        names[name] = first.setdefault(id(tensor), name)
-    return names
+    inputs: dict[int, int] = field(default_factory=dict)  # positions among flattened inputs
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)  # that the forward has made
+    outputs: list[Any] = field(default_factory=list)  # flattened: a ``ValueRef``, or a constant
+    mutations: dict[str, int] = field(default_factory=dict)  # values to write, by buffer
 
 
 class FakeModel:
-    """A copy of a model without data, from which graphs are traced.
-
-    Args:
-        model: the model; it is not changed.
-        device: where the model will run, for example ``"cpu"``.
-    """
+    """A copy without data of a model that will run on a device, from which graphs are traced."""
 
     def __init__(self, model: nn.Module, device: str) -> None:
-        from torch._subclasses import FakeTensorMode
-
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         memo: dict[int, Any] = {}
@@ -147,18 +110,13 @@ class FakeModel:
                 'mode "data" needs no copy'
             ) from None
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake(self, like: Any) -> torch.Tensor:
+        stride = like.stride() if isinstance(like, torch.Tensor) else like.stride
         with self._mode:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
-            )
+            return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=self._device)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedGraph:
-        """Return the graph for inputs of these shapes, in the module's mode (train or eval).
-
-        Raises:
-            UnsupportedError: the model cannot be exported.
-        """
+        """Return the graph for inputs of these shapes, in the module's mode (train or eval)."""
 
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -177,21 +135,45 @@ class FakeModel:
                 f"{OP}: torch.export cannot trace {self._place(error)}: {_one_line(error)}; "
                 'mode "data" needs no graph'
             ) from None
-        return _Reader(self.module, program).graph
+        return _Reader(self.module, program, self._measured).graph
+
+    def _measured(self, op: Any, args: Any, kwargs: Any, metas: Sequence[ValueMeta]) -> StepMeasure:
+        """Run an operator on fake tensors, and record what autograd saves."""
+        tensors = [self._fake(meta).requires_grad_(meta.needs_grad) for meta in metas]
+        replacements = iter(tensors)
+        args, kwargs = substituted(args, replacements), substituted(kwargs, replacements)
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with self._mode, torch.enable_grad(), hooks, FlopCounterMode(display=False) as counter:
+            result = op(*args, **kwargs)
+        flop = float(counter.get_total_flops())
+        name = short_name(op)
+        if not flop and ("scaled_dot_product" in name or name.startswith("attention")):
+            flop = 4.0 * math.prod(metas[0].shape) * metas[1].shape[-2]
+        saves = []
+        for position, tensor in enumerate((*tensors, *pytree.tree_leaves(result))):
+            if isinstance(tensor, torch.Tensor):
+                storage = kept.pop(tensor.untyped_storage()._cdata, None)
+                saves += [] if storage is None else [position]
+        others = sum(storage.nbytes() for storage in kept.values())
+        return StepMeasure(tuple(saves), others, flop)
 
     def _place(self, error: BaseException) -> str:
         """Return the module and the line that an error is from."""
         names = {id(module): name for name, module in self.module.named_modules()}
         place, module = "", ""
         for frame, line in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename.startswith(_TORCH):
+            file, owner = frame.f_code.co_filename, frame.f_locals.get("self")
+            if file.startswith((_TORCH, "<")):
                 continue
-            owner = frame.f_locals.get("self")
             if id(owner) in names:
                 module = f"{names[id(owner)] or 'the model'} ({type(owner).__name__})"
-                place = f", line {line} of {frame.f_code.co_filename}"
-            elif module and not frame.f_code.co_filename.startswith("<"):
-                place = f", line {line} of {frame.f_code.co_filename}"
+            place = f", line {line} of {file}"
         return f"{module}{place}" if module else f"a {type(self.module).__name__}"
 
 
@@ -220,83 +202,71 @@ def _one_line(error: BaseException) -> str:
 class _Reader:
     """Makes a ``TracedGraph`` of an exported program."""
 
-    def __init__(self, module: nn.Module, program: Any) -> None:
-        self.graph = TracedGraph(out_spec=program.call_spec.out_spec)
-        self._names = parameter_names(module)
-        self._trained = {name for name, own in module.named_parameters() if own.requires_grad}
-        self._program = program
+    def __init__(
+        self, module: nn.Module, program: Any, measured: Callable[..., StepMeasure]
+    ) -> None:
+        self.graph = TracedGraph(program.call_spec.out_spec)
+        self._measured = measured
         self._of_node: dict[Any, Any] = {}
         self._keys: dict[str, int] = {}
-        self._first: dict[str, int] = {}
-        self._read()
-
-    def _new_value(self, fake: torch.Tensor, needs_grad: bool = False) -> int:
-        values = self.graph.values
-        shape, stride = tuple(map(int, fake.shape)), tuple(map(int, fake.stride()))
-        values.append(ValueMeta(shape, stride, fake.dtype, needs_grad))
-        return len(values) - 1
-
-    def _read(self) -> None:
-        signature = self._program.graph_signature
-        nodes = list(self._program.graph.nodes)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        position = 0
-        for node, spec in zip(placeholders, signature.input_specs, strict=True):
-            kind = spec.kind.name
-            if kind == "USER_INPUT":
-                self._user_input(node, position)
-                position += 1
-            else:
-                self._state(node, kind, spec.target)
+        self._measures: dict[int, StepMeasure] = {}
+        self._read_state(module, program)
+        nodes = list(program.graph.nodes)
         for node in nodes:
-            if node.op == "call_function":
+            if node.op in ("call_function", "get_attr"):
                 self._call(node)
-            elif node.op == "get_attr":
-                raise UnsupportedError(
-                    f"{OP}: {_module_of(node) or 'the model'} has control flow in its graph; "
-                    'mode "data" needs no graph'
-                )
-        results = [node for node in nodes if node.op == "output"][0].args[0]
-        for result, spec in zip(results, signature.output_specs, strict=True):
+        read = {number for step in self.graph.steps for number in step.inputs}
+        for number in self.graph.parameters.keys() - read:  # they have no gradient
+            self.graph.values[number] = replace(self.graph.values[number], needs_grad=False)
+        for result, spec in zip(
+            nodes[-1].args[0], program.graph_signature.output_specs, strict=True
+        ):
             value = self._argument(result)
             if spec.kind.name == "USER_OUTPUT":
                 self.graph.outputs.append(value)
             elif spec.kind.name == "BUFFER_MUTATION":
                 self.graph.mutations[spec.target] = value.number
 
-    def _user_input(self, node: Any, position: int) -> None:
-        fake = node.meta.get("val")
-        if isinstance(fake, torch.Tensor):
-            number = self._new_value(fake, fake.requires_grad)
-            self.graph.inputs[number] = position
-            self._of_node[node] = ValueRef(number)
-        else:
-            self._of_node[node] = fake
+    def _new_value(self, fake: torch.Tensor, needs_grad: bool) -> int:
+        shape, stride = tuple(map(int, fake.shape)), tuple(map(int, fake.stride()))
+        self.graph.values.append(ValueMeta(shape, stride, fake.dtype, needs_grad))
+        return len(self.graph.values) - 1
 
-    def _state(self, node: Any, kind: str, target: str) -> None:
-        fake = node.meta["val"]
-        name = self._names.get(target, target)
-        if name in self._first and kind in ("PARAMETER", "BUFFER"):
-            self._of_node[node] = ValueRef(self._first[name])
-            return
-        number = self._new_value(fake, kind == "PARAMETER" and name in self._trained)
-        self._of_node[node] = ValueRef(number)
-        self._first[name] = number
-        if kind == "PARAMETER":
-            self.graph.parameters[number] = name
-        elif kind == "BUFFER":
-            self.graph.buffers[number] = name
-        else:
-            self.graph.constants[number] = self._program.constants[target]
+    def _read_state(self, module: nn.Module, program: Any) -> None:
+        """Read parameters, also those that the forward does not use, buffers and inputs."""
+        graph, numbers = self.graph, dict[str, int]()
+        tensors: dict[int, int] = {}  # numbers by tensor: tied ones have several names
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in tensors:
+                number = self._new_value(parameter, parameter.requires_grad)
+                tensors[id(parameter)] = number
+                graph.parameters[number] = name
+            numbers[name] = tensors[id(parameter)]
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if id(buffer) not in tensors:
+                number = tensors[id(buffer)] = self._new_value(buffer, False)
+                graph.buffers[number] = name
+            numbers[name] = tensors[id(buffer)]
+        placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+        position = -1
+        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+            fake = node.meta.get("val")
+            position += spec.kind.name == "USER_INPUT"
+            if not isinstance(fake, torch.Tensor):
+                self._of_node[node] = fake
+            elif spec.target in numbers:
+                self._of_node[node] = ValueRef(numbers[spec.target])
+            else:
+                own = spec.kind.name == "USER_INPUT"
+                number = self._new_value(fake, own and fake.requires_grad)
+                self._of_node[node] = ValueRef(number)
+                if own:
+                    graph.inputs[number] = position
+                else:
+                    graph.constants[number] = program.constants[spec.target]
 
     def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, torch.fx.Node):
-            return self._of_node[argument]
-        if isinstance(argument, (list, tuple)):
-            return tuple(self._argument(element) for element in argument)
-        if isinstance(argument, dict):
-            return {name: self._argument(element) for name, element in argument.items()}
-        return argument
+        return torch.fx.node.map_arg(argument, lambda node: self._of_node[node])
 
     def _call(self, node: Any) -> None:
         if node.target is operator.getitem:
@@ -304,89 +274,72 @@ class _Reader:
             return
         if str(node.target).startswith(_CHECKS):
             return
-        module = _module_of(node)
-        if not isinstance(node.target, torch._ops.OpOverload):
+        op = node.target
+        if not isinstance(op, torch._ops.OpOverload):
+            stack = list((node.meta.get("nn_module_stack") or {}).values())
+            what = "has control flow in its graph"
+            if node.op == "call_function":
+                what = f"calls {op}, which is no operator"
             raise UnsupportedError(
-                f"{OP}: {module or 'the model'} calls {node.target}, which is no operator; "
+                f"{OP}: {(stack and stack[-1][0]) or 'the model'} {what}; "
                 'mode "data" needs no graph'
             )
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
-        inputs = tuple(references((args, kwargs)))
-        needs_grad = any(self.graph.values[number].needs_grad for number in inputs)
+        values, inputs = self.graph.values, tuple(references((args, kwargs)))
+        needs_grad = any(values[number].needs_grad for number in inputs)
+        needs_grad = needs_grad and short_name(op) != "detach"
         result = node.meta.get("val")
-        fakes = result if isinstance(result, (list, tuple)) else [result]
-        numbers = []
-        for fake in fakes:
-            if isinstance(fake, torch.Tensor):
-                differentiable = fake.dtype.is_floating_point and needs_grad
-                detached = str(node.target).startswith("aten.detach")
-                numbers.append(self._new_value(fake, differentiable and not detached))
-            else:
-                numbers.append(-1)
         listed = isinstance(result, (list, tuple))
-        references_of = tuple(ValueRef(n) if n >= 0 else None for n in numbers)
-        self._of_node[node] = references_of if listed else references_of[0]
-        key = self._key(node.target, args, kwargs, [n for n in numbers if n >= 0])
-        self.graph.steps.append(
-            GraphStep(
-                op=node.target,
-                args=args,
-                kwargs=kwargs,
-                inputs=inputs,
-                outputs=tuple(numbers),
-                listed=listed,
-                key=key,
-                module=module,
-                random=_is_random(node.target, args, kwargs),
-            )
+        outputs = tuple(
+            self._new_value(fake, needs_grad and fake.dtype.is_floating_point)
+            if isinstance(fake, torch.Tensor)
+            else -1
+            for fake in (result if listed else [result])
         )
-
-    def _key(self, op: Any, args: Any, kwargs: Any, outputs: Sequence[int]) -> int:
-        values = self.graph.values
-
-        def shown(argument: Any) -> Any:
-            if isinstance(argument, ValueRef):
-                return values[argument.number]
-            if isinstance(argument, tuple):
-                return tuple(shown(element) for element in argument)
-            if isinstance(argument, dict):
-                return tuple((name, shown(element)) for name, element in argument.items())
-            return argument
-
-        text = repr((str(op), shown(args), shown(kwargs), [values[number] for number in outputs]))
-        return self._keys.setdefault(text, len(self._keys))
+        returned = tuple(ValueRef(number) if number >= 0 else None for number in outputs)
+        self._of_node[node] = returned if listed else returned[0]
+        metas = [values[number] for number in inputs]
+        shown = pytree.tree_map(
+            lambda leaf: "tensor" if isinstance(leaf, ValueRef) else leaf, (args, kwargs)
+        )
+        made = [values[number] for number in outputs if number >= 0]
+        key = self._keys.setdefault(repr((str(op), shown, metas, made)), len(self._keys))
+        if key not in self._measures:
+            self._measures[key] = self._measured(op, args, kwargs, metas)
+        random = torch.Tag.nondeterministic_seeded in op.tags
+        if "scaled_dot_product" in str(op):
+            random = bool(arguments_by_name(op, args, kwargs).get("dropout_p"))
+        self.graph.steps.append(
+            GraphStep(op, args, kwargs, inputs, outputs, listed, key, random, self._measures[key])
+        )
 
 
 def references(arguments: Any) -> list[int]:
     """Return the numbers of all values in (nested) arguments, in order."""
-    if isinstance(arguments, ValueRef):
-        return [arguments.number]
-    if isinstance(arguments, dict):
-        arguments = tuple(arguments.values())
-    if isinstance(arguments, tuple):
-        return [number for element in arguments for number in references(element)]
-    return []
+    leaves = pytree.tree_leaves(arguments)
+    return [leaf.number for leaf in leaves if isinstance(leaf, ValueRef)]
 
 
-def substituted(arguments: Any, replacements: Any) -> Any:
-    """Return arguments with the next of ``replacements`` (an iterator) for each value."""
-    if isinstance(arguments, ValueRef):
-        return next(replacements)
-    if isinstance(arguments, tuple):
-        return tuple(substituted(element, replacements) for element in arguments)
-    if isinstance(arguments, dict):
-        return {name: substituted(element, replacements) for name, element in arguments.items()}
-    return arguments
+def substituted(arguments: Any, replacements: Iterator[Any]) -> Any:
+    """Return arguments with the next of ``replacements`` for each value."""
+    return pytree.tree_map(
+        lambda leaf: next(replacements) if isinstance(leaf, ValueRef) else leaf, arguments
+    )
 
 
-def _module_of(node: Any) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return list(stack.values())[-1][0] if stack else ""
+def arguments_by_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call, in the order of the operator, with its defaults."""
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _is_random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if "scaled_dot_product" in str(op):
-        names = [argument.name for argument in op._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        return bool(given.get("dropout_p"))
-    return torch.Tag.nondeterministic_seeded in op.tags
+def short_name(op: Any) -> str:
+    """Return the name of an overload's operator without its namespace."""
+    return str(op._schema.name).partition("::")[2]
+
+
+def is_view(op: Any) -> bool:
+    """Whether an operator's result shares the memory of what it reads."""
+    returned = any(result.alias_info is not None for result in op._schema.returns)
+    return returned or short_name(op) == "_unsafe_view"
