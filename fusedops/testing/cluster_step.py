@@ -16,7 +16,7 @@ from typing import Any
 from fusedops._core import checks
 from fusedops.testing import threads
 from fusedops.testing.stand_in_cuda import stand_in_cuda
-from fusedops.testing.stand_in_device import DeviceEvent, DeviceMemory, StandIn, caller, current
+from fusedops.testing.stand_in_device import DeviceEvent, StandInMemory, StandIn, caller, current
 from fusedops.testing.thread_collectives import ThreadCall
 
 _OP = "cluster_step"
@@ -230,7 +230,7 @@ def cluster_step(
     checks.integer(_OP, "ranks", ranks, least=1)
     checks.integer(_OP, "gpus_per_node", gpus_per_node, least=1)
     checks.integer(_OP, "warm_up", warm_up, least=0)
-    memory = DeviceMemory()
+    memory = StandInMemory()
     steps = {rank: RankStep(rank) for rank in range(ranks)}
     seen: dict[int, set[tuple[int, ...]]] = {rank: set() for rank in range(ranks)}
     unconnected: set[tuple[int, ...]] = set()

@@ -64,7 +64,7 @@ class DeviceEvent:
     nbytes: int = 0
 
 
-class DeviceMemory:
+class StandInMemory:
     """Which storages are on which device; any other is in host memory. Shared by all ranks."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class StandIn:
     """
 
     def __init__(
-        self, index: int, memory: DeviceMemory, record: Callable[[DeviceEvent], None]
+        self, index: int, memory: StandInMemory, record: Callable[[DeviceEvent], None]
     ) -> None:
         self.device = torch.device("cuda", index)
         self.memory = memory
@@ -213,7 +213,7 @@ def caller() -> str:
     return ""
 
 
-# Operators whose value the host needs, beside those that a tag of torch names.
+# Operators whose value the host needs, in addition to those that a tag of torch names.
 _READS = {"aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::bincount"}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COPIES = {"aten::copy_", "aten::_foreach_copy_"}
