@@ -28,10 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-import fusedops
-
 _CPU = torch.device("cpu")
-_PACKAGE = os.path.dirname(fusedops.__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # Callers that an event does not name: torch, this package of tools, and what passes calls on.
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
