@@ -16,7 +16,7 @@ from typing import Any
 from fusedops._core import checks
 from fusedops.testing import threads
 from fusedops.testing.stand_in_cuda import stand_in_cuda
-from fusedops.testing.stand_in_device import DeviceEvent, StandInMemory, StandIn, caller, current
+from fusedops.testing.stand_in_device import DeviceEvent, StandIn, StandInMemory, caller, current
 from fusedops.testing.thread_collectives import ThreadCall
 
 _OP = "cluster_step"
