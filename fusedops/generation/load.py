@@ -148,7 +148,9 @@ def _from_run(
                 f"{folder} was trained on a file of tokens, which does not say what they mean: "
                 f"give --tokenizer with a {_TOKENIZER}, or --tokenizer bytes"
             )
-        saved_dtype = precision.dtype(config["precision"]["parameters"])
+        saved = config["precision"]
+        # Its name in runs of the version before.
+        saved_dtype = precision.dtype(saved.get("param", saved.get("parameters")))
         text = Text.of(
             data["tokenizer"] if tokenizer is None else tokenizer,
             end_of_text=data["end_of_text"],

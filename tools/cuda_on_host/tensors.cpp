@@ -39,8 +39,9 @@ c10::Allocator* usual = nullptr;
 
 }  // namespace
 
-// New tensors are watched, or are torch's own again.
+// New tensors are watched, or are what they were before. The priority is that of the allocator of
+// arenas, which a test in this process may have installed.
 extern "C" [[gnu::visibility("default")]] void cuda_on_host_watch(bool on) {
-  if (usual == nullptr) usual = c10::GetCPUAllocator();
-  c10::SetCPUAllocator(on ? &watched : usual);
+  if (on && c10::GetCPUAllocator() != &watched) usual = c10::GetCPUAllocator();
+  if (usual != nullptr) c10::SetCPUAllocator(on ? &watched : usual, /*priority=*/1);
 }
