@@ -50,7 +50,7 @@ def test_training_matches_stock(family: Family) -> None:
 def test_training_under_autocast_matches_stock(name: str) -> None:
     family = ALL[name]
     patched, stock = family.pair(**family.smooth)
-    assert_same_training(patched, stock, family.loss, autocast=True, draws=family.draws)
+    assert_same_training(patched, stock, family.loss, autocast=True, draws=max(4, family.draws))
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
@@ -59,7 +59,7 @@ def test_training_at_the_highest_level_matches_stock(name: str, autocast: bool) 
     stock = ALL[name].model()
     patched = copy.deepcopy(stock)
     fusedops.patch(patched, level="O3")
-    assert_same_training(patched, stock, ALL[name].loss, autocast=autocast)
+    assert_same_training(patched, stock, ALL[name].loss, autocast=autocast, draws=4 * autocast)
 
 
 @with_table
@@ -193,7 +193,11 @@ def test_bfloat16_parameters(family: Family) -> None:
             assert (actual.double() - wanted).norm() <= 1.5 * error
         else:
             budget = dtypes.error_budget(expected, wanted.double(), torch.bfloat16, depth=64)
-            assert ((actual.double() - wanted).abs() <= budget).all()
+            beyond = torch.zeros_like(known)
+            beyond[known] = (actual.double() - wanted).abs() > budget
+            # A token whose best experts nearly tie may go to another one.
+            tokens = 1 if "moe_sort" in family.ops and beyond.dim() > 1 else 0
+            assert beyond.reshape(-1, beyond.shape[-1] if tokens else 1).any(-1).sum() <= tokens
 
 
 @with_table
