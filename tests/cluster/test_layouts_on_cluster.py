@@ -6,8 +6,17 @@ import functools
 from typing import Any
 
 import pytest
-from short_training import Training, assert_parity, model_config, reference, train
+from short_training import (
+    Training,
+    assert_parity,
+    build,
+    make_steps,
+    model_config,
+    reference,
+    train,
+)
 
+from fusedops.testing import cluster_step
 from fusedops.testing.case_run import Reference
 
 pytestmark = pytest.mark.distributed
@@ -40,3 +49,19 @@ def test_ranks_train_as_one_process_does(cluster: Any, name: str) -> None:
     layout = cluster.layout(training.layout)
     results = cluster.run(train, training._replace(layout=layout))
     assert_parity(results, _reference(cluster.device, name), layout)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_tensors_of_a_step_are_on_the_device(device: str, name: str) -> None:
+    """With the GPUs of ``cluster_step``, which the CPU's rehearsal does not distinguish."""
+    if device == "cuda":
+        pytest.skip("the step runs on GPUs that are there")
+    training = TRAININGS[name]
+
+    def make() -> Any:
+        engine, optimizer = build("cuda", training)
+        return lambda: make_steps("cuda", engine, optimizer, training, [0])
+
+    step = cluster_step(make, 2)
+    assert step.misplaced == {} and step.unconnected == (), str(step)
+    assert any(rank.communications for rank in step.ranks)
