@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from short_training import Training, assert_parity, build, make_steps, model_config, reference
 
-from fusedops.checkpoint import Checkpointer
+from fusedops.checkpoint import Checkpointer, tensors
 from fusedops.testing.case_run import Reference, Values
 
 pytestmark = pytest.mark.distributed
@@ -19,9 +21,21 @@ MODEL = model_config("tiny-llama")
 def _save_and_continue(device: str, training: Training, folder: Path) -> Values:
     engine, optimizer = build(device, training)
     values = make_steps(device, engine, optimizer, training, range(SAVED))
-    with Checkpointer(folder, engine.model, optimizer) as checkpointer:
+    has_stepped, write = threading.Event(), tensors.write
+
+    def write_later(*args: Any) -> None:
+        has_stepped.wait()
+        write(*args)
+
+    with (
+        mock.patch.object(tensors, "write", write_later),
+        Checkpointer(folder, engine.model, optimizer) as checkpointer,
+    ):
         checkpointer.save(SAVED, block=False)
-        return values | make_steps(device, engine, optimizer, training, range(SAVED, STEPS))
+        try:
+            return values | make_steps(device, engine, optimizer, training, range(SAVED, STEPS))
+        finally:
+            has_stepped.set()
 
 
 def _resume(device: str, training: Training, folder: Path) -> Values:
