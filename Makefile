@@ -35,7 +35,7 @@ NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers \
         fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
-        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all \
+        first-gpu test-gpu test-cluster bench bench-gpu lint format check-cuda kernel-report-all \
         kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check \
         site-requirements clean clean-venv test-launchers test-kernels-hub lint-workflows \
         release-check release-build tutorials notebooks test-notebooks
@@ -297,7 +297,7 @@ coverage-libraries: setup $(LIBRARIES)/.packages
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(LIBRARIES) $(BIN)/python tools/coverage_libraries.py
 	PYTHONPATH=$(CURDIR) $(BIN)/python tools/coverage_page.py
 
-ifneq ($(filter first-gpu test-gpu bench-gpu,$(MAKECMDGOALS)),)
+ifneq ($(filter first-gpu test-gpu test-cluster bench-gpu,$(MAKECMDGOALS)),)
 PY := $(GPU_PYTHON)
 GPU_SETUP := $(if $(filter python3,$(PY)),gpu-native,setup)
 endif
@@ -316,6 +316,11 @@ first-gpu:
 # All tests for a GPU in one process, for a machine that one has at hand.
 test-gpu: $(GPU_SETUP)
 	$(PY) -m pytest -q tests -m gpu
+
+# Training, checkpoints, watchdog and generation on NCCL, with two or four GPUs of this machine; with
+# fewer, or with FUSEDOPS_CLUSTER_REHEARSAL=1, on gloo and the CPU. Its header says which.
+test-cluster: $(GPU_SETUP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster tests/parallel/test_gpu.py
 
 bench: setup
 	$(BIN)/python -m fusedops.cli.main bench --results bench/results

@@ -1,12 +1,13 @@
-"""Gloo processes that run functions of tests: a pool for the test session, or fresh ones.
+"""Processes that run functions of tests: a pool for the test session, or fresh ones, on gloo.
 
 Starting a process means importing torch, which takes longer than most tests: a fork server imports
 it once, and a process then starts in a tenth of a second. A function that a test sends must belong
 to a module and return something that pickles.
 
 ``Pool`` keeps its ranks, their world and its groups from test to test, unlike
-``fusedops.testing.processes``; tests on fewer ranks use the first ones. ``on_fresh_ranks`` starts
-ranks for one call, for tests that kill them or change modules in them.
+``fusedops.testing.processes``; tests on fewer ranks use the first ones. Its ranks may also have a
+GPU each, with NCCL. ``on_fresh_ranks`` starts ranks for one call, for tests that kill them or
+change modules in them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from fusedops.testing.processes import PRELOADED
 
 RANKS = 8
 SIZES = (1, 2, 4, 8)
-TIMEOUT = 120.0
+# In seconds, by device. On a GPU a first call compiles kernels.
+TIMEOUTS = {"cpu": 120.0, "cuda": 600.0}
 # Each group has a thread that wakes a hundred times a second, and meshes that DTensor has cached
 # keep theirs: after so many new processes are cheaper.
 MOST_GROUPS = 40
@@ -85,11 +87,12 @@ class World:
 class Pool:
     """The processes, and a connection to each: the first run starts them.
 
-    After a failure, and where they hold too many groups, the next run starts others.
+    After a failure, and where they hold too many groups, the next run starts others. With
+    ``device="cuda"`` each rank has the GPU of its number.
     """
 
-    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
-        self._ranks = ranks
+    def __init__(self, folder: Path, ranks: int = RANKS, device: str = "cpu") -> None:
+        self._ranks, self._device = ranks, device
         self._stores = (str(folder / f"store{each}") for each in itertools.count())
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -97,7 +100,7 @@ class Pool:
     def _start(self) -> None:
         store = next(self._stores)
         for rank in range(self._ranks):
-            process, connection = start_process(_serve, rank, self._ranks, store)
+            process, connection = start_process(_serve, rank, self._ranks, store, self._device)
             self._processes.append(process)
             self._connections.append(connection)
         self._collect()
@@ -112,12 +115,13 @@ class Pool:
 
     def _collect(self) -> list[Any]:
         """Wait for an answer of every rank; raise if one failed."""
-        deadline = time.monotonic() + TIMEOUT
+        timeout = TIMEOUTS[self._device]
+        deadline = time.monotonic() + timeout
         results, failures, groups = [], [], 0
         for rank, connection in enumerate(self._connections):
             try:
                 if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    failures.append(f"rank {rank}: no answer in {TIMEOUT} s")
+                    failures.append(f"rank {rank}: no answer in {timeout} s")
                     continue
                 failed, value, made = connection.recv()
                 groups = max(groups, made)
@@ -141,19 +145,21 @@ class Pool:
         self._processes, self._connections = [], []
 
 
-def _serve(connection: Connection, rank: int, ranks: int, store: str) -> None:
+def _serve(connection: Connection, rank: int, ranks: int, store: str, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     from torch import distributed as dist
 
     torch.set_num_threads(1)
     unmeasured_guards.install()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",  # as launch/processes.py
         store=dist.FileStore(store, ranks),
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=TIMEOUT / 2),
+        timeout=timedelta(seconds=TIMEOUTS[device] / 2),
     )
     world = World(rank)
     connection.send((False, None, _groups()))

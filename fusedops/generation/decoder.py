@@ -116,7 +116,7 @@ class Decoder:
         positions = torch.arange(total, device=self._device) - cu_seqlens[:-1].long()[rows]
         longest = max(self._longest, padding)
         call = KVCacheCall(self.cache, rows, positions, cu_seqlens, longest, self._lengths)
-        tokens = torch.cat([*prompts, self._new([])]).to(self._device)
+        tokens = torch.cat(list(prompts)).to(self._device) if prompts else self._new([])
         return self._run(tokens, call, cu_seqlens[1 : len(lengths) + 1].long() - 1)
 
     def step(self, tokens_R: torch.Tensor) -> torch.Tensor:

@@ -105,9 +105,8 @@ def _answers(gpus: int) -> dict[str, Any]:
 
     def properties(device: Any = None) -> Any:
         name = f"stand-in {_device().device}"
-        return SimpleNamespace(
-            name=name, uuid=name, total_memory=80 << 30, multi_processor_count=132
-        )
+        sizes = {"total_memory": 80 << 30, "multi_processor_count": 132}
+        return SimpleNamespace(name=name, uuid=name, major=9, minor=0, **sizes)
 
     return {
         "is_available": lambda: True,

@@ -362,14 +362,14 @@ def _get_device(stand_in: StandIn, func: Any, tensor: torch.Tensor) -> int:
 
 
 def _to(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Do what ``Tensor.to`` does; its first argument is a device, a dtype or another tensor."""
+    """Do what ``Tensor.to`` does; first a device, ``None``, a dtype or a tensor."""
     rest = list(args)
     device: Any = kwargs.pop("device", None)
     if rest and isinstance(rest[0], torch.Tensor):
         other = rest.pop(0)
         device = stand_in.memory.device(other) or other.device
         rest.insert(0, other.dtype)
-    elif rest and isinstance(rest[0], torch.device | str | int):
+    elif rest and isinstance(rest[0], torch.device | str | int | None):
         device = rest.pop(0)
     if rest and isinstance(rest[0], torch.dtype):
         kwargs["dtype"] = rest.pop(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from fusedops.models import (
     parallelize,
 )
 from fusedops.parallel.comm import collectives
-from fusedops.testing import threads
+from fusedops.testing import cluster_step, threads
 
 PROMPTS = [[5, 17, 3], [7], [200, 1, 1, 30, 8]]
 CALLS: tuple[dict[str, Any], ...] = (
@@ -85,6 +86,16 @@ def test_ranks_generate_what_one_process_does(name: str, layout: dict[str, Any])
     ranks = math.prod(layout.get(each, 1) for each in ("dp", "cp", "tp", "pp"))
     for found in threads.run(on_rank, ranks):
         assert found == expected
+
+
+@pytest.mark.parametrize("call", [*CALLS, {"cache": False}], ids=",".join)
+def test_no_operator_mixes_tensors_of_host_and_device(call: dict[str, Any]) -> None:
+    def make() -> Callable[[], Any]:
+        engine = parallelize(_model("tiny-llama"), ParallelConfig(), device="cuda", seed=0)
+        return lambda: fusedops.generate(engine, PROMPTS, tokens=3, **call)
+
+    step = cluster_step(make, 1, warm_up=0)
+    assert step.misplaced == {}, str(step)
 
 
 def _communicated(rank: int, layout: dict[str, Any], call: dict[str, Any]) -> list[Any]:

@@ -86,6 +86,7 @@ LAYOUTS = {
         )
     },
     "pp-dp-zero": {"pp": 2, "dp": 2, "zero": 1, "microbatches": 2},
+    "mixed-precision": {"dp": 2, "zero": 3, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
     "offload-optimizer": {"offload": "optimizer"},
     "offload-activations": {"offload": "activations"},
 }
@@ -175,6 +176,7 @@ def test_a_wait_is_found(function: Callable[[torch.Tensor], Any]) -> None:
         lambda x: x.new_zeros(3) + torch.zeros_like(x)[:3],
         lambda x: torch.zeros(3, device=x.device) + x[:3],
         lambda x: x.to(torch.bfloat16).double().clone(),
+        lambda x: x.to(None, torch.bfloat16, False),  # as Module.to(dtype) calls it
     ],
 )
 def test_what_does_not_wait_is_none(function: Callable[[torch.Tensor], Any]) -> None:
