@@ -16,8 +16,7 @@ from fusedops.memory import arena as arena
 from fusedops.memory.apply import apply, remove
 from fusedops.memory.arena import use_arena
 from fusedops.memory.measurement.fit import fit
-from fusedops.memory.measurement.measure import report
-from fusedops.memory.measurement.step_memory import StepMemory
+from fusedops.memory.measurement.report import StepMemory, report
 from fusedops.memory.offloading.experts import store_experts
 from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, lower, offload, recompute, save

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from fusedops.memory.recomputation.producers import (
     ProducerTracker,
     RecomputedStorage,
     is_plain,
+    memory_of,
 )
 from fusedops.memory.recomputation.selective import Keep, communicates
 from fusedops.memory.recomputation.slices import Slice, worth_slicing
@@ -85,9 +86,9 @@ class PolicyState:
         before = self._steady
         # Known by their memory: what layers read of a DTensor is neither a parameter nor a view of
         # one. FSDP2's weights come to their memory as a module begins.
-        self._steady = before | _memory_of(module.parameters())
+        self._steady = before | memory_of(module.parameters())
         if not self._running:
-            self._steady |= _memory_of(self.model.buffers())
+            self._steady |= memory_of(self.model.buffers())
         for offloader in self.offloaders.values():
             offloader.new_group()
         self._running.append((name, rules))
@@ -223,12 +224,6 @@ class PolicyState:
             for rule in self.policy.rules
             if (not rule.modules or rule in running) and rule.fits(saved)
         ]
-
-
-def _memory_of(tensors: Iterable[Any]) -> frozenset[int]:
-    """Return the names of the memory that parameters or buffers, or their shards, lie in."""
-    parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-    return frozenset(part.untyped_storage()._cdata for part in parts if is_plain(part))
 
 
 def _narrows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

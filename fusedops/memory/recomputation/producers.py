@@ -9,7 +9,7 @@ ask. The same names serve selective recomputation (``region.py``) and compiled c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -160,8 +160,7 @@ def new_results(
     Views are not among them, nor results that lie in the memory of an argument unless the
     operator wrote there.
     """
-    leaves = pytree.tree_leaves((args, kwargs))
-    given = {leaf.untyped_storage()._cdata for leaf in leaves if is_plain(leaf)}
+    given = memory_of(leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_plain(leaf))
     tensors: list[tuple[torch.Tensor, str | None, int]] = []
     tensors += [(value, None, 0) for value in written_arguments(func, args, kwargs)]
     results = result if isinstance(result, (tuple, list)) else (result,)
@@ -190,3 +189,9 @@ def is_plain(value: Any) -> bool:
         and value.layout is torch.strided
         and not is_traceable_wrapper_subclass(value)
     )
+
+
+def memory_of(tensors: Iterable[Any]) -> frozenset[int]:
+    """Return identifiers of the memory that tensors, or the local shards of DTensors, lie in."""
+    parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return frozenset(part.untyped_storage()._cdata for part in parts if is_plain(part))
