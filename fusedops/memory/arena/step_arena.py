@@ -82,10 +82,16 @@ class StepArena:
         self._identities = 0
         self._note = ""
         self._removed = False
-        hook = _ForwardHook(weakref.ref(self))
+        arena = weakref.ref(self)
+
+        def after_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (current := arena()) is not None:
+                current._after_optimizer(optimizer)
+
+        hook = _ForwardHook(arena)
         handles = [
             model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True),
-            register_optimizer_step_post_hook(_OptimizerHook(weakref.ref(self))),
+            register_optimizer_step_post_hook(after_optimizer),
         ]
         # Without a reference to the arena, so that it runs when the arena is collected.
         self._detach = weakref.finalize(self, _remove_all, handles, self._native)
@@ -433,18 +439,6 @@ class _ForwardHook:
 
     def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
         return _ForwardHook, ()
-
-
-class _OptimizerHook:
-    """Runs after each step of any optimizer."""
-
-    def __init__(self, arena: weakref.ref[StepArena]) -> None:
-        self._arena = arena
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        arena = self._arena()
-        if arena is not None:
-            arena._after_optimizer(optimizer)
 
 
 def _remove_all(handles: list[Any], native: Any) -> None:
