@@ -5,9 +5,8 @@ passes that to an *unpack hook* when the node runs. The classes here are what pa
 each is made from a tensor and returns an equal one on every call.
 
 A node may run twice: a zero-bubble schedule first asks for the gradients of inputs and later for
-those of weights. What was recomputed or copied back for the first pass is kept for the second if
-and only if the node has gradients left to compute (``needed_for_recomputation``): nothing is
-computed twice.
+those of weights. What was recomputed or copied back for the first pass is kept for the second only
+if the node has gradients left to compute (``needed_for_recomputation``).
 """
 
 from __future__ import annotations
@@ -137,11 +136,11 @@ class SharedStorage:
         check_version(self._probe, self._version)
         value = self._value if self._value is not None else self.make()
         self._value = value
-        self.leave()
+        self.release()
         return value
 
-    def leave(self) -> None:
-        """One less waits; the last one takes the tensor with it."""
+    def release(self) -> None:
+        """Drop one reference; the last one frees the tensor."""
         self.waiting -= 1
         if self.waiting <= 0:
             self._value = None
@@ -179,7 +178,7 @@ class SavedView(Rematerialized):
 
     def __del__(self) -> None:
         if getattr(self, "_waits", False):
-            self._source.leave()
+            self._source.release()
 
 
 class NarrowedStorage(SharedStorage):

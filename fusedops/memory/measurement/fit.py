@@ -215,16 +215,19 @@ class _Search:
         return _largest(self.step.model, min(self._time_step() for _ in range(_ROUNDS)))
 
     def _apply(self, policy: Policy) -> None:
-        """Give the model a policy, and let a step with it settle."""
+        """Give the model a policy, and run a step that fills caches."""
         apply(self.step.model, policy, offload_settings=self.settings)
         self.step.model.zero_grad()
         self._time_step()
 
     def _time_step(self) -> float:
-        _synchronize(self.step.device)
+        is_gpu = self.step.device.type == "cuda"
+        if is_gpu:
+            torch.cuda.synchronize(self.step.device)
         begin = time.perf_counter()
         self.step.run()
-        _synchronize(self.step.device)
+        if is_gpu:
+            torch.cuda.synchronize(self.step.device)
         seconds = time.perf_counter() - begin
         self.step.model.zero_grad()
         return seconds
@@ -248,8 +251,3 @@ def _largest(model: nn.Module, number: float) -> float:
             )
         number = float(largest)
     return number
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -84,10 +84,8 @@ class MemoryReport:
     def activations(self) -> int:
         """The bytes that are live when a backward begins: with several micro-batches the most."""
         pairs = zip(self.timeline, self.timeline[1:], strict=False)
-        return max(
-            (before[0] for before, after in pairs if (before[2], after[2]) == (FORWARD, BACKWARD)),
-            default=0,
-        )
+        turn = (FORWARD, BACKWARD)
+        return max((one[0] for one, two in pairs if (one[2], two[2]) == turn), default=0)
 
     @property
     def layers(self) -> dict[str, dict[str, int]]:

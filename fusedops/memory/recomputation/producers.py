@@ -1,9 +1,8 @@
 """Which operator produced a tensor, and tensors that are recomputed by calling it again.
 
-A dispatch mode sees every operator below autograd and notes, by memory, the operator and the name
-of the result: views follow their memory, and what is written to in place has no producer to call
-again. It costs some microseconds for each operator, so it runs only for policies with rules that
-ask. The same names serve selective recomputation (``region.py``) and compiled code.
+A dispatch mode records for all memory the operator that produced it and the name of the result.
+Views have the producer of their memory; memory that is written to in place has none to call again.
+The mode costs some microseconds for each operator, so it runs only for rules by operator.
 """
 
 from __future__ import annotations
