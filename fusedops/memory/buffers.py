@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.memory.recomputation.producers import memory_of
+from fusedops.memory.saved_tensors import memory_of
 
 
 class _Owner:

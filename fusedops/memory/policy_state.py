@@ -32,8 +32,6 @@ from fusedops.memory.recomputation.checkpointed_region import Region, Slice, wor
 from fusedops.memory.recomputation.producers import (
     ProducerTracker,
     RecomputedStorage,
-    is_plain,
-    memory_of,
 )
 from fusedops.memory.recomputation.selective import Keep, communicates
 from fusedops.memory.saved_tensors import (
@@ -42,7 +40,9 @@ from fusedops.memory.saved_tensors import (
     SavedTensor,
     SavedView,
     SharedStorage,
+    is_plain,
     lasting,
+    memory_of,
     take,
 )
 from fusedops.memory.wrap import ForwardCall

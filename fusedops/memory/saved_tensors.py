@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # An attribute of tensors that somebody else keeps.
 _LASTING = "_fusedops_lasting"
@@ -231,3 +232,18 @@ def check_version(tensor: torch.Tensor, version: int) -> None:
             f"operation: {list(tensor.shape)} {tensor.dtype} is at version {tensor._version}, and "
             f"version {version} was saved"
         )
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor with memory of its own."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not is_traceable_wrapper_subclass(value)
+    )
+
+
+def memory_of(tensors: Iterable[Any]) -> frozenset[int]:
+    """Return identifiers of the memory that tensors, or the local shards of DTensors, lie in."""
+    parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return frozenset(part.untyped_storage()._cdata for part in parts if is_plain(part))

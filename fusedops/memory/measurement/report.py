@@ -268,7 +268,7 @@ class StepMemory:
         sizes: dict[tuple[str, str, str | None, str], list[int]] = defaultdict(list)
         for block in trace.live_blocks(peak):
             sizes[block.layer, block.op, block.output, block.kind].append(block.nbytes)
-        tensors = [Tensors(*key, len(each), sum(each)) for key, each in sizes.items()]
+        tensors = [Tensors(*key, len(nbytes), sum(nbytes)) for key, nbytes in sizes.items()]
         return MemoryReport(
             model=type(self._model).__name__,
             weights=static_bytes(self._model),

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from fusedops.memory import wrap
 from fusedops.memory.layers import names_of, outer_names, runs
-from fusedops.memory.recomputation.producers import memory_of, new_results
+from fusedops.memory.recomputation.producers import new_results
+from fusedops.memory.saved_tensors import memory_of
 
 FORWARD, BACKWARD = "forward", "backward"
 CAST = "cast"

@@ -8,7 +8,7 @@ The mode costs some microseconds for each operator, so it runs only for rules by
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from fusedops.memory.policy import updates_statistics
-from fusedops.memory.saved_tensors import Arguments, Pack, SharedStorage
+from fusedops.memory.saved_tensors import Arguments, Pack, SharedStorage, is_plain, memory_of
 
 
 class RecordedCall:
@@ -179,18 +179,3 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     } | kwargs
     written = (given.get(argument.name) for argument in schema.arguments if argument.is_write)
     return [leaf for value in written for leaf in pytree.tree_leaves(value) if is_plain(leaf)]
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor with memory of its own."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and not is_traceable_wrapper_subclass(value)
-    )
-
-
-def memory_of(tensors: Iterable[Any]) -> frozenset[int]:
-    """Return identifiers of the memory that tensors, or the local shards of DTensors, lie in."""
-    parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-    return frozenset(part.untyped_storage()._cdata for part in parts if is_plain(part))

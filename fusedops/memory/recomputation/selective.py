@@ -16,8 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedops.memory.recomputation.producers import is_plain, new_results, written_arguments
-from fusedops.memory.saved_tensors import Resident, SavedTensor
+from fusedops.memory.recomputation.producers import new_results, written_arguments
+from fusedops.memory.saved_tensors import Resident, SavedTensor, is_plain
 
 # Saves a result of an operator, given its name there; ``None`` if it is recomputed.
 Keep = Callable[[torch.Tensor, str, str | None], SavedTensor | None]
