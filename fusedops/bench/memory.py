@@ -21,7 +21,7 @@ from fusedops._core.timer import Clock, TimingPlan, Variant, measure
 from fusedops.bench.model_zoo import ModelFamily, ModelSize
 from fusedops.bench.results import dtype_name
 from fusedops.memory.layers import lists_of
-from fusedops.memory.measurement.measure import MemoryReport
+from fusedops.memory.measurement.report import MemoryReport
 
 PLAIN = "plain"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")

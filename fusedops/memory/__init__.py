@@ -4,8 +4,8 @@
     memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
 
 In reading order: ``policy`` (rules), ``saved_tensors`` (the forms in which the autograd graph holds
-a saved tensor), ``buffers`` (module buffers that a second forward must not change), ``recompute``
-(of modules, of selected results, of single operators, in slices), ``offload`` (host memory, and
+a saved tensor), ``buffers`` (module buffers that a second forward must not change),
+``recomputation`` (modules, selected results, single operators), ``offloading`` (host memory, and
 experts that are fetched on demand), ``policy_state`` (applies the rules while a model runs),
 ``wrap``, ``apply`` and ``compiled`` (put a policy on a model and take it off), ``layers`` and
 ``measurement`` (what a step allocates, and the search for a policy that fits a budget), and
@@ -16,8 +16,7 @@ from fusedops.memory import arena as arena
 from fusedops.memory.apply import apply, remove
 from fusedops.memory.arena import use_arena
 from fusedops.memory.measurement.fit import fit
-from fusedops.memory.measurement.measure import report
-from fusedops.memory.measurement.step_memory import StepMemory
+from fusedops.memory.measurement.report import StepMemory, report
 from fusedops.memory.offloading.experts import store_experts
 from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, lower, offload, recompute, save

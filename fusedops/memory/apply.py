@@ -61,7 +61,10 @@ class WrappedLayer:
             if self.state.in_region:
                 return call(*args, **kwargs)
             if self.region is not None:
-                _reshard(self._module, self.region)
+                again = self.region.communication.parallel_optimizer_comm_recompute
+                reshard = getattr(self._module, "set_reshard_after_forward", None)
+                if again is not None and reshard is not None:  # of FSDP2
+                    reshard(again)
                 return self.state.run_region(call, self.region, self._buffers, args, kwargs)
             with self.state.packing():
                 return call(*args, **kwargs)
@@ -175,11 +178,3 @@ def _check_patterns(policy: Policy, named: dict[str, nn.Module]) -> None:
             near = difflib.get_close_matches(words[0] if words else "", named, n=3, cutoff=0.4)
             hint = f"; the nearest names are {', '.join(map(repr, near))}" if near else ""
             raise ValueError(f"apply: {rule} names no module of the model{hint}")
-
-
-def _reshard(module: nn.Module, rule: MemoryRule) -> None:
-    """Let FSDP2 free a region's weights after the forward, or keep them, where the rule says so."""
-    again = rule.communication.parallel_optimizer_comm_recompute
-    reshard = getattr(module, "set_reshard_after_forward", None)
-    if again is not None and reshard is not None:
-        reshard(again)

@@ -1,10 +1,9 @@
-"""Buffers that a forward writes to, such as running statistics: a second forward leaves them alone.
+"""Buffers that a forward writes to, such as running statistics: a second forward restores them.
 
 The second run of a region starts from the buffers as they were before the first run (spectral norm
-reads what it writes), and afterwards they have the values of before the second run. Copies are made
-of the buffers that a forward writes to, and of no others. A forward that has not run yet is not
-known: before the first one, all buffers are copied, and the copies are dropped behind it. That is
-done again where a mode (``train``, ``eval``) or a buffer that no forward writes to has changed.
+reads what it writes), and afterwards they have the values of before the second run. Only buffers
+that a forward writes to are copied. To find them, all are copied before the first forward, and
+again after a mode (``train``, ``eval``) or a buffer that no forward writes to has changed.
 
 Torch's kernels of batch norm do not raise the counters of writes of the running statistics. So a
 first forward is judged by values as well, and buffers of one module are treated alike.
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from fusedops.memory.saved_tensors import memory_of
 
 
 class _Owner:
@@ -75,20 +76,13 @@ class Written:
     def keep(self, owners: list[_Owner]) -> None:
         """Take the modules that have such buffers, as they were before the forward."""
         self._owners = owners
-        self._memory = frozenset(
-            _local(buffer).untyped_storage()._cdata
-            for owner in owners
-            for buffer in owner.buffers.values()
-            if buffer is not None and buffer.layout is torch.strided
+        self._memory = memory_of(
+            buffer for owner in owners for buffer in owner.buffers.values() if buffer is not None
         )
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lies in the memory of one of these buffers."""
-        return (
-            bool(self._memory)
-            and tensor.layout is torch.strided
-            and tensor.untyped_storage()._cdata in self._memory
-        )
+        return bool(self._memory & memory_of([tensor]))
 
     @contextlib.contextmanager
     def rewound(self, name: str) -> Iterator[None]:

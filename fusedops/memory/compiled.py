@@ -1,11 +1,9 @@
-"""A policy inside ``torch.compile``: in the words that AOTAutograd's partitioner understands.
+"""A policy inside ``torch.compile``: as policies of AOTAutograd's partitioner.
 
-Compiled code has no hooks and no second forward: a graph is cut into what the forward keeps and
-what the backward computes again, operator by operator. A recomputed module becomes the region of a
+Compiled code has no hooks and no second forward. A recomputed module becomes the region of a
 selective checkpoint whose policy answers for each operator as the eager policy would. Offload is
-passed on as ``MUST_CPU_OFFLOAD``, which is for graph passes of torch (they are off by default;
-without them the tensor is kept); a narrower dtype has no word there and is left out. A warning
-names such rules.
+``MUST_CPU_OFFLOAD``, which only graph passes of torch implement (off by default; without them the
+tensor is saved); a narrower dtype cannot be expressed. A warning names such rules.
 """
 
 from __future__ import annotations
@@ -110,9 +108,9 @@ def _fitting(name: str, rules: tuple[MemoryRule, ...], op: str, output: Any) -> 
         return [rule for rule in rules if not rule.of_tensors]
     nbytes = first.numel() * first.element_size()
     saved = SavedTensorInfo(name, op, None, tuple(first.shape), first.dtype, first.device, nbytes)
-    return [rule for rule in rules if rule.fits(saved) or _by_output(rule, op)]
-
-
-def _by_output(rule: MemoryRule, op: str) -> bool:
-    """Return whether a rule names a result of this operator: an operator is one node there."""
-    return bool(rule.outputs) and rule.when is None and (not rule.ops or op in rule.ops)
+    return [
+        rule
+        for rule in rules
+        # An operator is one node there: a rule by a result's name applies to the operator.
+        if rule.fits(saved) or (rule.outputs and rule.when is None and op in (rule.ops or (op,)))
+    ]

@@ -1,9 +1,8 @@
-"""What becomes of each tensor that a forward pass keeps for its backward: rules, and who wins.
+"""Rules for tensors that a forward saves for the backward, and which rule wins.
 
-A *rule* says one of four things (save, recompute, offload, lower precision) of the tensors that it
-names: by the module that runs, by the operator that made the tensor and the name of that result,
-by anything else that a function can tell of it. A *policy* is a list of rules. Nothing here
-touches a model; ``apply.py`` does.
+A *rule* says one of four things (save, recompute, offload, lower precision) about the tensors that
+it names: by module, by operator and the name of its result, or by a function. A *policy* is a list
+of rules. Nothing here changes a model; ``apply.py`` does.
 """
 
 from __future__ import annotations
@@ -82,7 +81,10 @@ class MemoryRule:
 
     def names_module(self, name: str, module: nn.Module) -> bool:
         """Return whether its ``modules`` name this one; a rule without them names none."""
-        return any(_names(pattern, name, module) for pattern in self.modules)
+        return any(
+            _matches(pattern, name) if isinstance(pattern, str) else isinstance(module, pattern)
+            for pattern in self.modules
+        )
 
     def fits(self, saved: SavedTensorInfo) -> bool:
         """Return whether a tensor is one of those that its other words name."""
@@ -93,8 +95,9 @@ class MemoryRule:
         return self.when is None or bool(self.when(saved))
 
     def __str__(self) -> str:
+        modules = [repr(p) if isinstance(p, str) else p.__name__ for p in self.modules]
         words = [
-            f"modules={', '.join(map(_shown, self.modules))}" if self.modules else "",
+            f"modules={', '.join(modules)}" if modules else "",
             f"ops={', '.join(self.ops)}" if self.ops else "",
             f"outputs={', '.join(self.outputs)}" if self.outputs else "",
             f"when={getattr(self.when, '__name__', 'given')}" if self.when else "",
@@ -183,18 +186,16 @@ def recompute(
         >>> print(fusedops.memory.recompute("transformer.h.*"))
         recompute(modules='transformer.h.*')
     """
-    what = "recompute"
-    checks.flag(what, "mp_comm_recompute", mp_comm_recompute)
-    if parallel_optimizer_comm_recompute is not None:
-        checks.flag(what, "parallel_optimizer_comm_recompute", parallel_optimizer_comm_recompute)
-    checks.flag(what, "recompute_slice_activation", recompute_slice_activation)
-    checks.group(what, "group", group)
-    if (group is not None) != recompute_slice_activation:
-        expected = "the ranks with the same inputs, if and only if recompute_slice_activation"
-        checks.fail(what, "group", expected, checks.shown(group))
     options = CommunicationOptions(
         mp_comm_recompute, parallel_optimizer_comm_recompute, recompute_slice_activation, group
     )
+    for name, value in vars(options).items():
+        if name != "group" and (name, value) != ("parallel_optimizer_comm_recompute", None):
+            checks.flag("recompute", name, value)
+    checks.group("recompute", "group", group)
+    if (group is not None) != recompute_slice_activation:
+        expected = "the ranks with the same inputs, if and only if recompute_slice_activation"
+        checks.fail("recompute", "group", expected, checks.shown(group))
     rule = _rule(RECOMPUTE, modules, ops, outputs, when, communication=options)
     if rule.of_tensors and options != CommunicationOptions():
         raise ValueError(
@@ -202,12 +203,15 @@ def recompute(
             "names single tensors: give it modules alone"
         )
     for name in rule.ops:
-        if any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(name)):
+        namespace, _, bare = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), bare)
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        if any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads):
             raise ValueError(
                 f"recompute: {name} draws random numbers, and a second call would draw others; "
                 "recompute the module that calls it, which replays them"
             )
-        if any(updates_statistics(overload) for overload in _overloads(name)):
+        if any(map(updates_statistics, overloads)):
             raise ValueError(
                 f"recompute: {name} updates running statistics, which a second call would update "
                 "again; recompute the module that calls it, whose buffers are kept"
@@ -290,9 +294,8 @@ class Policy:
     1. Is it saved or recomputed? ``save`` and ``recompute`` answer; saved is the default.
     2. If it is saved, how? ``offload``, ``lower`` and ``save`` answer; unchanged is the default.
 
-    So recomputation wins where ``offload`` is asked for the same modules, and the inputs that a
-    recomputed module still keeps are offloaded. What ``save`` names inside is saved unchanged, for
-    ``save`` answers the second question as well, unless ``offload`` wins there.
+    Therefore recomputation wins over ``offload`` of the same modules, whose saved inputs are
+    offloaded. What ``save`` names is saved unchanged, unless a later ``offload`` wins.
 
     Args:
         *rules: of ``save``, ``recompute``, ``offload`` and ``lower``.
@@ -350,14 +353,18 @@ def _rule(
 ) -> MemoryRule:
     if when is not None and not callable(when):
         checks.fail_type(treatment, "when", "a function", when)
-    rule = MemoryRule(
-        treatment,
-        _patterns(treatment, modules),
-        tuple(_op_name(treatment, op) for op in _several(ops)),
-        _words(treatment, outputs),
-        when,
-        **others,
-    )
+    patterns, results = _several(modules), _several(outputs)
+    for pattern in patterns:
+        is_class = isinstance(pattern, type) and issubclass(pattern, nn.Module)
+        if not isinstance(pattern, str) and not is_class:
+            _fail_type(
+                treatment, "modules", "names such as 'layers.*' or classes of modules", pattern
+            )
+    for name in results:
+        if not isinstance(name, str):
+            _fail_type(treatment, "outputs", "names of an operator's results", name)
+    names = tuple(_op_name(treatment, op) for op in _several(ops))
+    rule = MemoryRule(treatment, patterns, names, results, when, **others)
     if not (rule.modules or rule.of_tensors):
         raise ValueError(f"{treatment}: name modules, ops or outputs, or give when")
     return rule
@@ -370,24 +377,6 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 def _fail_type(treatment: str, argument: str, expected: str, value: object) -> NoReturn:
     raise TypeError(f"{treatment}: {argument} must be {expected}, got {checks.shown(value)}")
-
-
-def _patterns(treatment: str, modules: Modules) -> tuple[str | type[nn.Module], ...]:
-    patterns = _several(modules)
-    for pattern in patterns:
-        is_class = isinstance(pattern, type) and issubclass(pattern, nn.Module)
-        if not isinstance(pattern, str) and not is_class:
-            expected = "names such as 'layers.*' or classes of modules"
-            _fail_type(treatment, "modules", expected, pattern)
-    return patterns
-
-
-def _words(treatment: str, outputs: str | Iterable[str]) -> tuple[str, ...]:
-    names = _several(outputs)
-    for name in names:
-        if not isinstance(name, str):
-            _fail_type(treatment, "outputs", "names of an operator's results", name)
-    return names
 
 
 def _op_name(treatment: str, op: Any) -> str:
@@ -404,17 +393,16 @@ def _op_name(treatment: str, op: Any) -> str:
     else:
         namespace, bare = "fusedops" if hasattr(torch.ops.fusedops, op) else "aten", op
     if not bare or not hasattr(getattr(torch.ops, namespace), bare):
-        known = {name.rpartition("::")[2]: name for name in _known_ops()}
+        ops = sorted({name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()})
+        known = {
+            name.rpartition("::")[2]: name
+            for name in ops
+            if name.startswith(("aten::", "fusedops::"))
+        }
         near = difflib.get_close_matches(bare or namespace, known, n=1)
         hint = f"; did you mean {known[near[0]]!r}?" if near else ""
         raise ValueError(f"{treatment}: ops names {op!r}, which is no operator{hint}")
     return f"{namespace}::{bare}"
-
-
-def _known_ops() -> list[str]:
-    names = torch._C._dispatch_get_all_op_names()
-    ops = {name.partition(".")[0] for name in names}
-    return sorted(name for name in ops if name.startswith(("aten::", "fusedops::")))
 
 
 def updates_statistics(op: torch._ops.OpOverload) -> bool:
@@ -425,25 +413,9 @@ def updates_statistics(op: torch._ops.OpOverload) -> bool:
     return any(argument.name == "running_mean" for argument in op._schema.arguments)
 
 
-def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    namespace, _, bare = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), bare)
-    return [getattr(packet, overload) for overload in packet.overloads()]
-
-
-def _names(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-    if not isinstance(pattern, str):
-        return isinstance(module, pattern)
+def _matches(pattern: str, name: str) -> bool:
     if not name:
         return not pattern  # the model itself is named by "", and by no wildcard
-    return re.fullmatch(_regular(pattern), name) is not None
-
-
-def _regular(pattern: str) -> str:
+    wildcards = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
     parts = re.split(r"(\*\*|\*|\?)", pattern)
-    words = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
-    return "".join(words.get(part, re.escape(part)) for part in parts)
-
-
-def _shown(pattern: str | type[nn.Module]) -> str:
-    return repr(pattern) if isinstance(pattern, str) else pattern.__name__
+    return re.fullmatch("".join(wildcards.get(p, re.escape(p)) for p in parts), name) is not None

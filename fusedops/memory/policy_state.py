@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,21 +28,21 @@ from fusedops.memory.policy import (
     SavedTensorInfo,
     winning_rule,
 )
-from fusedops.memory.recomputation.checkpointed_region import Region
+from fusedops.memory.recomputation.checkpointed_region import Region, Slice, worth_slicing
 from fusedops.memory.recomputation.producers import (
     ProducerTracker,
     RecomputedStorage,
-    is_plain,
 )
 from fusedops.memory.recomputation.selective import Keep, communicates
-from fusedops.memory.recomputation.slices import Slice, worth_slicing
 from fusedops.memory.saved_tensors import (
     NarrowedStorage,
     Resident,
     SavedTensor,
     SavedView,
     SharedStorage,
+    is_plain,
     lasting,
+    memory_of,
     take,
 )
 from fusedops.memory.wrap import ForwardCall
@@ -85,9 +85,9 @@ class PolicyState:
         before = self._steady
         # Known by their memory: what layers read of a DTensor is neither a parameter nor a view of
         # one. FSDP2's weights come to their memory as a module begins.
-        self._steady = before | _memory_of(module.parameters())
+        self._steady = before | memory_of(module.parameters())
         if not self._running:
-            self._steady |= _memory_of(self.model.buffers())
+            self._steady |= memory_of(self.model.buffers())
         for offloader in self.offloaders.values():
             offloader.new_group()
         self._running.append((name, rules))
@@ -179,14 +179,17 @@ class PolicyState:
     def _hold(self, tensor: torch.Tensor, fitting: list[MemoryRule]) -> SavedTensor:
         """Return what holds a tensor that is saved, given the rules that fit it."""
         rule = winning_rule(fitting, OFFLOAD, LOWER)
-        if rule is not None and rule.treatment == OFFLOAD and self._worth_moving(tensor):
+        nbytes = tensor.untyped_storage().nbytes()
+        moves = nbytes >= self.settings.least_bytes and tensor.nbytes >= _PART * nbytes
+        if rule is not None and rule.treatment == OFFLOAD and moves:
             if tensor.device not in self.offloaders:
                 self.offloaders[tensor.device] = Offloader(tensor.device, self.settings)
             put = partial(self.offloaders[tensor.device].put, tensor, self._running[-1][0])
             return SavedView(self._shared(OFFLOAD, tensor, put), tensor)
-        if rule is not None and rule.dtype is not None and _narrows(tensor, rule.dtype):
-            kind = (rule.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-            narrow = partial(NarrowedStorage, tensor, rule.dtype)
+        dtype = rule.dtype if rule is not None and tensor.is_floating_point() else None
+        if dtype is not None and tensor.dtype.itemsize > dtype.itemsize:
+            kind = (dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            narrow = partial(NarrowedStorage, tensor, dtype)
             return SavedView(self._shared(kind, tensor, narrow), None)
         return Resident(tensor)
 
@@ -199,10 +202,6 @@ class PolicyState:
         if source is None or not source.fits(tensor):
             source = self._storages[key] = make()
         return source
-
-    def _worth_moving(self, tensor: torch.Tensor) -> bool:
-        storage_bytes = tensor.untyped_storage().nbytes()
-        return storage_bytes >= self.settings.least_bytes and tensor.nbytes >= _PART * storage_bytes
 
     def _repeats(self, op: str) -> bool:
         return any(
@@ -223,13 +222,3 @@ class PolicyState:
             for rule in self.policy.rules
             if (not rule.modules or rule in running) and rule.fits(saved)
         ]
-
-
-def _memory_of(tensors: Iterable[Any]) -> frozenset[int]:
-    """Return the names of the memory that parameters or buffers, or their shards, lie in."""
-    parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-    return frozenset(part.untyped_storage()._cdata for part in parts if is_plain(part))
-
-
-def _narrows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > dtype.itemsize

@@ -5,9 +5,8 @@ passes that to an *unpack hook* when the node runs. The classes here are what pa
 each is made from a tensor and returns an equal one on every call.
 
 A node may run twice: a zero-bubble schedule first asks for the gradients of inputs and later for
-those of weights. What was recomputed or copied back for the first pass is kept for the second if
-and only if the node has gradients left to compute (``needed_for_recomputation``): nothing is
-computed twice.
+those of weights. What was recomputed or copied back for the first pass is kept for the second only
+if the node has gradients left to compute (``needed_for_recomputation``).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # An attribute of tensors that somebody else keeps.
 _LASTING = "_fusedops_lasting"
@@ -137,11 +137,11 @@ class SharedStorage:
         check_version(self._probe, self._version)
         value = self._value if self._value is not None else self.make()
         self._value = value
-        self.leave()
+        self.release()
         return value
 
-    def leave(self) -> None:
-        """One less waits; the last one takes the tensor with it."""
+    def release(self) -> None:
+        """Drop one reference; the last one frees the tensor."""
         self.waiting -= 1
         if self.waiting <= 0:
             self._value = None
@@ -179,7 +179,7 @@ class SavedView(Rematerialized):
 
     def __del__(self) -> None:
         if getattr(self, "_waits", False):
-            self._source.leave()
+            self._source.release()
 
 
 class NarrowedStorage(SharedStorage):
@@ -232,3 +232,18 @@ def check_version(tensor: torch.Tensor, version: int) -> None:
             f"operation: {list(tensor.shape)} {tensor.dtype} is at version {tensor._version}, and "
             f"version {version} was saved"
         )
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor with memory of its own."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not is_traceable_wrapper_subclass(value)
+    )
+
+
+def memory_of(tensors: Iterable[Any]) -> frozenset[int]:
+    """Return identifiers of the memory that tensors, or the local shards of DTensors, lie in."""
+    parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return frozenset(part.untyped_storage()._cdata for part in parts if is_plain(part))

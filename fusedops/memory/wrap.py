@@ -1,9 +1,9 @@
-"""Something around a module's ``forward``, on the instance, in a way that others live with.
+"""A wrapper around the ``forward`` of a module instance.
 
-Hooks would do less and break more: a fused module does the work of children that it does not call,
-and steps aside for children with hooks. A ``forward`` on the instance runs inside FSDP2's hooks, so
-that weights are whole around it; it is an object and no closure, so that a copy of the model has
-wrappers of its own; and it names what it wraps, by which patched modules know that it is theirs.
+A hook would not do: a fused module stops doing the work of children that have hooks. A ``forward``
+on the instance runs inside FSDP2's hooks, where weights are gathered. It is an object and no
+closure, so that a copy of the model has wrappers of its own; patched modules know it by
+``__wrapped__``.
 """
 
 from __future__ import annotations

@@ -89,9 +89,9 @@ def test_poison_shows_in_what_is_read_from_a_buffer_that_was_given_back(
     start = Offloader._start
 
     def start_and_release(offloader: Offloader, away: Any) -> None:
-        started = away.coming is None
+        started = away.prefetch is None
         start(offloader, away)
-        if started and away.coming is not None:
+        if started and away.prefetch is not None:
             offloader._pool._release(away.buffer)
 
     monkeypatch.setattr(Offloader, "_start", start_and_release)

@@ -109,6 +109,29 @@ def test_a_report_under_autocast_is_of_a_step_of_training(patched: bool, recompu
     assert_same_bits(results(model, loss), expected)
 
 
+class TwoLists(nn.Module):
+    """One layer is a member of both lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.first = nn.ModuleList([shared, nn.Linear(8, 8)])
+        self.second = nn.ModuleList([shared, nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.first, *self.second):
+            x = layer(x).sin()
+        return x
+
+
+def test_a_layer_in_two_containers_is_reported_once() -> None:
+    model = TwoLists()
+    found = memory.report(model, torch.ones(4, 8))
+    assert found.weights == 3 * (8 * 8 + 8) * 4
+    assert {name for name in found.layers if name} == {"first.0", "first.1", "second.1"}
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_states_are_counted_where_the_model_is() -> None:
     model = gpt2(layers=2).bfloat16()
     numbers = sum(parameter.numel() for parameter in model.parameters())

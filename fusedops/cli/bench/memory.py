@@ -14,7 +14,7 @@ from fusedops.terminal import files
 
 if TYPE_CHECKING:
     from fusedops.bench.memory import MemoryRow
-    from fusedops.memory.measurement.measure import MemoryReport
+    from fusedops.memory.measurement.report import MemoryReport
 
 
 def memory(

@@ -8,8 +8,7 @@ hardly larger than what is alive at its fullest moment. The smallest block is an
 from __future__ import annotations
 
 import bisect
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +107,7 @@ def place(
     if sum(aligned) > _MOST:
         checks.fail("arena.place", "size", "at most 2**63 - 1 in all", sum(aligned))
     offsets = _pinned(pinned or {}, lowers, uppers, aligned, alignment)
-    bound = _bound(lowers, uppers, aligned)
+    bound = most_alive(lowers, uppers, aligned)
     if capacity is not None and capacity < bound:
         expected = f"at least {bound}, the bytes that are alive at the same time"
         checks.fail("arena.place", "capacity", expected, capacity)
@@ -163,34 +162,20 @@ def _pinned(
         if offset + sizes[index] > _MOST:
             checks.fail("arena.place", name, "at most 2**63 - 1 with the size", offset)
         offsets[index] = offset
-    _check_apart([index for index in pinned if sizes[index]], offsets, lowers, uppers, sizes)
-    return offsets
-
-
-def _check_apart(
-    fixed: list[int], offsets: list[int], lowers: list[int], uppers: list[int], sizes: list[int]
-) -> None:
-    """Raise where two pinned buffers that live at the same time overlap.
-
-    In the order of their begins each is compared with its neighbours among those that live.
-    """
-    alive: list[tuple[int, int]] = []  # by offset
-    ends: list[tuple[int, int, int]] = []
-    for index in sorted(fixed, key=lambda index: lowers[index]):
-        while ends and ends[0][0] <= lowers[index]:
-            _, offset, ended = heapq.heappop(ends)
-            del alive[bisect.bisect_left(alive, (offset, ended))]
-        at = bisect.bisect_left(alive, (offsets[index], index))
-        for offset, other in alive[max(at - 1, 0) : at + 1]:
-            if offset < offsets[index] + sizes[index] and offsets[index] < offset + sizes[other]:
+    # In the order of their offsets, each is compared with those that reach above its offset.
+    below: list[int] = []
+    for index in sorted((index for index in pinned if sizes[index]), key=offsets.__getitem__):
+        below = [other for other in below if offsets[other] + sizes[other] > offsets[index]]
+        for other in below:
+            if lowers[other] < uppers[index] and lowers[index] < uppers[other]:
                 one, two = max(index, other), min(index, other)
                 expected = f"apart from pinned[{two}], {offsets[two]}, which lives then as well"
                 checks.fail("arena.place", f"pinned[{one}]", expected, offsets[one])
-        alive.insert(at, (offsets[index], index))
-        heapq.heappush(ends, (uppers[index], offsets[index], index))
+        below.append(index)
+    return offsets
 
 
-def _bound(lowers: list[int], uppers: list[int], sizes: list[int]) -> int:
+def most_alive(lowers: Iterable[int], uppers: Iterable[int], sizes: Sequence[int]) -> int:
     """Return the most bytes that are alive at the same time."""
     changes = [(time, nbytes) for time, nbytes in zip(lowers, sizes, strict=True)]
     changes += [(time, -nbytes) for time, nbytes in zip(uppers, sizes, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from fusedops.memory.arena.placement import Placement, place
+from fusedops.memory.arena.placement import Placement, most_alive, place
 
 # Bytes, by the type of the device; as csrc/step_arena.h.
 ALIGNMENT = {"cpu": 64, "cuda": 512}
@@ -80,47 +80,33 @@ def plan_step(
         alignment: of the offsets, in bytes.
     """
     count = len(record.sizes)
-    linear: list[tuple[int, Interval]] = []
+    lifetimes: list[tuple[int, Interval]] = []
     cyclic: list[int] = []
     for index, (end, in_next) in enumerate(zip(record.ends, record.in_next, strict=True)):
         if end != _ALIVE and not in_next:
-            linear.append((index, (index, end)))
+            lifetimes.append((index, (index, end)))
         elif end != _ALIVE and complete and end <= index:
             cyclic.append(index)
-    lifetimes, pinned = list(linear), {}
     # Those that are alive between two steps are alive together: they are stacked, first those
     # that are freed last.
-    top = 0
+    top, pinned = 0, {}
     for index in sorted(cyclic, key=lambda index: -record.ends[index]):
         for piece in ((0, record.ends[index]), (index, count)):
             if piece[0] < piece[1]:
                 pinned[len(lifetimes)] = top
                 lifetimes.append((index, piece))
         top += record.sizes[index]
-    placement = place(
-        [interval[0] for _, interval in lifetimes],
-        [interval[1] for _, interval in lifetimes],
-        [record.sizes[index] for index, _ in lifetimes],
-        alignment=alignment,
-        pinned=pinned,
-        seconds=seconds,
-    )
+    lowers = [begin for _, (begin, _) in lifetimes]
+    uppers = [end for _, (_, end) in lifetimes]
+    sizes = [record.sizes[index] for index, _ in lifetimes]
+    placement = place(lowers, uppers, sizes, alignment=alignment, pinned=pinned, seconds=seconds)
     offsets = [_OUTSIDE] * count
     for (index, _), offset in zip(lifetimes, placement.offsets, strict=True):
         offsets[index] = offset
-    outside = [
-        (index, (index, count)) for index, offset in enumerate(offsets) if offset == _OUTSIDE
-    ]
-    peak = most_alive([*lifetimes, *outside], record.sizes)
+    outside = [index for index, offset in enumerate(offsets) if offset == _OUTSIDE]
+    peak = most_alive(
+        [*lowers, *outside],
+        [*uppers, *(count for _ in outside)],
+        [*sizes, *(record.sizes[index] for index in outside)],
+    )
     return StepPlan(record.sizes, offsets, record.marks, lifetimes, placement, peak)
-
-
-def most_alive(lifetimes: list[tuple[int, Interval]], sizes: list[int]) -> int:
-    """Return the most bytes that are alive at the same time."""
-    changes = [(begin, sizes[index]) for index, (begin, _) in lifetimes]
-    changes += [(end, -sizes[index]) for index, (_, end) in lifetimes]
-    alive = most = 0
-    for _, change in sorted(changes):  # at the same moment frees come first
-        alive += change
-        most = max(most, alive)
-    return most

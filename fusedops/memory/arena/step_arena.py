@@ -70,8 +70,15 @@ class StepArena:
     def __init__(self, model: nn.Module, *, seconds: float) -> None:
         self._model = weakref.ref(model)
         self._seconds = seconds
-        self._device = _device_of(model)
-        self._native = _native_arena(self._device)
+        devices = (parameter.device for parameter in model.parameters())
+        cpu = torch.device("cpu")
+        self._device = next((device for device in devices if device.type != "meta"), cpu)
+        if self._device.type == "cpu":
+            self._native = torch.classes.fusedops_native.StepArena()
+        else:
+            index = self._device.index
+            current = torch.cuda.current_device() if index is None else index
+            self._native = torch.classes.fusedops_cuda.StepArena(current)
         self._shapes: OrderedDict[Hashable, _Shapes] = OrderedDict()
         self._open: Hashable = None  # the key of the open step
         self._last: Hashable = None  # the key of the step before it, if that was complete
@@ -82,10 +89,16 @@ class StepArena:
         self._identities = 0
         self._note = ""
         self._removed = False
-        hook = _ForwardHook(weakref.ref(self))
+        arena = weakref.ref(self)
+
+        def after_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (current := arena()) is not None:
+                current._after_optimizer(optimizer)
+
+        hook = _ForwardHook(arena)
         handles = [
             model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True),
-            register_optimizer_step_post_hook(_OptimizerHook(weakref.ref(self))),
+            register_optimizer_step_post_hook(after_optimizer),
         ]
         # Without a reference to the arena, so that it runs when the arena is collected.
         self._detach = weakref.finalize(self, _remove_all, handles, self._native)
@@ -101,7 +114,8 @@ class StepArena:
             RuntimeError: a step of this arena or, on this thread, of another one is open.
             TypeError: the key is not hashable.
         """
-        self._check_usable()
+        if self._removed:
+            raise RuntimeError("StepArena: it was removed; use_arena makes another one")
         try:
             hash(key)
         except TypeError:
@@ -143,10 +157,6 @@ class StepArena:
         if model is not None:
             _arenas.pop(model, None)
 
-    def _check_usable(self) -> None:
-        if self._removed:
-            raise RuntimeError("StepArena: it was removed; use_arena makes another one")
-
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Begin a step, or note where a forward of the open one begins."""
         native = self._native
@@ -183,12 +193,8 @@ class StepArena:
         model = self._model()
         if self._stepped or model is None or not self._native.is_open_here():
             return
-        mine = {id(parameter) for parameter in model.parameters()}
-        self._stepped = any(
-            id(parameter) in mine
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._stepped = any(id(parameter) in stepped for parameter in model.parameters())
 
     def _begin(self, key: Hashable, *, explicit: bool) -> bool:
         shapes = self._shapes.get(key)
@@ -319,10 +325,8 @@ def use_arena(model: nn.Module, *, seconds: float = 1.0) -> StepArena:
 
     Note:
         On a GPU the block is memory of torch's caching allocator, which counts it as allocated
-        from the first planned step on, and which serves what lies outside of the block. The step
-        belongs to the stream on which it begins. Buffers of other streams, of CUDA graphs and of
-        memory pools lie outside. A buffer of the block that another stream uses
-        (``Tensor.record_stream``) keeps its place until that stream has used it.
+        from the first planned step on. The step belongs to the stream on which it begins. Buffers
+        of other streams, of CUDA graphs and of memory pools lie outside.
 
     Example:
         >>> import torch
@@ -351,7 +355,7 @@ def use_arena(model: nn.Module, *, seconds: float = 1.0) -> StepArena:
                 f"use_arena: a {type(other).__name__} inside or around the model has an arena "
                 "already; use one arena for the outermost model"
             )
-    reason = unsupported(model)
+    reason = _unsupported_reason(model)
     if reason is not None:
         raise UnsupportedError(f"use_arena: {reason}")
     arena = StepArena(model, seconds=seconds)
@@ -359,7 +363,7 @@ def use_arena(model: nn.Module, *, seconds: float = 1.0) -> StepArena:
     return arena
 
 
-def unsupported(model: nn.Module) -> str | None:
+def _unsupported_reason(model: nn.Module) -> str | None:
     """Return why a model can have no arena, or ``None``."""
     first: tuple[str, torch.device] | None = None
     for name, parameter in model.named_parameters():
@@ -393,19 +397,6 @@ def _has_gpu_arena() -> bool:
         return False
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    """Return the device of the parameters, the CPU where there is none."""
-    devices = (parameter.device for parameter in model.parameters())
-    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
-
-
-def _native_arena(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return torch.classes.fusedops_native.StepArena()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.classes.fusedops_cuda.StepArena(index)
-
-
 _arenas: weakref.WeakKeyDictionary[nn.Module, StepArena] = weakref.WeakKeyDictionary()
 
 
@@ -433,18 +424,6 @@ class _ForwardHook:
 
     def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
         return _ForwardHook, ()
-
-
-class _OptimizerHook:
-    """Runs after each step of any optimizer."""
-
-    def __init__(self, arena: weakref.ref[StepArena]) -> None:
-        self._arena = arena
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        arena = self._arena()
-        if arena is not None:
-            arena._after_optimizer(optimizer)
 
 
 def _remove_all(handles: list[Any], native: Any) -> None:

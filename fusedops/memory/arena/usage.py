@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+from fusedops.memory.arena.placement import Placement
 from fusedops.memory.arena.planning import StepPlan
 
 
@@ -90,19 +91,15 @@ def make_report(
     plan: StepPlan | None, counts: StepCounts, *, steps: int, plans: int, note: str
 ) -> ArenaReport:
     """Return the report of an arena whose last planned step had this plan and these counts."""
-    boxes: list[tuple[int, int, int, int]] = []
-    if plan is not None:
-        for (index, (begin, end)), offset in zip(
-            plan.lifetimes, plan.placement.offsets, strict=True
-        ):
-            boxes.append((begin, end, offset, offset + plan.sizes[index]))
+    plan = plan or StepPlan([], [], [], [], Placement((), 0, 0), 0)
+    placed = zip(plan.lifetimes, plan.placement.offsets, strict=True)
     return ArenaReport(
         steps=steps,
         plans=plans,
-        peak_bytes=0 if plan is None else plan.peak,
-        bound_bytes=0 if plan is None else plan.placement.bound,
-        block_bytes=0 if plan is None else plan.placement.height,
-        allocator_bytes=0 if plan is None else best_fit_bytes(plan),
+        peak_bytes=plan.peak,
+        bound_bytes=plan.placement.bound,
+        block_bytes=plan.placement.height,
+        allocator_bytes=best_fit_bytes(plan),
         step_bytes=counts.bytes + counts.small_bytes,
         served_bytes=counts.served,
         outside_bytes={
@@ -112,7 +109,10 @@ def make_report(
             "kept": counts.kept,
             "small": counts.small_bytes,
         },
-        boxes=tuple(boxes),
+        boxes=tuple(
+            (begin, end, offset, offset + plan.sizes[index])
+            for (index, (begin, end)), offset in placed
+        ),
         note=note,
     )
 

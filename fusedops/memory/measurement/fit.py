@@ -1,10 +1,9 @@
-"""``fit``: the cheapest policy with which a step fits into so many bytes, found by measuring.
+"""``fit``: the cheapest policy with which a step fits into a memory budget, found by measuring.
 
-The blocks that repeat in a model (a transformer's layers) are alike, so the question is what to do
-with them and with how many. Each treatment is measured on all layers: seconds and bytes. From the
-one that costs least on, the number of layers that the budget needs is found by halving, each time
-by measuring the peak; of the treatments that fit, the one whose step is expected to be the fastest
-is chosen, and what was chosen is measured once more.
+The blocks that repeat in a model (a transformer's layers) are alike. Each treatment is measured on
+all of them: seconds and bytes. If the step fits then, bisection over measured peaks finds how many
+of the first layers must have the treatment. Of the treatments that fit, the one with the shortest
+expected step is applied and measured again.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.device_tensors import device_tensor
+from fusedops._core.peak import peak_bytes
 from fusedops.memory.apply import apply, policy_state_of, remove
 from fusedops.memory.layers import lists_of
-from fusedops.memory.measurement.measure import (
-    Loss,
-    ModelStep,
-    checks_of,
-    preserve_parameters,
-    state_bytes,
-    static_bytes,
-)
+from fusedops.memory.measurement.report import format_bytes, state_bytes, static_bytes
+from fusedops.memory.measurement.step import Loss, ModelStep, check_arguments, preserve_gradients
 from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, offload, recompute, save
 
 _ROUNDS = 3
+_TREATMENTS: dict[str, Any] = {  # from names of layers to rules
+    "recompute, keep attention": lambda names: [recompute(names), save(ops="attention")],
+    "recompute": lambda names: [recompute(names)],
+    "offload": lambda names: [offload(names)],
+    "recompute, offload the inputs": lambda names: [recompute(names), offload(names)],
+}
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,18 @@ class Fit:
     candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        peak, seconds = self.before
         chosen = str(self.policy) if self.policy.rules else "nothing: it fits without a policy"
+        peak, seconds = self.before
         lines = [
-            f"budget {_mib(self.budget)}; without a policy {_mib(peak)}, {seconds * 1e3:.1f} ms",
+            f"budget {format_bytes(self.budget)}; "
+            f"without a policy {format_bytes(peak)}, {seconds * 1e3:.1f} ms",
             f"chosen: {chosen}",
-            f"  {_mib(self.peak)}, {self.seconds * 1e3:.1f} ms a step",
+            f"  {format_bytes(self.peak)}, {self.seconds * 1e3:.1f} ms a step",
         ]
         for candidate in self.candidates:
             needs = "not enough" if candidate.layers is None else f"{candidate.layers} needed"
             lines.append(
-                f"  {candidate.name:<34} all layers: {_mib(candidate.peak):>12} "
+                f"  {candidate.name:<34} all layers: {format_bytes(candidate.peak):>12} "
                 f"{candidate.seconds * 1e3:>9.1f} ms   {needs}"
             )
         return "\n".join(lines)
@@ -125,7 +126,7 @@ def fit(
         >>> found.policy
         Policy()
     """
-    checks_of("fit", model, loss, optimizer)
+    check_arguments("fit", model, loss, optimizer)
     checks.integer("fit", "budget", budget, least=1)
     if with_offload is not None:
         checks.flag("fit", "with_offload", with_offload)
@@ -136,29 +137,21 @@ def fit(
             "members of a ModuleList, ModuleDict or Sequential; apply a policy by hand"
         )
     step = ModelStep("fit", model, batch, loss)
-    leaves = step.device.type == "cuda" if with_offload is None else with_offload
+    if with_offload is None:
+        with_offload = step.device.type == "cuda"
+    treatments = {
+        name: rules for name, rules in _TREATMENTS.items() if with_offload or "offload" not in name
+    }
     state = policy_state_of(model)
     settings = state.settings if state is not None else None
     static = static_bytes(model) + state_bytes(optimizer)
     search = _Search(step, settings, static, names, budget)
     try:
-        with preserve_parameters(model):
-            return search.run(_treatments(leaves))
+        with preserve_gradients(model):
+            return search.run(treatments)
     except BaseException:
         remove(model)
         raise
-
-
-def _treatments(leaves: bool) -> dict[str, Any]:
-    """Return functions of a number of layers' names to rules, by name."""
-    made = {
-        "recompute, keep attention": lambda names: [recompute(names), save(ops="attention")],
-        "recompute": lambda names: [recompute(names)],
-    }
-    if leaves:
-        made["offload"] = lambda names: [offload(names)]
-        made["recompute, offload the inputs"] = lambda names: [recompute(names), offload(names)]
-    return made
 
 
 @dataclass(frozen=True)
@@ -213,7 +206,7 @@ class _Search:
 
     def _peak(self, policy: Policy) -> int:
         self._apply(policy)
-        dynamic = self.step.peak_bytes()
+        dynamic = peak_bytes(self.step.run, self.step.device)
         self.step.model.zero_grad()
         return int(_largest(self.step.model, self.static + dynamic))
 
@@ -222,16 +215,19 @@ class _Search:
         return _largest(self.step.model, min(self._time_step() for _ in range(_ROUNDS)))
 
     def _apply(self, policy: Policy) -> None:
-        """Give the model a policy, and let a step with it settle."""
+        """Give the model a policy, and run a step that fills caches."""
         apply(self.step.model, policy, offload_settings=self.settings)
         self.step.model.zero_grad()
         self._time_step()
 
     def _time_step(self) -> float:
-        _synchronize(self.step.device)
+        is_gpu = self.step.device.type == "cuda"
+        if is_gpu:
+            torch.cuda.synchronize(self.step.device)
         begin = time.perf_counter()
         self.step.run()
-        _synchronize(self.step.device)
+        if is_gpu:
+            torch.cuda.synchronize(self.step.device)
         seconds = time.perf_counter() - begin
         self.step.model.zero_grad()
         return seconds
@@ -255,12 +251,3 @@ def _largest(model: nn.Module, number: float) -> float:
             )
         number = float(largest)
     return number
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.2f} MiB"

@@ -34,7 +34,10 @@ def timeline(title: str, lines: Mapping[str, Timeline]) -> str:
     for number, (label, line) in enumerate(lines.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         fill = "0.18" if len(lines) == 1 else "0.10"
-        points = _points(line, most)
+        points = " ".join(
+            f"{_x(index, len(line)):.1f},{_y(live, most):.1f}"
+            for index, (live, _, _) in enumerate(line)
+        )
         area = f"{_LEFT},{_y(0, most):.1f} {points} {_WIDTH - _RIGHT},{_y(0, most):.1f}"
         parts.append(f'<polygon points="{area}" fill="{colour}" fill-opacity="{fill}"/>')
         parts.append(
@@ -68,28 +71,17 @@ def _y(live: float, most: int) -> float:
     return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * live / most
 
 
-def _points(line: Timeline, most: int) -> str:
-    count = len(line)
-    return " ".join(
-        f"{_x(index, count):.1f},{_y(live, most):.1f}" for index, (live, _, _) in enumerate(line)
-    )
-
-
 def _marks(line: Timeline) -> list[str]:
     """Return a tick where a layer begins, and a line where the backward does."""
     parts = []
     before = ("", "forward")
+    base = _HEIGHT - _BOTTOM
     for index, (_, layer, phase) in enumerate(line):
-        x = _x(index, len(line))
+        at = f'<line x1="{_x(index, len(line)):.1f}" x2="{_x(index, len(line)):.1f}"'
         if phase != before[1]:
-            parts.append(
-                f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}"'
-                ' stroke="#c0392b" stroke-dasharray="3 3"/>'
-            )
+            parts.append(f'{at} y1="{_TOP}" y2="{base}" stroke="#c0392b" stroke-dasharray="3 3"/>')
         if (layer, phase) != before and layer:
-            parts.append(
-                f'<line x1="{x:.1f}" y1="{_HEIGHT - _BOTTOM}" x2="{x:.1f}"'
-                f' y2="{_HEIGHT - _BOTTOM + 6}" stroke="#888"><title>{escape(layer)}</title></line>'
-            )
+            title = f"<title>{escape(layer)}</title>"
+            parts.append(f'{at} y1="{base}" y2="{base + 6}" stroke="#888">{title}</line>')
         before = (layer, phase)
     return parts

@@ -1,23 +1,29 @@
 """What is allocated while a model takes one step: by whom, where, and until when.
 
-A dispatch mode sees every tensor that an operator makes and when its memory is let go; what a
-kernel allocates and frees inside itself it does not see (``_core/peak.py`` counts that, and knows
-no names). Layers say when they begin: forward when they are called, backward when the gradient of
-their output arrives. A step may have several micro-batches, in any order.
+A dispatch mode sees every tensor that an operator makes and when its memory is freed; what a kernel
+allocates and frees inside itself it does not see (``_core/peak.py`` counts that, and knows no
+names). Markers around layers note which layer runs: forward when it is called, backward when the
+gradient of its output arrives. A step may have several micro-batches, in any order.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from fusedops.memory import wrap
+from fusedops.memory.layers import names_of, outer_names, runs
 from fusedops.memory.recomputation.producers import new_results
-from fusedops.memory.wrap import ForwardCall
+from fusedops.memory.saved_tensors import memory_of
 
 FORWARD, BACKWARD = "forward", "backward"
 CAST = "cast"
@@ -25,157 +31,135 @@ CAST = "cast"
 
 @dataclass
 class TracedBlock:
-    """Some memory."""
+    """Memory that an operator allocated, and the points of the timeline at its begin and end."""
 
-    nbytes: int  # its size
+    nbytes: int
     op: str  # the operator that made it
     output: str | None  # the result's name, if it has one
     layer: str  # the layer that ran
     key: int  # tells it from other memory while it lives
+    begin: int
+    end: int | None = None
     # ``"activation"``, ``"gradient"`` (of a weight), ``"cast"`` (a weight in autocast's dtype) or
     # ``"temporary"``
     kind: str = "temporary"
 
 
-@dataclass(frozen=True)
-class AllocationEvent:
-    """Memory that was allocated or freed."""
+class AllocationTrace(TorchDispatchMode):
+    """Records the memory of a step while it is entered, until ``close``."""
 
-    block: int
-    allocated: bool
-    layer: str
-    phase: str
-
-
-@dataclass
-class AllocationTrace:
-    """The blocks and events of a step, in their order; ``weights``: memory of the parameters."""
-
-    weights: frozenset[int] = frozenset()
-    blocks: list[TracedBlock] = field(default_factory=list)
-    events: list[AllocationEvent] = field(default_factory=list)
-    layer: str = ""  # that runs, or whose backward began last
-    depth: int = 0  # of the layers whose forward runs
-    closed: bool = False
-
-    def take(
-        self, tensor: torch.Tensor, op: str, output: str | None, source: torch.Tensor | None = None
-    ) -> None:
-        """Note new memory that ``op`` made, of a cast from ``source``, and when it is let go."""
-        storage = tensor.untyped_storage()
-        index = len(self.blocks)
-        block = TracedBlock(storage.nbytes(), op, output, self.place(), storage._cdata)
-        if source is not None and source.untyped_storage()._cdata in self.weights:
-            block.kind = CAST
-        self.blocks.append(block)
-        self.events.append(AllocationEvent(index, True, self.place(), _phase()))
-        finalizer = weakref.finalize(storage, self._let_go, index)
-        finalizer.atexit = False  # type: ignore[misc]
-
-    def _let_go(self, index: int) -> None:
-        if not self.closed:
-            self.events.append(AllocationEvent(index, False, self.place(), _phase()))
-
-    def place(self) -> str:
-        """Return the layer that runs now; empty outside of all."""
-        return self.layer if self.depth or _phase() == BACKWARD else ""
-
-    def live_bytes(self) -> list[int]:
-        """Return the live bytes after each event."""
-        total, totals = 0, []
-        for event in self.events:
-            nbytes = self.blocks[event.block].nbytes
-            total += nbytes if event.allocated else -nbytes
-            totals.append(total)
-        return totals
-
-    def alive(self, until: int) -> list[TracedBlock]:
-        """Return the blocks that live after the event of this number."""
-        living: dict[int, TracedBlock] = {}
-        for event in self.events[: until + 1]:
-            if event.allocated:
-                living[event.block] = self.blocks[event.block]
-            else:
-                living.pop(event.block, None)
-        return list(living.values())
-
-    def close(self, gradients: set[int]) -> None:
-        """End the trace and set each block's kind.
-
-        An activation was made by a forward and is alive when a backward begins. Nothing is noted
-        after this.
-
-        Args:
-            gradients: memory of the weights' gradients.
-        """
-        self.closed = True
-        living: set[int] = set()
-        made_forward: set[int] = set()
-        last = FORWARD
-        for event in self.events:
-            if event.phase == BACKWARD and last == FORWARD:
-                for index in living & made_forward:
-                    if self.blocks[index].kind != CAST:
-                        self.blocks[index].kind = "activation"
-            last = event.phase
-            if not event.allocated:
-                living.discard(event.block)
-                continue
-            living.add(event.block)
-            if event.phase == FORWARD:
-                made_forward.add(event.block)
-        for index in living:
-            if self.blocks[index].key in gradients:
-                self.blocks[index].kind = "gradient"
-
-
-def _phase() -> str:
-    """Return ``BACKWARD`` inside of autograd's backward, where a recomputed forward is too."""
-    return FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
-
-
-class AllocationTracker(TorchDispatchMode):
-    """Writes a trace while it is entered."""
-
-    def __init__(self, trace: AllocationTrace) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._trace = trace
+        self.blocks: list[TracedBlock] = []
+        self.timeline: list[tuple[int, str, str]] = []  # live bytes, layer, phase
+        self.layer = ""  # that runs, or whose backward began last
+        self.depth = 0  # of the layers whose forward runs
+        self._weights = memory_of(model.parameters())
+        self._live = 0
+        self._closed = False
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # a DTensor's turn; what it calls on its local parts comes here
+            return NotImplemented  # of a DTensor: its operators on the local parts are recorded
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        source = args[0] if func is torch.ops.aten._to_copy.default else None
+        if func._schema.is_mutable:
+            return result
+        is_cast = func is torch.ops.aten._to_copy.default and memory_of(args[:1]) & self._weights
         for tensor, name, _ in new_results(func, args, kwargs, result):
             storage = tensor.untyped_storage()
-            if storage not in self._seen and not func._schema.is_mutable:
-                self._seen.add(storage)
-                self._trace.take(tensor, func._schema.name, name, source)
+            if storage in self._seen:
+                continue
+            self._seen.add(storage)
+            nbytes, begin = storage.nbytes(), len(self.timeline)
+            block = TracedBlock(
+                nbytes, func._schema.name, name, self.current_layer(), storage._cdata, begin
+            )
+            if is_cast:
+                block.kind = CAST
+            self.blocks.append(block)
+            self._add_point(nbytes)
+            finalizer = weakref.finalize(storage, self._free, block)
+            finalizer.atexit = False  # type: ignore[misc]
         return result
 
+    def _free(self, block: TracedBlock) -> None:
+        if not self._closed:
+            block.end = len(self.timeline)
+            self._add_point(-block.nbytes)
 
-class PlannedBlock:
-    """Runs around a layer and says where the step is."""
+    def _add_point(self, nbytes: int) -> None:
+        self._live += nbytes
+        self.timeline.append((self._live, self.current_layer(), phase()))
+
+    def current_layer(self) -> str:
+        """Return the layer that runs now; empty outside of all."""
+        return self.layer if self.depth or phase() == BACKWARD else ""
+
+    def live_blocks(self, point: int) -> list[TracedBlock]:
+        """Return the blocks that are allocated at a point of the timeline."""
+        return [
+            block
+            for block in self.blocks
+            if block.begin <= point and (block.end is None or block.end > point)
+        ]
+
+    def close(self, gradients: Iterable[torch.Tensor]) -> None:
+        """End the trace and set each block's kind.
+
+        An activation was made by a forward and is alive when a backward begins. Nothing is recorded
+        after this.
+
+        Args:
+            gradients: of the weights.
+        """
+        self._closed = True
+        phases = [FORWARD, *(point[2] for point in self.timeline)]
+        backwards = [  # points at which one begins
+            point
+            for point in range(len(self.timeline))
+            if phases[point : point + 2] == [FORWARD, BACKWARD]
+        ]
+        memory = memory_of(gradients)
+        for block in self.blocks:
+            following = bisect.bisect_right(backwards, block.begin)
+            is_saved = following < len(backwards) and (
+                block.end is None or block.end >= backwards[following]
+            )
+            if is_saved and block.kind != CAST and self.timeline[block.begin][2] == FORWARD:
+                block.kind = "activation"
+            if block.end is None and block.key in memory:
+                block.kind = "gradient"
+
+
+def phase() -> str:
+    """Return ``BACKWARD`` inside of autograd's backward, where a recomputed forward is too."""
+    return FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
+
+
+class LayerMarker:
+    """Runs around a layer and tells the trace which layer runs."""
 
     def __init__(self, trace: AllocationTrace, name: str) -> None:
         self._trace = trace
         self._name = name
         self.ran = False
 
-    def __call__(self, call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, call: wrap.ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the layer."""
         self.ran = True
-        trace, outside = self._trace, self._trace.place()
+        trace, outside = self._trace, self._trace.current_layer()
         trace.layer, trace.depth = self._name, trace.depth + 1
         try:
             result = call(*args, **kwargs)
         finally:
             trace.layer, trace.depth = outside, trace.depth - 1
-        if _phase() == FORWARD:
+        if phase() == FORWARD:
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._begin_backward)
@@ -183,3 +167,31 @@ class PlannedBlock:
 
     def _begin_backward(self, grad: torch.Tensor) -> None:
         self._trace.layer = self._name
+
+
+@contextlib.contextmanager
+def layer_markers(
+    model: nn.Module, trace: AllocationTrace, idle: Collection[str] = ()
+) -> Iterator[dict[str, LayerMarker]]:
+    """Put markers around the layers, except those whose work a fused parent does.
+
+    The forward of ``idle`` layers does not run: their submodules, called from outside, get markers.
+    """
+    markers: dict[str, LayerMarker] = {}
+    named = dict(model.named_modules())
+    before = {module for module in named.values() if wrap.unsupported_reason(module) is not None}
+    try:
+        for name, layer in names_of(model).items():
+            module = named.get(name)
+            if not name or module is None or not runs(module) or layer not in (name, *idle):
+                continue
+            markers[name] = LayerMarker(trace, layer)
+            wrap.wrap(module, markers[name])
+            parents = [named[parent] for parent in ("", *outer_names(name), name)]
+            if any(wrap.unsupported_reason(p) is not None and p not in before for p in parents):
+                wrap.unwrap(module)
+                del markers[name]
+        yield markers
+    finally:
+        for name in markers:
+            wrap.unwrap(named[name])

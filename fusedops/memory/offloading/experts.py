@@ -4,13 +4,11 @@
     loss = model(...)                 # each layer fetches the experts that its tokens chose
     loss.backward()                   # again, before its backward; gradients go to the host
 
-A stored parameter is a parameter on the host, under its own name, and its gradient is one there:
-whole, with zeros for experts that no token chose, which take no memory until micro-batches are
-added or gradients scaled. So an optimizer that keeps everything on the device and one that steps
-these on the host do the same, moments that fade and weights that decay included, and checkpoints
-know of nothing. On the device an expert is from when its layer knows the choices to the end of the
-layer's forward, and again while the node that multiplies by it runs backward. Under autocast it is
-there in the dtype of the products alone.
+A stored parameter stays a parameter under its own name, with its gradient on the host: of all
+experts, with zeros for those that no token chose, which take no memory until micro-batches are
+added or gradients scaled. Optimizers and checkpoints are therefore unchanged. An expert is on the
+device from routing until its layer's forward ends, and again during its backward. Under autocast it
+is there only in the dtype of the products.
 
 ``_core/copy_engine.py`` does the copies: on a GPU from pinned memory, overlapping computation.
 """
@@ -106,7 +104,11 @@ def store_experts(
     pool = Pool(engine, check=settings.check, limit=settings.host_bytes)
     traffic = {}
     for name, layer in layers.items():
-        _to_host(layer.experts, pinned=place.type == "cuda")
+        layer.experts.to("cpu")
+        for parameter in layer.experts.parameters():
+            part: Any = getattr(parameter, "_local_tensor", parameter)
+            dense = part.data.contiguous()
+            part.data = dense.pin_memory() if place.type == "cuda" else dense
         layer.experts.stored = ExpertStore(place, engine, pool, settings.timeout)
         traffic[name] = layer.experts.stored.traffic
     return traffic
@@ -122,15 +124,6 @@ def _device(device: Any) -> torch.device:
     if place.type not in ("cpu", "cuda"):
         checks.fail(_OP, "device", "a CPU or a CUDA device", checks.shown(device))
     return place
-
-
-def _to_host(experts: nn.Module, *, pinned: bool) -> None:
-    """Let parameters lie dense in host memory; they stay the same objects."""
-    experts.to("cpu")
-    for parameter in experts.parameters():
-        part: Any = getattr(parameter, "_local_tensor", parameter)
-        dense = part.data.contiguous()
-        part.data = dense.pin_memory() if pinned else dense
 
 
 class ExpertStore:
@@ -176,19 +169,9 @@ class ExpertStore:
         output = compute(_among(plan, chosen), weights)
         # The output of a forward that a backward recomputes is used at once, by nodes of another
         # graph. If that graph needs hooks, it has its own.
-        if output.requires_grad and not recomputing():
-            self._fetch_in_backward(output, here, there, chosen)
-            _let_go(here)  # the stream reads them before their memory is used again
-        return output
-
-    def _fetch_in_backward(
-        self,
-        output: torch.Tensor,
-        here: Sequence[torch.Tensor],
-        there: Sequence[torch.Tensor],
-        chosen: Sequence[int],
-    ) -> None:
-        """Have the experts on the device while the node that made ``output`` runs, each time."""
+        if not output.requires_grad or recomputing():
+            return output
+        # The experts are on the device while the node that made the output runs, each time.
         hosts = [(host.detach(), host._version) for host in there]
 
         def fetch(grad: torch.Tensor) -> None:
@@ -201,11 +184,13 @@ class ExpertStore:
         def end(*grads: Any) -> None:
             # The graph of a second derivative would read them too.
             if not torch.is_grad_enabled():
-                _let_go(here)
+                _free(here)
 
         assert output.grad_fn is not None
         output.register_hook(fetch)
         output.grad_fn.register_hook(end)
+        _free(here)  # the stream reads them before their memory is used again
+        return output
 
     def fetch(
         self,
@@ -227,13 +212,9 @@ class ExpertStore:
             row = host[0].numel() * host.element_size()
             source = _bytes_of(host)
             for begin, first, count in _runs(chosen):
-                tickets.append(
-                    self._engine.copy(
-                        source[first * row : (first + count) * row],
-                        to[begin * row : (begin + count) * row],
-                        to_host=False,
-                    )
-                )
+                rows = source[first * row : (first + count) * row]
+                part = to[begin * row : (begin + count) * row]
+                tickets.append(self._engine.copy(rows, part, to_host=False))
             self.traffic.fetched_bytes += len(chosen) * row
         for ticket in tickets:
             self._engine.wait(ticket, self._timeout)
@@ -254,7 +235,7 @@ class ExpertStore:
         return full
 
 
-def _let_go(tensors: Sequence[torch.Tensor]) -> None:
+def _free(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
 

@@ -1,8 +1,8 @@
 """Offloads tensors to host memory in the forward and fetches them before the backward needs them.
 
-    put      a buffer of the pool; the copy starts; the device's memory is let go when it is done
+    put      a buffer of the pool; the copy starts; the device's memory is freed when it is done
     prefetch when the backward reaches a layer, the copies of that layer and the next ones start
-    get      the caller comes after the copy; a tensor that has not left yet is simply given
+    get      the caller waits for the copy; a tensor whose first copy is not done stays resident
 
 No memory is reused while a copy reads or writes it: an offloaded tensor stays alive until its copy
 is done, a fetched one as well even if nobody needs it any more, and a buffer cools in the pool
@@ -96,17 +96,17 @@ class Group:
 
 
 @dataclass
-class _Leaving:
-    """A copy to the host, and its source, which stays alive until the copy is done."""
+class _Copy:
+    """A copy to or from the host, and the memory on the device, which lives until it is done."""
 
     ticket: Any
-    source: torch.Tensor | None
+    memory: torch.Tensor | None
 
 
 class OffloadedStorage(SharedStorage):
     """Device memory that is, or will be, in a host buffer. ``Offloader.put`` creates it."""
 
-    leaving: _Leaving  # from when its copy has started
+    offload_copy: _Copy  # from when it has started
 
     def __init__(
         self,
@@ -119,10 +119,10 @@ class OffloadedStorage(SharedStorage):
         super().__init__(tensor)
         self._offloader, self.module, self.group = offloader, module, group
         self.nbytes = tensor.untyped_storage().nbytes()
-        self.here: torch.Tensor | None = None
+        self.resident: torch.Tensor | None = None  # needed before its copy was done
         self.buffer: torch.Tensor | None = buffer
         self.tickets: list[Any] = []  # of all copies that touch the buffer
-        self.coming: tuple[torch.Tensor, Any] | None = None
+        self.prefetch: _Copy | None = None
         self.checksum: int | None = None
 
     def make(self) -> torch.Tensor:
@@ -131,7 +131,7 @@ class OffloadedStorage(SharedStorage):
 
     def __del__(self) -> None:
         if self.buffer is not None:
-            self._offloader.dropped.append((self.buffer, self.tickets, self.coming))
+            self._offloader.dropped.append((self.buffer, self.tickets, self.prefetch))
 
 
 class Offloader:
@@ -142,13 +142,11 @@ class Offloader:
         self._settings = settings
         self._engine = settings.engine(device)
         self._pool = Pool(self._engine, check=settings.check, limit=settings.host_bytes)
-        self._leaving: deque[_Leaving] = deque()
-        self._coming: list[tuple[torch.Tensor, Any]] = []
-        # Buffer, tickets and copy back of memory that nobody can ask for any more. The garbage
-        # collector may drop it at any moment: it is looked at later.
-        self.dropped: deque[tuple[torch.Tensor, list[Any], tuple[torch.Tensor, Any] | None]] = (
-            deque()
-        )
+        self._offloads: deque[_Copy] = deque()
+        self._prefetches: list[_Copy] = []
+        # Buffer, tickets and prefetch of storages that were collected, which can happen at any
+        # moment: ``_release_done`` handles them later.
+        self.dropped: deque[tuple[torch.Tensor, list[Any], _Copy | None]] = deque()
         self._group = Group(None)
         self.moved_bytes = 0
 
@@ -160,8 +158,8 @@ class Offloader:
     @property
     def in_flight(self) -> int:
         """The number of copies that are not known to be done."""
-        self._let_go()
-        return len(self._leaving) + len(self._coming)
+        self._release_done()
+        return len(self._offloads) + len(self._prefetches)
 
     def new_group(self) -> None:
         """Begin another layer."""
@@ -169,7 +167,7 @@ class Offloader:
             self._group = Group(self._group)
 
     def put(self, tensor: torch.Tensor, module: str = "") -> OffloadedStorage:
-        """Let the memory of a tensor leave.
+        """Start to copy the memory of a tensor to the host.
 
         Raises:
             MemoryError: there is no host memory for it; nothing has changed then.
@@ -177,99 +175,96 @@ class Offloader:
         """
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory.set_(tensor.untyped_storage())
-        self._let_go()
+        self._release_done()
         buffer = self._pool.take(memory.nbytes)
-        away = OffloadedStorage(tensor, self, module, buffer, self._group)
+        storage = OffloadedStorage(tensor, self, module, buffer, self._group)
         if self._settings.check:
-            away.checksum = _checksum(memory)
+            storage.checksum = _checksum(memory)
         ticket = self._engine.copy(memory, buffer[: memory.nbytes], to_host=True)
-        away.tickets.append(ticket)
-        away.leaving = _Leaving(ticket, memory)
-        self._leaving.append(away.leaving)
+        storage.tickets.append(ticket)
+        storage.offload_copy = _Copy(ticket, memory)
+        self._offloads.append(storage.offload_copy)
         self.moved_bytes += memory.nbytes
-        self._group.members.append(weakref.ref(away))
-        self._wait_for_room(module)
-        return away
+        self._group.members.append(weakref.ref(storage))
+        in_flight = sum(copy.memory.nbytes for copy in self._offloads if copy.memory is not None)
+        while in_flight > self._settings.in_flight_bytes and self._offloads:
+            oldest = self._offloads.popleft()
+            assert oldest.memory is not None
+            self._await(self._engine.finish, oldest.ticket, module, "out")
+            in_flight -= oldest.memory.nbytes
+            oldest.memory = None
+        return storage
 
-    def get(self, away: OffloadedStorage) -> torch.Tensor:
+    def get(self, storage: OffloadedStorage) -> torch.Tensor:
         """Return the memory on the device, for whatever the caller computes next.
 
         Raises:
             CopyTimeoutError: its copy does not finish.
             BufferReuseError: with ``check``: other bytes came back than had left.
         """
-        self._let_go()
-        self._prefetch(away.group)
-        if away.here is not None:
-            return away.here
-        assert away.buffer is not None
-        if away.leaving.source is not None:  # it has not left yet: it stays
-            away.here = away.leaving.source
-            self._pool.give_back(away.buffer, *away.tickets)
-            away.buffer = None
-            return away.here
-        self._start(away)
-        assert away.coming is not None
-        target, ticket = away.coming
-        self._await(self._engine.wait, ticket, away.module, "back")
-        self._coming.append(away.coming)  # on a stream: the caller waits, the host does not
-        away.coming = None
-        if away.checksum is not None and _checksum(target) != away.checksum:
+        self._release_done()
+        self._prefetch(storage.group)
+        if storage.resident is not None:
+            return storage.resident
+        if storage.offload_copy.memory is not None:
+            storage.resident = storage.offload_copy.memory
+            assert storage.buffer is not None
+            self._pool.give_back(storage.buffer, *storage.tickets)
+            storage.buffer = None
+            return storage.resident
+        self._start(storage)
+        copy = storage.prefetch
+        assert copy is not None and copy.memory is not None
+        self._await(self._engine.wait, copy.ticket, storage.module, "back")
+        self._prefetches.append(copy)  # on a stream: the caller waits, the host does not
+        storage.prefetch = None
+        if storage.checksum is not None and _checksum(copy.memory) != storage.checksum:
             raise BufferReuseError(
-                f"offload: other bytes came back than had left (module {away.module!r}, "
-                f"{target.nbytes} bytes): their buffer was used again too early"
+                f"offload: other bytes came back than had left (module {storage.module!r}, "
+                f"{copy.memory.nbytes} bytes): their buffer was used again too early"
             )
-        return target
+        return copy.memory
 
     def _prefetch(self, group: Group | None) -> None:
+        """Start the copies back of a group, and of those before it."""
         for _ in range(1 + self._settings.prefetch_depth):
             if group is None:
                 return
             if not group.reached:
                 group.reached = True
                 for member in reversed(group.members):
-                    away = member()
-                    if away is not None:
-                        self._start(away)
+                    storage = member()
+                    if storage is not None:
+                        self._start(storage)
             group = group.before
 
-    def _start(self, away: OffloadedStorage) -> None:
-        """Let memory come back, unless it does already or has not left."""
-        if away.coming is not None or away.here is not None or away.leaving.source is not None:
+    def _start(self, storage: OffloadedStorage) -> None:
+        """Start the copy back, unless it has started or the memory is still on the device."""
+        is_here = storage.resident is not None or storage.offload_copy.memory is not None
+        if storage.prefetch is not None or is_here:
             return
-        assert away.buffer is not None
-        nbytes = away.nbytes
-        target = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        assert storage.buffer is not None
+        target = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device)
+        after = self._engine.mark(), storage.offload_copy.ticket
         ticket = self._engine.copy(
-            away.buffer[:nbytes],
-            target,
-            to_host=False,
-            after=(self._engine.mark(), away.leaving.ticket),
+            storage.buffer[: storage.nbytes], target, to_host=False, after=after
         )
-        away.tickets.append(ticket)
-        away.coming = (target, ticket)
+        storage.tickets.append(ticket)
+        storage.prefetch = _Copy(ticket, target)
 
-    def _let_go(self) -> None:
+    def _release_done(self) -> None:
+        """Free the memory of copies that are done, and give back buffers of dropped storages."""
         done = self._engine.done
         while self.dropped:
-            buffer, tickets, coming = self.dropped.popleft()
+            buffer, tickets, prefetch = self.dropped.popleft()
             self._pool.give_back(buffer, *tickets)
-            if coming is not None:
-                self._coming.append(coming)
-        for copy in self._leaving:
+            if prefetch is not None:
+                self._prefetches.append(prefetch)
+        for copy in self._offloads:
             if done(copy.ticket):
-                copy.source = None
-        self._leaving = deque(copy for copy in self._leaving if copy.source is not None)
-        self._coming = [copy for copy in self._coming if not done(copy[1])]
-
-    def _wait_for_room(self, module: str) -> None:
-        in_flight = sum(copy.source.nbytes for copy in self._leaving if copy.source is not None)
-        while in_flight > self._settings.in_flight_bytes and self._leaving:
-            oldest = self._leaving.popleft()
-            assert oldest.source is not None
-            self._await(self._engine.finish, oldest.ticket, module, "out")
-            in_flight -= oldest.source.nbytes
-            oldest.source = None
+                copy.memory = None
+        self._offloads = deque(copy for copy in self._offloads if copy.memory is not None)
+        self._prefetches = [copy for copy in self._prefetches if not done(copy.ticket)]
 
     def _await(
         self, wait: Callable[[Any, float], None], ticket: Any, module: str, way: str

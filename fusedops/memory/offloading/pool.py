@@ -56,7 +56,16 @@ class Pool:
                     f"offload: a buffer of {size} bytes was written to while it was free"
                 )
             return buffer
-        self._check_room(size)
+        if self._limit is not None and self.nbytes + size > self._limit:
+            raise MemoryError(
+                f"offload: {self.nbytes} bytes of host memory are in use, {size} more are wanted, "
+                f"and host_bytes allows {self._limit}"
+            )
+        available = available_bytes()
+        if available is not None and size > available:
+            raise MemoryError(
+                f"offload: {size} bytes of host memory are wanted, and {available} are available"
+            )
         buffer = self._engine.buffer(size)
         self.nbytes += size
         return buffer
@@ -79,15 +88,3 @@ class Pool:
         if self._check:
             buffer.fill_(POISON)
         self._free.setdefault(buffer.numel(), []).append(buffer)
-
-    def _check_room(self, size: int) -> None:
-        if self._limit is not None and self.nbytes + size > self._limit:
-            raise MemoryError(
-                f"offload: {self.nbytes} bytes of host memory are in use, {size} more are wanted, "
-                f"and host_bytes allows {self._limit}"
-            )
-        available = available_bytes()
-        if available is not None and size > available:
-            raise MemoryError(
-                f"offload: {size} bytes of host memory are wanted, and {available} are available"
-            )

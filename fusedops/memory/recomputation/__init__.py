@@ -1,1 +1,1 @@
-"""Recomputation: regions of modules, selected results, single operators, slices."""
+"""Recomputation: regions of modules, selected results, single operators, sliced inputs."""

@@ -2,16 +2,15 @@
 
 The first run keeps the inputs and, for each tensor that autograd would have kept, a *slot*. The
 first slot that is asked for makes the forward run again; its hooks fill all slots that are still
-alive, in the order of the first run. Each slot gives its tensor away to the node that asks, or
-keeps it for that node's next run (``saved_tensors.needed_for_recomputation``): torch's own
-checkpoint fills the slots again for each pass, so that a schedule which asks for the gradients of
-inputs and of weights in two passes runs every forward three times. A slot that is asked for
-after it gave its tensor away (a second backward through a graph that was kept) makes the forward
-run again, too.
+alive, in the order of the first run. Each slot hands its tensor to the node that asks, or keeps it
+for that node's next run (``saved_tensors.needed_for_recomputation``). Torch's own checkpoint fills
+the slots again for each pass: a schedule with separate passes for the gradients of inputs and of
+weights runs every forward three times. A second backward through a graph that was kept makes the
+forward run again, too.
 
-What the second run must find as the first did: the state of random number generators (our ops draw
-their counters from them), autocast, the choices of ``moe_route`` (``keep_routing``), and the
-buffers that the module writes to (``buffers.py``).
+The second run finds the state of random number generators (our ops draw their counters from them),
+autocast, the choices of ``moe_route`` (``keep_routing``) and the buffers that the module writes to
+(``buffers.py``) as the first run did.
 """
 
 from __future__ import annotations
@@ -20,13 +19,15 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from fusedops._core.collectives import all_gather_single
 from fusedops.memory.buffers import Buffers
-from fusedops.memory.recomputation.selective import Keep, ResultRecorder, ResultReplayer, Results
+from fusedops.memory.recomputation.selective import Keep, NumberedCalls, Results
 from fusedops.memory.saved_tensors import (
     Arguments,
     Pack,
@@ -121,14 +122,20 @@ class Region:
         leaves = pytree.tree_leaves((args, kwargs))
         self._forward_state = ForwardState([x for x in leaves if isinstance(x, torch.Tensor)])
         self._inputs = Arguments(args, kwargs, lambda tensor: _Input(tensor, self._pack))
-        keeping = (
-            ResultRecorder(self._results, self._keep) if self._keep else contextlib.nullcontext()
-        )
         with self._buffers.watched() as self._written:
-            with torch.autograd.graph.saved_tensors_hooks(self._reserve, take), keeping:
+            with (
+                torch.autograd.graph.saved_tensors_hooks(self._reserve, take),
+                self._calls(first=True),
+            ):
                 result = self._call(*args, **kwargs)
-            self._results.leave(result)
+            self._results.add_outputs(result)
             return result
+
+    def _calls(self, *, first: bool) -> contextlib.AbstractContextManager[Any]:
+        if self._keep is None:
+            return contextlib.nullcontext()
+        results = self._results
+        return NumberedCalls(partial(results.record, self._keep) if first else results.replay)
 
     def _reserve(self, tensor: torch.Tensor) -> torch.Tensor | _Slot:
         if lasting(tensor):
@@ -172,10 +179,9 @@ class Region:
             self._results.forget_written_outputs()
             args, kwargs = self._inputs.take()
             hooks = torch.autograd.graph.saved_tensors_hooks(fill, lambda tensor: tensor)
-            recall = ResultReplayer(self._results) if self._keep else contextlib.nullcontext()
             again, written = self._forward_state.restored(), self._written.rewound(self._name)
             with contextlib.suppress(_StopError), again, written, torch.enable_grad():
-                with hooks, recall:
+                with hooks, self._calls(first=False):
                     self._call(*args, **kwargs)
             if place <= last:
                 raise RuntimeError(
@@ -185,7 +191,7 @@ class Region:
 
 
 class _Input(SavedTensor):
-    """A tensor that a region starts from."""
+    """An input of a region."""
 
     def __init__(self, tensor: torch.Tensor, pack: Pack) -> None:
         self._requires_grad = tensor.requires_grad
@@ -196,6 +202,36 @@ class _Input(SavedTensor):
         if isinstance(self._held, torch.Tensor):
             return self._held
         return self._held.take().detach().requires_grad_(self._requires_grad)
+
+
+class Slice(Rematerialized):
+    """This rank's part of a contiguous tensor; the others' are gathered when needed."""
+
+    def __init__(self, tensor: torch.Tensor, group: Any, pack: Pack) -> None:
+        super().__init__()
+        self._group, self._shape = group, tensor.shape
+        size = group.size()
+        length = -(-tensor.numel() // size)
+        part = tensor.new_zeros(length)
+        mine = tensor.detach().reshape(-1)[group.rank() * length :][:length]
+        part[: mine.numel()] = mine
+        self._part = pack(part)
+
+    def make(self) -> torch.Tensor:
+        """Return the tensor, in a collective of the group."""
+        part = take(self._part)
+        gathered = part.new_empty(self._group.size() * part.numel())
+        all_gather_single(gathered, part, group=self._group)
+        return gathered[: self._shape.numel()].view(self._shape)
+
+
+def worth_slicing(tensor: torch.Tensor, group: Any) -> bool:
+    """Return whether a tensor can be sliced, and is large enough to have a part on each rank."""
+    return (
+        tensor.dtype.is_floating_point
+        and tensor.is_contiguous()
+        and tensor.numel() >= group.size() > 1
+    )
 
 
 def _without_cache(argument: Any) -> Any:

@@ -1,9 +1,8 @@
 """Which operator produced a tensor, and tensors that are recomputed by calling it again.
 
-A dispatch mode sees every operator below autograd and notes, by memory, the operator and the name
-of the result: views follow their memory, and what is written to in place has no producer to call
-again. It costs some microseconds for each operator, so it runs only for policies with rules that
-ask. The same names serve selective recomputation (``region.py``) and compiled code.
+A dispatch mode records for all memory the operator that produced it and the name of the result.
+Views have the producer of their memory; memory that is written to in place has none to call again.
+The mode costs some microseconds for each operator, so it runs only for rules by operator.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from fusedops.memory.policy import updates_statistics
-from fusedops.memory.saved_tensors import Arguments, Pack, SharedStorage
+from fusedops.memory.saved_tensors import Arguments, Pack, SharedStorage, is_plain, memory_of
 
 
 class RecordedCall:
@@ -160,8 +159,7 @@ def new_results(
     Views are not among them, nor results that lie in the memory of an argument unless the
     operator wrote there.
     """
-    leaves = pytree.tree_leaves((args, kwargs))
-    given = {leaf.untyped_storage()._cdata for leaf in leaves if is_plain(leaf)}
+    given = memory_of(leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_plain(leaf))
     tensors: list[tuple[torch.Tensor, str | None, int]] = []
     tensors += [(value, None, 0) for value in written_arguments(func, args, kwargs)]
     results = result if isinstance(result, (tuple, list)) else (result,)
@@ -181,12 +179,3 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     } | kwargs
     written = (given.get(argument.name) for argument in schema.arguments if argument.is_write)
     return [leaf for value in written for leaf in pytree.tree_leaves(value) if is_plain(leaf)]
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor with memory of its own."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and not is_traceable_wrapper_subclass(value)
-    )

@@ -1,9 +1,9 @@
 """Results that a recomputed region keeps: they are not computed in its second run.
 
-Two dispatch modes of one region. The first run keeps the results of the operators that the policy
-names; the second finds an operator by its number among the calls of the same operator, and gets
-what was kept. ``torch.utils.checkpoint``'s selective contexts do the same for one backward pass
-only; a zero-bubble schedule makes two, and a policy may put the results into host memory.
+The first run keeps the results of the operators that the policy names; the second finds an operator
+by its number among the calls of the same operator. ``torch.utils.checkpoint``'s selective contexts
+do the same for one backward pass only; a zero-bubble schedule makes two, and a policy may put the
+results into host memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedops.memory.recomputation.producers import is_plain, new_results, written_arguments
-from fusedops.memory.saved_tensors import Resident, SavedTensor
+from fusedops.memory.recomputation.producers import new_results, written_arguments
+from fusedops.memory.saved_tensors import Resident, SavedTensor, is_plain
 
 # Saves a result of an operator, given its name there; ``None`` if it is recomputed.
 Keep = Callable[[torch.Tensor, str, str | None], SavedTensor | None]
@@ -44,12 +44,35 @@ class Results:
         self._keys: dict[int, _Key] = {}  # by the memory of a result
         self._outputs: list[tuple[torch.Tensor, int]] = []
 
-    def add(self, key: _Key, result: Any, saved: dict[int, SavedTensor]) -> None:
-        """Keep a call's result, its new tensors as ``saved``."""
+    def record(self, keep: Keep, key: _Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator in the first run, and keep its results if ``keep`` saves one of them."""
+        func = key[0]
+        result = func(*args, **kwargs)
+        for written in written_arguments(func, args, kwargs):
+            self.forget(written)
+        # A generator must draw as often the second time: what follows would draw other numbers.
+        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+            return result
+        new = new_results(func, args, kwargs, result)
+        saved = {place: keep(tensor, func._schema.name, name) for tensor, name, place in new}
         leaves, structure = pytree.tree_flatten(result)
-        self._kept[key] = ([saved.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
-        for place in saved:
-            self._keys[leaves[place].untyped_storage()._cdata] = key
+        if any(saved.values()) and len(new) == len(leaves):
+            # One result that is kept keeps the call, and so the others.
+            kept = list(leaves)
+            for tensor, _, place in new:
+                kept[place] = saved[place] or Resident(tensor)
+                self._keys[tensor.untyped_storage()._cdata] = key
+            self._kept[key] = kept, structure
+        return result
+
+    def replay(self, key: _Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the first run kept of a call in the second run, or call the operator."""
+        if key not in self._kept:
+            return key[0](*args, **kwargs)
+        leaves, structure = self._kept[key]
+        # Another tensor each time: autograd gives a history to what an operator returns.
+        given = [leaf.take().detach() if isinstance(leaf, SavedTensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(given, structure)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the result in whose memory a tensor lies: it was written to, and is recomputed."""
@@ -57,7 +80,7 @@ class Results:
         if key is not None:
             self._kept.pop(key, None)
 
-    def leave(self, outputs: Any) -> None:
+    def add_outputs(self, outputs: Any) -> None:
         """Take what the region returns: others may write to it."""
         for output in pytree.tree_leaves(outputs):
             if is_plain(output) and output.untyped_storage()._cdata in self._keys:
@@ -69,57 +92,18 @@ class Results:
             if output._version != version:
                 self.forget(output)
 
-    def find(self, key: _Key) -> tuple[bool, Any]:
-        """Return whether a call's result was kept, and the result."""
-        if key not in self._kept:
-            return False, None
-        leaves, structure = self._kept[key]
-        # Another tensor each time: autograd gives a history to what an operator returns.
-        given = [leaf.take().detach() if isinstance(leaf, SavedTensor) else leaf for leaf in leaves]
-        return True, pytree.tree_unflatten(given, structure)
 
+class NumberedCalls(TorchDispatchMode):
+    """Numbers the calls of each operator and lets ``Results.record`` or ``replay`` handle them."""
 
-class ResultRecorder(TorchDispatchMode):
-    """Keeps results in the first run."""
-
-    def __init__(self, results: Results, keep: Keep) -> None:
+    def __init__(self, handle: Callable[[_Key, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
-        self._results, self._keep = results, keep
+        self._handle = handle
         self._calls: Counter[Any] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        key = (func, self._calls[func])
+        key = func, self._calls[func]
         self._calls[func] += 1
-        for written in written_arguments(func, args, kwargs):
-            self._results.forget(written)
-        # A generator must draw as often the second time: what follows would draw other numbers.
-        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-            return result
-        new = new_results(func, args, kwargs, result)
-        op = func._schema.name
-        saved = {place: self._keep(tensor, op, name) for tensor, name, place in new}
-        if any(saved.values()) and len(new) == len(pytree.tree_leaves(result)):
-            # One result that is kept keeps the call, and so the others.
-            results = {place: saved[place] or Resident(tensor) for tensor, _, place in new}
-            self._results.add(key, result, results)
-        return result
-
-
-class ResultReplayer(TorchDispatchMode):
-    """Returns what was kept in the second run."""
-
-    def __init__(self, results: Results) -> None:
-        super().__init__()
-        self._results = results
-        self._calls: Counter[Any] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_saved, result = self._results.find((func, self._calls[func]))
-        self._calls[func] += 1
-        return result if is_saved else func(*args, **(kwargs or {}))
+        return self._handle(key, args, kwargs or {})
