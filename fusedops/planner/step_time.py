@@ -107,22 +107,6 @@ class _Costs:
             return links.network * usual.network
         return links.node * usual.node
 
-    def collective(self, ranks: int, apart: int) -> float:
-        """Return the bytes/s of an all-reduce, all-gather or reduce-scatter.
-
-        As many rings as the group has ranks on a node leave it, each by a network link of its own.
-
-        Args:
-            ranks: of the group.
-            apart: devices between neighbours of the group; the others have groups of their own.
-        """
-        links, usual = self.device.links, self.device.efficiency
-        inside = links.node * usual.node
-        if apart * ranks <= links.devices_per_node:
-            return inside
-        per_node = min(ranks, max(1, links.devices_per_node // apart))
-        return min(inside, per_node * links.network * usual.ring)
-
     def sizes(self) -> list[tuple[float, tuple[float, float, float]]]:
         """Return the products of a layer: how many, and rows, columns and length of their sums."""
         shape = self.shape
@@ -195,7 +179,7 @@ class _Costs:
         if shape.tp == 1:
             return 0.0
         usual = self.device.efficiency
-        seconds = 2 * (shape.tp - 1) / shape.tp * moved / self.collective(shape.tp, 1)
+        seconds = 2 * (shape.tp - 1) / shape.tp * moved / self.device.collective_rate(shape.tp)
         seconds += usual.collective_seconds * shape.tp**0.5
         return 2 * seconds * (usual.sequence if shape.sp else 1.0)
 
@@ -402,7 +386,7 @@ def _data(shape: StepShape, costs: _Costs, of_stage: float) -> tuple[float, floa
         return 0.0, 0.0
     away = shape.parameters * (ranks - 1) / ranks
     weights, gradients = shape.element * away, shape.reduce_bytes * away
-    band = costs.collective(ranks, shape.tp)
+    band = costs.device.collective_rate(ranks, shape.tp)
     if shape.zero == 3:
         total = shape.microbatches * (2 * weights + gradients) / band
         shown = max(0.0, total - shape.microbatches * of_stage) + usual.gather * total

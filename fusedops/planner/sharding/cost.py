@@ -53,13 +53,10 @@ class MeshCosts:
     def __init__(self, mesh: DeviceMesh, device: Device) -> None:
         self.device = device
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
-        self._rates = []
-        for dim, size in enumerate(self.sizes):
-            ranks = size * math.prod(self.sizes[dim + 1 :])
-            links, share = device.links, device.efficiency
-            inside = ranks <= links.devices_per_node
-            rate = links.node * share.node if inside else links.network * share.ring
-            self._rates.append(rate)
+        self._rates = [
+            device.collective_rate(size, math.prod(self.sizes[dim + 1 :]))
+            for dim, size in enumerate(self.sizes)
+        ]
 
     def collective(self, kind: str, nbytes: float, dim: int) -> StepCost:
         """Return the cost of one of ``COLLECTIVES`` on one mesh dimension.
