@@ -96,8 +96,7 @@ class TrainingShape:
         checks.integer(op, "micro_batch", self.micro_batch, least=1)
         if self.seq_len is not None:
             checks.integer(op, "seq_len", self.seq_len, least=1)
-        for name in ("dropout", "chunked_loss", "recompute_scores", "optimizer_overlap"):
-            checks.flag(op, name, getattr(self, name))
+        checks.flags(op, self)
         checks.choice(op, "precision", self.precision, PRECISIONS)
         checks.choice(op, "kernels", self.kernels, KERNELS)
         checks.finite(op, "expert_imbalance", self.expert_imbalance, least=1.0)
