@@ -205,6 +205,11 @@ class Device:
         """Return the FLOP/s of a dtype; of bfloat16 where the device has no faster float8."""
         return self.peak.get(dtype, self.peak["bfloat16"])
 
+    @property
+    def elementwise_rate(self) -> float:
+        """Bytes/s of operations that are no product."""
+        return self.memory.bandwidth * self.efficiency.elementwise
+
     def collective_rate(self, ranks: int, apart: int = 1) -> float:
         """Return the bytes/s of an all-reduce, all-gather or reduce-scatter.
 

@@ -23,8 +23,8 @@ from fusedops.parallel.spatial import SpatialTensor
 from fusedops.parallel.spatial.partition import Axis, Partition, evenly
 from fusedops.parallel.spatial.tensor import wrap
 from fusedops.planner.device import Device
+from fusedops.planner.step_time import KERNEL_SECONDS
 
-_KERNEL_SECONDS = 4e-6  # of a function, whatever its size
 _POINT_TO_POINT = "send_receive"
 
 
@@ -87,7 +87,6 @@ class _Clock(TorchDispatchMode):
         super().__init__()
         self._device, self._log, self._read = device, log, 0
         self._peak = device.peak_of(str(dtype).removeprefix("torch.")) * device.efficiency.products
-        self._bandwidth = device.memory.bandwidth * device.efficiency.elementwise
         self._cut = cut
         self._arrivals: dict[int, float] = {}
         self.now = self.exposed = self.halo = 0.0
@@ -107,7 +106,7 @@ class _Clock(TorchDispatchMode):
         if func._overloadpacket in flop_registry:
             flops = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
         self.flops += flops
-        self.now += max(flops / self._peak, moved / self._bandwidth) + _KERNEL_SECONDS
+        self.now += max(flops / self._peak, moved / self._device.elementwise_rate) + KERNEL_SECONDS
         return out
 
     def read_log(self) -> None:

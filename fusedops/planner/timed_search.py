@@ -27,7 +27,7 @@ from fusedops.planner.memory import Estimate, estimate_unchecked, layer_bytes
 from fusedops.planner.pipelines import stages_of_rank
 from fusedops.planner.search import PlannedLayout
 from fusedops.planner.shapes import StepShape
-from fusedops.planner.space import LayoutSpace, powers_of_two, refusal
+from fusedops.planner.space import LayoutSpace, fitted, powers_of_two, refusal
 from fusedops.planner.step_time import StepEstimate, step_time
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -368,7 +368,7 @@ class _TimedSearch:
         options["pipeline_schedule"] = choice["schedule"]
         options["pipeline_virtual"] = choice["virtual"] if choice["pp"] > 1 else None
         try:
-            plain = self.space.fitted(options)
+            plain = fitted(self.model, self.space.devices, self.space.base, options)
         except ValueError as error:
             self.refused[refusal(error)] += 1
             return None

@@ -8,7 +8,6 @@ taken to be chosen evenly and independently), and the keys that causality lets r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import comb
@@ -78,14 +77,6 @@ def step_traffic(model: TransformerConfig, layout: Layout, *, rank: int = 0) -> 
     if data.bytes:
         parts["data"] = data
     return parts
-
-
-def total(parts: Mapping[str, Budget]) -> Budget:
-    """Return the sum of budgets."""
-    result = Budget()
-    for budget in parts.values():
-        result += budget
-    return result
 
 
 def _layers(model: TransformerConfig, layout: Layout, rank: int) -> tuple[list[int], list[int]]:

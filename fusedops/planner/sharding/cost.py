@@ -134,8 +134,7 @@ def compute_seconds(
         sizes = [math.prod(values[n].shape) for n in step.inputs if n in graph.parameters]
         flop = 2.0 * math.prod(rows) * sum(size for size in sizes if size > 2 * width)
     used = [number for number in (*step.inputs, *step.outputs) if number >= 0]
-    rate = device.memory.bandwidth * device.efficiency.elementwise
-    seconds = sum(values[number].nbytes for number in used) / ranks / rate
+    seconds = sum(values[number].nbytes for number in used) / ranks / device.elementwise_rate
     if flop:
         peak = device.peak_of(_DTYPE_NAMES.get(values[step.inputs[0]].dtype, "float32"))
         seconds = max(seconds, flop / ranks / (peak * device.efficiency.products))
