@@ -7,6 +7,7 @@ function, before anything is computed or written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
@@ -205,6 +206,13 @@ def flag(op: str, argument: str, value: Any) -> None:
     if value is True or value is False or isinstance(value, torch.SymBool):
         return
     raise TypeError(f"{op}: {argument} must be a bool, got {type_name(value)}")
+
+
+def flags(op: str, config: Any) -> None:
+    """Raise unless all fields of a dataclass whose default is a bool are ``True`` or ``False``."""
+    for field in dataclasses.fields(config):
+        if isinstance(field.default, bool):
+            flag(op, field.name, getattr(config, field.name))
 
 
 def group(op: str, argument: str, value: Any) -> None:

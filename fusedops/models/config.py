@@ -18,14 +18,6 @@ from fusedops._core import checks
 from fusedops.ops.hash_route import check_domain_experts
 from fusedops.ops.moe_route import check_options
 
-NORMS = ("layer", "rms")
-HEADS = ("causal", "masked")
-ROUTERS = ("learned", "hash")
-ROUTER_SCORES = ("softmax", "sigmoid")
-_FLAGS = (
-    *("rotary", "post_norm", "gated", "bias", "qk_norm", "tied", "causal", "alibi", "query_layer"),
-    *("router_normalize", "shared_gate"),
-)
 # The least value of each integer; those of the second table may be None.
 _SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "seq_len")
 _COUNTS = ("position_tables", "relative_buckets", "token_types", "num_experts", "encoder_layers")
@@ -53,11 +45,11 @@ _OF_LOGITS: dict[str, Any] = {
 # transformers computes ``gelu_new`` from seven operations; the other activations are one each.
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_tanh", "fast_gelu", "relu", "silu")
 _CHOICES = {
-    "norm": NORMS,
-    "head": HEADS,
+    "norm": ("layer", "rms"),
+    "head": ("causal", "masked"),
     "activation": ACTIVATIONS,
-    "router": ROUTERS,
-    "router_score": ROUTER_SCORES,
+    "router": ("learned", "hash"),
+    "router_score": ("softmax", "sigmoid"),
 }
 
 
@@ -259,8 +251,7 @@ class TransformerConfig:
                 checks.integer(name, size, getattr(self, size), least=least)
         for choice, known in _CHOICES.items():
             checks.choice(name, choice, getattr(self, choice), known)
-        for flag in _FLAGS:
-            checks.flag(name, flag, getattr(self, flag))
+        checks.flags(name, self)
         for probability in ("dropout", "attention_dropout"):
             checks.probability(name, probability, getattr(self, probability))
         for positive in ("rope_theta", "norm_eps", "router_scaling"):

@@ -37,11 +37,12 @@ def vector_patterns(model: nn.Module) -> tuple[str, ...]:
     }
     vectors = [name for name in is_vector if is_vector[name]]
     others = is_vector.keys() - vectors
-    shared = {_shared_pattern(name) for name in vectors}
+    shared = {pattern_of(name) for name in vectors}
     shared -= {pattern for pattern in shared if any(fnmatchcase(o, pattern) for o in others)}
-    alone = {name for name in vectors if _shared_pattern(name) not in shared}
+    alone = {name for name in vectors if pattern_of(name) not in shared}
     return tuple(sorted(shared | alone))
 
 
-def _shared_pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
+    """Return a parameter's name with ``*`` for each part that is a number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -12,10 +12,9 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -255,20 +254,15 @@ class CommunicationModel:
         """
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls({_key(curve): _curve(curve) for curve in record["curves"]})
+            curves: dict[tuple[str, ...], CommunicationCurve] = {}
+            for row in record["curves"]:
+                key = (row["collective"], row["backend"], str(row["ranks"]))
+                slopes, knees = tuple(row["slopes"]), tuple(row["knees"])
+                curves[key] = CommunicationCurve(float(row["latency"]), slopes, knees)
+            return cls(curves)
         except OSError as error:
             raise InputError(
                 f"cannot read {path}: {error.strerror or error}; check the path"
             ) from None
         except (KeyError, TypeError, ValueError):
             raise InputError(f"{path} is no file of fusedops bench communication --json") from None
-
-
-def _key(record: Mapping[str, Any]) -> tuple[str, ...]:
-    return record["collective"], record["backend"], str(record["ranks"])
-
-
-def _curve(record: Mapping[str, Any]) -> CommunicationCurve:
-    return CommunicationCurve(
-        float(record["latency"]), tuple(record["slopes"]), tuple(record["knees"])
-    )

@@ -205,6 +205,27 @@ class Device:
         """Return the FLOP/s of a dtype; of bfloat16 where the device has no faster float8."""
         return self.peak.get(dtype, self.peak["bfloat16"])
 
+    @property
+    def elementwise_rate(self) -> float:
+        """Bytes/s of operations that are no product."""
+        return self.memory.bandwidth * self.efficiency.elementwise
+
+    def collective_rate(self, ranks: int, apart: int = 1) -> float:
+        """Return the bytes/s of an all-reduce, all-gather or reduce-scatter.
+
+        As many rings as the group has ranks on a node leave it, each by a network link of its own.
+
+        Args:
+            ranks: of the group.
+            apart: devices between neighbours of the group; the others have groups of their own.
+        """
+        links, usual = self.links, self.efficiency
+        inside = links.node * usual.node
+        if apart * ranks <= links.devices_per_node:
+            return inside
+        per_node = min(ranks, max(1, links.devices_per_node // apart))
+        return min(inside, per_node * links.network * usual.ring)
+
 
 def known_devices() -> tuple[str, ...]:
     """Return the names that ``load_device`` knows."""

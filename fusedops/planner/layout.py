@@ -25,6 +25,7 @@ OFFLOADS = ("optimizer", "activations")
 # What ``recompute`` may recompute alone or joined by ``+``.
 PARTIAL_RECOMPUTE = ("scores", "norm", "activation")
 RECOMPUTE = ("none", "selective", "full", *PARTIAL_RECOMPUTE)
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CACHED = 1024
 
 
@@ -95,8 +96,7 @@ class TrainingShape:
         checks.integer(op, "micro_batch", self.micro_batch, least=1)
         if self.seq_len is not None:
             checks.integer(op, "seq_len", self.seq_len, least=1)
-        for name in ("dropout", "chunked_loss", "recompute_scores", "optimizer_overlap"):
-            checks.flag(op, name, getattr(self, name))
+        checks.flags(op, self)
         checks.choice(op, "precision", self.precision, PRECISIONS)
         checks.choice(op, "kernels", self.kernels, KERNELS)
         checks.finite(op, "expert_imbalance", self.expert_imbalance, least=1.0)
@@ -208,6 +208,21 @@ class Layout:
             return PRECISIONS[self.training.precision]
         is_wide = self.parallel.reduce_dtype == "float32"
         return PRECISIONS["mixed" if is_wide else "half-gradients"]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of products."""
+        if self.parallel.param_dtype is not None:
+            return self.parallel.param_dtype
+        return "float32" if self.training.precision == "float32" else "bfloat16"
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of an element of the gradients that data-parallel ranks sum."""
+        dtype = self.parallel.reduce_dtype
+        size = self.bytes_of.gradients if dtype is None else _BYTES[dtype]
+        # Replicas sum half-precision gradients in float32.
+        return size if self.parallel.zero else max(size, _BYTES["float32"])
 
     @property
     def bytes_of_experts(self) -> int:

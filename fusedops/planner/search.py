@@ -17,7 +17,7 @@ from fusedops.models.config import TransformerConfig
 from fusedops.planner.layout import Layout
 from fusedops.planner.memory import Estimate, estimate_unchecked
 from fusedops.planner.sizes import show_bytes
-from fusedops.planner.space import SCHEDULES, LayoutSpace, refusal
+from fusedops.planner.space import SCHEDULES, LayoutSpace, fitted, refusal
 
 CRITERION = (
     "what fits first; then without offload, least recomputation, smallest bubbles, least tensor "
@@ -103,7 +103,8 @@ def _meshes(space: LayoutSpace, virtual: int | None) -> Iterator[_Mesh]:
             stages = virtual if piped else None
             options = {**sizes, "pipeline_schedule": order, "pipeline_virtual": stages}
             try:
-                yield _Mesh(options, tuple(space.variants(space.fitted(options))))
+                layout = fitted(space.model, space.devices, space.base, options)
+                yield _Mesh(options, tuple(space.variants(layout)))
             except ValueError as error:
                 yield _Mesh(options, (), refusal(error))
 

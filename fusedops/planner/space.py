@@ -85,14 +85,6 @@ class LayoutSpace:
         common = math.gcd(ranks, experts)
         return [size for size in range(1, common + 1) if common % size == 0]
 
-    def fitted(self, options: dict[str, Any]) -> Layout:
-        """Return the layout of sizes and a schedule.
-
-        Raises:
-            ValueError: it does not fit the devices or the model.
-        """
-        return fitted(self.model, self.devices, self.base, options)
-
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """Yield a layout with each stage of ZeRO, recomputation and offloading."""
         stages = self.stages(layout.parallel.sizes.data)

@@ -23,8 +23,8 @@ from fusedops.parallel.spatial import SpatialTensor
 from fusedops.parallel.spatial.partition import Axis, Partition, evenly
 from fusedops.parallel.spatial.tensor import wrap
 from fusedops.planner.device import Device
+from fusedops.planner.step_time import KERNEL_SECONDS
 
-_KERNEL_SECONDS = 4e-6  # of a function, whatever its size
 _POINT_TO_POINT = "send_receive"
 
 
@@ -87,9 +87,7 @@ class _Clock(TorchDispatchMode):
         super().__init__()
         self._device, self._log, self._read = device, log, 0
         self._peak = device.peak_of(str(dtype).removeprefix("torch.")) * device.efficiency.products
-        self._bandwidth = device.memory.bandwidth * device.efficiency.elementwise
-        # The ranks of the last dim are next to each other.
-        self._spans = [math.prod(cut[index:]) for index in range(len(cut))]
+        self._cut = cut
         self._arrivals: dict[int, float] = {}
         self.now = self.exposed = self.halo = 0.0
         self.working = self.flops = 0
@@ -108,7 +106,7 @@ class _Clock(TorchDispatchMode):
         if func._overloadpacket in flop_registry:
             flops = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
         self.flops += flops
-        self.now += max(flops / self._peak, moved / self._bandwidth) + _KERNEL_SECONDS
+        self.now += max(flops / self._peak, moved / self._device.elementwise_rate) + KERNEL_SECONDS
         return out
 
     def read_log(self) -> None:
@@ -127,13 +125,12 @@ class _Clock(TorchDispatchMode):
 
     def _travel(self, event: collectives.Event) -> float:
         """Return the seconds of a communication."""
-        links, usual = self._device.links, self._device.efficiency
-        latency = usual.collective_seconds
-        if self._spans[int(event.group)] <= links.devices_per_node:
-            return latency + event.bytes / (links.node * usual.node)
-        near = event.kind == _POINT_TO_POINT
-        share = usual.point_to_point if near else usual.ring
-        return latency + event.bytes / (links.network * share)
+        links, usual, dim = self._device.links, self._device.efficiency, int(event.group)
+        apart = math.prod(self._cut[dim + 1 :])  # the ranks of the last dim are neighbours
+        rate = self._device.collective_rate(self._cut[dim], apart)
+        if event.kind == _POINT_TO_POINT and self._cut[dim] * apart > links.devices_per_node:
+            rate = links.network * usual.point_to_point  # of the rank's own network link
+        return usual.collective_seconds + event.bytes / rate
 
 
 def trace(

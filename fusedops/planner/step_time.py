@@ -18,7 +18,7 @@ from fusedops.planner.device import Device
 from fusedops.planner.pipelines import schedule_cost
 from fusedops.planner.shapes import StepShape
 
-_KERNEL_SECONDS = 4e-6  # of a product, whatever its size
+KERNEL_SECONDS = 4e-6  # of a product, whatever its size
 # Bytes that AdamW reads and writes per parameter: weights, gradients, two moments and a master
 # copy.
 _OPTIMIZER_BYTES = 34
@@ -75,9 +75,6 @@ class _Costs:
     shape: StepShape
     device: Device
 
-    def bandwidth(self) -> float:
-        return self.device.memory.bandwidth * self.device.efficiency.elementwise
-
     def product(self, rows: float, columns: float, inner: float, dtype: str) -> float:
         """Return the seconds of ``[rows, inner] @ [inner, columns]``."""
         usual = self.device.efficiency
@@ -86,7 +83,7 @@ class _Costs:
         share *= rows / (rows + usual.outer) * columns / (columns + usual.outer)
         compute = 2 * rows * columns * inner / (self.device.peak_of(dtype) * share)
         moved = self.shape.element * (rows * columns + rows * inner + columns * inner)
-        return max(compute, moved / self.device.memory.bandwidth) + _KERNEL_SECONDS
+        return max(compute, moved / self.device.memory.bandwidth) + KERNEL_SECONDS
 
     def products(
         self, rows: float, columns: float, inner: float, dtype: str
@@ -106,22 +103,6 @@ class _Costs:
         if ranks > links.devices_per_node:
             return links.network * usual.network
         return links.node * usual.node
-
-    def collective(self, ranks: int, apart: int) -> float:
-        """Return the bytes/s of an all-reduce, all-gather or reduce-scatter.
-
-        As many rings as the group has ranks on a node leave it, each by a network link of its own.
-
-        Args:
-            ranks: of the group.
-            apart: devices between neighbours of the group; the others have groups of their own.
-        """
-        links, usual = self.device.links, self.device.efficiency
-        inside = links.node * usual.node
-        if apart * ranks <= links.devices_per_node:
-            return inside
-        per_node = min(ranks, max(1, links.devices_per_node // apart))
-        return min(inside, per_node * links.network * usual.ring)
 
     def sizes(self) -> list[tuple[float, tuple[float, float, float]]]:
         """Return the products of a layer: how many, and rows, columns and length of their sums."""
@@ -153,7 +134,7 @@ class _Costs:
 
     def casts(self) -> tuple[float, float]:
         """Return the seconds of conversions to float8 before the products, forward and backward."""
-        moved = self.shape.cast_bytes / self.bandwidth()
+        moved = self.shape.cast_bytes / self.device.elementwise_rate
         sizes = self.sizes()
         return (
             moved * sum(count * rows * inner for count, (rows, _, inner) in sizes),
@@ -169,7 +150,7 @@ class _Costs:
         if shape.flash:
             return operations / (peak * usual.attention)
         scores = shape.micro_batch * shape.heads / shape.tp * sequence * (sequence / shape.cp)
-        one_pass = self.shape.element * scores / self.bandwidth()
+        one_pass = self.shape.element * scores / self.device.elementwise_rate
         head_dim = shape.head_dim or shape.hidden // shape.heads
         share = _UNALIGNED if head_dim % 8 else usual.products
         # Both products compute masked scores too; one writes the scores, the other reads them.
@@ -186,7 +167,7 @@ class _Costs:
         else:
             width, routed = shape.inner / shape.tp, 0.0
         moved = shape.element * (shape.tokens * (hidden + passes * width) + routed)
-        return moved / self.bandwidth()
+        return moved / self.device.elementwise_rate
 
     def tensor(self) -> float:
         """Return the seconds of the two sums over tensor-parallel ranks of a forward."""
@@ -195,7 +176,7 @@ class _Costs:
         if shape.tp == 1:
             return 0.0
         usual = self.device.efficiency
-        seconds = 2 * (shape.tp - 1) / shape.tp * moved / self.collective(shape.tp, 1)
+        seconds = 2 * (shape.tp - 1) / shape.tp * moved / self.device.collective_rate(shape.tp)
         seconds += usual.collective_seconds * shape.tp**0.5
         return 2 * seconds * (usual.sequence if shape.sp else 1.0)
 
@@ -229,7 +210,8 @@ class _Costs:
         # Trainers with float8 compute it in bfloat16.
         dtype = "bfloat16" if shape.dtype == "float8" else shape.dtype
         both = sum(self.products(shape.tokens, columns, shape.hidden, dtype))
-        return both + shape.tokens * columns * shape.element * _LOGIT_PASSES / self.bandwidth()
+        moved = shape.tokens * columns * shape.element * _LOGIT_PASSES
+        return both + moved / self.device.elementwise_rate
 
     def sent(self) -> float:
         """Return the seconds in which a stage's output travels to the next."""
@@ -281,7 +263,7 @@ def step_time(shape: StepShape, device: Device) -> StepEstimate:
     parts["step"] = usual.step_seconds + usual.microbatch_seconds * shape.microbatches
     if not shape.frozen:
         moved = usual.accumulation * shape.parameters * (shape.microbatches - 1)
-        parts["step"] += moved / costs.bandwidth()
+        parts["step"] += moved / device.elementwise_rate
     return StepEstimate(parts, hidden + overlapped)
 
 
@@ -402,7 +384,7 @@ def _data(shape: StepShape, costs: _Costs, of_stage: float) -> tuple[float, floa
         return 0.0, 0.0
     away = shape.parameters * (ranks - 1) / ranks
     weights, gradients = shape.element * away, shape.reduce_bytes * away
-    band = costs.collective(ranks, shape.tp)
+    band = costs.device.collective_rate(ranks, shape.tp)
     if shape.zero == 3:
         total = shape.microbatches * (2 * weights + gradients) / band
         shown = max(0.0, total - shape.microbatches * of_stage) + usual.gather * total

@@ -15,19 +15,19 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.parallel.pipeline.schedules import SCHEDULES as PIPELINES
 from fusedops.planner.device import Device
-from fusedops.planner.layout import Layout, TrainingShape, layer_runs
+from fusedops.planner.layout import Layout, layer_runs
 from fusedops.planner.memory import Estimate, estimate_unchecked, layer_bytes
 from fusedops.planner.pipelines import stages_of_rank
 from fusedops.planner.search import PlannedLayout
 from fusedops.planner.shapes import StepShape
-from fusedops.planner.space import LayoutSpace, powers_of_two, refusal
+from fusedops.planner.space import LayoutSpace, fitted, powers_of_two, refusal
 from fusedops.planner.step_time import StepEstimate, step_time
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -105,7 +105,7 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
     """
     config = layout.parallel
     names = (
-        *("tp", "pp", "dp", "cp", "ep", "sp", "zero", "microbatches", "offload"),
+        *("tp", "pp", "dp", "cp", "ep", "sp", "microbatches", "offload"),
         "overlap_microbatches",
     )
     options = {name: getattr(config, name) for name in names}
@@ -113,7 +113,7 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
     offloads = "activations" in config.offload
     return _shape(
         model,
-        layout.training,
+        layout,
         recompute=_recomputed(layout),
         recomputed=_share_of_layers(model, layout),
         rank_layers=_rank_layers(model, layout.runs(model), config.pipeline_schedule, config.pp)
@@ -125,7 +125,8 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
     )
 
 
-def _shape(model: TransformerConfig, training: TrainingShape, **options: Any) -> StepShape:
+def _shape(model: TransformerConfig, layout: Layout, **options: Any) -> StepShape:
+    training = layout.training
     return StepShape(
         layers=model.depth,
         hidden=model.hidden_size,
@@ -141,7 +142,9 @@ def _shape(model: TransformerConfig, training: TrainingShape, **options: Any) ->
         sparse_layers=model.sparse_layers if model.num_experts else None,
         shared=model.shared_size,
         flash=training.kernels != "eager",
-        dtype="float32" if training.precision == "float32" else "bfloat16",
+        dtype=layout.dtype,
+        reduce_bytes=layout.reduce_bytes,
+        zero=layout.parallel.zero,
         imbalance=training.expert_imbalance,
         **options,
     )
@@ -265,6 +268,11 @@ class _TimedSearch:
     def model(self) -> TransformerConfig:
         return self.space.model
 
+    @cached_property
+    def _bases(self) -> dict[int, Layout]:
+        """What is not searched for, with each stage of ZeRO."""
+        return {stage: self.space.base.replace(zero=stage) for stage in self.space.zero}
+
     def choices(self, global_batch: int, micro_batch: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield the sizes and micro-batch of every layout that uses all devices."""
         for sizes in self.space.meshes():
@@ -333,14 +341,14 @@ class _TimedSearch:
         least = {min(stages), *(stage for stage in stages if stage in (1, 3))}
         if 2 in stages and 1 not in stages:
             least.add(2)
-        training, pp = self.space.base.training, choice["pp"]
+        pp = choice["pp"]
         if pp > 1 and "schedule" in choice:
             balance = self.space.base.parallel.pipeline_balance
             runs = layer_runs(self.model, pp * choice["virtual"], balance)
             ranks = _rank_layers(self.model, runs, choice["schedule"], pp)
             choice = choice | {"rank_layers": ranks}
         times = [
-            step_time(_shape(self.model, training, zero=stage, **choice), self.device)
+            step_time(_shape(self.model, self._bases[stage], **choice), self.device)
             for stage in least
         ]
         if "schedule" in choice:
@@ -360,7 +368,7 @@ class _TimedSearch:
         options["pipeline_schedule"] = choice["schedule"]
         options["pipeline_virtual"] = choice["virtual"] if choice["pp"] > 1 else None
         try:
-            plain = self.space.fitted(options)
+            plain = fitted(self.model, self.space.devices, self.space.base, options)
         except ValueError as error:
             self.refused[refusal(error)] += 1
             return None

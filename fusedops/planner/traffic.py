@@ -8,7 +8,6 @@ taken to be chosen evenly and independently), and the keys that causality lets r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import comb
@@ -78,14 +77,6 @@ def step_traffic(model: TransformerConfig, layout: Layout, *, rank: int = 0) -> 
     if data.bytes:
         parts["data"] = data
     return parts
-
-
-def total(parts: Mapping[str, Budget]) -> Budget:
-    """Return the sum of budgets."""
-    result = Budget()
-    for budget in parts.values():
-        result += budget
-    return result
 
 
 def _layers(model: TransformerConfig, layout: Layout, rank: int) -> tuple[list[int], list[int]]:
@@ -260,8 +251,7 @@ def _pipeline(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
 
 def _data(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     """Return what gradients and weights need of data parallelism."""
-    config, sizes = layout.parallel, layout.bytes_of
-    ranks = config.sizes.data
+    config, ranks = layout.parallel, layout.parallel.sizes.data
     weights = weights_of_rank(model, layout, rank)
     dense = round(weights.split / config.tp + weights.replicated)
     experts, replicas = weights.experts // config.ep, ranks * config.tp // config.ep
@@ -270,7 +260,7 @@ def _data(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
     dense += experts if is_alike else 0
     budget = Budget()
     if config.zero == 0:
-        item = max(sizes.gradients, _STATISTIC)  # half-precision gradients are summed in float32
+        item = layout.reduce_bytes
         dense_marks, expert_marks = (_MARK * n for n in _tensors(model, layout, rank))
         dense_marks += expert_marks if is_alike else 0
         if ranks > 1:
@@ -295,11 +285,11 @@ def _replicas(ranks: int, size: int, marks: int, bucket: int) -> Budget:
 
 def _shared(ranks: int, numbers: float, inside: float, again: bool, layout: Layout) -> Budget:
     """Return what parameters need that ``ranks`` share, of which some are gathered twice."""
-    config, sizes = layout.parallel, layout.bytes_of
+    config = layout.parallel
     gathers = config.microbatches if config.zero == 3 else 1
     reduces = config.microbatches if config.zero >= 2 else 1
-    weights = gathers * (numbers + (inside if again else 0)) * sizes.weights
-    sent = (weights + reduces * numbers * sizes.gradients) * (ranks - 1) / ranks
+    weights = gathers * (numbers + (inside if again else 0)) * layout.bytes_of.weights
+    sent = (weights + reduces * numbers * layout.reduce_bytes) * (ranks - 1) / ranks
     return Budget({"all_gather": gathers, "reduce_scatter": reduces}, round(sent))
 
 

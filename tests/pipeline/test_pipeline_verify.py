@@ -136,7 +136,7 @@ def planted(model: Transformer, mesh: Any, case: testing.Case, bug: str) -> test
         parts = driver.table.microbatches
         driver.step = lambda compute, *more: right(change(compute, parts), *more)  # type: ignore
     elif bug == "words of both ends apart":
-        object.__setattr__(pipeline, "other_end", None)
+        object.__setattr__(pipeline, "tied_peer", None)
     elif bug == "sums of halves left out":
         for each in driver.data.values():
             each.end_part = lambda *, weights, last: None  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -335,6 +336,20 @@ def _mlp(depth: int = 2, hidden: int = 64) -> nn.Module:
         for _ in range(depth)
     ]
     return nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 8))
+
+
+def test_collectives_between_nodes_use_all_network_cards(fake_mesh: Callable[..., Any]) -> None:
+    from fusedops.planner import load_device
+    from fusedops.planner.sharding.cost import MeshCosts
+
+    device = load_device("h100")
+    small_nodes = replace(device, links=replace(device.links, devices_per_node=2))
+    rate = device.links.network * device.efficiency.ring
+    for shape, names, cards in (([4], ["tp"], 2), ([2, 2], ["dp", "tp"], 1)):
+        costs = MeshCosts(fake_mesh(shape, names), small_nodes)
+        free = costs.collective("all-gather", 0.0, 0).seconds
+        step = costs.collective("all-gather", 1e9, 0)
+        assert step.seconds - free == pytest.approx(sum(step.sent) / (cards * rate))
 
 
 @pytest.mark.parametrize("limit", [None, 60_000, 36_000])

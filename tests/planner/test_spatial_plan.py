@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,32 @@ def test_a_halo_is_hidden_by_large_parts_and_not_by_small_ones() -> None:
     small = spatial_plan(module, (1, 4, 64, 64), (2, 2), device)
     assert small.most("exposed_seconds") > 0.2 * small.seconds
     assert small.efficiency < large.efficiency < 1
+
+
+@pytest.mark.parametrize(
+    ("module", "sent", "waited", "cards"),
+    [
+        (nn.BatchNorm2d(8), "reduced", "exposed_seconds", 8),  # sums over all ranks
+        (nn.Conv2d(8, 8, 3, padding=1, bias=False), "halo_forward", "halo_seconds", 1),
+    ],
+)
+def test_a_collective_between_nodes_has_all_network_cards_and_a_halo_one(
+    module: nn.Module, sent: str, waited: str, cards: int
+) -> None:
+    device = load_device("h100")
+    slow, fast = (
+        spatial_plan(
+            module.requires_grad_(False),
+            (1, 8, 64, 1),
+            (16, 1),
+            replace(device, links=replace(device.links, network=network)),
+        ).ranks[1]
+        for network in (1e6, 2e6)
+    )
+    share = device.efficiency.ring if cards > 1 else device.efficiency.point_to_point
+    moved = getattr(slow, sent) / (cards * share)
+    difference = getattr(slow, waited) - getattr(fast, waited)
+    assert difference == pytest.approx(moved * (1 / 1e6 - 1 / 2e6))
 
 
 def test_a_longer_axis_traces_its_busiest_ranks() -> None:

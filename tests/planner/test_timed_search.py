@@ -170,6 +170,35 @@ def test_the_head_is_a_load_of_the_last_stage() -> None:
     assert row.layout.parallel.pipeline_cuts == tuple(run.start for run in runs[1:])
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype", "reduce_bytes"),
+    [
+        ({}, "bfloat16", 4),
+        ({"precision": "float32"}, "float32", 4),
+        ({"precision": "half"}, "bfloat16", 2),
+        ({"precision": "float32", "param_dtype": "float16"}, "float16", 2),
+        ({"param_dtype": "bfloat16", "reduce_dtype": "float32"}, "bfloat16", 4),
+        ({"precision": "float32", "reduce_dtype": "bfloat16"}, "float32", 2),
+        ({"param_dtype": "bfloat16", "zero": 0}, "bfloat16", 4),
+    ],
+)
+def test_a_step_has_the_dtypes_of_its_layout(
+    options: dict[str, Any], dtype: str, reduce_bytes: int
+) -> None:
+    shape = step_shape(SMALL, Layout.of(**{"dp": 2, "zero": 2, **options}))
+    assert (shape.dtype, shape.reduce_bytes) == (dtype, reduce_bytes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_layout_is_faster_than_the_bound_with_dtypes_of_parameters(dtype: str) -> None:
+    base = Layout.of(precision="float32", param_dtype="bfloat16", reduce_dtype=dtype)
+    plan = fastest(SMALL, 16, H100, 64, base=base)
+    assert plan.rows[-1].seconds <= plan.bound
+    assert {row.shape.dtype for row in plan.rows} == {"bfloat16"}
+    sizes = {row.shape.reduce_bytes for row in plan.rows if row.shape.zero}
+    assert sizes == {2 if dtype == "bfloat16" else 4}
+
+
 def test_unequal_experts_take_longer_and_more_memory() -> None:
     model = preset("mixtral-8x7b")
     even = Layout.of(dp=8, ep=8, zero=1, microbatches=4)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize, preset
+from fusedops.parallel.budgets import Budget
 from fusedops.parallel.comm import collectives
 from fusedops.planner import Layout, step_traffic
-from fusedops.planner.traffic import total
 from fusedops.testing import threads
 
 ROWS, TOKENS = 8, 32
@@ -45,7 +45,7 @@ def planned(model: TransformerConfig, config: ParallelConfig, rank: int) -> Any:
     sizes = {name: getattr(config, name) for name in vars(config)}
     layout = Layout(ParallelConfig(**sizes), layout.training)
     stage = rank // (config.sizes.ranks // config.pp)
-    return total(step_traffic(model, layout, rank=stage))
+    return sum(step_traffic(model, layout, rank=stage).values(), Budget())
 
 
 MIXED = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}

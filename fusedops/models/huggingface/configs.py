@@ -8,7 +8,7 @@ alone, of models too whose choices nothing here computes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fusedops._core import checks
 from fusedops.models.config import RopeScaling, TransformerConfig, describe
 
 Values = Mapping[str, Any]
+Entries = dict[str, tuple[str, Any]]  # by our field: name of the entry, and its default
 
 # transformers' names of activations, by ours.
 _ACTIVATIONS = {
@@ -57,7 +58,7 @@ def from_config(config: Any, *, sizes_only: bool = False) -> TransformerConfig:
     checks.choice("from_config", "model_type", family, _FAMILIES)
     assert isinstance(family, str)
     try:
-        fields = _FAMILIES[family].sizes(values)
+        fields = _sizes(values, _FAMILIES[family])
         if not sizes_only:
             fields |= _choices(values, family, has_rotations="rotary" in fields)
         return TransformerConfig(**fields)
@@ -85,96 +86,60 @@ def config_values(config: Any) -> Values:
     return values
 
 
-def _activation(values: Values, name: str, default: str) -> str:
-    given = values.get(name) or default
-    checks.choice("from_config", name, given, _ACTIVATIONS)
-    return _ACTIVATIONS[given]
+_REQUIRED: Any = object()
 
 
-def _gpt2(values: Values) -> dict[str, Any]:
-    return {
-        "hidden_size": values["n_embd"],
-        "num_layers": values["n_layer"],
-        "num_heads": values["n_head"],
-        "intermediate_size": values.get("n_inner") or 4 * values["n_embd"],
-        "vocab_size": values["vocab_size"],
-        "seq_len": values["n_positions"],
-        "position_tables": 1,
-        "activation": _activation(values, "activation_function", "gelu_new"),
-        "tied": values.get("tie_word_embeddings", True),
-    }
+def _required(**names: str) -> Entries:
+    return {ours: (theirs, _REQUIRED) for ours, theirs in names.items()}
 
 
-# Sizes of all families but GPT-2, by our names; without the vocabulary's.
-_COMMON = {
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size",
-    "seq_len": "max_position_embeddings",
+_TIED: Entries = {"tied": ("tie_word_embeddings", True)}
+_GPT2_SIZES = _TIED | _required(
+    hidden_size="n_embd",
+    num_layers="n_layer",
+    num_heads="n_head",
+    vocab_size="vocab_size",
+    seq_len="n_positions",
+)
+_GPT2_SIZES |= {
+    "intermediate_size": ("n_inner", None),
+    "activation": ("activation_function", "gelu_new"),
 }
-
-
-def _common(values: Values) -> dict[str, Any]:
-    sizes = {ours: values[theirs] for ours, theirs in _COMMON.items()}
-    return sizes | {"vocab_size": values["vocab_size"]}
-
-
-def _bert(values: Values) -> dict[str, Any]:
-    return _common(values) | {
-        "position_tables": 1,
-        "token_types": values.get("type_vocab_size", 2),
-        "post_norm": True,
-        "head": "masked",
-        "activation": _activation(values, "hidden_act", "gelu"),
-        "tied": values.get("tie_word_embeddings", True),
-    }
-
-
-def _llama(values: Values, *, kv_heads: int | None = None, **more: Any) -> dict[str, Any]:
-    for name in ("attention_bias", "mlp_bias"):
-        if values.get(name):
-            checks.fail("from_config", name, "false", values[name])
-    given = {
-        "num_kv_heads": values.get("num_key_value_heads", kv_heads),
-        "head_dim": values.get("head_dim"),
-        "rotary": True,
-        "norm": "rms",
-        "gated": True,
-        "activation": _activation(values, "hidden_act", "silu"),
-        "bias": False,
-        "tied": values.get("tie_word_embeddings", False),
-    }
-    return _common(values) | given | more
-
-
-def _mistral(values: Values) -> dict[str, Any]:
-    return _llama(values, kv_heads=8)
-
-
-def _qwen3(values: Values) -> dict[str, Any]:
-    return _llama(values, kv_heads=32, qk_norm=True, head_dim=values.get("head_dim") or 128)
-
-
-def _mixtral(values: Values) -> dict[str, Any]:
-    experts = values["num_local_experts"]
-    return _llama(values, kv_heads=8, num_experts=experts, top_k=values["num_experts_per_tok"])
-
-
-def _qwen3_moe(values: Values) -> dict[str, Any]:
-    dense = values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1
-    if dense:
-        checks.fail("from_config", "mlp_only_layers", "empty: every layer sparse", dense)
-    # Its name in files, and from transformers 5.17 on in objects.
-    name = "num_experts" if "num_experts" in values else "num_local_experts"
-    return _llama(
-        values,
-        kv_heads=4,
-        qk_norm=True,
-        num_experts=values[name],
-        top_k=values["num_experts_per_tok"],
-        intermediate_size=values["moe_intermediate_size"],
-    )
+_COMMON = _required(
+    hidden_size="hidden_size",
+    num_layers="num_hidden_layers",
+    num_heads="num_attention_heads",
+    intermediate_size="intermediate_size",
+    seq_len="max_position_embeddings",
+    vocab_size="vocab_size",
+)
+_BERT_SIZES = (
+    _COMMON | _TIED | {"token_types": ("type_vocab_size", 2), "activation": ("hidden_act", "gelu")}
+)
+_LLAMA_SIZES = _COMMON | {
+    "num_kv_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", None),
+    "activation": ("hidden_act", "silu"),
+    "tied": ("tie_word_embeddings", False),
+}
+_MISTRAL_SIZES = _LLAMA_SIZES | {"num_kv_heads": ("num_key_value_heads", 8)}
+_QWEN3_SIZES = _LLAMA_SIZES | {
+    "num_kv_heads": ("num_key_value_heads", 32),
+    "head_dim": ("head_dim", 128),
+}
+_MIXTRAL_SIZES = _MISTRAL_SIZES | _required(
+    num_experts="num_local_experts", top_k="num_experts_per_tok"
+)
+_QWEN3_MOE_SIZES = _LLAMA_SIZES | _required(
+    num_experts="num_experts",
+    top_k="num_experts_per_tok",
+    intermediate_size="moe_intermediate_size",
+)
+_QWEN3_MOE_SIZES |= {"num_kv_heads": ("num_key_value_heads", 4)}
+_LLAMA = {"rotary": True, "norm": "rms", "gated": True, "bias": False}
+_NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+# Fields whose entry may be null, which means its default.
+_NULLABLE = ("activation", "head_dim", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -182,11 +147,13 @@ class _Family:
     """A family of transformers."""
 
     architecture: str  # the class of its models with a head
-    sizes: Callable[[Values], dict[str, Any]]  # reads the fields that sizes depend on
-    # Other fields that are read and written: name and default of the entry of each
-    choices: dict[str, tuple[str, Any]]
+    # Fields on which sizes depend: name of the entry of each, and its default unless required
+    sizes: Entries
+    shared: dict[str, Any]  # fields with the same value in all models of the family
+    choices: Entries  # other fields
     # Entries of which ``Transformer`` computes one value, with that value
     computed: dict[str, Any] = field(default_factory=dict)
+    checked: dict[str, Any] = field(default_factory=dict)  # the same, on which sizes depend
     causal: bool = True  # whether a token attends only itself and what is before it
     rope_theta: float = 10000.0  # where the configuration has none
 
@@ -203,7 +170,7 @@ _BERT_CHOICES = {
     "attention_dropout": ("attention_probs_dropout_prob", 0.1),
     "pad_token_id": ("pad_token_id", 0),
 }
-_LLAMA_CHOICES: dict[str, tuple[str, Any]] = _INITIALIZER | {
+_LLAMA_CHOICES: Entries = _INITIALIZER | {
     "norm_eps": ("rms_norm_eps", 1e-6),
     "attention_dropout": ("attention_dropout", 0.0),
     "pad_token_id": ("pad_token_id", None),
@@ -219,7 +186,8 @@ _MOE_CHOICES = _LLAMA_CHOICES | _BALANCE | {"router_normalize": ("norm_topk_prob
 _FAMILIES = {
     "gpt2": _Family(
         "GPT2LMHeadModel",
-        _gpt2,
+        _GPT2_SIZES,
+        {"position_tables": 1},
         _GPT2_CHOICES | _INITIALIZER,
         computed={
             "scale_attn_weights": True,
@@ -229,7 +197,8 @@ _FAMILIES = {
     ),
     "bert": _Family(
         "BertForMaskedLM",
-        _bert,
+        _BERT_SIZES,
+        {"position_tables": 1, "post_norm": True, "head": "masked"},
         _BERT_CHOICES | _INITIALIZER,
         computed={
             "is_decoder": False,
@@ -238,20 +207,55 @@ _FAMILIES = {
         },
         causal=False,
     ),
-    "llama": _Family("LlamaForCausalLM", _llama, _LLAMA_CHOICES),
-    "mistral": _Family("MistralForCausalLM", _mistral, _MISTRAL_CHOICES),
-    "qwen3": _Family("Qwen3ForCausalLM", _qwen3, _LLAMA_CHOICES, {"use_sliding_window": False}),
+    "llama": _Family("LlamaForCausalLM", _LLAMA_SIZES, _LLAMA, _LLAMA_CHOICES, checked=_NO_BIAS),
+    "mistral": _Family(
+        "MistralForCausalLM", _MISTRAL_SIZES, _LLAMA, _MISTRAL_CHOICES, checked=_NO_BIAS
+    ),
+    "qwen3": _Family(
+        "Qwen3ForCausalLM",
+        _QWEN3_SIZES,
+        _LLAMA | {"qk_norm": True},
+        _LLAMA_CHOICES,
+        {"use_sliding_window": False},
+        _NO_BIAS,
+    ),
     "mixtral": _Family(
         "MixtralForCausalLM",
-        _mixtral,
+        _MIXTRAL_SIZES,
+        _LLAMA,
         _MIXTRAL_CHOICES,
         {"router_jitter_noise": 0.0},
+        _NO_BIAS,
         rope_theta=1e6,
     ),
     "qwen3_moe": _Family(
-        "Qwen3MoeForCausalLM", _qwen3_moe, _MOE_CHOICES, {"use_sliding_window": False}
+        "Qwen3MoeForCausalLM",
+        _QWEN3_MOE_SIZES,
+        _LLAMA | {"qk_norm": True},
+        _MOE_CHOICES,
+        {"use_sliding_window": False},
+        _NO_BIAS | {"mlp_only_layers": [], "decoder_sparse_step": 1},
     ),
 }
+
+
+def _sizes(values: Values, family: _Family) -> dict[str, Any]:
+    """Return the fields on which sizes depend."""
+    for name, expected in family.checked.items():
+        if values.get(name) not in (None, expected):
+            checks.fail("from_config", name, json.dumps(expected), checks.shown(values[name]))
+    if family.architecture.startswith("Qwen3Moe") and "num_experts" not in values:
+        # The name in files; objects of transformers 5.17 and newer have that of Mixtral.
+        values = {**values, "num_experts": values["num_local_experts"]}
+    fields = dict(family.shared)
+    for ours, (theirs, default) in family.sizes.items():
+        fields[ours] = values[theirs] if default is _REQUIRED else values.get(theirs, default)
+        if fields[ours] is None and ours in _NULLABLE:
+            fields[ours] = default
+    if fields["intermediate_size"] is None:  # of GPT-2
+        fields["intermediate_size"] = 4 * fields["hidden_size"]
+    checks.choice("from_config", family.sizes["activation"][0], fields["activation"], _ACTIVATIONS)
+    return fields | {"activation": _ACTIVATIONS[fields["activation"]]}
 
 
 def _choices(values: Values, family: str, *, has_rotations: bool) -> dict[str, Any]:
@@ -303,24 +307,32 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
     Raises:
         UnsupportedError: no family of transformers computes the same.
     """
-    family = _family(config)
-    choices = {
-        theirs: getattr(config, ours) for ours, (theirs, _) in _FAMILIES[family].choices.items()
+    name = _family(config)
+    family, fields = _FAMILIES[name], describe(config)
+    values = {theirs: fields[ours] for ours, (theirs, _) in (family.sizes | family.choices).items()}
+    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    values |= {
+        family.sizes["activation"][0]: activations[config.activation],
+        "model_type": name,
+        "architectures": [family.architecture],
     }
-    values = {
-        **{"gpt2": _to_gpt2, "bert": _to_bert}.get(family, _to_llama)(config),
-        **choices,
-        "model_type": family,
-        "architectures": [_FAMILIES[family].architecture],
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tied,
-    }
+    if name == "gpt2":
+        values["embd_pdrop"] = config.dropout
+    if "rotary" in family.shared:
+        scaling = config.rope_scaling
+        values |= {
+            # Two entries that every version of transformers reads.
+            "rope_theta": config.rope_theta,
+            "rope_scaling": None if scaling is None else _to_scaling(scaling),
+            "sliding_window": config.sliding_window,
+            "intermediate_size": config.intermediate_size,  # also of dense layers of Qwen3-MoE
+        }
     # What these entries leave out would come back as another model.
-    described = describe(replace(from_config(values), z_loss=config.z_loss))
-    differ = [name for name, value in describe(config).items() if described[name] != value]
+    restored = describe(replace(from_config(values), z_loss=config.z_loss))
+    differ = [ours for ours, value in fields.items() if restored[ours] != value]
     if differ:
         raise checks.UnsupportedError(
-            f"to_config: no family of transformers computes the same model: {family}, the nearest, "
+            f"to_config: no family of transformers computes the same model: {name}, the nearest, "
             f"does not have its {', '.join(differ)}"
         )
     return values
@@ -334,50 +346,6 @@ def _family(config: TransformerConfig) -> str:
     if config.qk_norm:
         return "qwen3"
     return "llama" if config.sliding_window is None else "mistral"
-
-
-def _name_of(config: TransformerConfig) -> str:
-    return next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
-
-
-def _to_gpt2(config: TransformerConfig) -> dict[str, Any]:
-    return {
-        "n_embd": config.hidden_size,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_inner": config.intermediate_size,
-        "n_positions": config.seq_len,
-        "activation_function": _name_of(config),
-        "embd_pdrop": config.dropout,
-    }
-
-
-def _to_common(config: TransformerConfig) -> dict[str, Any]:
-    sizes = {theirs: getattr(config, ours) for ours, theirs in _COMMON.items()}
-    return sizes | {"hidden_act": _name_of(config)}
-
-
-def _to_bert(config: TransformerConfig) -> dict[str, Any]:
-    return _to_common(config) | {"type_vocab_size": config.token_types}
-
-
-def _to_llama(config: TransformerConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    values = _to_common(config) | {
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.size_of_head,
-        # Two entries that every version of transformers reads.
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else _to_scaling(scaling),
-        "sliding_window": config.sliding_window,
-    }
-    if not config.num_experts:
-        return values
-    values["num_experts_per_tok"] = config.top_k
-    if not config.qk_norm:
-        return values | {"num_local_experts": config.num_experts}
-    sizes = {"num_experts": config.num_experts, "moe_intermediate_size": config.intermediate_size}
-    return values | sizes
 
 
 def _to_scaling(scaling: RopeScaling) -> dict[str, Any]:

@@ -26,18 +26,21 @@ from fusedops.parallel.sizes import (
     refuse,
 )
 
-MODES = ("explicit", "data", "manual")
-CONTEXTS = ("ring", "all_to_all")
-OFFLOADS = ("optimizer", "activations", "experts")
-ROUTER_LOSSES = ("global", "local")
-BALANCES = ("operations", "measured", "layers")
-RECOMPUTE = ("none", "selective", "full", "norm", "activation")
-
 _OP = "ParallelConfig"
-_FLAGS = (
-    *("sp", "overlap", "overlap_microbatches", "ep_deterministic", "mp_comm_recompute"),
-    *("recompute_slice_activation", "parallel_optimizer_comm_recompute"),
-)
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("explicit", "data", "manual"),
+    "context": ("ring", "all_to_all"),
+    "router_loss": ("global", "local"),
+    "ep_reduce": ("source", "node"),
+    "pipeline_schedule": tuple(SCHEDULES),
+    "pipeline_balance": ("operations", "measured", "layers"),
+}
+_DTYPES = {
+    "param_dtype": ("bfloat16", "float16"),
+    "reduce_dtype": ("float32", "bfloat16", "float16"),
+}
+_OFFLOADS = ("optimizer", "activations", "experts")
+_RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 _MAX_CHUNKS = 8  # of expert_parallel
 
 
@@ -170,16 +173,16 @@ class ParallelConfig:
             checks.integer(_OP, name, getattr(self, name), least=1)
         for name in ("zero", "bucket_bytes", "shard_threshold"):
             checks.integer(_OP, name, getattr(self, name), least=0)
-        for name in _FLAGS:
-            checks.flag(_OP, name, getattr(self, name))
+        checks.flags(_OP, self)
         if self.zero > 3:
             checks.fail(_OP, "zero", "0, 1, 2 or 3", self.zero)
-        _check_precision(self)
-        checks.choice(_OP, "mode", self.mode, MODES)
-        checks.choice(_OP, "context", self.context, CONTEXTS)
-        checks.choice(_OP, "router_loss", self.router_loss, ROUTER_LOSSES)
+        for name, choices in _CHOICES.items():
+            checks.choice(_OP, name, getattr(self, name), choices)
+        for name, choices in _DTYPES.items():
+            if getattr(self, name) is not None:
+                checks.choice(_OP, name, getattr(self, name), choices)
         for word in self.offload:
-            checks.choice(_OP, "offload", word, OFFLOADS)
+            checks.choice(_OP, "offload", word, _OFFLOADS)
         _check_recompute(self)
         _check_buckets(self)
         _check_modes(self)
@@ -238,7 +241,7 @@ def _check_recompute(config: ParallelConfig) -> None:
         checks.fail_type(_OP, "recompute", "a str", config.recompute)
     words = config.recompute.split("+")
     for word in words:
-        checks.choice(_OP, "recompute", word, RECOMPUTE)
+        checks.choice(_OP, "recompute", word, _RECOMPUTE)
     if len(words) > 1 and {"none", "full"} & set(words):
         expected = "none or full alone, or others joined by +"
         checks.fail(_OP, "recompute", expected, config.recompute)
@@ -300,10 +303,8 @@ def _check_pipeline(config: ParallelConfig) -> None:
     if config.pipeline_cuts is not None:
         cuts = checks.sizes(_OP, "pipeline_cuts", config.pipeline_cuts)
         object.__setattr__(config, "pipeline_cuts", cuts)
-    checks.choice(_OP, "pipeline_balance", config.pipeline_balance, BALANCES)
     parts, virtual = config.microbatches, config.pipeline_virtual
     if config.pp == 1:
-        checks.choice(_OP, "pipeline_schedule", config.pipeline_schedule, tuple(SCHEDULES))
         if virtual not in (None, 1):
             checks.fail(_OP, "pipeline_virtual", "None or 1 with pp 1", virtual)
         return
@@ -343,7 +344,6 @@ def _check_exchange(config: ParallelConfig) -> None:
         expected = "1 with ep 1, where no token travels"
         checks.fail(_OP, "ep_chunks", expected, config.ep_chunks)
     check_divides(_OP, "ep_nodes", config.ep_nodes, config.ep, "ep")
-    checks.choice(_OP, "ep_reduce", config.ep_reduce, ("source", "node"))
     if config.ep_reduce == "node" and config.ep_nodes == 1:
         checks.fail(_OP, "ep_reduce", "'source' with ep_nodes 1", config.ep_reduce)
     if not config.ep_deterministic:
@@ -403,13 +403,3 @@ def check_split(op: str, model: TransformerConfig, *, tp: int, ep: int, data: in
     if not model.sparse_layers:
         checks.fail(op, "ep", "1 for a model without experts", ep)
     check_experts(op, ep, data, model.num_experts)
-
-
-def _check_precision(config: ParallelConfig) -> None:
-    for name, choices in (
-        ("param_dtype", ("bfloat16", "float16")),
-        ("reduce_dtype", ("float32", "bfloat16", "float16")),
-    ):
-        dtype = getattr(config, name)
-        if dtype is not None:
-            checks.choice(_OP, name, dtype, choices)

@@ -70,8 +70,8 @@ def reduce_gradients(
 
 def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
     """Return the experts of layers, if their ranks or sums are not those of the rest."""
-    alike = config.ep == 1 and config.tp == 1 and not config.ep_deterministic
-    if config.mode == "manual" or alike:
+    has_dense_ranks = config.ep == 1 and config.tp == 1 and not config.ep_deterministic
+    if config.mode == "manual" or has_dense_ranks:
         return []
     return [module.experts for module in model.modules() if isinstance(module, MoE)]
 
@@ -144,9 +144,9 @@ def _reducers(
     experts = {e for module in _expert_modules(model, config) for e in module.parameters()}
     members = {p for name, p in model.named_parameters() if name in unsharded}
     reducers = []
-    for some, name in ((members - experts, "data"), (members & experts, "expert_data")):
-        if some and mesh[name].size() > 1:
-            buckets = _buckets(model, some, config)
+    for parameters, name in ((members - experts, "data"), (members & experts, "expert_data")):
+        if parameters and mesh[name].size() > 1:
+            buckets = _buckets(model, parameters, config)
             ordered = config.ep_deterministic and name == "expert_data"
             group = mesh.group(name)
             reducers.append(

@@ -40,14 +40,14 @@ class PipelineEngine:
     """The stages of a process and what runs them.
 
     Attributes:
-        other_end: with shared words on the first and the last rank: the rank of the pipeline that
-            has them too; ``None`` elsewhere.
+        tied_peer: the rank of the pipeline that also has the tied embedding, which the first and
+            the last stage share; ``None`` elsewhere.
     """
 
     model: Transformer
     stages: Mapping[int, Stage]
     driver: Driver
-    other_end: int | None
+    tied_peer: int | None
 
     @classmethod
     def of(
@@ -144,7 +144,7 @@ class PipelineEngine:
 
     def _add_tied_gradients(self) -> None:
         """Add the gradients of the embedding that the first and the last rank share."""
-        if self.other_end is None:
+        if self.tied_peer is None:
             return
         weight = self.model.embedding.tokens.weight
         if weight.grad is None:  # frozen
@@ -152,15 +152,15 @@ class PipelineEngine:
         mine = local(weight.grad)
         group = self.driver.group
         theirs = collectives.send_receive(
-            mine, group, to=self.other_end, source=self.other_end, label="words"
+            mine, group, to=self.tied_peer, source=self.tied_peer, label="tied embedding gradient"
         ).wait()
-        parts = [mine, theirs] if group.rank() < self.other_end else [theirs, mine]
+        parts = [mine, theirs] if group.rank() < self.tied_peer else [theirs, mine]
         mine.copy_(collectives.ordered_sum(parts))
 
     def norm(self) -> torch.Tensor:
         """Return the norm of the gradients of all stages; a shared embedding counts once."""
-        # The rank before the other end is the first one.
-        is_copy = self.other_end is not None and self.other_end < self.driver.group.rank()
+        # The lower of both ranks has the first stage.
+        is_copy = self.tied_peer is not None and self.tied_peer < self.driver.group.rank()
         grads = [
             parameter.grad
             for name, parameter in self.model.named_parameters()

@@ -53,13 +53,10 @@ class MeshCosts:
     def __init__(self, mesh: DeviceMesh, device: Device) -> None:
         self.device = device
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
-        self._rates = []
-        for dim, size in enumerate(self.sizes):
-            ranks = size * math.prod(self.sizes[dim + 1 :])
-            links, share = device.links, device.efficiency
-            inside = ranks <= links.devices_per_node
-            rate = links.node * share.node if inside else links.network * share.ring
-            self._rates.append(rate)
+        self._rates = [
+            device.collective_rate(size, math.prod(self.sizes[dim + 1 :]))
+            for dim, size in enumerate(self.sizes)
+        ]
 
     def collective(self, kind: str, nbytes: float, dim: int) -> StepCost:
         """Return the cost of one of ``COLLECTIVES`` on one mesh dimension.
@@ -137,8 +134,7 @@ def compute_seconds(
         sizes = [math.prod(values[n].shape) for n in step.inputs if n in graph.parameters]
         flop = 2.0 * math.prod(rows) * sum(size for size in sizes if size > 2 * width)
     used = [number for number in (*step.inputs, *step.outputs) if number >= 0]
-    rate = device.memory.bandwidth * device.efficiency.elementwise
-    seconds = sum(values[number].nbytes for number in used) / ranks / rate
+    seconds = sum(values[number].nbytes for number in used) / ranks / device.elementwise_rate
     if flop:
         peak = device.peak_of(_DTYPE_NAMES.get(values[step.inputs[0]].dtype, "float32"))
         seconds = max(seconds, flop / ranks / (peak * device.efficiency.products))

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fusedops._core import checks
+from fusedops.models.vectors import pattern_of
 from fusedops.planner.sharding.cost import COLLECTIVES, Placements
 from fusedops.planner.sharding.evaluate import Evaluator
 from fusedops.planner.sharding.run import apply_placements
-from fusedops.planner.sharding.solver import pattern_of
 from fusedops.planner.sizes import show_bytes, show_count
 
 _OP = "ShardingPlan"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Replicate, Shard
 
+from fusedops.models.vectors import pattern_of
 from fusedops.planner.sharding.cost import Placements, StepCost
 from fusedops.planner.sharding.evaluate import Evaluator, WalkState
 from fusedops.planner.sharding.trace import GraphStep, ValueRef, short_name
@@ -40,11 +41,6 @@ class _PartialPlan(NamedTuple):
     memory: float
     state: WalkState
     decided: dict[int, int]  # options by unit
-
-
-def pattern_of(name: str) -> str:
-    """Return a parameter's name with ``*`` for each part that is a number."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def solve(
