@@ -144,7 +144,7 @@ def _records(folder: str) -> _Profile:
         rank_times(timings),
         group_times(timings),
         findings,
-        notes=[*timings.notes, *([detector.note] if detector.note else [])],
+        notes=timings.notes,
     )
 
 

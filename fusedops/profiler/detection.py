@@ -5,9 +5,6 @@ never those that wait for it. It is compared with its peers, the ranks of the sa
 which have the same work; a stage is compared with what it took before. A link is judged by what the
 last rank to arrive at a collective waits, which is the transfer alone.
 
-On a GPU none of this is compared: sections are times of the host, which waits there for the slowest
-rank on all ranks alike. Pauses and memory are looked at (``Detector.note`` says so).
-
 A deviation counts when it is larger than a threshold and than the noise of this job: the median
 absolute deviation of the same quantity over the last steps and all ranks.
 """
@@ -129,21 +126,12 @@ _ADVICE = {
 }
 
 
-_NOT_COMPARED = (
-    "slow ranks, stages and links are not looked for on GPUs: the clock is the host's; use "
-    "fusedops profile with traces of torch.profiler"
-)
-
-
 class Detector:
     """Looks at the rows of all ranks, step by step, and tells what is new.
 
     Args:
         shape: of the run.
         thresholds: from where on a deviation is a finding.
-
-    Attributes:
-        note: what is not looked for in this run, and why; ``None``: all is.
 
     Example:
         >>> import torch
@@ -160,7 +148,6 @@ class Detector:
 
     def __init__(self, shape: RunShape, thresholds: Thresholds | None = None) -> None:
         self.shape, self.thresholds = shape, thresholds or Thresholds()
-        self.note = _NOT_COMPARED if shape.device == "cuda" and shape.ranks > 1 else None
         window = self.thresholds.window
         self._steps: deque[int] = deque(maxlen=window)
         self._rows: deque[torch.Tensor] = deque(maxlen=window)
@@ -195,13 +182,10 @@ class Detector:
         if len(self._rows) < self.thresholds.chronic:
             return self._new(findings)
         window = torch.stack(list(self._rows))
-        compares = self.note is None
-        if compares:
-            findings += self._slow_ranks(step, window)
+        findings += self._slow_ranks(step, window)
         if self._usual is not None and self._seen > self.thresholds.warm_up + len(self._first):
-            if compares:
-                findings += self._slow_stages(step, window, self._usual)
-                findings += self._slow_links(step, window, self._usual)
+            findings += self._slow_stages(step, window, self._usual)
+            findings += self._slow_links(step, window, self._usual)
             findings += self._growing_memory(step, window)
         return self._new(findings)
 

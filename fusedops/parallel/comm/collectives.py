@@ -43,6 +43,21 @@ COMPUTE = "compute"
 
 
 @dataclass(frozen=True)
+class StreamWait:
+    """What a CUDA stream waited for a communication, while its host went on.
+
+    Attributes:
+        stream: that waited.
+        begin: timing event that it recorded before it waited.
+        end: timing event that it recorded afterwards.
+    """
+
+    stream: Any
+    begin: Any
+    end: Any
+
+
+@dataclass(frozen=True)
 class Event:
     """A start or an end, in the order in which they happened on this rank."""
 
@@ -57,7 +72,8 @@ class Event:
     ranks: int  # size of the group
     seconds: float  # the clock, for drawings
     group: str = ""  # name of the process group, where it is known
-    blocked: float = 0.0  # of an end: seconds in which the rank waited for it
+    blocked: float = 0.0  # of an end: seconds in which the host waited for it
+    on_stream: StreamWait | None = None  # of an end, where CUDA is in use
 
 
 @dataclass
@@ -175,10 +191,24 @@ class Pending:
         self._finish = None
         if started is None:
             return finish()
-        since = time.perf_counter()
+        since, begin = time.perf_counter(), stream_event()
         result = finish()
-        _end(started, since)
+        end = stream_event()
+        wait = None if end is None else StreamWait(torch.cuda.current_stream(), begin, end)
+        _end(started, since, wait)
         return result
+
+
+def stream_event() -> Any:
+    """Return a timing event that the current CUDA stream has recorded.
+
+    It is ``None`` where this process does not use CUDA, and while a CUDA graph is captured.
+    """
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def all_reduce(
@@ -529,10 +559,11 @@ def _start(kind: str, label: str, sent: int, group: dist.ProcessGroup) -> Event 
     return event
 
 
-def _end(started: Event, since: float) -> None:
-    """Record the end of a communication that this rank has waited for ``since`` a time."""
+def _end(started: Event, since: float, wait: StreamWait | None = None) -> None:
+    """Record the end of a communication that the host has waited for ``since`` a time."""
     now = time.perf_counter()
-    _mark(replace(started, phase="end", bytes=0, seconds=now, blocked=now - since))
+    blocked = now - since
+    _mark(replace(started, phase="end", bytes=0, seconds=now, blocked=blocked, on_stream=wait))
 
 
 def _record_op(kind: str, label: str, sent: int, ranks: int) -> None:
