@@ -36,25 +36,11 @@ from fusedops._core import checks, collectives
 from fusedops._core.collectives import all_gather_single, reduce_scatter_single
 from fusedops.parallel.comm import shared_memory
 from fusedops.parallel.comm.ordered_sum import ordered_sum as ordered_sum
+from fusedops.parallel.comm.stream_waits import StreamWait, stream_event
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 OPS = ("sum", "avg", "max", "min", "product")
 COMPUTE = "compute"
-
-
-@dataclass(frozen=True)
-class StreamWait:
-    """What a CUDA stream waited for a communication, while its host went on.
-
-    Attributes:
-        stream: that waited.
-        begin: timing event that it recorded before it waited.
-        end: timing event that it recorded afterwards.
-    """
-
-    stream: Any
-    begin: Any
-    end: Any
 
 
 @dataclass(frozen=True)
@@ -197,18 +183,6 @@ class Pending:
         wait = None if end is None else StreamWait(torch.cuda.current_stream(), begin, end)
         _end(started, since, wait)
         return result
-
-
-def stream_event() -> Any:
-    """Return a timing event that the current CUDA stream has recorded.
-
-    It is ``None`` where this process does not use CUDA, and while a CUDA graph is captured.
-    """
-    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def all_reduce(
