@@ -127,24 +127,22 @@ def _read(folder: str) -> _Profile:
 
 
 def _records(folder: str) -> _Profile:
-    from fusedops.profiler import Detector, read_timings
+    from fusedops.profiler import read_timings
+    from fusedops.profiler.detection import find_all
     from fusedops.profiler.step_table import group_times, rank_times
 
     timings = read_timings(folder)
     if not timings.steps:
         notes = "".join(f" ({note})" for note in timings.notes)
         raise files.UserError(f"{folder} has no complete step yet{notes}: wait for its first step")
-    detector = Detector(timings.shape)
-    rows = zip(timings.steps, timings.values, strict=True)
-    findings = [finding for step, values in rows for finding in detector.update(step, values)]
     return _Profile(
         folder,
         timings.shape,
         len(timings.steps),
         rank_times(timings),
         group_times(timings),
-        findings,
-        notes=[*timings.notes, *([detector.note] if detector.note else [])],
+        find_all(timings),
+        notes=timings.notes,
     )
 
 
@@ -198,6 +196,7 @@ def _traces(folder: str) -> _Profile:
 
 
 def _show(profiled: _Profile, worst: int, out: Console) -> None:
+    from fusedops.profiler.detection import listed
     from fusedops.profiler.step_table import slowest, what_if
     from fusedops.terminal.console import print_table
 
@@ -217,7 +216,7 @@ def _show(profiled: _Profile, worst: int, out: Console) -> None:
         print_table(out, _kernel_table(profiled.kernels))
     for item in what_if(profiled.shape, profiled.ranks, profiled.groups)[:worst]:
         out.print(
-            f"if {item.name} {_names(item.ranks)} were as fast as the median: "
+            f"if {item.name} {listed(item.ranks)} were as fast as the median: "
             f"{1e3 * item.seconds:.1f} ms a step, {1e3 * item.saved:.1f} ms less",
             highlight=False,
         )
@@ -253,6 +252,7 @@ def _rank_table(ranks: Sequence[RankTimes], factors: dict[int, float]) -> Any:
 def _group_table(groups: Sequence[GroupTimes], worst: int) -> Any:
     from rich.table import Table
 
+    from fusedops.profiler.detection import listed
     from fusedops.terminal.console import number_columns
 
     figures = number_columns("MB of a rank", "ms", "MB/s")
@@ -262,7 +262,7 @@ def _group_table(groups: Sequence[GroupTimes], worst: int) -> Any:
         for group in of_kind[:worst]:
             table.add_row(
                 kind,
-                _names(group.ranks),
+                listed(group.ranks),
                 f"{group.bytes / 1e6:.2f}",
                 f"{1e3 * group.seconds:.2f}",
                 f"{group.bandwidth / 1e6:,.0f}",
@@ -304,12 +304,6 @@ def _compare(first: _Profile, second: _Profile, out: Console) -> None:
             name.replace("_", " "), f"{here:.1f}", f"{there:.1f}", f"{here - there:+.1f}", factor
         )
     print_table(out, table)
-
-
-def _names(ranks: Sequence[int]) -> str:
-    from fusedops.profiler.detection import listed
-
-    return listed(tuple(ranks))
 
 
 def _csv(ranks: Sequence[RankTimes]) -> str:

@@ -5,22 +5,21 @@ never those that wait for it. It is compared with its peers, the ranks of the sa
 which have the same work; a stage is compared with what it took before. A link is judged by what the
 last rank to arrive at a collective waits, which is the transfer alone.
 
-On a GPU none of this is compared: sections are times of the host, which waits there for the slowest
-rank on all ranks alike. Pauses and memory are looked at (``Detector.note`` says so).
-
 A deviation counts when it is larger than a threshold and than the noise of this job: the median
 absolute deviation of the same quantity over the last steps and all ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from fusedops.profiler.timings import GROUPS, REGULAR, RunShape, column
+from fusedops.profiler.timings import GROUPS, REGULAR, RunShape, Timings, column
 
 # Deviations in units of a normal distribution's standard deviation: median absolute deviations
 # times this number.
@@ -129,21 +128,12 @@ _ADVICE = {
 }
 
 
-_NOT_COMPARED = (
-    "slow ranks, stages and links are not looked for on GPUs: the clock is the host's; use "
-    "fusedops profile with traces of torch.profiler"
-)
-
-
 class Detector:
     """Looks at the rows of all ranks, step by step, and tells what is new.
 
     Args:
         shape: of the run.
         thresholds: from where on a deviation is a finding.
-
-    Attributes:
-        note: what is not looked for in this run, and why; ``None``: all is.
 
     Example:
         >>> import torch
@@ -160,7 +150,6 @@ class Detector:
 
     def __init__(self, shape: RunShape, thresholds: Thresholds | None = None) -> None:
         self.shape, self.thresholds = shape, thresholds or Thresholds()
-        self.note = _NOT_COMPARED if shape.device == "cuda" and shape.ranks > 1 else None
         window = self.thresholds.window
         self._steps: deque[int] = deque(maxlen=window)
         self._rows: deque[torch.Tensor] = deque(maxlen=window)
@@ -187,22 +176,19 @@ class Detector:
             return []
         self._steps.append(step)
         self._rows.append(rows)
-        findings = self._pauses(step, rows)
-        if self._usual is None:
+        findings = self._pauses(rows)
+        usual = self._usual
+        if usual is None:
             self._first.append(rows)
             if len(self._first) == self.thresholds.window:
                 self._usual = torch.stack(self._first).median(dim=0).values
-        if len(self._rows) < self.thresholds.chronic:
-            return self._new(findings)
-        window = torch.stack(list(self._rows))
-        compares = self.note is None
-        if compares:
-            findings += self._slow_ranks(step, window)
-        if self._usual is not None and self._seen > self.thresholds.warm_up + len(self._first):
-            if compares:
-                findings += self._slow_stages(step, window, self._usual)
-                findings += self._slow_links(step, window, self._usual)
-            findings += self._growing_memory(step, window)
+        if len(self._rows) >= self.thresholds.chronic:
+            window = torch.stack(list(self._rows))
+            findings += self._slow_ranks(window)
+            if usual is not None:
+                findings += self._slow_stages(window, usual)
+                findings += self._slow_links(window, usual)
+                findings += self._growing_memory(window)
         return self._new(findings)
 
     def _new(self, findings: list[Finding]) -> list[Finding]:
@@ -216,35 +202,20 @@ class Detector:
                 new.append(finding)
         return new
 
-    def _slow_ranks(self, step: int, window: torch.Tensor) -> list[Finding]:
+    def _slow_ranks(self, window: torch.Tensor) -> list[Finding]:
         findings = []
         own = window[:, :, _PEER_SECTIONS].sum(2)  # [W, R]
         for ranks in self._stages:
             if len(ranks) < 2:
                 continue
             of_peers = own[:, ranks]
-            usual = _lower_median(of_peers, 1)  # [W, 1]
-            excess = of_peers / usual - 1
-            limits = self._limits(self.thresholds.slow, excess)
-            slow = excess.median(0).values > limits
-            often = (excess > limits).sum(0) >= self.thresholds.chronic
-            for place in (slow & often).nonzero().flatten().tolist():
-                rank = int(ranks[place])
-                findings.append(
-                    self._slow_rank(
-                        step, window, ranks, rank, excess[:, place], float(limits[place])
-                    )
-                )
+            excess = of_peers / _lower_median(of_peers, 1) - 1
+            for place, since, median in self._lasting(self.thresholds.slow, excess):
+                findings.append(self._slow_rank(window, ranks, int(ranks[place]), since, median))
         return findings
 
     def _slow_rank(
-        self,
-        step: int,
-        window: torch.Tensor,
-        ranks: torch.Tensor,
-        rank: int,
-        excess: torch.Tensor,
-        limit: float,
+        self, window: torch.Tensor, ranks: torch.Tensor, rank: int, since: int, excess: float
     ) -> Finding:
         """Return why a rank is slower than its peers."""
         sections = window[:, :, _PEER_SECTIONS]
@@ -252,10 +223,8 @@ class Detector:
             (sections[:, rank] - _lower_median(sections[:, ranks], 1).squeeze(1)).median(0).values
         )
         section = REGULAR[int(more.argmax())]
-        factor, seconds = 1 + float(excess.median()), float(more.sum())
-        kind, advice = "rank", _ADVICE.get(section, _ADVICE["rank"])
-        if section == "data":
-            advice = _ADVICE["input"]
+        kind, factor = "rank", 1 + excess
+        advice = {"data": "input", "optimizer": "optimizer"}.get(section, "rank")
         work = {
             "data": window[:, :, column("pairs")] + window[:, :, column("tokens")],
             "experts": window[:, :, column("expert_rows")],
@@ -264,26 +233,12 @@ class Detector:
             share = amount[:, rank] / _lower_median(amount[:, ranks], 1).squeeze(1).clamp(min=1)
             most = self.thresholds.imbalance if name == "experts" else 1 + self.thresholds.slow
             if section in ("forward", "backward") and float(share.median()) > most:
-                kind, factor, advice = name, float(share.median()), _ADVICE[name]
-        steps = [
-            number
-            for number, value in zip(self._steps, excess.tolist(), strict=True)
-            if value > limit
-        ]
-        return Finding(
-            kind,
-            (rank,),
-            section,
-            factor,
-            steps[0],
-            step,
-            True,
-            float(excess.median()) > self.thresholds.severe,
-            seconds,
-            advice,
+                kind, factor, advice = name, float(share.median()), name
+        return self._chronic(
+            kind, (rank,), section, factor, since, excess, float(more.sum()), advice
         )
 
-    def _slow_stages(self, step: int, window: torch.Tensor, usual: torch.Tensor) -> list[Finding]:
+    def _slow_stages(self, window: torch.Tensor, usual: torch.Tensor) -> list[Finding]:
         """Return stages all of whose ranks are slower than before, other stages are not."""
         if len(self._stages) < 2:
             return []
@@ -293,31 +248,18 @@ class Detector:
         usually = torch.stack([before[ranks].sum(1).median() for ranks in self._stages])
         growth = times / usually  # [W, stages]
         excess = growth / _lower_median(growth, 1) - 1
-        limits = self._limits(self.thresholds.slow, excess).tolist()
         findings = []
-        for stage, ranks in enumerate(self._stages):
-            values, limit = excess[:, stage], limits[stage]
-            late = values > limit
-            if not (float(values.median()) > limit and int(late.sum()) >= self.thresholds.chronic):
-                continue
+        for stage, since, median in self._lasting(self.thresholds.slow, excess):
+            ranks = self._stages[stage]
             more = own[:, ranks].median(1).values.median(0).values - before[ranks].median(0).values
+            kind, section = "stage" if len(ranks) > 1 else "rank", REGULAR[int(more.argmax())]
+            of_stage, seconds = tuple(ranks.tolist()), float(more.sum())
             findings.append(
-                Finding(
-                    "stage" if len(ranks) > 1 else "rank",
-                    tuple(ranks.tolist()),
-                    REGULAR[int(more.argmax())],
-                    1 + float(values.median()),
-                    self._steps[int(late.nonzero()[0])],
-                    step,
-                    True,
-                    float(values.median()) > self.thresholds.severe,
-                    float(more.sum()),
-                    _ADVICE["stage"] if len(ranks) > 1 else _ADVICE["rank"],
-                )
+                self._chronic(kind, of_stage, section, 1 + median, since, median, seconds, kind)
             )
         return findings
 
-    def _slow_links(self, step: int, window: torch.Tensor, usual: torch.Tensor) -> list[Finding]:
+    def _slow_links(self, window: torch.Tensor, usual: torch.Tensor) -> list[Finding]:
         """Return groups whose transfers take longer than before, or than those of other groups."""
         findings = []
         seconds = window[:, :, column("step")].median(1).values
@@ -336,37 +278,23 @@ class Detector:
             if len(groups) > 2:  # a link that was slow from the start is slower than others
                 before = torch.minimum(before, transfer.median(0).values.median())
             more = (transfer - before) / seconds[:, None]
-            limits = self._limits(self.thresholds.link, more).tolist()
-            for number, group in enumerate(groups):
-                values, limit = more[:, number], limits[number]
-                late = values > limit
-                often = int(late.sum()) >= self.thresholds.chronic
-                if float(values.median()) > limit and often:
-                    extra = float((transfer[:, number] - before[number]).median())
-                    factor = float(transfer[:, number].median() / before[number].clamp(min=1e-6))
-                    findings.append(
-                        Finding(
-                            "link",
-                            tuple(group),
-                            name,
-                            factor,
-                            self._steps[int(late.nonzero()[0])],
-                            step,
-                            True,
-                            float(values.median()) > self.thresholds.severe,
-                            extra,
-                            _ADVICE["link"],
-                        )
-                    )
+            for number, since, median in self._lasting(self.thresholds.link, more):
+                ranks, took = tuple(groups[number]), transfer[:, number]
+                extra = float((took - before[number]).median())
+                factor = float(took.median() / before[number].clamp(min=1e-6))
+                findings.append(
+                    self._chronic("link", ranks, name, factor, since, median, extra, "link")
+                )
         return findings
 
-    def _pauses(self, step: int, rows: torch.Tensor) -> list[Finding]:
+    def _pauses(self, rows: torch.Tensor) -> list[Finding]:
         """Return ranks that stood still in the step before, and do not any more.
 
         By Python's collector, or by what nobody sees.
         """
         if len(self._rows) <= self.thresholds.chronic:
             return []
+        step = self._steps[-1]
         window = torch.stack(list(self._rows)[:-1])
         seconds = float(window[:, :, column("step")].median())
         more = rows[:, _PEER_SECTIONS] - window[:, :, _PEER_SECTIONS].median(0).values
@@ -376,58 +304,75 @@ class Detector:
         self._standing = []
         before, self._late = self._late, set(late.nonzero().flatten().tolist())
         for rank in self._late - before:
-            section = REGULAR[int(more[rank].argmax())]
             lost = float(more[rank].sum())
             collected = float(rows[rank, column("gc")]) > lost / 2
+            section = "gc" if collected else REGULAR[int(more[rank].argmax())]
+            severe = lost > self.thresholds.severe * seconds
+            advice = _ADVICE["gc" if collected else "pause"]
+            factor = 1 + lost / seconds
             self._standing.append(
                 Finding(
-                    "pause",
-                    (rank,),
-                    "gc" if collected else section,
-                    1 + lost / seconds,
-                    step,
-                    step + 1,
-                    False,
-                    lost > self.thresholds.severe * seconds,
-                    lost,
-                    _ADVICE["gc" if collected else "pause"],
+                    "pause", (rank,), section, factor, step, step + 1, False, severe, lost, advice
                 )
             )
         return ended
 
-    def _growing_memory(self, step: int, window: torch.Tensor) -> list[Finding]:
+    def _growing_memory(self, window: torch.Tensor) -> list[Finding]:
         memory = window[:, :, column("memory")]
         growth = memory[-1] / memory[0].clamp(min=1) - 1
         rises = (memory.diff(dim=0) > 0).sum(0) >= len(memory) - 2
         findings = []
         for rank in ((growth > self.thresholds.memory) & rises).nonzero().flatten().tolist():
+            factor = 1 + float(growth[rank])
             larger = memory[:, rank] > memory[0, rank] * (1 + 0.1 * float(growth[rank]))
             since = self._steps[int(larger.nonzero()[0])]
             findings.append(
-                Finding(
-                    "memory",
-                    (rank,),
-                    "other",
-                    1 + float(growth[rank]),
-                    since,
-                    step,
-                    True,
-                    True,
-                    0.0,
-                    _ADVICE["memory"],
-                )
+                self._chronic("memory", (rank,), "other", factor, since, math.inf, 0.0, "memory")
             )
         return findings
 
-    def _limits(self, threshold: float, values: torch.Tensor) -> torch.Tensor:
-        """Return for each column of ``[W, n]`` a threshold, or more if the noise reaches it.
+    def _chronic(
+        self,
+        kind: str,
+        ranks: tuple[int, ...],
+        section: str,
+        factor: float,
+        since: int,
+        excess: float,
+        seconds: float,
+        advice: str,
+    ) -> Finding:
+        """Return a finding that lasts; a large excess is a warning."""
+        step, severe = self._steps[-1], excess > self.thresholds.severe
+        text = _ADVICE[advice]
+        return Finding(kind, ranks, section, factor, since, step, True, severe, seconds, text)
 
-        The noise is that of the column itself, or that of most columns if it is larger.
+    def _lasting(self, threshold: float, values: torch.Tensor) -> list[tuple[int, int, float]]:
+        """Return the columns of ``[W, n]`` that are too large in most steps of the window.
+
+        That is larger than a threshold, and than the noise: of the column itself, or of most
+        columns if that is larger.
+
+        Returns:
+            The number of each such column, the first step in which it is too large, its median.
         """
-        deviations = (values - values.median(0).values).abs()
-        own = deviations.median(0).values
-        noise = torch.maximum(own, deviations.median())
-        return (self.thresholds.noise * _NORMAL * noise).clamp(min=threshold)
+        medians = values.median(0).values
+        deviations = (values - medians).abs()
+        noise = torch.maximum(deviations.median(0).values, deviations.median())
+        limits = (self.thresholds.noise * _NORMAL * noise).clamp(min=threshold)
+        late = values > limits
+        lasts = (medians > limits) & (late.sum(0) >= self.thresholds.chronic)
+        return [
+            (number, self._steps[int(late[:, number].nonzero()[0])], float(medians[number]))
+            for number in lasts.nonzero().flatten().tolist()
+        ]
+
+
+def find_all(timings: Timings) -> list[Finding]:
+    """Return what the recorded steps of a run show, in their order."""
+    detector = Detector(timings.shape)
+    rows = zip(timings.steps, timings.values, strict=True)
+    return [finding for step, values in rows for finding in detector.update(step, values)]
 
 
 def _lower_median(values: torch.Tensor, dim: int) -> torch.Tensor:
@@ -435,7 +380,7 @@ def _lower_median(values: torch.Tensor, dim: int) -> torch.Tensor:
     return values.median(dim, keepdim=True).values
 
 
-def listed(ranks: tuple[int, ...]) -> str:
+def listed(ranks: Sequence[int]) -> str:
     """Return ranks as text, short where there are many.
 
     Example:

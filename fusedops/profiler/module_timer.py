@@ -8,7 +8,6 @@ backward returns when the last bucket has arrived.
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedops.profiler.recorder import StepRecorder
+from fusedops.profiler.recorder import Moment, StepRecorder
 from fusedops.profiler.timings import RunShape
 from fusedops.profiler.watch import RunWatch
 
@@ -54,7 +53,8 @@ class ModuleTimer:
         self._recorder: StepRecorder | None = None
         self._watch: RunWatch | None = None
         self._handles: list[Any] = []
-        self._since = self._gradient = 0.0
+        self._since: Moment = 0.0  # the last event
+        self._gradient: Moment = None  # of the last gradient since then
         self._depth = 0  # of forwards that are under way
 
     def start(self, module: nn.Module, *, device: str = "") -> None:
@@ -94,17 +94,16 @@ class ModuleTimer:
     def mark(self, section: str) -> None:
         """Count the time since the last event as that of a section, a name of ``SECTIONS``."""
         if self._recorder is not None:
-            now = time.perf_counter()
-            self._recorder.add(section, self._since, now)
-            self._since = now
+            self._end_section(section, self._recorder.moment())
 
     def begin_optimizer(self) -> None:
         """Note that all gradients are there, and that the optimizer steps next."""
         if self._recorder is None:
             return
-        if self._recorder.shape.ranks > 1 and self._gradient > self._since:
-            self._recorder.waited("dp", time.perf_counter() - self._gradient)
-        self.mark("backward")
+        now = self._recorder.moment()
+        if self._recorder.shape.ranks > 1 and self._gradient is not None:
+            self._recorder.add_wait("dp", self._gradient, now)
+        self._end_section("backward", now)
 
     def end_step(self, step: int) -> None:
         """Note that the optimizer has stepped.
@@ -133,16 +132,20 @@ class ModuleTimer:
     def _begin(self) -> None:
         assert self._recorder is not None
         self._recorder.begin(0)
-        self._since, self._gradient = time.perf_counter(), 0.0
+        self._since, self._gradient = self._recorder.moment(), None
+
+    def _end_section(self, section: str, now: Moment) -> None:
+        assert self._recorder is not None
+        self._recorder.add(section, self._since, now)
+        self._since, self._gradient = now, None
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         self._depth += 1
         if self._depth != 1 or not module.training or self._recorder is None:
             return
         # The backward of an earlier micro-batch ended with its last gradient.
-        if self._gradient > self._since:
-            self._recorder.add("backward", self._since, self._gradient)
-            self._since = self._gradient
+        if self._gradient is not None:
+            self._end_section("backward", self._gradient)
         self.mark("data")
 
     def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -151,4 +154,5 @@ class ModuleTimer:
             self.mark("forward")
 
     def _note_gradient(self, _: torch.Tensor) -> None:
-        self._gradient = time.perf_counter()
+        if self._recorder is not None:
+            self._gradient = self._recorder.moment()

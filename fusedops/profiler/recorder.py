@@ -1,19 +1,21 @@
 """Times the sections of every step of a rank, and gathers the rows of all ranks.
 
-The clock is the host's. On a GPU, where sections end before their kernels do, a section's time is
-that of starting its kernels and of waiting for results.
+On a CPU the clock is the host's. On a GPU sections and waits are between timing events of the
+stream that computes, and no step waits for them: the row of a step is computed in a later one, as
+soon as the device has completed its events.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,10 +23,31 @@ import torch.distributed as dist
 from fusedops._core import checks
 from fusedops.parallel.comm import host_groups
 from fusedops.parallel.comm.collectives import COMPUTE, Log
+from fusedops.parallel.comm.stream_waits import stream_event
 from fusedops.profiler.timings import FIELDS, GROUPS, REGULAR, SECTIONS, RunShape, column
 
+# Of ``time.perf_counter``, or a timing event of a GPU.
+Moment: TypeAlias = Any
 # Of a step: called on the first rank with its number and the rows of all ranks.
 StepHandler = Callable[[int, torch.Tensor], None]
+
+
+@dataclass
+class _Step:
+    """A step: what happened when, and its row but for the seconds."""
+
+    number: int
+    begin: Moment
+    stream: Any  # that computes; ``None`` on a CPU
+    end: Moment = None
+    # Name, begin and end of each section, in the order of their begins.
+    spans: list[tuple[str, Moment, Moment]] = field(default_factory=list)
+    waits: list[tuple[str, Moment, Moment]] = field(default_factory=list)  # by process group
+    row: list[float] = field(default_factory=lambda: [0.0] * len(FIELDS))
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a field."""
+        self.row[column(name)] += value
 
 
 class StepRecorder:
@@ -60,14 +83,14 @@ class StepRecorder:
         checks.integer("StepRecorder", "every", every, least=1)
         self.shape, self.every, self.handler = shape, every, handler
         self._kinds = {name: kind for kind, name in (groups or {}).items()}
+        self._on_gpu = shape.device == "cuda"
+        self._step: _Step | None = None  # that runs
+        self._ended: deque[_Step] = deque()  # those whose rows are not computed yet
         self._rows: list[tuple[int, list[float]]] = []
-        # Sections of the step that runs: name, begin, end.
-        self._spans: list[tuple[str, float, float]] = []
-        self._pause = self._collecting = 0.0
-        self._counts: dict[str, float] = {}
+        self._collecting = 0.0
+        self._share: float | None = None
         self._irregular = False  # whether a validation or a checkpoint is under way
-        self._waited: list[tuple[str, float, float]] = []  # group, end and length of waits
-        self.number, self._began = 0, 0.0
+        self.number = 0
 
     def __enter__(self) -> StepRecorder:
         gc.callbacks.append(self._on_collection)
@@ -90,25 +113,42 @@ class StepRecorder:
 
     def begin(self, number: int) -> None:
         """Begin a step, as ``step`` does."""
-        self._spans, self._waited, self._pause, self._counts = [], [], 0.0, {}
-        self._irregular = False
-        self.number, self._began = number, time.perf_counter()
+        stream = torch.cuda.current_stream() if self._on_gpu else None
+        self.number, self._irregular = number, False
+        self._step = _Step(number, self.moment(), stream)
 
     def end(self, log: Log | None = None) -> None:
-        """End the step that was begun; every few steps all ranks gather their rows here."""
-        self._rows.append((self.number, self._row(time.perf_counter() - self._began, log)))
-        if self.number % self.every == 0:
-            self.flush()
+        """End the step that was begun; every few steps all ranks gather their rows here.
 
-    def add(self, section: str, begin: float, end: float) -> None:
-        """Add a section that has ended already, by ``time.perf_counter``."""
+        On a GPU the row of this step is gathered the next time, because the device still computes
+        it. A host that is more than a step ahead of its device waits for it before a gathering.
+        """
+        step, self._step = self._step, None
+        assert step is not None, "begin was not called"
+        step.number, step.end = self.number, self.moment()
+        self._add_log(step, log)
+        step.add("memory", torch.cuda.memory_allocated() if self._on_gpu else resident_bytes())
+        self._ended.append(step)
+        gathers = self.number % self.every == 0
+        self._compute_rows(len(self._ended) - self._on_gpu, waits=gathers)
+        if gathers:
+            self._gather()
+
+    def moment(self) -> Moment:
+        """Return the present moment: of the host's clock, or on a GPU an event of its stream."""
+        return stream_event() if self._on_gpu else time.perf_counter()
+
+    def add(self, section: str, begin: Moment, end: Moment) -> None:
+        """Add a section to the step that runs: what was between two moments."""
         checks.choice("StepRecorder.add", "section", section, SECTIONS)
-        self._spans.append((section, begin, end))
+        if self._step is not None:
+            self._step.spans.append((section, begin, end))
 
-    def waited(self, group: str, seconds: float) -> None:
-        """Add a wait that ends now, for others of a process group: a name of ``GROUPS``."""
-        checks.choice("StepRecorder.waited", "group", group, GROUPS)
-        self._waited.append((group, time.perf_counter(), seconds))
+    def add_wait(self, group: str, begin: Moment, end: Moment) -> None:
+        """Add a wait for others of a process group, a name of ``GROUPS``, to the step that runs."""
+        checks.choice("StepRecorder.add_wait", "group", group, GROUPS)
+        if self._step is not None:
+            self._step.waits.append((group, begin, end))
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -119,26 +159,42 @@ class StepRecorder:
         """
         if name not in SECTIONS:
             checks.choice("StepRecorder.section", "name", name, SECTIONS)
-        if self._irregular:
+        step = self._step
+        if step is None or self._irregular:
             yield
             return
-        place, self._irregular = len(self._spans), name not in REGULAR
-        self._spans.append((name, time.perf_counter(), math.inf))
+        place, self._irregular = len(step.spans), name not in REGULAR
+        begin = self.moment()
+        step.spans.append((name, begin, begin))
         try:
             yield
         finally:
             self._irregular = False
-            self._spans[place] = (*self._spans[place][:2], time.perf_counter())
+            step.spans[place] = name, begin, self.moment()
 
     def count(self, **counts: float) -> None:
         """Add to ``tokens``, ``pairs`` or ``expert_rows`` of the step, but not in a validation."""
-        if self._irregular:
-            return
-        for name, value in counts.items():
-            self._counts[name] = self._counts.get(name, 0.0) + value
+        if self._step is not None and not self._irregular:
+            for name, value in counts.items():
+                self._step.add(name, value)
+
+    def blocked_share(self) -> float | None:
+        """Return the share of the last complete step in which this rank waited in collectives.
+
+        On a GPU that is a step whose events the device has completed; ``None``: there is none yet.
+        """
+        self._compute_rows(len(self._ended), waits=False)
+        return self._share
 
     def flush(self) -> None:
-        """Gather the rows since the last time, on all ranks, and call the handler on the first."""
+        """Gather the rows since the last time, on all ranks, and call the handler on the first.
+
+        The host waits until the device has completed the last step.
+        """
+        self._compute_rows(len(self._ended), waits=True)
+        self._gather()
+
+    def _gather(self) -> None:
         steps = [step for step, _ in self._rows]
         rows = torch.tensor([row for _, row in self._rows], dtype=torch.float32)
         self._rows = []
@@ -154,48 +210,63 @@ class StepRecorder:
             for step, of_ranks in zip(steps, torch.stack(parts, dim=1), strict=True):
                 self.handler(step, of_ranks)
 
-    def _row(self, seconds: float, log: Log | None) -> list[float]:
-        row = [0.0] * len(FIELDS)
-        row[column("step")], row[column("gc")] = seconds, self._pause
-        notes = {} if log is None else log.notes
-        for name, value in [*self._counts.items(), *notes.items()]:
-            row[column(name)] += value
-        waits = self._waits(log, row)
-        for name, value in own_seconds(self._spans, waits).items():
-            row[column(name)] = value
-        sections = sum(row[column(name)] for name in SECTIONS)
-        blocked = sum(wait for _, wait in waits)
-        row[column("other")] = max(0.0, seconds - sections - blocked)
-        row[column("memory")] = self._memory()
-        return row
+    def _compute_rows(self, count: int, *, waits: bool) -> None:
+        """Compute the rows of so many steps, or only of those that the device has completed."""
+        for _ in range(count):
+            step = self._ended[0]
+            if self._on_gpu and not step.end.query():
+                if not waits:
+                    return
+                step.end.synchronize()
+            row = _row(self._ended.popleft())
+            self._rows.append((step.number, row))
+            blocked = sum(row[column(f"blocked_{kind}")] for kind in GROUPS)
+            self._share = blocked / max(row[column("step")], 1e-9)
 
-    def _waits(self, log: Log | None, row: list[float]) -> list[tuple[float, float]]:
-        """Add all collectives to a row; return when each wait ended, and its seconds."""
-        waits = []
-        for kind, end, seconds in self._waited:
-            row[column(f"blocked_{kind}")] += seconds
-            waits.append((end, seconds))
+    def _add_log(self, step: _Step, log: Log | None) -> None:
+        """Add the notes, the bytes and the waits of a log."""
+        for name, value in log.notes.items() if log is not None else ():
+            step.add(name, value)
         for event in log.events if log is not None else ():
             if event.kind == COMPUTE:
                 continue
-            kind = self._kinds.get(event.group, "world")
+            kind, wait = self._kinds.get(event.group, "world"), event.on_stream
             if event.phase == "start":
-                row[column(f"bytes_{kind}")] += event.bytes
-            else:
-                row[column(f"blocked_{kind}")] += event.blocked
-                waits.append((event.seconds, event.blocked))
-        return waits
-
-    def _memory(self) -> int:
-        if self.shape.device == "cuda":
-            return torch.cuda.memory_allocated()
-        return resident_bytes()
+                step.add(f"bytes_{kind}", event.bytes)
+            elif not self._on_gpu:
+                step.waits.append((kind, event.seconds - event.blocked, event.seconds))
+            # A stream that copies may wait while the step computes.
+            elif wait is not None and wait.stream == step.stream:
+                step.waits.append((kind, wait.begin, wait.end))
 
     def _on_collection(self, phase: str, _: Any) -> None:
         if phase == "start":
             self._collecting = time.perf_counter()
-        else:
-            self._pause += time.perf_counter() - self._collecting
+        elif self._step is not None:
+            self._step.add("gc", time.perf_counter() - self._collecting)
+
+
+def _row(step: _Step) -> list[float]:
+    """Return the row of a step whose moments are known."""
+
+    def since(moment: Moment) -> float:
+        """Return the seconds since the begin of the step."""
+        if isinstance(moment, float):
+            return moment - step.begin
+        return 1e-3 * step.begin.elapsed_time(moment)
+
+    seconds = since(step.end)
+    spans = [(name, since(begin), since(end)) for name, begin, end in step.spans]
+    waits = [(kind, since(begin), since(end)) for kind, begin, end in step.waits]
+    for kind, begin, end in waits:
+        step.add(f"blocked_{kind}", end - begin)
+    own = own_seconds(spans, [(end, end - begin) for _, begin, end in waits])
+    for name, value in own.items():
+        step.add(name, value)
+    blocked = sum(end - begin for _, begin, end in waits)
+    step.add("step", seconds)
+    step.add("other", max(0.0, seconds - sum(own.values()) - blocked))
+    return step.row
 
 
 def resident_bytes() -> int:
@@ -227,8 +298,9 @@ def own_seconds(
         outer = _innermost(spans[:number], begin)
         if outer is not None:
             own[outer] -= end - begin
-    for when, seconds in waits:
-        inside = _innermost(spans, when)
+    for end, seconds in waits:
+        # A wait at the end of a section may end at the same moment.
+        inside = _innermost(spans, end - seconds / 2)
         if inside is not None:
             own[inside] -= seconds
     return {name: max(0.0, seconds) for name, seconds in own.items()}

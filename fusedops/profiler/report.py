@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fusedops.launch.config_table import InputError
-from fusedops.profiler.detection import Detector, listed
-from fusedops.profiler.step_table import group_times, rank_times, slowest
+from fusedops.profiler.detection import find_all, listed
+from fusedops.profiler.step_table import GroupTimes, group_times, rank_times, slowest
 from fusedops.profiler.timings import (
     FOLDER,
     GROUPS,
@@ -67,20 +67,22 @@ def page(run: str | Path, plan: dict[str, Any] | None = None) -> str:
 def page_data(folder: Path, plan: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what the page of a run shows; arguments as of ``page``."""
     lines = _metrics(folder / METRICS)
-    timings = None
+    timings, groups = None, []
     if (folder / FOLDER / HEADER).exists():
         recorded = read_timings(folder)
         timings = recorded if recorded.steps else None
+    if timings is not None:
+        groups = group_times(timings)
     return {
         "overview": _overview(lines, timings),
         "metrics": _curves(lines),
-        "plan": _plan(lines, plan, timings) if plan else None,
+        "plan": _plan(lines, plan, groups) if plan else None,
         "timings": _packed(timings) if timings else None,
         "memory": _step_memory(folder),
         "ranks": _ranks(timings) if timings else [],
-        "groups": _groups(timings) if timings else [],
-        "matrix": _matrix(timings) if timings else None,
-        "findings": _findings(timings) if timings else [],
+        "groups": _groups(groups),
+        "matrix": _matrix(groups, timings.shape.ranks) if timings else None,
+        "findings": [finding.record() for finding in find_all(timings)] if timings else [],
     }
 
 
@@ -159,7 +161,7 @@ def _number(value: Any) -> str:
 
 
 def _plan(
-    lines: list[dict[str, Any]], plan: dict[str, Any], timings: Timings | None
+    lines: list[dict[str, Any]], plan: dict[str, Any], groups: list[GroupTimes]
 ) -> list[list[str]]:
     """Return the prediction of a plan's first layout with the medians of the run.
 
@@ -174,20 +176,14 @@ def _plan(
         "peak": ("peak bytes of a rank", _median(lines, "memory_bytes")),
     }
     pairs = [(title, row.get(name), value) for name, (title, value) in measured.items()]
-    if timings is not None and isinstance(row.get("parts"), dict):
-        groups = group_times(timings)
+    if isinstance(row.get("parts"), dict):
         for part, kind in _COMMUNICATION.items():
             seconds = [group.seconds for group in groups if group.kind == kind]
             if seconds:
                 title = f"seconds of communication per step: {kind}"
                 pairs.append((title, row["parts"].get(part), sum(seconds) / len(seconds)))
     return [
-        [
-            title,
-            _number(predicted),
-            _number(value),
-            f"{100 * (predicted / value - 1):+.1f} %",
-        ]
+        [title, _number(predicted), _number(value), f"{100 * (predicted / value - 1):+.1f} %"]
         for title, predicted, value in pairs
         if _is_number(predicted) and value
     ]
@@ -262,7 +258,7 @@ def _ranks(timings: Timings) -> list[list[str]]:
     ]
 
 
-def _groups(timings: Timings) -> list[list[str]]:
+def _groups(groups: list[GroupTimes]) -> list[list[str]]:
     return [
         [
             group.kind,
@@ -271,25 +267,15 @@ def _groups(timings: Timings) -> list[list[str]]:
             f"{1e3 * group.seconds:.3f}",
             f"{group.bandwidth / 1e6:.1f}",
         ]
-        for group in group_times(timings)
+        for group in groups
     ]
 
 
-def _matrix(timings: Timings) -> dict[str, Any]:
+def _matrix(groups: list[GroupTimes], ranks: int) -> dict[str, Any]:
     """Return the bandwidths of each rank's groups, MB/s; ``None`` where it has no such group."""
-    groups = group_times(timings)
     kinds = list(dict.fromkeys(group.kind for group in groups))
-    values: list[list[float | None]] = [[None] * len(kinds) for _ in range(timings.shape.ranks)]
+    values: list[list[float | None]] = [[None] * len(kinds) for _ in range(ranks)]
     for group in groups:
         for rank in group.ranks:
             values[rank][kinds.index(group.kind)] = group.bandwidth / 1e6
-    return {"kinds": kinds, "ranks": list(range(timings.shape.ranks)), "values": values}
-
-
-def _findings(timings: Timings) -> list[dict[str, Any]]:
-    detector = Detector(timings.shape)
-    return [
-        finding.record()
-        for step, rows in zip(timings.steps, timings.values, strict=True)
-        for finding in detector.update(step, rows)
-    ]
+    return {"kinds": kinds, "ranks": list(range(ranks)), "values": values}

@@ -102,7 +102,7 @@ def rank_times(timings: Timings) -> list[RankTimes]:
         "free": used.of("other") + used.of("validation") + used.of("checkpoint"),
     }
     columns = {name: value.double().mean(0).tolist() for name, value in means.items()}
-    # A host's clock sees the communication that it waits for, and no other.
+    # A rank records the communication that it waits for, and no other.
     columns["communication"] = columns["not_overlapped"]
     return [
         RankTimes(

@@ -118,11 +118,6 @@ class Timings:
         return self.values[:, :, _INDEX[name]]
 
     @property
-    def own(self) -> torch.Tensor:
-        """Seconds in which a rank waited for nobody, ``[steps, ranks]``."""
-        return sum((self.of(name) for name in SECTIONS), torch.zeros(()))
-
-    @property
     def blocked(self) -> torch.Tensor:
         """Seconds in which a rank waited in collectives, ``[steps, ranks]``."""
         return sum((self.of(f"blocked_{name}") for name in GROUPS), torch.zeros(()))

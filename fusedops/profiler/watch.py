@@ -45,8 +45,6 @@ class RunWatch:
     ) -> None:
         self._findings = Path(folder) / FINDINGS
         self._detector = Detector(shape, thresholds)
-        if self._detector.note is not None:
-            _log.info(self._detector.note)
         self._writer: TimingsWriter | None = None
         try:
             self._writer = TimingsWriter(Path(folder), shape)

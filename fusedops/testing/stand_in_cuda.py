@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +30,15 @@ def _device() -> StandIn:
 
 
 class _Event:
-    """An event; what was recorded before it is done."""
+    """An event; what was recorded before it is done. Its time is that of the host."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, enable_timing: bool = False, *_: Any, **__: Any) -> None:
+        self._has_time, self._time = enable_timing, math.nan
 
     def record(self, stream: Any = None) -> None:
-        _device().record("stream", "Event.record")
+        self._time = time.perf_counter()
+        if not self._has_time:  # one with a time is there to be read, not to order streams
+            _device().record("stream", "Event.record")
 
     def wait(self, stream: Any = None) -> None:
         _device().record("stream", "Event.wait")
@@ -45,8 +49,13 @@ class _Event:
     def synchronize(self) -> None:
         _device().record("wait", "Event.synchronize")
 
-    def elapsed_time(self, end: Any) -> float:
-        return 1.0
+    def elapsed_time(self, end: _Event) -> float:
+        if not (self._has_time and end._has_time) or math.isnan(self._time + end._time):
+            raise RuntimeError(
+                "Event.elapsed_time: both events must have been made with enable_timing=True and "
+                "have been recorded"
+            )
+        return 1e3 * (end._time - self._time)
 
 
 class _Stream:

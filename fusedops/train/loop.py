@@ -212,9 +212,19 @@ def _record(run: Run, result: StepResult, log: Log, seconds: float) -> dict[str,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "mfu": rate / run.peak,
-        "communication": metrics.communication_share(log, seconds),
+        "communication": _communication(run, log, seconds),
         "memory_bytes": metrics.peak_memory(run.ranks.device),
     }
+
+
+def _communication(run: Run, log: Log, seconds: float) -> float | None:
+    """Return the share of the step in which this rank waited for communications.
+
+    On a GPU, where the host does not wait, it is that of an earlier step, which the recorder has.
+    """
+    if run.ranks.device.type != "cuda":
+        return metrics.communication_share(log, seconds)
+    return None if run.recorder is None else run.recorder.blocked_share()
 
 
 def _save(run: Run, *, finite: bool, last: bool) -> None:

@@ -17,7 +17,7 @@ import torch
 from fusedops.launch.config_table import InputError
 from fusedops.models import TransformerConfig
 from fusedops.ops.baddbmm import baddbmm
-from fusedops.parallel.comm.collectives import COMPUTE, Log
+from fusedops.parallel.comm.collectives import Log
 from fusedops.train.loggers import Logger
 
 FILE = "metrics.jsonl"
@@ -163,18 +163,8 @@ def flops_per_token(model: TransformerConfig, seq_len: int) -> float:
 
 
 def communication_share(log: Log, seconds: float) -> float:
-    """Return the share of a time during which a communication was under way on this rank."""
-    under_way, since, total = 0, 0.0, 0.0
-    for event in log.events:
-        if event.kind == COMPUTE:
-            continue
-        begins = event.phase == "start"
-        if begins and not under_way:
-            since = event.seconds
-        under_way += 1 if begins else -1
-        if not begins and not under_way:
-            total += event.seconds - since
-    return total / seconds
+    """Return the share of a step in which the host waited for communications."""
+    return sum(event.blocked for event in log.events) / seconds
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

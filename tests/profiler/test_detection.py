@@ -81,25 +81,3 @@ def test_a_finding_is_told_once_and_again_when_it_comes_back() -> None:
     ]
     assert [kind for kind, _ in told] == ["rank", "rank"]
     assert 16 < told[0][1] <= 26 and 66 < told[1][1] <= 76
-
-
-def test_on_gpus_ranks_are_not_compared_and_the_detector_says_so() -> None:
-    """There the host waits for the slowest rank on all ranks alike."""
-    sizes = {"pp": 1, "dp": 4, "cp": 1, "tp": 1, "ep": 1}
-    usual = torch.zeros(4, len(FIELDS))
-    usual[:, column("step")] = usual[:, column("forward")] = 1.0
-    late, paused = usual.clone(), usual.clone()
-    late[3, column("forward")] = 1.3
-    paused[1, column("step")] = paused[1, column("forward")] = 4.0
-    times = [usual] * 15 + [late] * 20 + [paused] + [usual] * 3
-    kinds = {}
-    for device in ("cpu", "cuda"):
-        detector = Detector(RunShape(sizes, device=device))
-        kinds[device] = {
-            finding.kind
-            for step, rows in enumerate(times, 1)
-            for finding in detector.update(step, rows)
-        }
-        assert (detector.note is None) == (device == "cpu")
-    assert kinds == {"cpu": {"rank", "pause"}, "cuda": {"pause"}}
-    assert Detector(RunShape(dict.fromkeys(sizes, 1), device="cuda")).note is None

@@ -36,6 +36,7 @@ from fusedops._core import checks, collectives
 from fusedops._core.collectives import all_gather_single, reduce_scatter_single
 from fusedops.parallel.comm import shared_memory
 from fusedops.parallel.comm.ordered_sum import ordered_sum as ordered_sum
+from fusedops.parallel.comm.stream_waits import StreamWait, stream_event
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 OPS = ("sum", "avg", "max", "min", "product")
@@ -57,7 +58,8 @@ class Event:
     ranks: int  # size of the group
     seconds: float  # the clock, for drawings
     group: str = ""  # name of the process group, where it is known
-    blocked: float = 0.0  # of an end: seconds in which the rank waited for it
+    blocked: float = 0.0  # of an end: seconds in which the host waited for it
+    on_stream: StreamWait | None = None  # of an end, where CUDA is in use
 
 
 @dataclass
@@ -175,9 +177,11 @@ class Pending:
         self._finish = None
         if started is None:
             return finish()
-        since = time.perf_counter()
+        since, begin = time.perf_counter(), stream_event()
         result = finish()
-        _end(started, since)
+        end = stream_event()
+        wait = None if end is None else StreamWait(torch.cuda.current_stream(), begin, end)
+        _end(started, since, wait)
         return result
 
 
@@ -529,10 +533,11 @@ def _start(kind: str, label: str, sent: int, group: dist.ProcessGroup) -> Event 
     return event
 
 
-def _end(started: Event, since: float) -> None:
-    """Record the end of a communication that this rank has waited for ``since`` a time."""
+def _end(started: Event, since: float, wait: StreamWait | None = None) -> None:
+    """Record the end of a communication that the host has waited for ``since`` a time."""
     now = time.perf_counter()
-    _mark(replace(started, phase="end", bytes=0, seconds=now, blocked=now - since))
+    blocked = now - since
+    _mark(replace(started, phase="end", bytes=0, seconds=now, blocked=blocked, on_stream=wait))
 
 
 def _record_op(kind: str, label: str, sent: int, ranks: int) -> None:
