@@ -7,12 +7,12 @@ what does not depend on the device, and says nothing about NCCL.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from cluster_ranks import Cluster
 from process_pool import Pool
 
 SIZES = (2, 4)
@@ -27,27 +27,6 @@ def pytest_report_header() -> str:
         "gloo on the CPU: a rehearsal, NCCL needs two GPUs" if IS_REHEARSAL else "NCCL on GPUs"
     )
     return f"cluster: torch sees {GPUS} GPUs; tests of ranks run with {backend}"
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Ranks on one kind of device."""
-
-    device: str
-    ranks: int
-    pool: Pool
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(device, *args)`` on every rank; return the results by rank."""
-        return self.pool.run(_call, function, self.device, *args)
-
-    def layout(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return a layout of two ranks with as many replicas as there are ranks for."""
-        return values | {"dp": values.get("dp", 1) * self.ranks // 2}
-
-
-def _call(world: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 @pytest.fixture(scope="module")
