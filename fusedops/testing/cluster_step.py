@@ -130,8 +130,8 @@ class ClusterStep:
     def __str__(self) -> str:
         nodes = -(-len(self.ranks) // self.gpus_per_node)
         lines = [
-            f"A step of {len(self.ranks)} ranks on {nodes} nodes of {self.gpus_per_node} GPUs. "
-            "Numbers are per rank, of the rank with most."
+            f"A step; ranks: {len(self.ranks)}, nodes: {nodes}, GPUs of a node: "
+            f"{self.gpus_per_node}. Numbers are per rank, of the rank with most."
         ]
         lines += _table("Host waits", [(f"{n}", *key) for key, n in self.waits().items()])
         lines += _table("Misplaced tensors", [(f"{n}", *key) for key, n in self.misplaced.items()])
@@ -232,13 +232,13 @@ def cluster_step(
     checks.integer(_OP, "warm_up", warm_up, least=0)
     memory = StandInMemory()
     steps = {rank: RankStep(rank) for rank in range(ranks)}
-    seen: dict[int, set[tuple[int, ...]]] = {rank: set() for rank in range(ranks)}
+    seen: dict[int, set[str]] = {rank: set() for rank in range(ranks)}  # names of groups
     unconnected: set[tuple[int, ...]] = set()
     is_recording: set[int] = set()
 
-    def observe(rank: int, members: tuple[int, ...], call: ThreadCall) -> None:
-        is_first = members not in seen[rank]
-        seen[rank].add(members)
+    def observe(rank: int, group: str, members: tuple[int, ...], call: ThreadCall) -> None:
+        is_first = group not in seen[rank]
+        seen[rank].add(group)
         if is_first and call.kind in _TRANSFERS:
             unconnected.add(members)
         if rank not in is_recording:

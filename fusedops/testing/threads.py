@@ -38,8 +38,9 @@ from fusedops.testing.thread_collectives import (
 from fusedops.testing.thread_scheduler import StoppedError, ThreadScheduler
 
 PATIENCE = 120.0
-# Called when a rank takes part in a communication, with the rank, those of the group, and its part.
-Observer = Callable[[int, tuple[int, ...], ThreadCall], None]
+# Called when a rank takes part in a communication: with the rank, the name and the ranks of the
+# group, and its part.
+Observer = Callable[[int, str, tuple[int, ...], ThreadCall], None]
 _NAME = "THREADED"
 _one_at_a_time = threading.Lock()
 
@@ -61,7 +62,7 @@ class _Run:
         call: ThreadCall,
     ) -> ThreadWork:
         if self._observe is not None:
-            self._observe(self.scheduler.rank, ranks, call)
+            self._observe(self.scheduler.rank, key[0], ranks, call)
         collective = self.pending.setdefault(key, ThreadCollective(expected))
         collective.join(rank, call)
         if collective.full():

@@ -31,7 +31,6 @@ from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.async_exchange import send_rows
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.expert import all_to_all
-from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
@@ -312,11 +311,6 @@ def test_bad_results_on_one_rank_raise_on_all(on_ranks: OnRanks, fault: str, own
             assert error.startswith(own), error
         else:
             assert error.startswith("ValueError: moe_combine: rank 5"), error
-
-
-def test_the_former_name_of_a_reduction_is_taken_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="reduce='home' is now reduce='source'"):
-        assert DispatchOptions("moe_dispatch", [], "home").reduce == "source"
 
 
 def test_a_group_of_another_kind_is_refused() -> None:

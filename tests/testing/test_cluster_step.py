@@ -270,6 +270,18 @@ def test_a_group_whose_first_communication_is_a_transfer_is_reported() -> None:
     assert step.unconnected == ((0, 1),) and "first communication is a transfer" in str(step)
 
 
+def test_another_group_of_the_same_ranks_is_not_connected() -> None:
+    def make() -> Callable[[], None]:
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+        x = torch.ones(2, device="cuda")
+        dist.all_reduce(x, group=first)
+        if dist.get_rank() == 0:
+            return lambda: dist.send(x, 1, group=second)
+        return lambda: dist.recv(x, 0, group=second)
+
+    assert cluster_step(make, 2).unconnected == ((0, 1),)
+
+
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="make must be a function"):
         cluster_step(1, 2)  # type: ignore[arg-type]
