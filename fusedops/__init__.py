@@ -58,7 +58,6 @@ _LAZY = {
     "ops": "fusedops.ops",
     "optim": "fusedops.optim",
     "parallel": "fusedops.parallel",
-    "parity": "fusedops.parity",
     "planner": "fusedops.planner",
     "reset_counters": "fusedops._core.backends",
     "resolve": "fusedops._core.backends",

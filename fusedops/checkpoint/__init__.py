@@ -1,6 +1,5 @@
 """Checkpoints that survive a killed process, a full disk and a damaged file (``checkpoint.md``)."""
 
-from fusedops._core.deprecation import former_names
 from fusedops.checkpoint.checkpointer import (
     Checkpointer,
     CheckpointError,
@@ -20,4 +19,3 @@ __all__ = [
     "Restored",
     "newest",
 ]
-__getattr__ = former_names(__name__, Saved=CheckpointInfo, Verdict=GuardDecision)

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops._core import checks
-from fusedops._core.deprecation import Renamed, renamed
 from fusedops._core.device_tensors import device_tensor
 from fusedops.generation.cache import KVCache, KVCacheCall
 from fusedops.generation.options import Options
@@ -33,7 +32,6 @@ from fusedops.parallel.tensor.vocabulary import VocabParallelProjection
 _OP = "Decoder"
 
 
-@renamed(most=Renamed("max_seq_len"), divided=Renamed("shard_logits"))
 class Decoder:
     """A model with the KV cache of some sequences that it generates.
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fusedops._core import checks, deprecation
+from fusedops._core import checks
 
 T = TypeVar("T")
 
@@ -82,10 +82,6 @@ def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
     """
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
-    try:
-        table = deprecation.present(kind, table)
-    except TypeError as error:
-        raise InputError(str(error)) from None
     for key in table:
         if key not in fields:
             raise InputError(unknown(key, fields, where))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fusedops._core import deprecation
 from fusedops.parallel.expert.api import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.mesh import make_mesh, rank_groups
 from fusedops.parallel.pipeline.timeline import timeline
@@ -52,9 +51,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Replicas":
-        reducer = __getattr__("BucketedAllReduce")
-        return deprecation.former_names(__name__, stacklevel=3, Replicas=reducer)(name)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fusedops._core.deprecation import former_names
-from fusedops.models import PRESETS, TransformerConfig, preset
+from fusedops.models import PRESETS, preset
 from fusedops.planner.communication import CommunicationCurve, CommunicationModel, fit_curve
 from fusedops.planner.configurations import from_config
 from fusedops.planner.device import Device, known_devices, load_device
@@ -64,9 +63,6 @@ _MOVED = {
     "evaluate": "bench/planner/evaluation.py",
     "recursive_layout": "bench/planner/recursive_search.py",
 }
-_former_name = former_names(
-    __name__, Transformer=TransformerConfig, Plan=LayoutRanking, TimedPlan=TimedRanking
-)
 
 
 def __getattr__(name: str) -> Any:
@@ -76,4 +72,4 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("fusedops.planner.spatial"), name)
     if name in _MOVED:
         raise AttributeError(f"{__name__}.{name} is in the repository's {_MOVED[name]}")
-    return _former_name(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,6 @@ wrong, and which sizes would fit.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -102,7 +101,7 @@ class TrainingShape:
         checks.finite(op, "expert_imbalance", self.expert_imbalance, least=1.0)
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Layout:
     """How a model is spread over devices, and the shape of its training.
 
@@ -121,32 +120,15 @@ class Layout:
         8
     """
 
-    parallel: ParallelConfig
-    training: TrainingShape
+    parallel: ParallelConfig = ParallelConfig()
+    training: TrainingShape = TrainingShape()
 
-    def __init__(
-        self,
-        parallel: ParallelConfig | None = None,
-        training: TrainingShape | None = None,
-        **former: Any,
-    ) -> None:
-        if former:
-            warnings.warn(
-                "Layout: separate options are now Layout(ParallelConfig(...), TrainingShape(...)); "
-                "the former way goes with the next release",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            other = Layout.of(**former)
-            parallel, training = parallel or other.parallel, training or other.training
-        parallel, training = parallel or ParallelConfig(), training or TrainingShape()
-        if "experts" in parallel.offload:
+    def __post_init__(self) -> None:
+        if "experts" in self.parallel.offload:
             expected = "without 'experts', whose bytes depend on the choices of the router"
-            checks.fail(_OP, "offload", expected, parallel.offload)
-        if training.recompute_scores and parallel.recompute == "full":
+            checks.fail(_OP, "offload", expected, self.parallel.offload)
+        if self.training.recompute_scores and self.parallel.recompute == "full":
             checks.fail(_OP, "recompute", "full alone, or others joined by +", "full+scores")
-        object.__setattr__(self, "parallel", parallel)
-        object.__setattr__(self, "training", training)
 
     @classmethod
     def of(cls, **options: Any) -> Layout:

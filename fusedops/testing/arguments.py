@@ -13,7 +13,6 @@ from typing import Any
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops._core.deprecation import former_fields
 from fusedops.models import ParallelConfig
 from fusedops.testing import batches
 from fusedops.testing.case import Space
@@ -91,7 +90,7 @@ def _check_names(space: Space) -> None:
         if name in AXES:
             expected = f"a field of ParallelConfig that is no axis; {name!r} belongs to meshes"
             checks.fail(_OP, "the name of an option", expected, repr(name))
-        known = [field for field in (*fields, *former_fields(ParallelConfig)) if field not in AXES]
+        known = [field for field in fields if field not in AXES]
         checks.choice(_OP, "the name of an option", name, known)
 
 

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fusedops._core import dtypes
-from fusedops._core.deprecation import Renamed, renamed
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import Case
 
@@ -24,7 +23,6 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 REFUSALS = ("ValueError", "UnsupportedError")
 
 
-@renamed(whole=Renamed("gather"))
 @dataclass
 class Parallel:
     """A model that is ready to train on the ranks of a mesh, as ``parallelize`` returns it."""

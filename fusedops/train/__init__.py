@@ -1,6 +1,5 @@
 """Training a transformer from a configuration file (``training.md``)."""
 
-from fusedops._core.deprecation import former_names
 from fusedops.launch.config_table import InputError
 from fusedops.launch.processes import launch
 from fusedops.train.config import Config, load_config
@@ -18,4 +17,3 @@ __all__ = [
     "load_config",
     "train",
 ]
-__getattr__ = former_names(__name__, Result=TrainResult, Watcher=ProgressCallback)

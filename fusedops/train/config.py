@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
-from fusedops._core.deprecation import Renamed, renamed
 from fusedops.launch import config_table
 from fusedops.launch.config_table import InputError
 from fusedops.models import ParallelConfig
@@ -126,7 +125,6 @@ class ScheduleConfig:
         checks.probability("schedule", "final", self.final)
 
 
-@renamed(parameters=Renamed("param"))
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """In which dtype weights are used and gradients are summed; masters are float32.

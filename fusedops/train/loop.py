@@ -7,7 +7,6 @@ import gc
 import logging
 import math
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +39,6 @@ def train(
     overrides: Sequence[str] = (),
     *,
     callback: ProgressCallback | None = None,
-    watcher: ProgressCallback | None = None,
 ) -> TrainResult:
     """Train a transformer as a configuration says, from where an earlier run left off.
 
@@ -49,7 +47,6 @@ def train(
         overrides: ``"optimizer.lr=3e-4"`` and the like.
         callback: is called before the first step and after each, on the first rank; by default
             ``ProgressLines``, which prints a line on stderr each ``log.every`` steps.
-        watcher: the former name of ``callback``.
 
     Returns:
         What it came to, on all ranks.
@@ -70,10 +67,7 @@ def train(
         ...        "data": {"train": [str(text)], "seq_len": 16}}).finished
         True
     """
-    if watcher is not None:
-        note = "train: watcher is now callback; the former name goes with the next release"
-        warnings.warn(note, DeprecationWarning, stacklevel=2)
-    config, callback = load_config(source, overrides), callback or watcher or ProgressLines()
+    config, callback = load_config(source, overrides), callback or ProgressLines()
     with (
         StopSignals() as stop,
         initialize_distributed(config.device) as ranks,

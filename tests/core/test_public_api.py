@@ -1,8 +1,8 @@
 """The public names of the packages that other projects import, with their signatures.
 
 ``public_api.txt`` is the record. A change of it is a decision: whoever removes or renames a name,
-or an argument, breaks users, and deprecates it first (``fusedops/_core/deprecation.py``). After an
-addition write the record anew: ``python tests/core/test_public_api.py``.
+or an argument, breaks users, and notes it in ``CHANGELOG.md``. After an addition write the record
+anew: ``python tests/core/test_public_api.py``.
 """
 
 from __future__ import annotations

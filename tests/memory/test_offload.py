@@ -296,8 +296,3 @@ def test_an_empty_tensor_leaves_and_comes_back(check: bool) -> None:
         for parameter in model.parameters()
         if parameter.grad is not None
     )
-
-
-def test_the_former_name_of_the_prefetch_depth_is_accepted_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="ahead is now prefetch_depth=2"):
-        assert memory.OffloadSettings(ahead=2) == memory.OffloadSettings(prefetch_depth=2)  # type: ignore[call-arg]

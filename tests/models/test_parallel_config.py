@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fusedops import UnsupportedError
-from fusedops.launch import config_table
 from fusedops.models import ParallelConfig, preset
 from fusedops.models.parallelization.config import check_stages
 from fusedops.parallel.pipeline.schedules import SCHEDULES
@@ -161,18 +160,3 @@ def test_selective_recomputation_is_norms_and_activations() -> None:
     assert ParallelConfig(recompute="norm").recomputed == {"norm"}
     assert ParallelConfig(recompute="full").recomputed == {"layer"}
     assert ParallelConfig().recomputed == set()
-
-
-def test_former_names_of_fields_are_taken_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="copies is now overlap_microbatches=True"):
-        assert ParallelConfig(tp=2, copies=2).overlap_microbatches  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match="ep_same_bits is now ep_deterministic"):
-        config = config_table.fill(
-            ParallelConfig, {"dp": 2, "ep": 2, "ep_same_bits": True}, "parallel"
-        )
-    assert config.ep_deterministic
-    with pytest.raises(TypeError, match="copies is the former name of overlap_microbatches"):
-        ParallelConfig(copies=2, overlap_microbatches=True)  # type: ignore[call-arg]
-    both = {"copies": 2, "overlap_microbatches": True}
-    with pytest.raises(config_table.InputError, match="give one"):
-        config_table.fill(ParallelConfig, both, "parallel")

@@ -13,7 +13,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fusedops import parallel
 from fusedops.optim import AdamW, OffloadedAdamW, clip_grad_norm_
 from fusedops.parallel import BucketedAllReduce
 from fusedops.parallel.comm import collectives
@@ -309,12 +308,6 @@ def test_wrong_arguments_say_what_was_wanted() -> None:
         BucketedAllReduce([], 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="shard: stage must be 1, 2 or 3, got 0"):
         shard([], None, stage=0)  # type: ignore[arg-type]
-
-
-def test_the_former_name_of_the_reducer_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Replicas is now .*\.BucketedAllReduce") as warned:
-        assert parallel.Replicas is BucketedAllReduce
-    assert warned[0].filename == __file__  # the line of the user, which Python shows by default
 
 
 def test_a_gpu_sums_natively_unless_it_shall_be_deterministic() -> None:

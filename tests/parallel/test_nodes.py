@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fusedops import RoutingPlan
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
@@ -196,8 +195,3 @@ def test_bad_input_on_one_rank_raises_on_all_ranks_of_all_nodes(
         assert "output must be of shape" in errors[6]
         assert all("a rank of node 1 got" in error for error in errors[:4]), errors
         assert all("rank 2 of this node got" in errors[rank] for rank in (4, 5, 7)), errors
-
-
-def test_the_former_name_of_a_reduction_is_taken_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="reduce='home' is now reduce='source'"):
-        assert DispatchOptions("moe_dispatch", [], "home").reduce == "source"

@@ -11,7 +11,6 @@ from fusedops import planner
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.planner import (
     Layout,
-    TrainingShape,
     check,
     estimate,
     layouts,
@@ -379,16 +378,6 @@ def test_a_size_that_is_no_number_is_refused() -> None:
         parse_bytes("9" * 400 + "GB")
 
 
-def test_former_options_of_a_layout_are_accepted_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="Layout: separate options are now"):
-        former = Layout(tp=2, micro_batch=4, recompute="scores+norm", overlap=False)
-    assert former == Layout(
-        ParallelConfig(tp=2, recompute="norm"),
-        TrainingShape(micro_batch=4, recompute_scores=True, optimizer_overlap=False),
-    )
-    assert former.recompute == "scores+norm" and Layout.of(**former.options()) == former
-
-
 def test_experts_in_host_memory_are_refused() -> None:
     with pytest.raises(ValueError, match="offload must be without 'experts'"):
         Layout(ParallelConfig(offload="experts"))
@@ -402,10 +391,6 @@ def test_a_plan_checks_each_layout_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(result.rows) > 1 and len(checked) == 1  # the mesh
 
 
-def test_former_names_warn_and_moved_ones_say_where_they_are() -> None:
-    with pytest.warns(DeprecationWarning, match="Plan is now .*LayoutRanking"):
-        assert planner.Plan is planner.LayoutRanking
-    with pytest.warns(DeprecationWarning, match="TimedPlan is now .*TimedRanking"):
-        assert planner.TimedPlan is planner.TimedRanking
+def test_moved_names_say_where_they_are() -> None:
     with pytest.raises(AttributeError, match=r"bench/planner/evaluation\.py"):
         _ = planner.evaluate

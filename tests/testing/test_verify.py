@@ -200,13 +200,3 @@ def test_cases_are_drawn_without_a_list_of_too_many_combinations(count: int) -> 
     drawn = {name: {case.options[name] for case in cases} for name in options}
     assert drawn == {name: {False, True} for name in options}
     assert len({case.code() for case in cases[:16]}) == 16
-
-
-def test_the_former_name_of_gather_is_accepted_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="whole is now gather"):
-        parallel = testing.Parallel(
-            torch.nn.Linear(1, 1),
-            lambda batch: torch.zeros(()),
-            whole=lambda name, tensor: tensor,  # type: ignore[call-arg]
-        )
-    assert parallel.gather is not None

@@ -320,12 +320,6 @@ def test_bfloat16_weights_have_a_float32_copy(tmp_path: Path) -> None:
     assert watching.records[-1]["loss"] < watching.records[0]["loss"] - 1
 
 
-def test_the_former_name_of_param_warns(tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="parameters is now param"):
-        given = load_config(config(tmp_path, precision={"parameters": "bfloat16"}))
-    assert given.precision == PrecisionConfig(param="bfloat16")
-
-
 PRECISIONS: dict[str, tuple[dict[str, str], bool, str]] = {
     "cuda": ({}, True, "bfloat16 weights with float32 masters, gradients in float32 (the default"),
     "cuda, old": ({}, False, "float32 weights, gradients in float32 (the GPU does not compute in"),
@@ -549,10 +543,3 @@ def test_runs_leave_the_hooks_of_the_process_as_they_were(tmp_path: Path) -> Non
     with pytest.raises(Died):
         train(config(tmp_path, steps=2), callback=Watching(2, die))
     assert hooks() == before
-
-
-def test_the_former_name_of_the_callback_is_accepted_with_a_warning(tmp_path: Path) -> None:
-    watching = Watching()
-    with pytest.warns(DeprecationWarning, match="watcher is now callback"):
-        train(config(tmp_path, steps=1), watcher=watching)
-    assert [record["step"] for record in watching.records] == [1]

@@ -22,12 +22,10 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.copy_engine import CopyEngine, CopyTimeoutError, copy_engine
-from fusedops._core.deprecation import Renamed, renamed
 from fusedops.memory.offloading.pool import BufferReuseError, Pool
 from fusedops.memory.saved_tensors import SharedStorage
 
 
-@renamed(ahead=Renamed("prefetch_depth"))
 @dataclass(frozen=True)
 class OffloadSettings:
     """How tensors are copied to host memory and back.

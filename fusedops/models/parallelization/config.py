@@ -12,7 +12,6 @@ from typing import Any
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops._core.deprecation import Renamed, renamed
 from fusedops.models.config import TransformerConfig
 from fusedops.parallel.pipeline.schedules import SCHEDULES, check_schedule
 from fusedops.parallel.pipeline.split import at, balanced, check_layers
@@ -44,10 +43,6 @@ _RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 _MAX_CHUNKS = 8  # of expert_parallel
 
 
-@renamed(
-    copies=Renamed("overlap_microbatches", lambda copies: copies == 2),
-    ep_same_bits=Renamed("ep_deterministic"),
-)
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How a model is sharded over processes, and what its training saves.

@@ -18,7 +18,6 @@ from torch import distributed as dist
 from torch import nn
 
 from fusedops._core import checks
-from fusedops._core.deprecation import renamed_arguments
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.config import TransformerConfig
 from fusedops.models.parallelization import balancing
@@ -315,7 +314,6 @@ class TrainEngine:
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return global_norm(grads).to(parameters[0].device)
 
-    @renamed_arguments(taken="stepped")
     def balance(self, *, stepped: bool = True) -> None:
         """Update the biases of routers that balance without a loss; with the optimizer's step.
 

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fusedops._core import checks
-from fusedops._core.deprecation import renamed_arguments
 from fusedops.parallel.comm import collectives
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-@renamed_arguments(whole="ignored_params")
 def shard(
     blocks: Sequence[nn.Module | list[nn.Module]],
     mesh: DeviceMesh,

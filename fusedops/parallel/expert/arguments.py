@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,16 +29,6 @@ class DispatchOptions:
     max_rows: int | None = None  # rows of the result of each hop, or ``None`` for those that arrive
     chunks: int = 1  # parts of the tokens
     validate: bool = False  # whether all ranks raise if the output of one's experts does not fit
-
-    def __post_init__(self) -> None:
-        if self.reduce == "home":
-            object.__setattr__(self, "reduce", "source")
-            warnings.warn(
-                f"{self.op}: reduce='home' is now reduce='source'; the former name goes with the "
-                "next release",
-                DeprecationWarning,
-                stacklevel=4,
-            )
 
     @property
     def quantized(self) -> bool:
