@@ -166,7 +166,7 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
         with _waiting_shown(rank, size):
             store = _store()
             check(exchange(own_place(here, problem), store, rank, size))
-            _connect(here, store, rank, size)
+            connect(here, store, rank, size)
     try:
         store = dist.distributed_c10d._get_default_store()
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), here, store)
@@ -195,14 +195,20 @@ def _device_problem(device: str, kind: str, local: int, count: int) -> str:
     return ""
 
 
-def _connect(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
+def connect(
+    device: torch.device,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta | None = None,
+) -> None:
     """Initialise torch.distributed.
 
     NCCL connects now, since it knows the device, and later groups are split from this one. Hosts
     get one group over gloo; the groups of a mesh have none unless something asks for it
     (``host_groups``).
     """
-    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
+    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
     if device.type == "cpu":
         dist.init_process_group("gloo", **given)
     elif size == 1:
@@ -211,7 +217,7 @@ def _connect(device: torch.device, store: dist.Store, rank: int, size: int) -> N
         dist.init_process_group("nccl", device_id=device, **given)
         world = dist.group.WORLD
         assert world is not None
-        host_groups.register(world, dist.new_group(backend="gloo"))
+        host_groups.register(world, dist.new_group(backend="gloo", timeout=timeout))
 
 
 def set_collective_timeout(seconds: float) -> None:

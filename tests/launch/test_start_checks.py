@@ -71,13 +71,15 @@ def test_nccl_connects_at_once_and_hosts_have_gloo(monkeypatch: pytest.MonkeyPat
     calls: list[tuple[str, dict[str, Any]]] = []
     world, hosts = object(), object()
     monkeypatch.setattr(dist, "init_process_group", lambda kind, **how: calls.append((kind, how)))
-    monkeypatch.setattr(dist, "new_group", lambda backend: hosts if backend == "gloo" else None)
+    monkeypatch.setattr(
+        dist, "new_group", lambda backend, timeout: hosts if backend == "gloo" else None
+    )
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     companions: dict[object, object] = {}
     monkeypatch.setattr(host_groups, "_companions", companions)
     device = torch.device("cuda", 1)
-    processes._connect(device, dist.HashStore(), 1, 4)
-    processes._connect(device, dist.HashStore(), 0, 1)
+    processes.connect(device, dist.HashStore(), 1, 4)
+    processes.connect(device, dist.HashStore(), 0, 1)
     (kind, given), (alone, _) = calls
     assert kind == "nccl" and given["device_id"] == device and companions == {world: hosts}
     assert alone == "cpu:gloo,cuda:nccl"
