@@ -247,7 +247,6 @@ def _on_fresh_rank(
     import torch
     from torch import distributed as dist
 
-
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
