@@ -116,7 +116,5 @@ def errors(package: Path) -> list[str]:
 
 if __name__ == "__main__":
     lines = errors(ROOT / PACKAGE)
-    print(
-        "\n".join(lines) or "names: no class twice, no banned word in a class or file name"
-    )
+    print("\n".join(lines) or "names: no class twice, no banned word in a class or file name")
     sys.exit(1 if lines else 0)
