@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import Offloader, OffloadSettings
 from fusedops.memory.policy import (
     LOWER,
@@ -124,7 +123,7 @@ class PolicyState:
         self,
         call: ForwardCall,
         rule: MemoryRule,
-        buffers: Buffers,
+        module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -159,7 +158,7 @@ class PolicyState:
                 return Slice(tensor, comm.group, self.pack)
             return self.pack(tensor)
 
-        return Region(inside, running[-1][0], start, buffers, keep).run(args, kwargs)
+        return Region(inside, running[-1][0], start, module, keep).run(args, kwargs)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
         """Return what holds a tensor that is saved outside of regions, or starts one."""

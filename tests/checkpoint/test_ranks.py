@@ -15,7 +15,7 @@ import torch
 from checkpoint_runs import Run, on_ranks
 from torch import nn
 
-from fusedops.checkpoint import Checkpointer, CheckpointError, checkpointer, tensors
+from fusedops.checkpoint import Checkpointer, CheckpointError, rank_file, tensors
 from fusedops.checkpoint import folder as folders
 
 pytestmark = pytest.mark.distributed
@@ -92,7 +92,7 @@ def _counted(rank: int, root: str) -> tuple[list[str], int, list[int]]:
     run = Run(Path(root), wrap=_shard)
     names: list[str] = []
     reads: list[int] = []
-    take, read = folders.fingerprints, checkpointer._read_rank
+    take, read = folders.fingerprints, rank_file.read
 
     def fingerprints(folder: Path, listed: Iterable[str]) -> dict[str, dict[str, Any]]:
         names.extend(listed)
@@ -104,7 +104,7 @@ def _counted(rank: int, root: str) -> tuple[list[str], int, list[int]]:
 
     with (
         mock.patch.object(folders, "fingerprints", fingerprints),
-        mock.patch.object(checkpointer, "_read_rank", read_rank),
+        mock.patch.object(rank_file, "read", read_rank),
     ):
         run.checkpointer.save(1, data=10 * rank)
         restored = run.checkpointer.load()

@@ -319,8 +319,6 @@ def test_wrong_arguments_are_named() -> None:
         with pytest.raises(error, match=words):
             OffloadedAdamW([weight], **arguments)
     optimizer = OffloadedAdamW([weight])
-    with pytest.raises(TypeError, match="follow: model must be a DistributedData"):
-        optimizer.follow(nn.Linear(1, 1))
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(optimizer)
     optimizer.close()
