@@ -21,8 +21,8 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops.checkpoint import folder as folders
-from fusedops.checkpoint import rank_file, reader, reasons, tensors, writer
-from fusedops.checkpoint.ranks import Ranks
+from fusedops.checkpoint import rank_file, reader, tensors, writer
+from fusedops.checkpoint.ranks import Ranks, reason
 from fusedops.checkpoint.reader import Restored
 
 _log = logging.getLogger(__name__)
@@ -143,27 +143,27 @@ class Checkpointer:
         with ranks.raising(TypeError):
             states = {name: owner.state_dict() for name, owner in self._stateful.items()}
             own_file = rank_file.packed(step, data, extra, states, self._state.groups())
-        problem, places = None, None
-        if ranks.rank == 0:
-            try:
+        places: list[tuple[Path, Path]] = []
+
+        def begin() -> None:
+            if ranks.rank == 0:
                 self._lock = self._lock or folders.lock(self.root)
-                places = folders.begin(self.root, step)
-            except OSError as error:
-                problem = reasons.reason(error)
-        problem = ranks.agree(problem)
+                places.append(folders.begin(self.root, step))
+
+        problem = ranks.attempt(begin)
         if problem is not None:
             raise CheckpointError(self._not_written(step, problem))
-        partial, final = ranks.from_first(places)
+        partial, final = ranks.from_first(places)[0]
         content = self._state.content()
         if not block:
             content = tensors.copied(content)
-        job = writer.Snapshot(step, content, own_file), partial, final
+        job = writer.WriteJob(step, partial, final, content, own_file)
         if block:
-            self._write(*job)
+            self._write(job)
             self._raise_failure()
         else:
             self._writer = threading.Thread(
-                target=self._write_async, args=job, name="fusedops-checkpoint"
+                target=self._write_async, args=(job,), name="fusedops-checkpoint"
             )
             self._writer.start()
         self.last_step, self._unconfirmed = step, final
@@ -271,20 +271,20 @@ class Checkpointer:
         """Restore the first of these checkpoints that is not damaged."""
         passed_over: list[tuple[Path, str]] = []
         for folder in candidates:
-            reason, record = reader.verify(folder, self._ranks)
-            if reason is None:
+            problem, record = reader.verify(folder, self._ranks)
+            if problem is None:
                 restored = reader.restore(
                     folder, record, passed_over, self._state, self._stateful, self._ranks
                 )
                 self.last_step, self._unconfirmed = restored.step, folder
                 return restored
-            passed_over.append((folder, reason))
+            passed_over.append((folder, problem))
             self._damaged.append(folder)
             if self._ranks.rank == 0:
-                _log.warning("checkpoint %s is passed over: %s", folder, reason)
+                _log.warning("checkpoint %s is passed over: %s", folder, problem)
         if not passed_over:
             return None
-        failures = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
+        failures = "; ".join(f"{path.name}: {problem}" for path, problem in passed_over)
         raise CheckpointError(f"no checkpoint in {self.root} is good: {failures}")
 
     def close(self) -> None:
@@ -310,20 +310,20 @@ class Checkpointer:
             if kind is None:
                 raise  # else what ended the run is the cause, and this was logged
 
-    def _write(self, snapshot: writer.Snapshot, partial: Path, final: Path) -> None:
+    def _write(self, job: writer.WriteJob) -> None:
         """Write a checkpoint, or leave in ``_failure`` why not; runs on all ranks."""
-        problem = writer.write(snapshot, partial, final, self._ranks)
+        problem = writer.write(job, self._ranks)
         if problem is not None:
-            self._failure = self._not_written(snapshot.step, problem)
+            self._failure = self._not_written(job.step, problem)
         elif self._ranks.rank == 0:
             folders.keep_last(self.root, self.keep, self._damaged)
 
-    def _write_async(self, snapshot: writer.Snapshot, partial: Path, final: Path) -> None:
+    def _write_async(self, job: writer.WriteJob) -> None:
         """Write in a thread; ``wait`` raises its error, also that of a rank that died."""
         try:
-            self._write(snapshot, partial, final)
+            self._write(job)
         except Exception as error:
-            self._failure = self._not_written(snapshot.step, reasons.reason(error))
+            self._failure = self._not_written(job.step, reason(error))
         if self._failure and self._ranks.rank == 0:
             _log.warning("%s", self._failure)  # before wait raises it
 

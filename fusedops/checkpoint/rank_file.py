@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fusedops.checkpoint import generators, reasons
+from fusedops.checkpoint import generators
+from fusedops.checkpoint.ranks import first_line
 
 
 def name_of(rank: int) -> str:
@@ -36,8 +37,7 @@ def packed(step: int, data: Any, extra: Any, states: dict[str, Any], groups: Any
         except Exception as error:
             raise TypeError(
                 f"Checkpointer: {name} must hold numbers, texts, tensors, and lists and "
-                "dictionaries of them, got what cannot be loaded again: "
-                f"{reasons.first_line(error)}"
+                f"dictionaries of them, got what cannot be loaded again: {first_line(error)}"
             ) from None
     return _pack(parts)
 

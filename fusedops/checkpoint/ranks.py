@@ -1,24 +1,20 @@
-"""The ranks that save and load together: their exchanges, and errors that all of them raise."""
+"""The ranks that save and load together: what they tell each other, above all of failures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fusedops._core import checks
 from fusedops.parallel.collective_errors import gather_errors, gather_objects, raise_on_all
 
 
 class Ranks:
-    """A gloo group of the ranks of a group, for the exchanges of one ``Checkpointer``.
-
-    Attributes:
-        group: ``None`` for a process alone.
-        rank: of this process.
-        size: how many there are.
-    """
+    """A gloo group of the ranks of a group, for the exchanges of one ``Checkpointer``."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = _own_group(group)
@@ -36,6 +32,14 @@ class Ranks:
     def agree(self, problem: str | None) -> str | None:
         """Return the problems of all ranks, ``None`` where no rank has one."""
         return self._joined(gather_errors(problem, self.group)) or None
+
+    def attempt(self, action: Callable[[], object]) -> str | None:
+        """Return why an action failed on some rank, ``None`` where it failed on none."""
+        try:
+            action()
+        except (Exception, CheckpointException) as error:  # torch's own is no Exception
+            return self.agree(reason(error))
+        return self.agree(None)
 
     def raising(self, kind: type[Exception]) -> AbstractContextManager[None]:
         """Raise an error of this kind in the block on all ranks; the block must not communicate."""
@@ -69,3 +73,22 @@ def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     for _ in range(max(counts) - counts[dist.get_rank(group)]):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def reason(error: BaseException) -> str:
+    """Return the cause of a failure in a line: that of the system where there is one."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, OSError):
+        # torch's error keeps those of its ranks in a dictionary.
+        failures = getattr(inner, "failures", None)
+        first = next(iter(failures.values()))[0] if failures else None
+        inner = first or inner.__cause__ or inner.__context__
+    if isinstance(inner, OSError):
+        where = f" ({inner.filename})" if inner.filename else ""
+        return f"{inner.strerror or inner}{where}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or [""])[0]

@@ -24,7 +24,6 @@ class Restored:
         step: at which it was saved.
         data: the position in the data, as it was given to ``save`` by this rank; by the first rank
             where there was no such rank.
-        positions: those of all ranks that saved.
         extra: what else was given.
         folder: of the checkpoint.
         confirmed: whether a good step followed it (``Checkpointer.confirm``).
@@ -34,7 +33,6 @@ class Restored:
 
     step: int
     data: Any
-    positions: tuple[Any, ...]
     extra: Any
     folder: Path
     confirmed: bool = False
@@ -94,11 +92,7 @@ def restore(
         ValueError: it is of another model or optimizer.
     """
     saved = record["ranks"]
-    # A share of the files on each rank: all ranks read all files of a large job too often.
-    share = {rank: rank_file.read(folder, rank) for rank in range(ranks.rank, saved, ranks.size)}
-    own = share[ranks.rank] if share else rank_file.read(folder, 0)
-    shares = ranks.gather([part["data"] for part in share.values()])
-    positions = (shares[rank % ranks.size][rank // ranks.size] for rank in range(saved))
+    own = rank_file.read(folder, ranks.rank if ranks.rank < saved else 0)
     missing = sorted(stateful.keys() - own["stateful"].keys())
     names = {name for names in ranks.gather(state.names()) for name in names}
     with ranks.raising(ValueError):
@@ -125,7 +119,6 @@ def restore(
     return Restored(
         step=record["step"],
         data=own["data"],
-        positions=tuple(positions),
         extra=own["extra"],
         folder=folder,
         confirmed=ranks.from_first(folders.is_confirmed(folder)),

@@ -189,8 +189,9 @@ def _update(group: dict[str, Any], options: dict[str, Any]) -> None:
     """Give a group of parameters these options; tensors stay on the device that they were on."""
     for name, value in options.items():
         current = group.get(name)
-        both = isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor)
-        group[name] = value.to(current.device) if both else value
+        if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
+            value = value.to(current.device)
+        group[name] = value
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -9,43 +9,39 @@ from typing import Any
 import torch
 
 from fusedops.checkpoint import folder as folders
-from fusedops.checkpoint import rank_file, reasons, tensors
+from fusedops.checkpoint import rank_file, tensors
 from fusedops.checkpoint.ranks import Ranks
 
 _METADATA = ".metadata"  # of torch's checkpoint; the first rank writes it
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What a rank writes of a checkpoint."""
+class WriteJob:
+    """What a rank writes of a checkpoint, and where."""
 
     step: int
+    partial: Path  # the folder that is written into
+    final: Path  # what it is called when it is complete
     content: dict[str, Any]  # the tensors of all ranks
     rank_file: bytes
 
 
-def write(snapshot: Snapshot, partial: Path, final: Path, ranks: Ranks) -> str | None:
-    """Write a checkpoint on all ranks; return why it could not be written, the same on all.
-
-    Args:
-        snapshot: what this rank writes.
-        partial: the folder that is written into.
-        final: what it is called when it is complete.
-        ranks: that write together.
-    """
+def write(job: WriteJob, ranks: Ranks) -> str | None:
+    """Write a checkpoint on all ranks; return why it could not be written, the same on all."""
 
     def write_files() -> None:
-        tensors.write(snapshot.content, partial, ranks.group)
-        folders.write(partial / rank_file.name_of(ranks.rank), snapshot.rank_file)
+        tensors.write(job.content, job.partial, ranks.group)
+        folders.write(job.partial / rank_file.name_of(ranks.rank), job.rank_file)
 
-    problem = ranks.agree(reasons.attempt(write_files)) or _commit(snapshot, partial, final, ranks)
+    problem = ranks.attempt(write_files) or _commit(job, ranks)
     if problem is not None and ranks.rank == 0:
-        folders.discard(partial)
+        folders.discard(job.partial)
     return problem
 
 
-def _commit(snapshot: Snapshot, partial: Path, final: Path, ranks: Ranks) -> str | None:
+def _commit(job: WriteJob, ranks: Ranks) -> str | None:
     """Take the fingerprints, each rank of what it wrote, and make the checkpoint visible."""
+    partial = job.partial
     own: dict[str, dict[str, Any]] = {}
 
     def take_fingerprints() -> None:
@@ -54,20 +50,25 @@ def _commit(snapshot: Snapshot, partial: Path, final: Path, ranks: Ranks) -> str
         names.append(rank_file.name_of(ranks.rank))
         own.update(folders.fingerprints(partial, names))
 
-    problem = ranks.agree(reasons.attempt(take_fingerprints))
+    problem = ranks.attempt(take_fingerprints)
+    if problem is not None:
+        return problem
     gathered = ranks.gather(own)
-    if problem is None and ranks.rank == 0:
+
+    def make_visible() -> None:
+        if ranks.rank != 0:
+            return
         files = {name: entry for entries in gathered for name, entry in entries.items()}
         record = {
             "schema": folders.SCHEMA,
-            "step": snapshot.step,
+            "step": job.step,
             "ranks": ranks.size,
             "torch": torch.__version__,
             "files": files,
         }
         unknown = {path.name for path in partial.glob("*.distcp")} - files.keys()
         if unknown:
-            problem = f"no rank has fingerprinted {', '.join(sorted(unknown))}"
-        else:
-            problem = reasons.attempt(lambda: folders.commit(partial, final, record))
-    return ranks.agree(problem)
+            raise ValueError(f"no rank has fingerprinted {', '.join(sorted(unknown))}")
+        folders.commit(partial, job.final, record)
+
+    return ranks.attempt(make_visible)

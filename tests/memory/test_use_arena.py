@@ -489,7 +489,6 @@ POLICIES: dict[str, Any] = {
     "recompute": lambda: memory.Policy(memory.recompute("*")),
     "offload": lambda: memory.Policy(memory.offload("*")),
     "both": lambda: memory.Policy(memory.recompute("*"), memory.offload("*")),
-    "lower": lambda: memory.Policy(memory.lower("*", dtype=torch.bfloat16)),
     "by op": lambda: memory.Policy(memory.recompute(ops=["layer_norm", "add_layer_norm"])),
 }
 
