@@ -22,7 +22,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.checkpoint import folder as folders
 from fusedops.checkpoint import rank_file, reader, tensors, writer
-from fusedops.checkpoint.ranks import Ranks, reason
+from fusedops.checkpoint.ranks import CheckpointRanks, reason
 from fusedops.checkpoint.reader import Restored
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Checkpointer:
         self._state = tensors.State(model, _optimizers(optimizer))
         self._stateful: dict[str, Any] = {}
         self.add(**stateful)
-        self._ranks = Ranks(group)
+        self._ranks = CheckpointRanks(group)
         self._lock: IO[bytes] | None = None
         self._damaged: list[Path] = []
         self.last_step: int | None = None

@@ -13,7 +13,7 @@ from fusedops._core import checks
 from fusedops.parallel.collective_errors import gather_errors, gather_objects, raise_on_all
 
 
-class Ranks:
+class CheckpointRanks:
     """A gloo group of the ranks of a group, for the exchanges of one ``Checkpointer``."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fusedops.checkpoint import folder as folders
 from fusedops.checkpoint import generators, rank_file
-from fusedops.checkpoint.ranks import Ranks
+from fusedops.checkpoint.ranks import CheckpointRanks
 from fusedops.checkpoint.tensors import State
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> tuple[Path,
     return None
 
 
-def verify(folder: Path, ranks: Ranks) -> tuple[str | None, dict[str, Any]]:
+def verify(folder: Path, ranks: CheckpointRanks) -> tuple[str | None, dict[str, Any]]:
     """Return why a checkpoint is damaged, ``None`` if it is not, and its manifest.
 
     Each rank reads a share of the files.
@@ -84,7 +84,7 @@ def restore(
     passed_over: list[tuple[Path, str]],
     state: State,
     stateful: dict[str, Any],
-    ranks: Ranks,
+    ranks: CheckpointRanks,
 ) -> Restored:
     """Restore a complete checkpoint on all ranks; nothing changes before it is known to fit.
 

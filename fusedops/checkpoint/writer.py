@@ -10,7 +10,7 @@ import torch
 
 from fusedops.checkpoint import folder as folders
 from fusedops.checkpoint import rank_file, tensors
-from fusedops.checkpoint.ranks import Ranks
+from fusedops.checkpoint.ranks import CheckpointRanks
 
 _METADATA = ".metadata"  # of torch's checkpoint; the first rank writes it
 
@@ -26,7 +26,7 @@ class WriteJob:
     rank_file: bytes
 
 
-def write(job: WriteJob, ranks: Ranks) -> str | None:
+def write(job: WriteJob, ranks: CheckpointRanks) -> str | None:
     """Write a checkpoint on all ranks; return why it could not be written, the same on all."""
 
     def write_files() -> None:
@@ -39,7 +39,7 @@ def write(job: WriteJob, ranks: Ranks) -> str | None:
     return problem
 
 
-def _commit(job: WriteJob, ranks: Ranks) -> str | None:
+def _commit(job: WriteJob, ranks: CheckpointRanks) -> str | None:
     """Take the fingerprints, each rank of what it wrote, and make the checkpoint visible."""
     partial = job.partial
     own: dict[str, dict[str, Any]] = {}
