@@ -28,7 +28,6 @@ class Restored:
         folder: of the checkpoint.
         confirmed: whether a good step followed it (``Checkpointer.confirm``).
         passed_over: newer checkpoints that are damaged, each with the reason.
-        notes: what is not as if the run had never stopped.
     """
 
     step: int
@@ -37,7 +36,6 @@ class Restored:
     folder: Path
     confirmed: bool = False
     passed_over: tuple[tuple[Path, str], ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def newest(root: str | os.PathLike[str], step: int | None = None) -> tuple[Path, Any] | None:
@@ -110,12 +108,15 @@ def restore(
         generators.restore(own["generators"])
     else:
         generators.seed(record["step"] * ranks.size + ranks.rank)
-    note = (
-        f"saved by {saved} ranks and loaded by {ranks.size}: random numbers are others than if the "
-        "run had not stopped"
-    )
     if ranks.rank == 0:
         _log.info("restored %s", folder)
+        if saved != ranks.size:
+            _log.warning(
+                "saved by %d ranks and loaded by %d: random numbers are others than if the run had "
+                "not stopped",
+                saved,
+                ranks.size,
+            )
     return Restored(
         step=record["step"],
         data=own["data"],
@@ -123,5 +124,4 @@ def restore(
         folder=folder,
         confirmed=ranks.from_first(folders.is_confirmed(folder)),
         passed_over=tuple(passed_over),
-        notes=(note,) if saved != ranks.size else (),
     )
