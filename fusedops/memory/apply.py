@@ -15,7 +15,6 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
-from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import OffloadSettings, offload_settings_of
 from fusedops.memory.policy import RECOMPUTE, MemoryRule, Policy, winning_rule
 from fusedops.memory.policy_state import PolicyState
@@ -32,7 +31,6 @@ class WrappedLayer:
         self._module = module
         self._rules = frozenset(rules)
         self.region = winning_rule([rule for rule in rules if not rule.of_tensors], RECOMPUTE)
-        self._buffers = Buffers(module)
         self._make_contexts()
 
     def _make_contexts(self) -> None:
@@ -65,7 +63,7 @@ class WrappedLayer:
                 reshard = getattr(self._module, "set_reshard_after_forward", None)
                 if again is not None and reshard is not None:  # of FSDP2
                     reshard(again)
-                return self.state.run_region(call, self.region, self._buffers, args, kwargs)
+                return self.state.run_region(call, self.region, self._module, args, kwargs)
             with self.state.packing():
                 return call(*args, **kwargs)
 
@@ -75,8 +73,7 @@ def apply(
 ) -> None:
     """Save, recompute or offload what the forward of a model saves, as a policy says.
 
-    Loss and gradients keep their bits, except where the policy says ``lower``. A policy that was
-    applied before is taken off first.
+    Loss and gradients keep their bits. A policy that was applied before is taken off first.
 
     Args:
         model: any module; a patched one must be patched before. Wrap it in DDP afterwards;
