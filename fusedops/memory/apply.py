@@ -15,6 +15,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
+from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import OffloadSettings, offload_settings_of
 from fusedops.memory.policy import RECOMPUTE, MemoryRule, Policy, winning_rule
 from fusedops.memory.policy_state import PolicyState
@@ -31,6 +32,7 @@ class WrappedLayer:
         self._module = module
         self._rules = frozenset(rules)
         self.region = winning_rule([rule for rule in rules if not rule.of_tensors], RECOMPUTE)
+        self._buffers = Buffers(module)
         self._make_contexts()
 
     def _make_contexts(self) -> None:
@@ -63,7 +65,7 @@ class WrappedLayer:
                 reshard = getattr(self._module, "set_reshard_after_forward", None)
                 if again is not None and reshard is not None:  # of FSDP2
                     reshard(again)
-                return self.state.run_region(call, self.region, self._module, args, kwargs)
+                return self.state.run_region(call, self.region, self._buffers, args, kwargs)
             with self.state.packing():
                 return call(*args, **kwargs)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import Offloader, OffloadSettings
 from fusedops.memory.policy import (
     OFFLOAD,
@@ -121,7 +122,7 @@ class PolicyState:
         self,
         call: ForwardCall,
         rule: MemoryRule,
-        module: nn.Module,
+        buffers: Buffers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -156,7 +157,7 @@ class PolicyState:
                 return Slice(tensor, comm.group, self.pack)
             return self.pack(tensor)
 
-        return Region(inside, running[-1][0], start, module, keep).run(args, kwargs)
+        return Region(inside, running[-1][0], start, buffers, keep).run(args, kwargs)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
         """Return what holds a tensor that is saved outside of regions, or starts one."""

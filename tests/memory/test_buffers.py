@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fusedops import memory
-from fusedops.memory.buffers import Written
 
 
 class FunctionalNorm(nn.Module):
@@ -126,16 +125,16 @@ def test_buffers_and_gradients_keep_their_bits(module: str, backward: Callable[.
         assert_same_bits(_trained(found, backward), expected)
 
 
-def test_a_buffer_that_is_seldom_written_to_is_restored() -> None:
+def test_a_buffer_of_which_no_copy_was_made_is_an_error_and_later_none() -> None:
     class Seldom(nn.Module):
         calls = 0
 
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("scale", torch.ones(8, dtype=torch.int64))
+            self.register_buffer("scale", torch.ones(8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.calls:
+            if self.calls in (1, 2):
                 self.scale.mul_(2)
             return (x * self.scale.clone()).sin()
 
@@ -144,23 +143,35 @@ def test_a_buffer_that_is_seldom_written_to_is_restored() -> None:
     x = torch.ones(2, 8)
     model(x).sum().backward()
     model[1].calls = 1
+    loss = model(x).sum()
+    with pytest.raises(RuntimeError, match=r"wrote to buffers of 1 \(scale\), which no earlier"):
+        loss.backward()
     model(x).sum().backward()
-    assert torch.equal(model[1].scale, torch.full((8,), 2))
+    assert torch.equal(model[1].scale, torch.full((8,), 4.0))
 
 
-def test_copies_of_buffers_that_no_forward_writes_to_are_freed() -> None:
+def test_only_buffers_that_a_forward_writes_to_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("mask", torch.ones(64, 8, dtype=torch.bool))
+            self.register_buffer("mask", torch.ones(64, 8))
             self.norm = nn.BatchNorm1d(8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(x) * self.mask
 
-    masked = Masked()
-    written = Written()
-    with written.watched(masked):
-        masked(torch.randn(64, 8))
-    assert written.owns(masked.norm.running_mean) and not written.owns(masked.mask)
-    assert [owner.module for owner in written._owners] == [masked.norm]
+    model = nn.Sequential(nn.Linear(8, 8), Masked())
+    memory.apply(model, memory.Policy(memory.recompute("1")))
+    copied: list[tuple[int, ...]] = []
+    clone = torch.Tensor.clone
+
+    def counted(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        copied.append(tuple(tensor.shape))
+        return clone(tensor, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", counted)
+    for copies in (1, 0, 0):
+        copied.clear()
+        loss = model(torch.randn(64, 8)).square().sum()
+        assert copied.count((64, 8)) == copies and copied.count((8,)) == 2
+        loss.backward()

@@ -26,7 +26,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fusedops._core.collectives import all_gather_single
-from fusedops.memory.buffers import Written
+from fusedops.memory.buffers import Buffers
 from fusedops.memory.recomputation.selective import Keep, NumberedCalls, Results
 from fusedops.memory.saved_tensors import (
     Arguments,
@@ -100,14 +100,13 @@ class Region:
         call: Callable[..., Any],
         name: str,
         pack: Pack,
-        module: torch.nn.Module,
+        buffers: Buffers,
         keep: Keep | None = None,
     ) -> None:
         self._call = keep_routing(call)
         self._name = name
         self._pack = pack
-        self._module = module
-        self._written = Written()
+        self._buffers = buffers
         self._keep = keep
         self._results = Results()
         self._slots: list[weakref.ref[_Slot] | None] = []
@@ -123,7 +122,7 @@ class Region:
         leaves = pytree.tree_leaves((args, kwargs))
         self._forward_state = ForwardState([x for x in leaves if isinstance(x, torch.Tensor)])
         self._inputs = Arguments(args, kwargs, lambda tensor: _Input(tensor, self._pack))
-        with self._written.watched(self._module):
+        with self._buffers.watched() as self._written:
             with (
                 torch.autograd.graph.saved_tensors_hooks(self._reserve, take),
                 self._calls(first=True),
@@ -180,7 +179,7 @@ class Region:
             self._results.forget_written_outputs()
             args, kwargs = self._inputs.take()
             hooks = torch.autograd.graph.saved_tensors_hooks(fill, lambda tensor: tensor)
-            again, written = self._forward_state.restored(), self._written.rewound()
+            again, written = self._forward_state.restored(), self._written.rewound(self._name)
             with contextlib.suppress(_StopError), again, written, torch.enable_grad():
                 with hooks, self._calls(first=False):
                     self._call(*args, **kwargs)
