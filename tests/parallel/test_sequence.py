@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from fusedops.nn import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.tensor.sequence import SequenceNorm
+from fusedops.parallel.tensor.replicated import allreduce_gradients
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -51,7 +52,7 @@ def _norms(world: World, ranks: int, dtype: torch.dtype) -> Any:
         for parameter in plain.parameters():
             nn.init.normal_(parameter)
         wide = torch.float64
-        split = SequenceNorm.of(plain, mesh)  # type: ignore[arg-type]
+        allreduce_gradients(split := deepcopy(plain), mesh)
         assert list(split.state_dict()) == list(plain.state_dict())
         eager = _results(plain, inputs, grad)
         plain.zero_grad()
@@ -77,13 +78,3 @@ def test_norms_of_parts_equal_those_of_the_whole(on_ranks: OnRanks, dtype: torch
     counts = on_ranks(_norms, 2, dtype)[0]
     for name, count in counts.items():
         assert count == ({} if name == "plain" else {"all_reduce": 1}), name
-
-
-def _wrong_module(world: World) -> None:
-    if world.member(2):
-        with pytest.raises(TypeError, match=r"SequenceNorm: module must be one of .*got .*Linear"):
-            SequenceNorm.of(nn.Linear(H, H), mesh_of(world, 2))  # type: ignore[arg-type]
-
-
-def test_what_is_no_norm_is_refused(on_ranks: OnRanks) -> None:
-    on_ranks(_wrong_module)
