@@ -373,7 +373,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: the stand-in is for machines without")
     pytest.importorskip("triton")
-    paths = [str(path) for path in (ROOT, ROOT / "tools", ROOT / "tests" / "ops")]
+    paths = [str(path) for path in (ROOT, ROOT / "tools", ROOT / "tests", ROOT / "tests" / "ops")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "first_gpu"
-_PATHS = (str(ROOT / "tools"), str(ROOT), str(ROOT / "tests" / "ops"))
+_PATHS = (str(ROOT / "tools"), str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "ops"))
 for _path in _PATHS:
     if _path not in sys.path:
         sys.path.append(_path)
