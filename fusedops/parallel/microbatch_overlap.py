@@ -68,14 +68,14 @@ class _TensorExchange:
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self._name, self._group = name, group
 
-    def start(self, tensor: torch.Tensor) -> None:
+    def start(self, *tensors: torch.Tensor) -> None:
         # Detached: the result of ``finish`` must not be a tensor of the graph already.
-        self._pending = start(self._name, tensor.detach(), self._group)
+        self._pending = start(self._name, tensors[0].detach(), self._group)
 
     def finish(self) -> tuple[torch.Tensor, ...]:
         return (self._pending.wait(),)
 
-    def start_backward(self, grad: torch.Tensor) -> None:
-        self._pending = start(TRANSPOSES[self._name], grad, self._group)
+    def start_backward(self, *grads: torch.Tensor) -> None:
+        self._pending = start(TRANSPOSES[self._name], grads[0], self._group)
 
     finish_backward = finish

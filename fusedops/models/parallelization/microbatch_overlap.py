@@ -48,6 +48,8 @@ _LEAD = 2
 # Modules of a layer whose parts the phases call.
 _IN_PHASES = ("attention", "feed_forward", "feed_forward.experts")
 
+_IDENTITY = nn.Identity()
+
 # A phase: its name, and what it computes.
 _Step: TypeAlias = tuple[str, Callable[[Any], Any]]
 
@@ -93,16 +95,17 @@ class OverlappedLayers(TransformerLayers):
         split, run the layers on the whole batch. So does a batch of one sequence, unless experts
         are on other ranks: these may have more, and an empty half takes part in their exchanges.
         """
+        layers: list[Any] = list(self.values())
         is_whole = torch.compiler.is_compiling() or context.kv_cache is not None
-        if is_whole or (len(x_BSH) == 1 and not any(map(_exchange_of, self.values()))):
+        if is_whole or (len(x_BSH) < 2 and not any(map(_exchange_of, layers))):
             return super().forward(x_BSH, context, norm, query_positions)
-        first, layer = -(-len(x_BSH) // 2), next(iter(self.values()))
-        halves, config = (slice(first), slice(first, None)), layer.config
-        xs: Any = [x_BSH[rows] for rows in halves]
-        contexts = [_half(context, rows, config) for rows in halves]
+        first = -(-len(x_BSH) // 2)
+        halves = slice(first), slice(first, None)
+        xs: Any = x_BSH.split([first, len(x_BSH) - first])
+        contexts = [_half(context, rows, layers[0].config) for rows in halves]
         auxiliary = torch.zeros((), device=x_BSH.device)
         # Layers that need no call follow each other, without a synchronization of the halves.
-        for modules, group in groupby(self.values(), _called_modules):
+        for modules, group in groupby(layers, _called_modules):
             call = partial(_run_layers, list(group))
             for module in modules:
                 call = partial(module, call)
@@ -188,40 +191,36 @@ def _phases(
 
 def _attention(layer: Layer, x_BSH: torch.Tensor, context: ForwardContext) -> Phases[torch.Tensor]:
     part: Any = layer.attention
-    is_parallel = isinstance(part.output, ParallelLayer)
-    product = part.output.product if is_parallel else part.output
     return _region(
-        part.output if is_parallel else None,
+        part.output,
         x_BSH,
         ("query, key, value", lambda x_BSH: part.project_qkv(x_BSH, context, None)),
-        ("attention", lambda heads: product(part.attend(*heads, context))),
+        ("attention", lambda heads: part.attend(*heads, context)),
     )
 
 
 def _feed_forward(part: Any, x_BSH: torch.Tensor) -> Phases[torch.Tensor]:
     if not isinstance(part, (ParallelMLP, ParallelGatedMLP)):
-        return _region(None, x_BSH, ("feed-forward", part), ("nothing", lambda y_BSH: y_BSH))
+        return _region(_IDENTITY, x_BSH, ("feed-forward", part), ("nothing", _IDENTITY))
     end = part if isinstance(part, ParallelMLP) else part.down_proj
-    steps = ("feed-forward, in", part.inner), ("feed-forward, out", end.product)
+    steps = ("feed-forward, in", part.inner), ("feed-forward, out", _IDENTITY)
     return _region(end, x_BSH, *steps)
 
 
-def _region(
-    end: ParallelLayer | None, x_BSH: torch.Tensor, first: _Step, second: _Step
-) -> Phases[torch.Tensor]:
-    """Run two phases between the communications of a tensor-parallel region, if it is one.
-
-    ``end`` is the layer whose product is the last of the region.
-    """
-    sequence, group = (False, None) if end is None else (end.sequence, end.group)
+def _region(end: Any, x_BSH: torch.Tensor, first: _Step, second: _Step) -> Phases[torch.Tensor]:
+    """Run two phases and the product of ``end`` between the communications of its region."""
+    is_parallel = isinstance(end, ParallelLayer)
+    sequence, group = (end.sequence, end.group) if is_parallel else (False, None)
     enters = start_communication("gather_from_sequence" if sequence else "copy_to", x_BSH, group)
     yield first[0]
     inner = first[1](enters.wait())
     yield second[0]
-    name = "scatter_to_sequence" if sequence else "reduce_from"
-    leaves = start_communication(name, second[1](inner), group)
+    name, product = "scatter_to_sequence" if sequence else "reduce_from", end
+    if is_parallel:
+        product = end.product
+    leaves = start_communication(name, product(second[1](inner)), group)
     yield "norm"
-    return leaves.wait() if end is None else end.biased(leaves.wait())
+    return end.biased(leaves.wait()) if is_parallel else leaves.wait()
 
 
 def _experts(

@@ -1,7 +1,7 @@
 """Data parallelism with replicated parameters: gradients are summed over ranks in buckets.
 
-Each rank has all parameters and sees other tokens. Sums are not divided by the number of ranks: the
-caller divides the loss by the number of all tokens. ``fsdp.py`` shards parameters instead.
+Sums are not divided by the number of ranks: the caller divides the loss by the number of all
+tokens. ``fsdp.py`` shards parameters instead.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class _Bucket:
     With ``in_place`` its parts are the gradients of the parameters from the first micro-batch on.
     """
 
-    def __init__(self, number: int, parameters: list[nn.Parameter], *, in_place: bool) -> None:
-        self.number = number
+    def __init__(self, parameters: list[nn.Parameter], *, in_place: bool) -> None:
         self.missing: set[nn.Parameter] = set()
         self.pending: collectives.Pending | None = None
         self._shapes = [_local(parameter).shape for parameter in parameters]
@@ -175,11 +174,9 @@ class BucketedAllReduce:
         trained = [[p for p in bucket if p.requires_grad] for bucket in buckets]
         _check_buckets(trained)
         # Ordered sums are added to those of earlier micro-batches, which need their own memory.
-        self._buckets = [
-            _Bucket(number, parameters, in_place=not ordered)
-            for number, parameters in enumerate(filter(None, trained))
-            if group.size() > 1  # else the gradients are the sums
-        ]
+        # On one rank the gradients are the sums.
+        trained = [parameters for parameters in trained if parameters and group.size() > 1]
+        self._buckets = [_Bucket(parameters, in_place=not ordered) for parameters in trained]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)
@@ -243,11 +240,11 @@ class BucketedAllReduce:
 
     def _start(self, *, complete: bool = False) -> None:
         """Start buckets in order; with ``complete`` up to the first that misses gradients."""
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
             if bucket.pending is None:
                 if complete and bucket.missing:
                     return
-                label = f"gradients {bucket.number}"
+                label = f"gradients {number}"
                 add = collectives.all_reduce_ordered if self.ordered else collectives.all_reduce
                 bucket.pending = add(bucket.pack(), self.group, label=label)
 
@@ -268,10 +265,9 @@ class BucketedAllReduce:
 def _check_buckets(buckets: list[list[nn.Parameter]]) -> None:
     seen: set[nn.Parameter] = set()
     for bucket in buckets:
-        kinds = {(parameter.dtype, parameter.device) for parameter in bucket}
+        kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in bucket}
         if len(kinds) > 1:
-            names = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            checks.fail(_OP, "buckets", "of one dtype and device each", names)
+            checks.fail(_OP, "buckets", "of one dtype and device each", ", ".join(sorted(kinds)))
         if seen & set(bucket):
             checks.fail(_OP, "buckets", "apart", "a parameter that is in two")
         seen |= set(bucket)

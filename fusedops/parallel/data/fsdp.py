@@ -24,7 +24,6 @@ from fusedops.parallel.comm import collectives
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
 
 
 def shard(
@@ -93,11 +92,11 @@ def shard(
             mp_policy=precision,
             ignored_params=ignored_params,
         )
-        first: FSDPModule = block[0] if isinstance(block, list) else block  # type: ignore[assignment]
+        first: Any = block[0] if isinstance(block, list) else block
         first.set_gradient_divide_factor(1.0)
         first.set_force_sum_reduction_for_comms(True)
-        first.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
-        first.set_custom_reduce_scatter(_ReduceScatter(ordered))  # type: ignore[arg-type]
+        first.set_custom_all_gather(_AllGather())
+        first.set_custom_reduce_scatter(_ReduceScatter(ordered))
     if isinstance(blocks[-1], nn.Module):
         blocks[-1].register_forward_hook(_after_forward)
 
@@ -153,8 +152,8 @@ def finish_backward(root: nn.Module) -> None:
 def recover(root: nn.Module) -> None:
     """Discard what a forward or a backward that raised has left; without one do nothing.
 
-    Gradients are discarded as well: ``zero_grad`` of the model does not reach those of sharded
-    weights while weights are gathered, and that of an optimizer not those of gathered ones.
+    Also gradients: ``zero_grad`` of a model or an optimizer reaches only those of the weights that
+    are its parameters now, gathered ones or sharded ones.
     """
     context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
     if not context.post_backward_final_callback_queued and context.iter_forward_root is None:
