@@ -97,7 +97,7 @@ class OverlappedLayers(TransformerLayers):
         """
         layers: list[Any] = list(self.values())
         is_whole = torch.compiler.is_compiling() or context.kv_cache is not None
-        if is_whole or (len(x_BSH) < 2 and not any(map(_exchange_of, layers))):
+        if is_whole or (len(x_BSH) < 2 and not any(map(_experts_on_ranks, layers))):
             return super().forward(x_BSH, context, norm, query_positions)
         first = -(-len(x_BSH) // 2)
         halves = slice(first), slice(first, None)
@@ -235,9 +235,9 @@ def _experts(
     logits, plan = layer.route(x_BSH, context)
     if logits is not None:
         routed.setdefault(layer, []).append(Routed(logits, plan.expert_ids))
-    rows, exchange = x_BSH.flatten(0, 1), _exchange_of(layer)
-    forward = partial(type(part.experts).forward, part.experts)  # parameters stand ready
-    dispatch = None if exchange is None else exchange.start(forward, rows, plan)
+    rows, remote, dispatch = x_BSH.flatten(0, 1), _experts_on_ranks(layer), None
+    if remote is not None:
+        dispatch = remote.call.start(remote.plain, rows, plan)
     shared_BSH, output = None, torch.empty(())
     for computes in (not late, late):
         other_phase = "nothing" if part.shared_experts is None else "shared expert"
@@ -249,7 +249,7 @@ def _experts(
         elif dispatch is not None:
             dispatch.compute()
         else:
-            output = forward(rows, plan)
+            output = type(part.experts).forward(part.experts, rows, plan)
     yield "norm"
     output = output if dispatch is None else dispatch.combine_wait()
     branch_BSH = output.view_as(x_BSH)
@@ -288,8 +288,7 @@ def _parameters_once(layers: Sequence[Layer]) -> Iterator[None]:
         yield
 
 
-def _exchange_of(layer: Any) -> Any:
-    """Return the ``ExpertExchange`` with the experts of a layer that are on other ranks."""
+def _experts_on_ranks(layer: Any) -> Any:
+    """Return the ``ParameterSubstitution`` of experts of which some are on other ranks."""
     experts = getattr(layer.feed_forward, "experts", None)
-    substitution = None if experts is None else experts.__dict__.get("substitution")
-    return None if substitution is None else substitution.call
+    return None if experts is None else experts.__dict__.get("substitution")

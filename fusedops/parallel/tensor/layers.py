@@ -52,10 +52,7 @@ def communicate(
 
 
 def reduce_in_place(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what ``reduce_from`` does, in the memory of ``partial`` where autograd allows it.
-
-    Autograd treats it as an in-place operation: a backward that needs ``partial`` raises.
-    """
+    """Return what ``reduce_from`` does, in place where autograd allows it."""
     # A view or a leaf may be the caller's; an operator and a compiler take no written arguments.
     is_free = not partial._is_view() and not partial.is_leaf and partial.is_contiguous()
     if not is_free or _is_intercepted() or torch.compiler.is_compiling():
@@ -230,8 +227,7 @@ class ParallelLayer(nn.Module):
         super().__init__()
         op = type(self).__name__
         if not isinstance(mesh, DeviceMesh):
-            got = checks.type_name(mesh)
-            raise TypeError(f"{op}: mesh must be a torch.distributed.DeviceMesh, got {got}")
+            checks.fail_type(op, "mesh", "a torch.distributed.DeviceMesh", mesh)
         if mesh.ndim != 1:
             checks.fail(op, "mesh", "of one dim: pass mesh['tp']", f"{mesh.ndim} dims")
         checks.flag(op, "sequence", sequence)

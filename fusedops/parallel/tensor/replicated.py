@@ -82,7 +82,7 @@ class ParameterSubstitution:
     make: Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
     # ``call(forward, *args, **kwargs)`` runs the module; ``None`` calls ``forward``.
     call: Callable[..., Any] | None = None
-    _is_substituted: bool = field(default=False, init=False)
+    _tensors: dict[Any, Any] | None = field(default=None, init=False)  # of calls that share them
 
     def __post_init__(self) -> None:
         # Found there by micro-batch overlap, which gives the module another ``forward``.
@@ -90,27 +90,29 @@ class ParameterSubstitution:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        with nullcontext() if self._is_substituted else self.reuse_parameters():
+        with self.reuse_parameters() if self._tensors is None else nullcontext():
             if self.call is not None:
                 return self.call(self.plain, *args, **kwargs)
             return self.plain(*args, **kwargs)
 
     @contextmanager
     def reuse_parameters(self) -> Iterator[None]:
-        """Substitute the parameters once for all calls inside."""
-        parameters = list(parameters_of(self.module))
-        tensors = self.make([parameter for *_, parameter in parameters])
-        names = [(owner, name) for owner, name, _ in parameters]
-        with substituted(dict(zip(names, tensors, strict=True))):
-            self._is_substituted = True
-            try:
-                yield
-            finally:
-                self._is_substituted = False
+        """Make the tensors once, in the first of all calls inside."""
+        self._tensors = {}
+        try:
+            yield
+        finally:
+            self._tensors = None
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, inside of ``reuse_parameters``."""
-        return type(self.module).forward(self.module, *args, **kwargs)
+        if not self._tensors:
+            parameters = list(parameters_of(self.module))
+            tensors = self.make([parameter for *_, parameter in parameters])
+            names = [(owner, name) for owner, name, _ in parameters]
+            self._tensors = dict(zip(names, tensors, strict=True))
+        with substituted(self._tensors):
+            return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
