@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from process_pool import World
-from split_layers import assert_same, mesh_of, part_of, whole
+from split_layers import assert_same, mesh_of, part_of, parts_of, run, whole
 from torch import nn
 
 from fusedops._core import dtypes
@@ -63,16 +63,6 @@ class _SplitLoss(nn.Module):
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _results(
-    loss_of: nn.Module, hidden: torch.Tensor, target: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    hidden = hidden.detach().clone().requires_grad_()
-    loss = loss_of(hidden, target)
-    loss.backward(torch.ones_like(loss) / 3)
-    grads = {name: whole(parameter.grad) for name, parameter in loss_of.named_parameters()}
-    return {"loss": loss.detach(), "hidden": hidden.grad, **grads}
-
-
 def _losses(world: World, ranks: int, dtype: torch.dtype) -> None:
     if not world.member(ranks):
         return
@@ -87,34 +77,22 @@ def _losses(world: World, ranks: int, dtype: torch.dtype) -> None:
                 plain.bias += 1e6
         labels = target.clone()
         labels[1, :2] = plain.ignore_index
-        eager = _results(plain, hidden, labels)
-        plain.zero_grad()
-        wide = torch.float64
-        exact = _copy(plain, options).to(wide)
-        truth = _results(exact, hidden.to(wide), labels)
+        exact = LinearCrossEntropyLoss(H, V, dtype=dtype, **options)
+        exact.load_state_dict(plain.state_dict())
+        exact.double()
+        eager, truth = run(plain, hidden, 1 / 3, labels), run(exact, hidden.double(), 1 / 3, labels)
         for sequence in (False, True):
             given = {name: value for name, value in options.items() if name != "bias"}
             split = _SplitLoss(plain, mesh, sequence, **given)
-            mine, here, rough = hidden, truth, eager
-            if sequence:
-                mine = part_of(hidden, world, ranks, 1)
-                here, rough = (
-                    {**each, "hidden": part_of(each["hidden"], world, ranks, 1)}
-                    for each in (truth, eager)
-                )
-            found = _results(split, mine, labels)
-            assert found["loss"].dtype == dtypes.statistics_dtype(dtype)
-            assert_same(found, rough, here, V)
+            mine = part_of(hidden, world, ranks, 1) if sequence else hidden
+            parts = ["input"] if sequence else []
+            found = run(split, mine, 1 / 3, labels)
+            assert found["output"].dtype == dtypes.statistics_dtype(dtype)
+            assert_same(found, *(parts_of(each, world, ranks, parts) for each in (eager, truth)), V)
             logits = split.logits(mine)
             if not sequence:
                 expected = plain.logits(hidden)
-                assert_same({"": logits}, {"": expected}, {"": exact.logits(hidden.to(wide))}, H)
-
-
-def _copy(plain: LinearCrossEntropyLoss, options: dict[str, Any]) -> LinearCrossEntropyLoss:
-    other = LinearCrossEntropyLoss(H, V, dtype=plain.weight.dtype, **options)
-    other.load_state_dict(plain.state_dict())
-    return other
+                assert_same({"": logits}, {"": expected}, {"": exact.logits(hidden.double())}, H)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
