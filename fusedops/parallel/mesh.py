@@ -45,7 +45,7 @@ def rank_groups(sizes: Sizes) -> dict[str, list[list[int]]]:
         ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
     if not isinstance(sizes, Sizes):
-        raise TypeError(f"rank_groups: sizes must be Sizes, got {checks.type_name(sizes)}")
+        checks.fail_type("rank_groups", "sizes", "Sizes", sizes)
     dense = tuple(getattr(sizes, name) for name in DENSE)
     sparse = (sizes.pp, sizes.edp, sizes.ep, sizes.tp)
     return {

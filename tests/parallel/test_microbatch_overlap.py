@@ -137,6 +137,16 @@ def test_communication_of_one_half_runs_beside_products_of_the_other(case: str) 
             assert [each.is_hidden for each in windows].count(False) == bare, windows
 
 
+def test_gradients_of_norms_and_biases_are_summed_with_their_layer() -> None:
+    """Not after all layers: buckets of data parallelism would wait for them."""
+    values = {"tp": 2, "sp": True, "overlap_microbatches": True}
+    with MARKS["backward_marked"]():
+        logs = threads.run(_recorded, 2, "tiny-gpt2", values)
+    for _, backward in logs:
+        sums = [window for window in _windows(backward) if window.kind == "all_reduce"]
+        assert len(sums) == 4 * LAYERS
+
+
 def test_without_overlap_nothing_runs_beside_communication() -> None:
     """The test above can fail."""
     for log in threads.run(_recorded, 2, "tiny-gpt2", {"tp": 2})[0]:

@@ -171,9 +171,7 @@ def _parameter_groups(root: nn.Module) -> list[Any]:
     return [group for state in states for group in state._fsdp_param_groups]
 
 
-# What FSDP2 calls by these names of arguments; waiting at once, which it takes for synchronous.
-
-
+# FSDP2 calls these by names of arguments; they wait, which it takes for synchronous.
 class _Buffers:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
         """Return memory for a communication."""

@@ -31,10 +31,7 @@ class GradientSync:
         self._set(last, sync=last or self.stage > 1, reshard=last or self.stage == 3)
 
     def recover(self) -> None:
-        """Discard what a forward or a backward that raised on all ranks has left.
-
-        Gradients are incomplete: make the step again after the optimizer's ``zero_grad``.
-        """
+        """Discard what a step that raised on all ranks has left; ``zero_grad`` follows."""
         for reducer in self.reducers:
             reducer.recover()
         for root in self.sharded[-1:]:
