@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 def rank_groups(sizes: Sizes) -> dict[str, list[list[int]]]:
     """Return the ranks of each process group, by the name of its dimension.
 
+    Args:
+        sizes: of the mesh.
+
     Returns:
         By name, the groups that divide all ranks, each in ascending order:
 

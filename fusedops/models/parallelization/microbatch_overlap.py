@@ -164,7 +164,7 @@ def _run_layers(
     with _parameters_once(layers), summed(True):
         halves = zip(xs, contexts, (True, False), strict=True)
         phases = [_phases(layers, *half, routed) for half in halves]
-        xs = run_interleaved(phases, lead=_LEAD)
+        xs = tuple(run_interleaved(phases, lead=_LEAD))
         losses = [_auxiliary_loss(*of_layer, contexts[0]) for of_layer in routed.items()]
     present = [loss for loss in losses if loss is not None]
     return xs, sum(present[1:], present[0]) if present else None
