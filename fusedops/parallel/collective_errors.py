@@ -87,10 +87,7 @@ def code_of(error: Exception | None) -> ErrorCode:
 def error_of(
     op: str, codes: Sequence[int], sender: str = "rank {} of the group"
 ) -> ValueError | None:
-    """Return the error of the first rank that reports one, ``None`` if none does.
-
-    ``sender`` names the rank in the message.
-    """
+    """Return the error of the first rank that reports one, which ``sender`` names, or ``None``."""
     for rank, code in enumerate(codes):
         if code != ErrorCode.NONE:
             return ValueError(f"{op}: {sender.format(rank)} {_REPORTS[ErrorCode(code)]}")
@@ -107,18 +104,14 @@ def vote(
 ) -> None:
     """Raise on every rank if one has an error; the host waits for a number of each rank.
 
-    Args:
-        op: the name of the public function, for messages.
-        groups: one group; or those within and across nodes: the result of the first is sent in the
-            second.
-        error: of this rank, or ``None``.
-        code: what is reported of ``error``; by default the code of its type.
-        device: a device from which the backend of the groups can send.
+    ``groups`` is one group; or those within and across nodes: the result of the first is sent in
+    the second. ``code`` is what is reported of ``error``, by default the code of its type;
+    ``device`` is one from which the backend of the groups can send.
     """
-    number = int(code if error is not None and code is not None else code_of(error))
-    senders = ["rank {} of the group"]
-    if len(groups) > 1:
-        senders = ["rank {} of this node", "a rank of node {}"]
+    number = int(code_of(error) if error is None or code is None else code)
+    senders = ["rank {} of this node", "a rank of node {}"]
+    if len(groups) == 1:
+        senders = ["rank {} of the group"]
     for group, sender in zip(groups, senders, strict=True):
         sent = torch.full((group.size(),), number, dtype=torch.int64, device=device)
         codes = all_to_all(sent, group, label="error vote").wait().tolist()

@@ -121,14 +121,12 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
         layer = budgets.sequence_layer(
             tp, activation, overlap=overlap, overlap_mlp=not plain_mlp, halves=halves
         )
-        repeat = budgets.sequence_layer_recomputation(
-            tp, activation, overlap=overlap, halves=halves
-        )
+        repeat = budgets.sequence_layer(tp, activation, overlap=overlap, halves=halves, again=True)
         part = activation * (tp - 1) // tp
         end = Budget({"all_gather": 1, "reduce_scatter": 1}, 2 * part)
     else:
         layer = budgets.tensor_layer(tp, activation, halves=halves)
-        repeat = budgets.tensor_layer_recomputation(tp, activation, halves=halves)
+        repeat = budgets.tensor_layer(tp, activation, halves=halves, again=True)
         end = budgets.all_reduces(tp, [activation])
     weight = layout.bytes_of.weights
     if model.kv_heads < tp:  # ranks share heads of keys, and add up their gradients

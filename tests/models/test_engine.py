@@ -113,7 +113,7 @@ def test_each_step_of_a_layout_is_logged(caplog: pytest.LogCaptureFixture) -> No
     text = "\n".join(caplog.messages)
     assert "parallelize: ParallelConfig(dp=1, tp=2" in text
     assert "parallelize: tp: 2 modules layers.*.attention.query: ColumnLinear.of {'seq" in text
-    assert "parallelize: tp: 1 modules norm: replicate_norm" in text
+    assert "parallelize: tp: 1 modules norm: sum_gradients" in text
 
 
 def test_what_parallelize_returned_before_still_works_as_a_model() -> None:

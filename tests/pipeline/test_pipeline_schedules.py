@@ -52,28 +52,20 @@ def test_each_stage_does_each_microbatch_once(order: ScheduleTable) -> None:
     for one in range(order.ranks):
         for other in range(order.ranks):
             if one != other:
-                assert _sent(order, lists[one], other) == _received(order, lists[other], one)
+                sent = _transfers(order, "send", lists[one], other)
+                assert sent == _transfers(order, "receive", lists[other], one)
 
 
-def _sent(order: ScheduleTable, actions: tuple[Action, ...], to: int) -> list[tuple[str, int, int]]:
-    found = []
-    for kind, stage, microbatch in actions:
-        if kind.startswith("send"):
-            target = stage + 1 if kind.endswith("F") else stage - 1
-            if order.rank_of(target) == to:
-                found.append((kind[-1], target, microbatch))
-    return found
-
-
-def _received(
-    order: ScheduleTable, actions: tuple[Action, ...], source: int
+def _transfers(
+    order: ScheduleTable, way: str, actions: tuple[Action, ...], peer: int
 ) -> list[tuple[str, int, int]]:
+    """Return what is sent to a rank or received from it: kind, stage that uses it, micro-batch."""
     found = []
     for kind, stage, microbatch in actions:
-        if kind.startswith("receive"):
-            made_by = stage - 1 if kind.endswith("F") else stage + 1
-            if order.rank_of(made_by) == source:
-                found.append((kind[-1], stage, microbatch))
+        if kind.startswith(way):
+            other = stage + (1 if kind.endswith("F") == (way == "send") else -1)
+            if order.rank_of(other) == peer:
+                found.append((kind[-1], other if way == "send" else stage, microbatch))
     return found
 
 

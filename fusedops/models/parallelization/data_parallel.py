@@ -15,7 +15,7 @@ from fusedops.models.parallelization.pipeline import EMBEDDING
 from fusedops.models.transformer import Transformer
 from fusedops.nn import MoE
 from fusedops.parallel.data.ddp import BucketedAllReduce, by_bytes, local_bytes
-from fusedops.parallel.data.fsdp import divides, shard
+from fusedops.parallel.data.fsdp import shard, shard_dim
 from fusedops.parallel.data.grad_sync import GradientSync
 from fusedops.parallel.mesh import Mesh
 
@@ -96,7 +96,7 @@ def unsharded_names(model: nn.Module, config: ParallelConfig, mesh: Mesh | None)
         if parameter in alone
         or name in shared
         or local_bytes(parameter) < config.shard_threshold
-        or not divides(parameter, config.shard_ranks or config.sizes.data)
+        or shard_dim(parameter, config.shard_ranks or config.sizes.data) is None
         or any(fnmatchcase(name, pattern) for pattern in config.not_sharded)
     }
 

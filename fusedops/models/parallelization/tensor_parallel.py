@@ -32,7 +32,6 @@ from fusedops.parallel.tensor.layers import (
     to_tensor_parallel,
 )
 from fusedops.parallel.tensor.replicated import allreduce_gradients, local_chunk
-from fusedops.parallel.tensor.sequence import SequenceNorm
 from fusedops.parallel.tensor.vocabulary import VocabularyEmbedding
 
 _LOG = logging.getLogger("fusedops")
@@ -62,8 +61,8 @@ def tensor_parallel_plan(
         "layers.*.attention.key": partial(column, heads=model.kv_heads),
         "layers.*.attention.value": partial(column, heads=model.kv_heads),
         "layers.*.attention.output": partial(RowLinear.of, sequence=sp, overlap=overlap),
-        "layers.*.attention.query_norm": replicate_norm,
-        "layers.*.attention.key_norm": replicate_norm,
+        "layers.*.attention.query_norm": sum_gradients,
+        "layers.*.attention.key_norm": sum_gradients,
         "layers.*.feed_forward": partial(
             shard_feed_forward, sequence=sp, overlap=overlap, recompute=recompute
         ),
@@ -76,13 +75,13 @@ def tensor_parallel_plan(
         plan |= {
             "embedding.positions": shard_positions,
             "embedding.token_types": shard_positions,
-            "embedding.norm": replicate_norm,
-            "layers.*.attention_norm": replicate_norm,
-            "layers.*.feed_forward_norm": replicate_norm,
-            "norm": replicate_norm,
+            "embedding.norm": sum_gradients,
+            "layers.*.attention_norm": sum_gradients,
+            "layers.*.feed_forward_norm": sum_gradients,
+            "norm": sum_gradients,
             "query_positions": shard_positions,
             "head.transform": sum_gradients,
-            "head.norm": replicate_norm,
+            "head.norm": sum_gradients,
         }
     return plan
 
@@ -133,13 +132,8 @@ def shard_feed_forward(
     return ParallelMLP.of(module, mesh, sequence=sequence, overlap=overlap and not recompute)
 
 
-def replicate_norm(norm: Any, mesh: DeviceMesh) -> nn.Module:
-    """Sum the gradients of a norm over ranks that give it other tokens, or other heads."""
-    return norm if isinstance(norm, nn.Identity) else SequenceNorm.of(norm, mesh)
-
-
 def sum_gradients(module: Any, mesh: DeviceMesh) -> nn.Module:
-    """Replicate a module over ranks that give it other tokens, and sum its gradients."""
+    """Replicate a module over ranks that give it other tokens or heads, and sum its gradients."""
     allreduce_gradients(module, mesh)
     return module
 

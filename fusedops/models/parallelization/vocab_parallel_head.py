@@ -43,13 +43,13 @@ class VocabParallelHead(Head):
                     "parallelize", f"head.{name}", parameter, mesh, 0, uneven=True
                 )
             self.register_parameter(name, parameter)
-        self.projection = VocabParallelProjection(mesh.get_group(), vocab_size, sequence=sequence)
+        self.projection = VocabParallelProjection(mesh.get_group(), vocab_size)
         self._group, self._sequence = mesh.get_group(), sequence
         return self.train(head.training)
 
     def logits(self, x_BSH: torch.Tensor, weight: Any, context: ForwardContext) -> torch.Tensor:
         """Return logits of the whole vocabulary, or of this rank's shard."""
-        x_BSH = self.projection.gather_hidden(x_BSH)
+        x_BSH = to_tensor_parallel(x_BSH, self._group, sequence=self._sequence)
         if context.logits_to_keep is not None:
             x_BSH = x_BSH[:, context.logits_to_keep]
         shard = self.projection.local_logits(x_BSH, weight, self.bias)
