@@ -25,7 +25,7 @@ _aten: Any = torch.ops.aten
 # Elementwise, and no pointwise operator of their own.
 _POINTWISE = {
     *("hardswish", "softsign", "tanhshrink", "logsigmoid", "hardshrink", "hardtanh", "relu6"),
-    *("floor_divide", "rtruediv", "rpow", "rsub", "floordiv", "rfloordiv", "clip", "isclose"),
+    *("floor_divide", "rdiv", "rmod", "rpow", "rsub", "floordiv", "rfloordiv", "clip", "isclose"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "fill_", "zero_", "copy_"),
     *("type_as", "int", "long", "bool"),
 }

@@ -19,6 +19,7 @@ from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
     SpatialTensor,
     replicated,
+    replicated_all,
     rule,
     summed,
     unwrap,
@@ -34,7 +35,7 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     if partition.is_cut(input.dim() - 1):
         out = torch.matmul(input, weight.t())
         return out if bias is None else out + bias
-    weight, bias = (replicated(p, partition.axes) for p in (weight, bias))
+    weight, bias = replicated_all([weight, bias], partition.axes)
     out = func(unwrap(input), weight, bias)
     return wrap(out, partition.replaced(input.dim() - 1, weight.shape[0]))
 

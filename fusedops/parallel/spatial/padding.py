@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedops._core import checks
 from fusedops._core.device_tensors import device_tensor
-from fusedops.parallel.spatial.halo import extend, fetch_rows, window
+from fusedops.parallel.spatial.halo import extend, fetch_rows, span_window
 from fusedops.parallel.spatial.partition import Cut, Interval, merged, overlap
 from fusedops.parallel.spatial.tensor import rule, unwrap, wrap
 
@@ -39,7 +39,7 @@ def padded_rows(
     high = max([stop - cut.size for start, stop in spans if start < stop], default=0)
     check_padding(op, mode, cut.size, low, high)
     if mode == "constant":
-        return extend(local, [window(dim, cut, spans)], fill=value, label=op)
+        return extend(local, [span_window(dim, cut, spans)], fill=value, label=op)
     sources = [_sources(span, cut.size, mode) for span in spans]
     needs = tuple(
         merged([inside, *((row, row + 1) for row in (*before, *behind))])

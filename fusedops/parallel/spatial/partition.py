@@ -41,18 +41,14 @@ class Axis:
 class Cut:
     """Where a dim is cut over the ranks of an axis.
 
-    Attributes:
-        axis: of the mesh.
-        bounds: of the parts of all ranks.
-        origin: the bounds of the tensor that the first layer was given, before strides. A result of
-            another extent is cut at the same fractions of it, so that tensors of one extent and one
-            origin have one cut: the skip connection of a U-Net meets its decoder without a row
-            being sent.
+    A result of another extent is cut at the same fractions of the origin, so that tensors of one
+    extent and one origin have one cut: the skip connection of a U-Net meets its decoder without a
+    row being sent.
     """
 
     axis: Axis
-    bounds: tuple[int, ...]
-    origin: tuple[int, ...]
+    bounds: tuple[int, ...]  # of the parts of all ranks
+    origin: tuple[int, ...]  # the bounds of the first layer's input, before strides
 
     @property
     def size(self) -> int:
@@ -143,12 +139,7 @@ def balanced(size: int, ranks: int) -> tuple[int, ...]:
 
 
 def checked_dims(op: str, mesh: DeviceMesh, dims: Any) -> dict[int, Axis]:
-    """Return the axis of each dim; the dims themselves are checked where a tensor is known.
-
-    Raises:
-        TypeError: ``mesh`` is no DeviceMesh, or ``dims`` no mapping of ints.
-        ValueError: ``dims`` is empty, names an axis that the mesh lacks, or one axis twice.
-    """
+    """Return the axis of each dim; the dims themselves are checked where a tensor is known."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(dims, Mapping):
@@ -173,11 +164,7 @@ def checked_dims(op: str, mesh: DeviceMesh, dims: Any) -> dict[int, Axis]:
 
 
 def placed(op: str, axes: Mapping[int, Axis], ndim: int) -> dict[int, Axis]:
-    """Return the axes by dims from 0 on, for a tensor of ``ndim`` dims.
-
-    Raises:
-        ValueError: a dim is outside of the tensor, or named twice.
-    """
+    """Return the axes by dims from 0 on, for a tensor of ``ndim`` dims."""
     result: dict[int, Axis] = {}
     for dim, axis in axes.items():
         if not -ndim <= dim < ndim:

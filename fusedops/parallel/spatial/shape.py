@@ -246,11 +246,6 @@ def _unbind(func: Any, input: Any, dim: int = 0) -> Any:
     return tuple(_one(input, dim, index) for index in range(input.shape[dim]))
 
 
-@rule("iter")
-def _iter(func: Any, input: Any) -> Any:
-    return iter(_unbind(func, input))
-
-
 @rule("len")
 def _len(func: Any, input: Any) -> int:
     return input.shape[0]

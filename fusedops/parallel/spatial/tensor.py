@@ -32,13 +32,11 @@ Rule = Callable[..., Any]
 # By the name of a torch function, without the underscores of special methods.
 RULES: dict[str, Rule] = {}
 
-_SPECIAL_WORDS = """
-    add sub mul pow neg abs eq ne lt le gt ge matmul getitem setitem len floordiv rsub rtruediv rpow
-    rmatmul contains iter repr deepcopy format hash rfloordiv radd:add rmul:mul truediv:div
-    mod:remainder invert:bitwise_not and:bitwise_and or:bitwise_or xor:bitwise_xor iadd:add_
-    isub:sub_ imul:mul_ itruediv:div_ pos:clone bool:item float:item int:item index:item
-"""
-_SPECIAL = {word.partition(":")[0]: word.rpartition(":")[2] for word in _SPECIAL_WORDS.split()}
+# Of special methods, where the name between the underscores is not the function's.
+_SPECIAL = dict.fromkeys(("bool", "float", "int", "index"), "item") | {
+    name: f"bitwise_{name}" for name in ("and", "or", "xor")
+}
+_SPECIAL["invert"] = "bitwise_not"
 _METADATA = {
     *("dtype", "device", "shape", "ndim", "grad_fn", "grad", "names", "output_nr", "layout"),
     *("itemsize", "nbytes", "retains_grad", "requires_grad"),
@@ -135,7 +133,7 @@ def function_name(func: Any) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return name
     if name.startswith("__") and name.endswith("__"):
-        return _SPECIAL.get(name[2:-2], name)
+        return _SPECIAL.get(name[2:-2], name[2:-2])
     return name
 
 
@@ -194,22 +192,31 @@ def replace_local(x: Any, local: Tensor) -> Any:
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+    def forward(ctx: Any, axes: tuple[Axis, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.axes = axes
-        return x.view_as(x)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_reduced(grad, ctx.axes, label="replicated grad"), None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *ReplicatedGradientSum(grads, ctx.axes).wait()
+
+
+def replicated_all(tensors: Sequence[Any], axes: Sequence[Axis]) -> list[Any]:
+    """Return tensors that are replicated over axes, for use in parts.
+
+    Their gradients are added, in one communication. What is no tensor is unchanged.
+    """
+    required = [isinstance(x, Tensor) and x.requires_grad for x in tensors]
+    if not (axes and any(required) and torch.is_grad_enabled()):
+        return list(tensors)
+    pairs = list(zip(tensors, required, strict=True))
+    results = iter(_Replicated.apply(tuple(axes), *(x for x, is_required in pairs if is_required)))
+    return [next(results) if is_required else x for x, is_required in pairs]
 
 
 def replicated(x: Any, axes: Sequence[Axis]) -> Any:
-    """Return a tensor that is replicated over axes, for use in parts; gradients are added."""
-    if not isinstance(x, Tensor) or not axes:
-        return x
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    return _Replicated.apply(x, tuple(axes))
+    """Return ``replicated_all`` of one tensor."""
+    return replicated_all([x], axes)[0]
 
 
 class _Summed(torch.autograd.Function):
