@@ -39,8 +39,8 @@ from fusedops.parallel.spatial.halo import (
 )
 from fusedops.parallel.spatial.partition import Interval, Partition, overlap
 from fusedops.parallel.spatial.tensor import (
-    ReplicatedGradientSum,
     SpatialTensor,
+    gradient_sum,
     replicated_all,
     rule,
     unsupported,
@@ -110,12 +110,9 @@ class ConvPlan:
     padding: list[int] | None  # as ``_own_padding`` returns it
 
     def arguments(self, padding: Sequence[int] | None = None) -> tuple[Any, ...]:
-        """Return the arguments of ``aten::convolution`` behind the bias.
-
-        The padding is by default that of a part with its halo and its zeros along the cut dims.
-        """
+        """Return the arguments of ``aten::convolution`` behind the bias."""
         cut = {window.dim - 2 for window in self.windows}
-        if padding is None:
+        if padding is None:  # of a part that has its halo and its zeros along the cut dims
             padding = [0 if index in cut else dim.padding for index, dim in enumerate(self.dims)]
         extra = [0 if index in cut else dim.extra for index, dim in enumerate(self.dims)]
         strides, dilations = zip(*((dim.stride, dim.dilation) for dim in self.dims), strict=True)
@@ -179,10 +176,10 @@ class _OverlappedConvolution(torch.autograd.Function):
         for other in weights if needs_weight else ():
             grad_weight.add_(other)
         grad_bias = grad.sum((0, *range(2, grad.dim()))) if needs_bias else None
-        total = ReplicatedGradientSum([grad_weight, grad_bias], plan.result.axes)
+        total = gradient_sum([grad_weight, grad_bias], plan.result.axes)
         if finish is not None:
             grad_x = finish(grad_x)
-        return grad_x, *total.wait(), None
+        return grad_x, *total(), None
 
 
 def _edges(plan: ConvPlan) -> list[tuple[int, Box]]:
@@ -239,10 +236,12 @@ def _convolution_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, plan: C
     shape = plan.result.local_shape
     if 0 in shape or x.numel() == 0:  # no input reaches an output
         out = x.new_zeros(shape) + (x.sum() + weight[:0].sum())
+    elif not plan.dims[0].transposed:
+        return _aten.convolution(x, weight, bias, *plan.arguments())
     else:
         out = _aten.convolution(x, weight, None, *plan.arguments())
         crop = [0] * (2 * len(plan.dims))
-        for window in plan.windows if plan.dims[0].transposed else ():
+        for window in plan.windows:
             dim, (first, last) = plan.dims[window.dim - 2], window.inside
             low = first * dim.stride - dim.padding
             high = (last - 1) * dim.stride - dim.padding + dim.reach + 1
@@ -256,15 +255,10 @@ def _convolution_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, plan: C
 def output_windows(
     partition: Partition, dims: Sequence[ConvDim], extents: Sequence[int]
 ) -> tuple[tuple[Window, ...], list[Interval], Partition]:
-    """Return what the outputs of a convolution or pooling over the last dims are.
+    """Return what a convolution or pooling over the last dims computes, of given extents.
 
-    Args:
-        partition: of the input.
-        dims: the sizes of the last dims.
-        extents: of the result along them.
-
-    Returns:
-        The windows of the inputs along cut dims, this rank's outputs along all, and the result.
+    These are the windows of the inputs along cut dims, this rank's outputs along all of the dims,
+    and the partition of the result.
     """
     windows, spans = [], []
     lead = len(partition.shape) - len(dims)
@@ -279,9 +273,9 @@ def output_windows(
     return tuple(windows), spans, partition
 
 
-def per_dim(value: Any, ndim: int) -> list[int]:
+def per_dim(value: Any, ndim: int) -> list[Any]:
     """Return an argument of torch as one number for each dim."""
-    numbers = [value] if isinstance(value, int) else list(value)
+    numbers = [value] if isinstance(value, (int, float)) else list(value)
     return numbers * ndim if len(numbers) == 1 else numbers
 
 
@@ -354,7 +348,7 @@ def _conv_transpose(
     op, ndim = func.__name__, int(func.__name__[-2])
     arguments = (stride, padding, dilation, output_padding)
     columns = zip(weight.shape[2:], *(per_dim(a, ndim) for a in arguments), strict=True)
-    dims = [ConvDim(*column, transposed=True) for column in columns]
+    dims = [ConvDim(*column, True) for column in columns]
     if any(dim.extra >= max(dim.stride, dim.dilation) for dim in dims):
         checks.fail(op, "output_padding", "smaller than stride or dilation", output_padding)
     return _convolution(op, input, weight, bias, dims, groups)

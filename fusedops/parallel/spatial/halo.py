@@ -132,13 +132,7 @@ def _exchange(
 
 
 class Halo:
-    """A tensor, and the rows of others around it, dim by dim; starts to send for the first dim.
-
-    Args:
-        x: this rank's part.
-        windows: what is needed, one for each cut dim that needs something.
-        label: of the messages in the log.
-    """
+    """This rank's part and the rows of others around it; starts to send for the first dim."""
 
     def __init__(self, x: Tensor, windows: Sequence[Window], label: str = "halo") -> None:
         self._windows, self._label, self._level = windows, label, 0
@@ -164,16 +158,10 @@ class Halo:
 def return_gradients(
     parts: Sequence[Block], windows: Sequence[Window], like: Tensor, label: str = "halo"
 ) -> Callable[[Tensor], Tensor]:
-    """Send the gradients of received blocks back to the owners, the last dim first.
+    """Start to send the gradients of received blocks back to the owners, the last dim first.
 
-    Args:
-        parts: the gradients of what ``Halo`` has received; they are changed.
-        windows: those of the halo.
-        like: a tensor of the shape and dtype of this rank's part.
-        label: of the messages in the log.
-
-    Returns:
-        A function that adds what arrives to the gradient of this rank's part, and returns that.
+    They are changed. The function that is returned adds what arrives to the gradient of this
+    rank's part, and returns that. ``like`` has the shape and dtype of the part.
     """
 
     def start(level: int) -> Callable[[], list[Block]]:
@@ -196,9 +184,7 @@ def return_gradients(
     return finish
 
 
-def extend(
-    x: Tensor, windows: Sequence[Window], *, fill: float = 0.0, label: str = "halo"
-) -> Tensor:
+def extend(x: Tensor, windows: Sequence[Window], fill: float = 0.0, label: str = "halo") -> Tensor:
     """Return this rank's part with what it needs around it; differentiable."""
     own = all(w.pieces == (w.cut.own,) for w in windows)
     if own and all(most_rows(w.cut.spans(), w.needs) == 0 for w in windows):
@@ -252,12 +238,8 @@ def read(blocks: Sequence[Block], box: Box, *, fill: float = 0.0) -> Tensor:
         if all(place[dim][0] <= a and b <= place[dim][1] for dim, (a, b) in box.items()):
             return narrowed(values, box, place)
     like = blocks[0][1]
-    out = torch.empty(
-        _box_shape(like, box),
-        dtype=like.dtype,
-        device=like.device,
-        memory_format=memory_format(like),
-    )
+    shape, layout = _box_shape(like, box), memory_format(like)
+    out = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
     pairs = [pair for block in blocks if (pair := _common((box, out), block))]
     if sum(part.numel() for _, part in pairs) < out.numel():
         out.fill_(fill)

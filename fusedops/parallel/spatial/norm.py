@@ -68,8 +68,8 @@ def _batch_view(x: Tensor, over_batch: bool) -> Tensor:
 class _Normalization(torch.autograd.Function):
     """``(x - mean) * rstd * weight + bias`` of this rank's part ``[B, C, ...]``.
 
-    Mean and variance are those of the groups. The result is no view: it may be changed in place
-    without a copy.
+    Mean and variance are those of the groups ``[B or 1, groups, 1]``, weight and bias ``[1, groups,
+    channels of a group]``. The result is no view: it may be changed in place without a copy.
     """
 
     @staticmethod
@@ -80,20 +80,19 @@ class _Normalization(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         var: Tensor,
-        over_batch: bool,
-        eps: float,
-        count: int,
-        axes: tuple[Axis, ...],
+        options: tuple[bool, float, int, tuple[Axis, ...]],
     ) -> Tensor:
         ctx.save_for_backward(local, weight, mean, var)
-        ctx.options = over_batch, eps, count, axes
+        ctx.options = options
+        over_batch, eps, *_ = options
         x = _batch_view(local, over_batch)
         if not x.numel():
             return torch.empty_like(local)
-        size, samples = x.shape[1] // len(mean), x.shape[1] // local.shape[1]
-        mean, var = mean.repeat_interleave(size), var.repeat_interleave(size)
-        scale, shift = (None if t is None else t.repeat(samples) for t in (weight, bias))
-        out = F.batch_norm(x, mean, var, scale, shift, eps=eps)
+        sizes = *mean.shape[:2], x.shape[1] // mean.numel()
+        values = (
+            None if t is None else t.expand(sizes).reshape(-1) for t in (mean, var, weight, bias)
+        )
+        out = F.batch_norm(x, *values, eps=eps)
         if over_batch:
             return out
         out = _aten._unsafe_view(out, local.shape)
@@ -105,39 +104,39 @@ class _Normalization(torch.autograd.Function):
         local, weight, mean, var = ctx.saved_tensors
         over_batch, eps, count, axes = ctx.options
         x, grad = _batch_view(local, over_batch), _batch_view(grad, over_batch)
-        channels, groups = x.shape[1], len(mean)
-        size, samples = channels // groups, channels // local.shape[1]
-        mean, var = mean.repeat_interleave(size), var.repeat_interleave(size)
+        sizes = *mean.shape[:2], x.shape[1] // mean.numel()
+        statistics = [t.expand(sizes).reshape(-1) for t in (mean, var)]
         # Of grad, and of grad * xhat.
-        sums = product = torch.zeros_like(mean)
         if x.numel():
             _, product, sums = _aten.native_batch_norm_backward(
-                *(grad, x, torch.ones_like(mean), mean, var),
+                *(grad, x, torch.ones_like(statistics[0]), *statistics),
                 *(None, None, False, eps, [False, True, True]),
             )
-        sums, product = all_reduced(torch.stack([sums, product]), axes, label="norm grad")
+        else:
+            sums = product = torch.zeros_like(statistics[0])
+        both = all_reduced(torch.stack([sums, product]), axes, label="norm grad")
+        sums, product = both.view(2, *sizes)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_weight = product.view(samples, -1).sum(0) if needs_weight else None
-        grad_bias = sums.view(samples, -1).sum(0) if needs_bias else None
-        factor = torch.ones_like(mean) if weight is None else weight.repeat(samples)
-        mean_grad, mean_product = (
-            (total * factor).view(groups, -1).sum(1).repeat_interleave(size) / count
-            for total in (sums, product)
-        )
+        grad_weight = product.sum_to_size((1, *sizes[1:])) if needs_weight else None
+        grad_bias = sums.sum_to_size((1, *sizes[1:])) if needs_bias else None
+        factor = 1.0 if weight is None else weight
+        mean_grad = (sums * factor).sum_to_size(mean.shape) / count
+        mean_product = (product * factor).sum_to_size(mean.shape) / count
         rstd = (var + eps).rsqrt()
-        scale, slope = rstd * factor, -rstd * rstd * mean_product
+        slope = -rstd * rstd * mean_product
         shift = -rstd * mean_grad - slope * mean
-        scale, slope, shift = (t.view(-1, *[1] * (x.dim() - 2)) for t in (scale, slope, shift))
+        scale, slope, shift = (
+            t.expand(sizes).reshape(-1, *[1] * (x.dim() - 2)) for t in (rstd * factor, slope, shift)
+        )
         if x.dtype == scale.dtype:
             grad_x = torch.addcmul(shift, x, slope).addcmul_(grad, scale)
         else:
             grad_x = (grad.to(scale.dtype) * scale + x.to(scale.dtype) * slope + shift).to(x.dtype)
-        grad_x = grad_x.view(local.shape)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_x.view(local.shape), grad_weight, grad_bias, None, None, None
 
 
 def _normalized(
-    op: str, input: Any, groups: int, weight: Any, bias: Any, eps: float
+    op: str, input: Any, num_groups: int, weight: Any, bias: Any, eps: float
 ) -> tuple[Any, Tensor, Tensor, int]:
     """Normalize ``[B, C, ...]``; returns it, mean and variance of its groups, and their size."""
     partition, local, over_batch = input._partition, unwrap(input), op == "batch_norm"
@@ -145,17 +144,20 @@ def _normalized(
         refuse(f"{op} with channels that are cut")
     if partition.is_cut(0) and not over_batch:
         refuse(f"{op} with a batch that is cut")
-    groups *= 1 if over_batch else partition.shape[0]
+    groups = num_groups if over_batch else num_groups * partition.shape[0]
     count = math.prod(partition.shape) // max(1, groups)
-    if count <= 1 and op != "group_norm":
+    if count < (1 if op == "group_norm" else 2):
         checks.fail(op, "input", "of several values per channel", partition.shape)
     with torch.no_grad():
-        numbers = local.numel() // max(1, groups)
-        of_groups = local if over_batch else local.reshape(1, groups, numbers)
+        of_groups = local if over_batch else local.reshape(1, groups, local.numel() // groups)
         mean, var = _moments(of_groups, partition.axes)
-    weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
-    options = mean, var, over_batch, eps, count, partition.axes
-    return wrap(_Normalization.apply(local, weight, bias, *options), partition), mean, var, count
+        mean, var = mean.view(-1, num_groups, 1), var.view(-1, num_groups, 1)
+    weight, bias = (
+        None if p is None else p.to(mean.dtype).view(1, num_groups, -1) for p in (weight, bias)
+    )
+    options = over_batch, eps, count, partition.axes
+    out = _Normalization.apply(local, weight, bias, mean, var, options)
+    return wrap(out, partition), mean, var, count
 
 
 @rule("batch_norm", "instance_norm")
@@ -181,21 +183,15 @@ def _batch_norm(
     out, mean, var, count = _normalized(op, input, channels, weight, bias, eps)
     if running_mean is not None:
         with torch.no_grad():
-            mean, var = (t.view(-1, channels).mean(0) for t in (mean, var * (count / (count - 1))))
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_(var.to(running_var.dtype), momentum)
+            for running, now in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+                now = now.mean(0) if len(now) > 1 else now
+                running.lerp_(now.view(-1).to(running.dtype), momentum)
     return out
 
 
 @rule("group_norm")
 def _group_norm(
-    func: Any,
-    input: Any,
-    num_groups: int,
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    *_: Any,
+    func: Any, input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     if input.shape[1] % num_groups:
         checks.fail("group_norm", "channels", f"a multiple of {num_groups}", input.shape[1])
@@ -209,6 +205,5 @@ def _layer_norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwar
         return refuse(f"{function_name(func)} over a cut dim")
     parameters = replicated_all([*args, *kwargs.values()], partition.axes)
     options = dict(zip(kwargs, parameters[len(args) :], strict=True))
-    return wrap(
-        func(unwrap(input), normalized_shape, *parameters[: len(args)], **options), partition
-    )
+    out = func(unwrap(input), normalized_shape, *parameters[: len(args)], **options)
+    return wrap(out, partition)

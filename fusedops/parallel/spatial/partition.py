@@ -10,14 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Interval = tuple[int, int]
 # What each rank needs of a dim: disjoint intervals of global positions, in ascending order.
@@ -140,8 +138,6 @@ def balanced(size: int, ranks: int) -> tuple[int, ...]:
 
 def checked_dims(op: str, mesh: DeviceMesh, dims: Any) -> dict[int, Axis]:
     """Return the axis of each dim; the dims themselves are checked where a tensor is known."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     if not isinstance(dims, Mapping):
         checks.fail_type(op, "dims", "a dict of tensor dims to mesh axes, such as {2: 'y'}", dims)
     if not dims:
@@ -175,13 +171,20 @@ def placed(op: str, axes: Mapping[int, Axis], ndim: int) -> dict[int, Axis]:
     return result
 
 
+def at_bounds(
+    shape: Sequence[int], axes: Mapping[int, Axis], bounds: Mapping[int, tuple[int, ...]]
+) -> Partition:
+    """Return the partition of a tensor whose cut dims have these bounds, whatever its extent."""
+    partition = uncut(shape)
+    for dim, axis in axes.items():
+        partition = partition.replaced(dim, bounds[dim][-1], Cut(axis, bounds[dim], bounds[dim]))
+    return partition
+
+
 def evenly(op: str, shape: Sequence[int], axes: Mapping[int, Axis]) -> Partition:
     """Return the partition of a full tensor in balanced parts."""
-    partition = uncut(shape)
-    for dim, axis in placed(op, axes, len(shape)).items():
-        bounds = balanced(shape[dim], axis.size)
-        partition = partition.replaced(dim, shape[dim], Cut(axis, bounds, bounds))
-    return partition
+    axes = placed(op, axes, len(shape))
+    return at_bounds(shape, axes, {d: balanced(shape[d], axis.size) for d, axis in axes.items()})
 
 
 def single(spans: Sequence[Interval]) -> Needs:

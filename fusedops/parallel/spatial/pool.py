@@ -1,13 +1,13 @@
-"""Pooling of a cut tensor.
+"""Pooling and interpolation of a cut tensor.
 
 Windows of the outputs follow from their global positions, as those of a convolution do. Averages
-are sums divided by counts that follow from the positions.
+are sums divided by counts that follow from the positions. Every output of an interpolation, or of
+an average over windows of unequal sizes, is a weighted sum of few rows per dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedops._core import checks
+from fusedops._core.device_tensors import to_device
 from fusedops.parallel.spatial.convolution import ConvDim, output_windows, per_dim
-from fusedops.parallel.spatial.halo import extend
+from fusedops.parallel.spatial.halo import extend, fetch_rows
+from fusedops.parallel.spatial.partition import single
 from fusedops.parallel.spatial.refusals import refuse
-from fusedops.parallel.spatial.resize import weighted
-from fusedops.parallel.spatial.tensor import (
-    SpatialTensor,
-    function_name,
-    rule,
-    unwrap,
-    wrap,
-)
+from fusedops.parallel.spatial.tensor import SpatialTensor, function_name, rule, unwrap, wrap
+
+LINEAR = ("linear", "bilinear", "trilinear")
 
 
 class _Pooling:
@@ -37,10 +34,8 @@ class _Pooling:
         ndim, partition = int(op[-2]), x._partition
         kernels = per_dim(kernel, ndim)
         strides = kernels if stride is None or stride == [] else per_dim(stride, ndim)
-        columns = zip(
-            kernels, strides, per_dim(padding, ndim), per_dim(dilation, ndim), strict=True
-        )
-        self.dims = [ConvDim(*column) for column in columns]
+        more = per_dim(padding, ndim), per_dim(dilation, ndim)
+        self.dims = [ConvDim(*column) for column in zip(kernels, strides, *more, strict=True)]
         self.lead = x.dim() - ndim
         self.sizes = partition.shape[self.lead :]  # the global extents of the input
         pairs = list(zip(self.dims, self.sizes, strict=True))
@@ -91,7 +86,11 @@ class _MaxOfWindows(torch.autograd.Function):
         if 0 in shape:
             values, indices = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
         else:
-            values, indices = _max_windows(x, plan.dims)
+            sizes = zip(
+                *((dim.kernel, dim.stride, 0, dim.dilation) for dim in plan.dims), strict=True
+            )
+            pool = getattr(F, f"max_pool{len(plan.dims)}d")
+            values, indices = pool(x, *sizes, return_indices=True)
         ctx.save_for_backward(indices)
         return values
 
@@ -102,16 +101,6 @@ class _MaxOfWindows(torch.autograd.Function):
         full = grad.new_zeros([*ctx.shape[: ctx.lead], math.prod(ctx.shape[ctx.lead :])])
         full.scatter_add_(-1, indices.flatten(ctx.lead), grad.flatten(ctx.lead))
         return full.view(ctx.shape), None
-
-
-def _max_windows(x: Tensor, dims: Sequence[ConvDim]) -> tuple[Tensor, Tensor]:
-    if len(dims) == 1:
-        values, index = _max_windows(x.unsqueeze(-2), [ConvDim(1, 1, 0, 1), *dims])
-        return values.squeeze(-2), index.squeeze(-2)
-    columns = zip(*((dim.kernel, dim.stride, dim.dilation) for dim in dims), strict=True)
-    kernels, strides, dilations = columns
-    function = F.max_pool2d if len(dims) == 2 else F.max_pool3d
-    return function(x, kernels, strides, 0, dilations, False, return_indices=True)
 
 
 @rule("max_pool1d", "max_pool2d", "max_pool3d")
@@ -144,25 +133,21 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    plan = _Pooling(function_name(func), input, kernel_size, stride, padding, 1, ceil_mode)
+    name = function_name(func)
+    plan = _Pooling(name, input, kernel_size, stride, padding, 1, ceil_mode)
     extended = plan.extended(unwrap(input), 0.0)
     if 0 in plan.result.local_shape:
         sums = extended.new_empty(plan.result.local_shape) + 0 * extended.sum()
     else:
-        sums = _window_sums(extended, plan.dims)
+        kernels, strides = zip(*((dim.kernel, dim.stride) for dim in plan.dims), strict=True)
+        if len(kernels) == 1:  # torch has no sums of windows of one dim
+            extended, kernels, strides = extended.unsqueeze(-1), (*kernels, 1), (*strides, 1)
+        pool = F.avg_pool3d if len(kernels) == 3 else F.avg_pool2d
+        sums = pool(extended, kernels, strides, divisor_override=1)
+        sums = sums.squeeze(-1) if name == "avg_pool1d" else sums
     if divisor_override is None:
         return wrap(sums / plan.divisors(count_include_pad, sums), plan.result)
     return wrap(sums / divisor_override, plan.result)
-
-
-def _window_sums(x: Tensor, dims: Sequence[ConvDim]) -> Tensor:
-    kernels, strides = [dim.kernel for dim in dims], [dim.stride for dim in dims]
-    if len(dims) == 1:
-        return F.avg_pool2d(
-            x.unsqueeze(-2), (1, *kernels), (1, *strides), divisor_override=1
-        ).squeeze(-2)
-    function = F.avg_pool2d if len(dims) == 2 else F.avg_pool3d
-    return function(x, kernels, strides, divisor_override=1)
 
 
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
@@ -184,13 +169,11 @@ def _adaptive_avg_pool(func: Any, input: Any, output_size: Any) -> Any:
         if target in (1, size):
             continue
         spans = [(n * size // target, -(-(n + 1) * size // target)) for n in range(target)]
-        taps = max(stop - start for start, stop in spans)
+        counts = [stop - start for start, stop in spans]
+        taps = max(counts)
         sources = [[min(start + t, stop - 1) for t in range(taps)] for start, stop in spans]
-        weights = [
-            [1.0 / (stop - start) if start + t < stop else 0.0 for t in range(taps)]
-            for start, stop in spans
-        ]
-        x = weighted("adaptive_avg_pool", x, dim, sources, weights)
+        weights = [[(tap < count) / count for tap in range(taps)] for count in counts]
+        x = _weighted("adaptive_avg_pool", x, dim, sources, weights)
     return x
 
 
@@ -204,3 +187,102 @@ def _adaptive_max_pool(
     if any(number != 1 for number in per_dim(output_size, ndim)):
         return refuse(f"{name} to more than one value")
     return input.amax(list(range(input.dim() - ndim, input.dim())), True)
+
+
+def _weighted(op: str, x: Any, dim: int, sources: Any, weights: Any | None) -> Any:
+    """Return weighted sums of the rows of one dim, cut or not.
+
+    ``sources [outputs, taps]`` are rows of the complete tensor. ``weights`` have the same shape;
+    without them the rows of one tap are copied.
+    """
+    partition, local = x._partition, unwrap(x)
+    sources = torch.as_tensor(sources)
+    count = sources.shape[0]
+    cut = partition.cuts[dim]
+    start, offset, resized = 0, 0, None
+    if cut is not None:
+        resized = cut.resized(count)
+        start, stop = resized.own
+        spans = []
+        for a, b in resized.spans():
+            part = sources[a:b]
+            spans.append((int(part.min()), int(part.max()) + 1) if a < b else (0, 0))
+        local = fetch_rows(local, dim, cut, single(spans), label=op)
+        offset = spans[cut.axis.rank][0]
+        sources = sources[start:stop]
+    sources = (sources - offset).to(local.device)
+    if weights is None:
+        out = local.index_select(dim, sources[:, 0])
+    else:
+        weights = to_device(torch.as_tensor(weights, dtype=local.dtype), local.device)
+        weights = weights[start : start + len(sources)]
+        view = [-1 if d == dim else 1 for d in range(local.dim())]
+        out = None
+        for tap in range(sources.shape[1]):
+            term = local.index_select(dim, sources[:, tap]) * weights[:, tap].view(view)
+            out = term if out is None else out + term
+    return wrap(out, partition.replaced(dim, count, resized))
+
+
+def _positions(
+    size: int, count: int, scale: float | None, mode: str, align: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rows and weights of all outputs of one dim, as torch computes them."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if mode in ("nearest", "nearest-exact"):
+        ramp = torch.arange(size, dtype=wide).view(1, 1, -1)
+        if scale is None:
+            picked = F.interpolate(ramp, size=count, mode=mode)
+        else:
+            picked = F.interpolate(ramp, scale_factor=scale, mode=mode)
+        return picked.view(-1, 1).long(), None
+    outputs = torch.arange(count, dtype=wide)
+    if align:
+        source = outputs * ((size - 1) / (count - 1) if count > 1 else 0.0)
+    else:
+        ratio = size / count if scale is None else 1.0 / scale
+        source = (outputs + 0.5) * ratio - 0.5
+    source = source.clamp_min(0.0)
+    first = source.floor().clamp_max(size - 1)
+    part = source - first
+    taps = torch.stack([first, (first + 1).clamp_max(size - 1)], 1).long()
+    return taps, torch.stack([1 - part, part], 1)
+
+
+@rule("interpolate", "upsample", "upsample_nearest", "upsample_bilinear")
+def _interpolate(
+    func: Any,
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    if antialias:
+        return refuse("interpolate with antialias=True")
+    ndim = input.dim() - 2
+    if (size is None) == (scale_factor is None):
+        checks.fail("interpolate", "one of size and scale_factor", "given", "both or none")
+    numbers = per_dim(scale_factor if size is None else size, ndim)
+    shape, scales = input.shape[2:], [None] * ndim
+    if size is None:
+        scales = scales if recompute_scale_factor else numbers
+        numbers = [math.floor(n * factor) for n, factor in zip(shape, numbers, strict=True)]
+    if mode == "area":
+        pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+        return pool[ndim - 1](input, numbers)
+    if mode not in (*LINEAR, "nearest", "nearest-exact"):
+        return refuse(f"interpolate with mode {mode!r}")
+    x = input
+    for index, (count, scale) in enumerate(zip(numbers, scales, strict=True)):
+        if count < 1:
+            checks.fail("interpolate", "the output size", "at least 1", count)
+        if count == shape[index] and scale in (None, 1.0):
+            continue
+        taps, weights = _positions(
+            shape[index], count, scale, mode, bool(align_corners), input.dtype
+        )
+        x = _weighted("interpolate", x, 2 + index, taps, weights)
+    return x

@@ -15,6 +15,7 @@ pass through torch functions: custom functions, hooks of FSDP2, recomputation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,12 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedops._core import checks, dtypes
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.spatial.partition import Axis, Partition
 from fusedops.parallel.spatial.refusals import refuse
 
 Rule = Callable[..., Any]
-# By the name of a torch function, without the underscores of special methods.
+# By the name of a torch function, without the underscores of special methods; "" is for all others.
 RULES: dict[str, Rule] = {}
 
 # Of special methods, where the name between the underscores is not the function's.
@@ -43,7 +43,7 @@ _METADATA = {
 }
 _METADATA_CALLS = {
     *("size", "dim", "numel", "nelement", "ndimension", "hash", "element_size", "get_device"),
-    *("stride", "_is_view", "storage_offset", "dim_order", "retain_grad"),
+    *("stride", "_is_view", "storage_offset", "dim_order", "retain_grad", "requires_grad_", "len"),
 }
 
 
@@ -114,10 +114,7 @@ class SpatialTensor(torch.Tensor):
         if name in _METADATA_CALLS or name.startswith("is_"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        fallback = RULES[""](func, name, args, kwargs)
-        if fallback is not NotImplemented:
-            return fallback
-        refuse(name)
+        return RULES[""](func, name, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -198,7 +195,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *ReplicatedGradientSum(grads, ctx.axes).wait()
+        return None, *gradient_sum(grads, ctx.axes)()
 
 
 def replicated_all(tensors: Sequence[Any], axes: Sequence[Axis]) -> list[Any]:
@@ -209,8 +206,8 @@ def replicated_all(tensors: Sequence[Any], axes: Sequence[Axis]) -> list[Any]:
     required = [isinstance(x, Tensor) and x.requires_grad for x in tensors]
     if not (axes and any(required) and torch.is_grad_enabled()):
         return list(tensors)
-    pairs = list(zip(tensors, required, strict=True))
-    results = iter(_Replicated.apply(tuple(axes), *(x for x, is_required in pairs if is_required)))
+    results = iter(_Replicated.apply(tuple(axes), *itertools.compress(tensors, required)))
+    pairs = zip(tensors, required, strict=True)
     return [next(results) if is_required else x for x, is_required in pairs]
 
 
@@ -242,38 +239,34 @@ def all_reduced(x: Tensor, axes: Sequence[Axis], *, op: str = "sum", label: str 
     return x
 
 
-class ReplicatedGradientSum:
-    """Sums over axes of gradients of replicated tensors, in one communication that starts here.
+def gradient_sum(
+    gradients: Sequence[Tensor | None], axes: Sequence[Axis]
+) -> Callable[[], list[Tensor | None]]:
+    """Start to add gradients of replicated tensors over axes, in one communication.
 
     Gradients in half precision are added in float32 and rounded once.
+
+    Returns:
+        A function that waits for the sums, in the order and with the dtypes of the gradients.
     """
+    present = [grad for grad in gradients if grad is not None]
+    if not axes or not present:
+        return lambda: list(gradients)
+    wide = dtypes.statistics_dtype(present[0].dtype)
+    total = torch.cat([grad.reshape(-1).to(wide) for grad in present])
+    first = collectives.all_reduce(total, axes[0].group, label="replicated grad")
 
-    def __init__(self, gradients: Sequence[Tensor | None], axes: Sequence[Axis]) -> None:
-        self._gradients, self._axes = gradients, list(axes)
-        self._pending: Pending | None = None
-        flat = [grad.reshape(-1) for grad in gradients if grad is not None]
-        if axes and flat:
-            wide = dtypes.statistics_dtype(flat[0].dtype)
-            self._start(torch.cat([part.to(wide) for part in flat]))
-
-    def _start(self, flat: Tensor) -> None:
-        group = self._axes.pop(0).group
-        self._pending = collectives.all_reduce(flat, group, label="replicated grad")
-
-    def wait(self) -> list[Tensor | None]:
-        """Return the sums, in the order and with the dtypes of the gradients."""
-        if self._pending is None:
-            return list(self._gradients)
-        flat = self._pending.wait()
-        while self._axes:
-            self._start(flat)
-            flat = self._pending.wait()
-        sizes = [grad.numel() for grad in self._gradients if grad is not None]
-        parts = iter(flat.split(sizes))
+    def wait() -> list[Tensor | None]:
+        flat = first.wait()
+        for axis in axes[1:]:
+            flat = collectives.all_reduce(flat, axis.group, label="replicated grad").wait()
+        parts = iter(flat.split([grad.numel() for grad in present]))
         return [
             None if grad is None else next(parts).view(grad.shape).to(grad.dtype)
-            for grad in self._gradients
+            for grad in gradients
         ]
+
+    return wait
 
 
 def _attribute(func: Any, x: Any) -> Any:

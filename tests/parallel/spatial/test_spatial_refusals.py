@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from spatial_cases import mesh_of
+from spatial_cases import mesh_of, on_threads
 from torch.nn import functional as F
 
 from fusedops import UnsupportedError
@@ -17,13 +18,19 @@ from fusedops.parallel.spatial.refusals import REFUSED
 from fusedops.testing import threads
 
 Call = Callable[[Any], Any]
-POOLS = {
-    n: {
-        name: getattr(F, f"{name}{n}d")
-        for name in ("lp_pool", "max_pool", "max_unpool", "adaptive_max_pool")
-    }
-    for n in (1, 2, 3)
-}
+# Functions of pooling in 1 to 3 dims: the option of the key, and the arguments behind the input.
+POOLS: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("lp_pool", "", (2, 2)),
+    ("max_pool", "_with_indices", (1, 1, 0, 1, False, True)),
+    ("max_unpool", "", (torch.zeros(2, 4, 8, dtype=torch.int64), 2)),
+    ("adaptive_max_pool", "_with_indices", (1, True)),
+    ("adaptive_max_pool", " to more than one value", (2,)),
+]
+
+
+def _pool(x: Any, name: str, ndim: int, arguments: tuple[Any, ...]) -> Any:
+    shaped = {1: lambda: x.select(3, 0), 2: lambda: x, 3: lambda: x.unsqueeze(-1)}[ndim]()
+    return getattr(F, f"{name}{ndim}d")(shaped, *arguments)
 
 
 def _set(x: Any) -> None:
@@ -93,34 +100,11 @@ CALLS: dict[str, Call] = {
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
     "grad": lambda x: torch.autograd.grad(x.sum(), x),
 }
-
-
-def _pooling(ndim: int) -> dict[str, Call]:
-    """Return the calls of one number of dims."""
-    functions = POOLS[ndim]
-
-    def shaped(x: Any) -> Any:
-        return {1: x.select(3, 0), 2: x, 3: x.unsqueeze(-1)}[ndim]
-
-    return {
-        f"lp_pool{ndim}d": lambda x: functions["lp_pool"](shaped(x), 2, 2),
-        f"max_pool{ndim}d_with_indices": lambda x: functions["max_pool"](
-            shaped(x), 1, return_indices=True
-        ),
-        f"max_unpool{ndim}d": lambda x: functions["max_unpool"](
-            shaped(x), torch.zeros(shaped(x).shape, dtype=torch.int64), 2
-        ),
-        f"adaptive_max_pool{ndim}d_with_indices": lambda x: functions["adaptive_max_pool"](
-            shaped(x), 1, return_indices=True
-        ),
-        f"adaptive_max_pool{ndim}d to more than one value": lambda x: functions[
-            "adaptive_max_pool"
-        ](shaped(x), 2),
-    }
-
-
-for _ndim in POOLS:
-    CALLS |= _pooling(_ndim)
+CALLS |= {
+    f"{name}{ndim}d{option}": partial(_pool, name=name, ndim=ndim, arguments=arguments)
+    for name, option, arguments in POOLS
+    for ndim in (1, 2, 3)
+}
 
 
 def _refused(rank: int, name: str) -> None:
@@ -141,11 +125,8 @@ def test_refused_by_name_with_what_to_do_instead(name: str) -> None:
     threads.run(_refused, 2, name)
 
 
-def _unknown(rank: int) -> None:
+@on_threads(2)
+def test_a_function_that_no_table_knows_is_refused_too(rank: int) -> None:
     x = spatial.scatter(torch.ones(2, 4, 8, 6), mesh_of((1, 2)), {2: "y"})
     with pytest.raises(UnsupportedError, match=r"cummax has no rule .* spatial.gather\(tensor\)"):
         x.cummax(2)
-
-
-def test_a_function_that_no_table_knows_is_refused_too() -> None:
-    threads.run(_unknown, 2)
