@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fusedops.parallel.spatial.halo import fetch_rows
 from fusedops.parallel.spatial.partition import Axis, Cut, Partition, single, uncut
-from fusedops.parallel.spatial.tensor import SpatialTensor, replicated, unsupported, unwrap, wrap
+from fusedops.parallel.spatial.refusals import refuse
+from fusedops.parallel.spatial.tensor import SpatialTensor, replicated, unwrap, wrap
 
 
 def partition_of(x: Tensor) -> Partition:
@@ -81,10 +82,8 @@ def _fit_dim(
     if has is None:
         return slice_dim(local, dim, target)
     if has.axis != target.axis:
-        unsupported(
-            f"the operands of {op} are cut by the axes {has.axis.name!r} and {target.axis.name!r} "
-            "in one dim; spatial.gather one of them, or scatter both with the same dims"
-        )
+        names = f"{has.axis.name!r} and {target.axis.name!r}"
+        refuse(f"{op} of operands that the axes {names} cut in one dim")
     return move_bounds(local, dim, has, target)
 
 
@@ -106,8 +105,9 @@ def fit(op: str, x: Any, target: Partition, axes: Sequence[Axis] | None = None) 
     return local
 
 
-def common(partitions: Sequence[Partition]) -> Partition:
+def common(operands: Iterable[Partition]) -> Partition:
     """Return the partition of the result of a function that broadcasts."""
+    partitions = list(operands)
     result = uncut(torch.broadcast_shapes(*[partition.shape for partition in partitions]))
     for dim in range(-len(result.shape), 0):
         candidates = [
@@ -117,11 +117,6 @@ def common(partitions: Sequence[Partition]) -> Partition:
         ]
         cut = next((cut for cut in candidates if cut is not None), None)
         if cut is not None and cut.axis in result.axes:
-            unsupported("one mesh axis cuts different dims of the operands; gather one of them")
+            refuse("a function of operands of which one mesh axis cuts different dims")
         result = result.replaced(dim, result.shape[dim], cut)
     return result
-
-
-def common_of(tensors: Iterable[Any]) -> Partition:
-    """Return ``common`` of these tensors."""
-    return common([partition_of(x) for x in tensors])

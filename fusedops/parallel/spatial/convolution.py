@@ -5,12 +5,11 @@ the positions of its outputs, ``[o0 * stride - padding, (o1 - 1) * stride - padd
 (kernel - 1)]``, for any stride, dilation and padding. A transposed convolution needs the inputs
 that reach its outputs.
 
-Where symmetric padding gives every rank its outputs, a rank convolves its own part with zeros in
-place of the halo while the halo travels, and computes the outputs at the edges again when it is
-there. The part is never copied: it is saved with the received rows. In the backward, the gradients
-of the received rows are computed first, and travel while those of the own part are computed.
-Otherwise (input that was padded before, parts without rows, transposed convolutions) torch
-convolves a copy of the part with its halo.
+Where symmetric padding gives a rank its outputs, it convolves its own part with zeros in place of
+the halo while the halo travels, and computes the outputs at the edges again when it is there. The
+part is never copied. In the backward, the gradients of the received rows are computed first, and
+travel while those of the own part are computed. Otherwise (even kernels, parts without rows,
+transposed convolutions) the part is copied with its halo. Saved are the part and the received rows.
 """
 
 from __future__ import annotations
@@ -30,23 +29,16 @@ from fusedops.parallel.spatial.halo import (
     Box,
     Halo,
     Window,
-    extend,
     narrowed,
+    own_box,
     read,
     received_boxes,
     return_gradients,
     span_window,
 )
-from fusedops.parallel.spatial.partition import Interval, Partition, overlap
-from fusedops.parallel.spatial.tensor import (
-    SpatialTensor,
-    gradient_sum,
-    replicated_all,
-    rule,
-    unsupported,
-    unwrap,
-    wrap,
-)
+from fusedops.parallel.spatial.partition import Axis, Interval, Partition, overlap
+from fusedops.parallel.spatial.refusals import refuse
+from fusedops.parallel.spatial.tensor import SpatialTensor, gradient_sum, rule, unwrap, wrap
 
 _aten: Any = torch.ops.aten
 
@@ -106,8 +98,8 @@ class ConvPlan:
     spans: Box  # its outputs along them
     dims: Sequence[ConvDim]  # of all spatial dims
     groups: int
-    result: Partition
-    padding: list[int] | None  # as ``_own_padding`` returns it
+    shape: tuple[int, ...]  # of its part of the result
+    axes: tuple[Axis, ...]  # over which weight and bias are replicated
 
     def arguments(self, padding: Sequence[int] | None = None) -> tuple[Any, ...]:
         """Return the arguments of ``aten::convolution`` behind the bias."""
@@ -123,25 +115,60 @@ class ConvPlan:
         sizes = {window.dim: window.cut.size for window in self.windows}
         return {dim: self.dims[dim - 2].inputs(outputs[dim], sizes[dim]) for dim in sizes}
 
+    @property
+    def span(self) -> Box:
+        """The box of the part with its halo and its zeros."""
+        return {window.dim: window.pieces[0] for window in self.windows}
 
-class _OverlappedConvolution(torch.autograd.Function):
-    """A convolution of this rank's part ``[B, C, ...]`` by a plan with ``padding``.
+    def own_padding(self) -> list[int] | None:
+        """Return the padding by which the own part alone gives this rank's outputs, if any does."""
+        if self.dims[0].transposed or 0 in self.shape:
+            return None
+        padding = [dim.padding for dim in self.dims]
+        for window in self.windows:
+            dim, (start, stop) = self.dims[window.dim - 2], window.cut.own
+            before = start - window.pieces[0][0]
+            outputs = (stop - start + 2 * before - dim.reach - 1) // dim.stride + 1
+            if before < 0 or start >= stop or outputs != self.shape[window.dim]:
+                return None
+            padding[window.dim - 2] = before
+        return padding
+
+    def crop(self) -> list[int]:
+        """Return the ``F.pad`` amounts from a transposed convolution to this rank's outputs."""
+        amounts = [0] * (2 * len(self.dims))
+        for window in self.windows:
+            dim, (first, last) = self.dims[window.dim - 2], window.inside
+            low = first * dim.stride - dim.padding
+            high = (last - 1) * dim.stride - dim.padding + dim.reach + 1
+            start, stop = self.spans[window.dim]
+            place = 2 * (len(self.shape) - 1 - window.dim)
+            amounts[place : place + 2] = [low - start, stop - high]
+        return amounts
+
+
+class _CutConvolution(torch.autograd.Function):
+    """A convolution of this rank's part ``[B, C, ...]`` by a ``ConvPlan``.
 
     The sum of the gradients of weight and bias travels together with the gradients of the halo.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
-        halo = Halo(x, plan.windows)
-        with collectives.computing("conv interior"):
-            out: Tensor = _aten.convolution(x, weight, bias, *plan.arguments(plan.padding))
-        for level, box in _edges(plan):
-            halo.advance(level + 1)
-            with collectives.computing("conv edge"):
-                inputs = read(halo.blocks, plan.inputs(box))
-                part = _aten.convolution(inputs, weight, bias, *plan.arguments())
-            narrowed(out, box, plan.spans).copy_(part)
-        halo.advance(len(plan.windows))
+        halo, padding = Halo(x, plan.windows), plan.own_padding()
+        if padding is None:
+            halo.advance(len(plan.windows))
+            out = _convolution_of_copy(read(halo.blocks, plan.span), weight, bias, plan)
+        else:
+            with collectives.computing("conv interior"):
+                out = _aten.convolution(x, weight, bias, *plan.arguments(padding))
+            for level, box in _edges(plan):
+                halo.advance(level + 1)
+                with collectives.computing("conv edge"):
+                    inputs = read(halo.blocks, plan.inputs(box))
+                    part = _aten.convolution(inputs, weight, bias, *plan.arguments())
+                narrowed(out, box, plan.spans).copy_(part)
+            halo.advance(len(plan.windows))
         ctx.plan = plan
         ctx.save_for_backward(x, weight, *(rows for _, rows in halo.blocks[1:]))
         return out
@@ -152,34 +179,63 @@ class _OverlappedConvolution(torch.autograd.Function):
         x, weight, *received = ctx.saved_tensors
         plan: ConvPlan = ctx.plan
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        mask = [needs_x, needs_weight, False]
-        parts, weights = [], []
-        for box, rows in zip(received_boxes(plan.windows), received, strict=True):
+        own, boxes = own_box(plan.windows), received_boxes(plan.windows)
+        grad_bias = grad.sum((0, *range(2, grad.dim()))) if needs_bias else None
+        padding, arguments = plan.own_padding(), plan.arguments()
+        parts, weights, mask = [], [], (needs_x, needs_weight)
+        if padding is None:
+            copy = read([(own, x), *zip(boxes, received, strict=True)], plan.span)
+            if plan.dims[0].transposed and grad.numel() and copy.numel():
+                grad = F.pad(grad, [-amount for amount in plan.crop()])
+            if needs_x:
+                grad_copy, _ = _gradients(grad, copy, weight, arguments, True, False)
+                grad_x, *parts = (read([(plan.span, grad_copy)], box) for box in (own, *boxes))
+        for box, rows in zip(boxes, received, strict=True) if padding is not None else ():
             outputs = {
                 dim: plan.dims[dim - 2].touched(box[dim], span) for dim, span in plan.spans.items()
             }
             if any(start >= stop for start, stop in outputs.values()):
-                parts.append((box, torch.zeros_like(rows)))
+                parts.append(torch.zeros_like(rows))
                 continue
             inputs = plan.inputs(outputs)
-            grad_rows, grad_weight, _ = _aten.convolution_backward(
-                narrowed(grad, outputs, plan.spans).contiguous(),
-                *(read([(box, rows)], inputs), weight, None, *plan.arguments(), mask),
-            )
-            parts.append((box, read([(inputs, grad_rows)], box) if needs_x else rows))
+            grad_out = narrowed(grad, outputs, plan.spans).contiguous()
+            values = read([(box, rows)], inputs)
+            grad_rows, grad_weight = _gradients(grad_out, values, weight, arguments, *mask)
+            parts.append(read([(inputs, grad_rows)], box) if needs_x else rows)
             weights.append(grad_weight)
-        finish = return_gradients(parts, plan.windows, x) if needs_x else None
+        if needs_x:
+            finish = return_gradients(list(zip(boxes, parts, strict=True)), plan.windows, x)
         with collectives.computing("conv weight"):
-            grad_x, grad_weight, _ = _aten.convolution_backward(
-                grad, x, weight, None, *plan.arguments(plan.padding), mask
-            )
+            if padding is None:
+                _, grad_weight = _gradients(grad, copy, weight, arguments, False, needs_weight)
+            else:
+                grad_x, grad_weight = _gradients(grad, x, weight, plan.arguments(padding), *mask)
         for other in weights if needs_weight else ():
             grad_weight.add_(other)
-        grad_bias = grad.sum((0, *range(2, grad.dim()))) if needs_bias else None
-        total = gradient_sum([grad_weight, grad_bias], plan.result.axes)
-        if finish is not None:
-            grad_x = finish(grad_x)
-        return grad_x, *total(), None
+        total = gradient_sum([grad_weight, grad_bias], plan.axes)
+        return finish(grad_x) if needs_x else None, *total(), None
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, arguments: Any, needs_x: bool, needs_weight: bool
+) -> Any:
+    if grad.numel() == 0 or x.numel() == 0 or not (needs_x or needs_weight):
+        zeros = zip((x, weight), (needs_x, needs_weight), strict=True)
+        return [torch.zeros_like(value) if is_needed else None for value, is_needed in zeros]
+    mask = [needs_x, needs_weight, False]
+    return _aten.convolution_backward(grad, x, weight, None, *arguments, mask)[:2]
+
+
+def _convolution_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
+    """Return this rank's outputs from its part with the halo."""
+    is_empty = 0 in plan.shape or x.numel() == 0  # no input reaches an output
+    if not (plan.dims[0].transposed or is_empty):
+        return _aten.convolution(x, weight, bias, *plan.arguments())
+    out, crop = x.new_zeros(plan.shape), plan.crop()
+    if not is_empty:
+        out = _aten.convolution(x, weight, None, *plan.arguments())
+        out = F.pad(out, crop) if any(crop) else out
+    return out if bias is None else out + bias.view(-1, *[1] * len(plan.dims))
 
 
 def _edges(plan: ConvPlan) -> list[tuple[int, Box]]:
@@ -202,54 +258,6 @@ def _edges(plan: ConvPlan) -> list[tuple[int, Box]]:
             if all(a < b for a, b in box.values()):
                 edges.append((level, box))
     return edges
-
-
-def _own_padding(
-    dims: Sequence[ConvDim], windows: Sequence[Window], result: Partition
-) -> list[int] | None:
-    """Return the padding by which the own part alone has the shape of this rank's result.
-
-    ``None`` unless all ranks have such a padding: they call the same collectives in one order.
-    """
-    spans = [span for cut in result.cuts if cut is not None for span in cut.spans()]
-    if dims[0].transposed or 0 in result.shape or any(start >= stop for start, stop in spans):
-        return None
-    padding = [dim.padding for dim in dims]
-    for window in windows:
-        dim, cut, target = dims[window.dim - 2], window.cut, result.cuts[window.dim]
-        assert target is not None
-        for rank, (start, stop) in enumerate(cut.spans()):
-            outputs = target.span(rank)
-            before = start - dim.inputs(outputs, cut.size)[0]
-            count = (stop - start + 2 * before - dim.reach - 1) // dim.stride + 1
-            if before < 0 or start >= stop or count != outputs[1] - outputs[0]:
-                return None
-            if rank == cut.axis.rank:
-                padding[window.dim - 2] = before
-    return padding
-
-
-def _convolution_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
-    """Return this rank's outputs from a copy of its part with the halo."""
-    x = extend(x, plan.windows)
-    weight, bias = replicated_all([weight, bias], plan.result.axes)
-    shape = plan.result.local_shape
-    if 0 in shape or x.numel() == 0:  # no input reaches an output
-        out = x.new_zeros(shape) + (x.sum() + weight[:0].sum())
-    elif not plan.dims[0].transposed:
-        return _aten.convolution(x, weight, bias, *plan.arguments())
-    else:
-        out = _aten.convolution(x, weight, None, *plan.arguments())
-        crop = [0] * (2 * len(plan.dims))
-        for window in plan.windows:
-            dim, (first, last) = plan.dims[window.dim - 2], window.inside
-            low = first * dim.stride - dim.padding
-            high = (last - 1) * dim.stride - dim.padding + dim.reach + 1
-            start, stop = plan.spans[window.dim]
-            place = 2 * (x.dim() - 1 - window.dim)
-            crop[place : place + 2] = [low - start, stop - high]
-        out = F.pad(out, crop) if any(crop) else out
-    return out if bias is None else out + bias.view(-1, *[1] * len(plan.dims))
 
 
 def output_windows(
@@ -281,12 +289,12 @@ def per_dim(value: Any, ndim: int) -> list[Any]:
 
 def _convolution(op: str, x: Any, weight: Any, bias: Any, dims: list[ConvDim], groups: int) -> Any:
     if not isinstance(x, SpatialTensor):
-        unsupported(f"{op}: its weight is cut and its input is not; spatial.scatter the input")
+        return refuse(f"{op} with a weight that is cut and an input that is not")
     if x.dim() == len(dims) + 1:
         return _convolution(op, x.unsqueeze(0), weight, bias, dims, groups).squeeze(0)
     partition: Partition = x._partition
     if partition.is_cut(1):
-        unsupported(f"{op} reads all channels, and dim 1 is cut; scatter spatial dims")
+        return refuse(f"{op} with channels that are cut")
     local = unwrap(x)
     lower = dtypes.autocast_dtype(local.device)
     if lower is not None and local.dtype != torch.float64:
@@ -299,12 +307,10 @@ def _convolution(op: str, x: Any, weight: Any, bias: Any, dims: list[ConvDim], g
             checks.fail(op, f"dim {index}", needed, f"{partition.shape[index]} rows")
     channels = weight.shape[1] * groups if dims[0].transposed else weight.shape[0]
     windows, spans, result = output_windows(partition.replaced(1, channels), dims, extents)
-    padding = _own_padding(dims, windows, result)
     cut_spans = {window.dim: spans[window.dim - 2] for window in windows}
-    plan = ConvPlan(windows, cut_spans, dims, groups, result, padding)
-    compute = _convolution_of_copy if padding is None else _OverlappedConvolution.apply
+    plan = ConvPlan(windows, cut_spans, dims, groups, result.local_shape, partition.axes)
     with nullcontext() if lower is None else torch.autocast(local.device.type, enabled=False):
-        return wrap(compute(local, weight, bias, plan), result)
+        return wrap(_CutConvolution.apply(local, weight, bias, plan), result)
 
 
 @rule("conv1d", "conv2d", "conv3d")
@@ -348,7 +354,7 @@ def _conv_transpose(
     op, ndim = func.__name__, int(func.__name__[-2])
     arguments = (stride, padding, dilation, output_padding)
     columns = zip(weight.shape[2:], *(per_dim(a, ndim) for a in arguments), strict=True)
-    dims = [ConvDim(*column, True) for column in columns]
+    dims = [ConvDim(k, s, p, d, extra, True) for k, s, p, d, extra in columns]
     if any(dim.extra >= max(dim.stride, dim.dilation) for dim in dims):
         checks.fail(op, "output_padding", "smaller than stride or dilation", output_padding)
     return _convolution(op, input, weight, bias, dims, groups)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.parallel.spatial.align import common_of, fit
+from fusedops.parallel.spatial.align import common, fit, partition_of
 from fusedops.parallel.spatial.partition import Partition
 from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
@@ -55,7 +55,7 @@ def _pointwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if target is not None and not isinstance(target, SpatialTensor):
         refuse(f"{name} into a tensor that is not cut")
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    partition = common_of(tensors) if target is None else target._partition
+    partition = common(map(partition_of, tensors)) if target is None else target._partition
     local_args = [fit(name, x, partition) for x in args]
     local_kwargs = {key: fit(name, x, partition) for key, x in kwargs.items()}
     result = func(*local_args, **local_kwargs)

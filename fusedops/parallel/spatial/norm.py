@@ -89,10 +89,10 @@ class _Normalization(torch.autograd.Function):
         if not x.numel():
             return torch.empty_like(local)
         sizes = *mean.shape[:2], x.shape[1] // mean.numel()
-        values = (
+        channel_mean, channel_var, scale, shift = (
             None if t is None else t.expand(sizes).reshape(-1) for t in (mean, var, weight, bias)
         )
-        out = F.batch_norm(x, *values, eps=eps)
+        out = F.batch_norm(x, channel_mean, channel_var, scale, shift, eps=eps)
         if over_batch:
             return out
         out = _aten._unsafe_view(out, local.shape)

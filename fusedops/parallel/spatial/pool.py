@@ -22,8 +22,6 @@ from fusedops.parallel.spatial.partition import single
 from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import SpatialTensor, function_name, rule, unwrap, wrap
 
-LINEAR = ("linear", "bilinear", "trilinear")
-
 
 class _Pooling:
     """The windows of a pooling over the last dims of a tensor."""
@@ -273,7 +271,7 @@ def _interpolate(
     if mode == "area":
         pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
         return pool[ndim - 1](input, numbers)
-    if mode not in (*LINEAR, "nearest", "nearest-exact"):
+    if mode not in ("linear", "bilinear", "trilinear", "nearest", "nearest-exact"):
         return refuse(f"interpolate with mode {mode!r}")
     x = input
     for index, (count, scale) in enumerate(zip(numbers, scales, strict=True)):

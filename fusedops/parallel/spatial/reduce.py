@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fusedops._core import dtypes
-from fusedops.parallel.spatial.align import common, common_of, fit, partition_of
+from fusedops.parallel.spatial.align import common, fit, partition_of
 from fusedops.parallel.spatial.partition import Axis, Cut, Partition
 from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
@@ -183,7 +183,7 @@ def _loss(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             refuse(f"{function_name(func)} with {old}")
     if args or reduction not in ("mean", "sum", "none", "batchmean"):
         return refuse(f"{function_name(func)} with positional options")
-    partition = common_of([input, target])
+    partition = common(map(partition_of, (input, target)))
     parts = [fit("a loss", x, partition) for x in (input, target)]
     kwargs = {name: fit("a loss", x, partition) for name, x in kwargs.items()}
     losses = wrap(func(*parts, reduction="none", **kwargs), partition)

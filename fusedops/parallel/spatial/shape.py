@@ -275,7 +275,8 @@ def _getitem(func: Any, input: Any, index: Any) -> Any:
         items.append(Ellipsis)
     at = items.index(Ellipsis)
     items[at : at + 1] = [slice(None)] * (input.dim() - consumed)
-    x, dim = input, 0
+    x: Any = input
+    dim = 0
     for item in items:
         if item is None:
             x = x.unsqueeze(dim)

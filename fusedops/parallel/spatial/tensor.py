@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedops._core import checks, dtypes
+from fusedops._core import dtypes
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.spatial.partition import Axis, Partition
 from fusedops.parallel.spatial.refusals import refuse
@@ -320,8 +320,3 @@ def _engine_call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _part(x: Any) -> Any:
     return x._local if isinstance(x, SpatialTensor) else x
-
-
-def unsupported(message: str) -> Any:
-    """Raise an UnsupportedError of this package."""
-    raise checks.UnsupportedError(f"spatial: {message}")
