@@ -228,12 +228,12 @@ def _gradients(
 
 def _convolution_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
     """Return this rank's outputs from its part with the halo."""
-    is_empty = 0 in plan.shape or x.numel() == 0  # no input reaches an output
-    if not (plan.dims[0].transposed or is_empty):
+    if 0 in plan.shape or x.numel() == 0:  # no input reaches an output
+        out = x.new_zeros(plan.shape)
+    elif not plan.dims[0].transposed:
         return _aten.convolution(x, weight, bias, *plan.arguments())
-    out, crop = x.new_zeros(plan.shape), plan.crop()
-    if not is_empty:
-        out = _aten.convolution(x, weight, None, *plan.arguments())
+    else:
+        out, crop = _aten.convolution(x, weight, None, *plan.arguments()), plan.crop()
         out = F.pad(out, crop) if any(crop) else out
     return out if bias is None else out + bias.view(-1, *[1] * len(plan.dims))
 

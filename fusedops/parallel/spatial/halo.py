@@ -184,30 +184,35 @@ def return_gradients(
     return finish
 
 
-def extend(x: Tensor, windows: Sequence[Window], fill: float = 0.0, label: str = "halo") -> Tensor:
-    """Return this rank's part with what it needs around it; differentiable."""
+def extend(
+    x: Tensor, windows: Sequence[Window], fill: float = 0.0, label: str = "halo", copy: bool = True
+) -> Tensor:
+    """Return this rank's part with what it needs around it; differentiable.
+
+    Without ``copy`` the result may be a view, and its gradient is changed: nobody else has them.
+    """
     own = all(w.pieces == (w.cut.own,) for w in windows)
     if own and all(most_rows(w.cut.spans(), w.needs) == 0 for w in windows):
         return x
-    return _FetchRows.apply(x, tuple(windows), fill, label)
+    return _FetchRows.apply(x, tuple(windows), fill, label, copy)
 
 
 def fetch_rows(x: Tensor, dim: int, cut: Cut, needs: Needs, *, label: str = "rows") -> Tensor:
     """Return the rows that this rank needs, in ascending order; differentiable."""
     pieces = needs[cut.axis.rank] or ((cut.own[0], cut.own[0]),)
-    return _FetchRows.apply(x, (Window(dim, cut, needs, pieces),), 0.0, label)
+    return _FetchRows.apply(x, (Window(dim, cut, needs, pieces),), 0.0, label, True)
 
 
 class _FetchRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, windows: Any, fill: float, label: str) -> Tensor:
-        ctx.windows, ctx.label = windows, label
+    def forward(ctx: Any, x: Tensor, windows: Any, fill: float, label: str, copy: bool) -> Tensor:
+        ctx.windows, ctx.label, ctx.copy = windows, label, copy
         halo = Halo(x, windows, label)
         halo.advance(len(windows))
         parts = [read(halo.blocks, box, fill=fill) for box in _pieces(windows)]
         out = torch.cat(parts, windows[0].dim) if parts[1:] else parts[0]
         # A view could not be changed in place by the caller.
-        return out.clone() if out is x or out._is_view() else out
+        return out.clone() if copy and (out is x or out._is_view()) else out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -216,10 +221,12 @@ class _FetchRows(torch.autograd.Function):
         dim = windows[0].dim
         sizes = [box[dim][1] - box[dim][0] for box in boxes]
         blocks = list(zip(boxes, grad.split(sizes, dim), strict=True))
-        # Copies, because others may read ``grad``.
-        own = read(blocks, own_box(windows)).clone()
-        parts = [(box, read(blocks, box).clone()) for box in received_boxes(windows)]
-        return return_gradients(parts, windows, own, ctx.label)(own), None, None, None
+        boxes = [own_box(windows), *received_boxes(windows)]
+        own, *parts = (read(blocks, box) for box in boxes)
+        if ctx.copy:  # others may read ``grad``
+            own, *parts = (part.clone() for part in (own, *parts))
+        finish = return_gradients(list(zip(boxes[1:], parts, strict=True)), windows, own, ctx.label)
+        return finish(own), None, None, None, None
 
 
 def _pieces(windows: Sequence[Window]) -> list[Box]:

@@ -47,7 +47,7 @@ def _moments(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, Tensor]:
         var, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
     else:  # four times as fast as var_mean on a CPU; not implemented for tensors without data
         mean, var = _aten.batch_norm_update_stats(x, None, None, 0.0)
-    total = x.new_full((1,), float(count))
+    total = torch.full((1,), float(count), dtype=x.dtype, device=x.device)
     squares = var * count
     for axis in axes:
         sent = torch.cat([total, mean, squares])

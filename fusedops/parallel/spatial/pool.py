@@ -48,7 +48,7 @@ class _Pooling:
 
     def extended(self, local: Tensor, fill: float) -> Tensor:
         """Return what this rank pools, padded; differentiable."""
-        x = extend(local, self.windows, fill=fill, label="pool")
+        x = extend(local, self.windows, fill=fill, label="pool", copy=False)
         cut = {item.dim - self.lead for item in self.windows}
         pads: list[int] = []
         for index in reversed(range(len(self.dims))):
@@ -135,7 +135,7 @@ def _avg_pool(
     plan = _Pooling(name, input, kernel_size, stride, padding, 1, ceil_mode)
     extended = plan.extended(unwrap(input), 0.0)
     if 0 in plan.result.local_shape:
-        sums = extended.new_empty(plan.result.local_shape) + 0 * extended.sum()
+        sums = extended.new_empty(plan.result.local_shape) + extended[:0].sum()
     else:
         kernels, strides = zip(*((dim.kernel, dim.stride) for dim in plan.dims), strict=True)
         if len(kernels) == 1:  # torch has no sums of windows of one dim
