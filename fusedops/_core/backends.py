@@ -454,12 +454,8 @@ def _implementation(kernels: Kernels, backend: str, backward: bool) -> Callable[
     reference = kernels.backward if backward else kernels.forward
     if backend == "torch" and reference is not None:
         return _without_autocast(reference)
-    namespace = f"fusedops_{backend}"
     native = kernels.name + "_backward" * backward
-    kernel = getattr(getattr(torch.ops, namespace), native, None)
-    if kernel is None:
-        raise UnsupportedError(f"{namespace}::{native} has no kernel, or no line in schemas.cpp")
-    return kernel.default
+    return extension.private_operator(f"fusedops_{backend}", native)
 
 
 def _unsupported(

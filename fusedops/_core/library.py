@@ -1,4 +1,4 @@
-"""``define_op``: from a description to a torch op. The only file that knows ``torch.library``.
+"""``define_op``: from a description to a torch op, by means of ``torch.library``.
 
 One description gives two dispatcher ops, ``fusedops::X`` and ``fusedops::X_backward``:
 
@@ -369,6 +369,8 @@ def _check_names(op: str, schema: _Schema, gradient: Gradient) -> None:
 def _define(name: str, schema: str, fake: Callable[..., Any]) -> Any:
     _SCHEMAS.append(name + schema)
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if extension.cpu_library() is None and extension.has_operator("fusedops_cpp", name):
+        extension.declare("fusedops_cpp", name, schema)
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.fusedops, name).default
     if op._schema.is_mutable:
