@@ -306,7 +306,7 @@ endif
 gpu-native:
 	python3 setup.py build_ext --inplace
 
-# The first hour on a GPU, docs/gpu.md: calls of nine minutes each, test, figures and tune, or one of
+# The first hour on a GPU, docs/gpu.md: calls of nine minutes each, test and figures, or one of
 # them: make first-gpu CALL=figures RESULTS=folder. FLAGS: python -m first_gpu --help.
 CALL ?= all
 first-gpu:

@@ -105,7 +105,7 @@ def private_operator(namespace: str, name: str) -> Any:
         with _DECLARING:
             if not hasattr(operators, name):
                 schema = str(getattr(torch.ops.fusedops, name).default._schema)
-                declare(namespace, name, schema.removeprefix(f"fusedops::{name}"))
+                declare(namespace, name, schema[schema.index("(") :])
     return getattr(operators, name).default
 
 

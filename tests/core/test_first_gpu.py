@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import stand_in_cuda
 import torch
-from first_gpu import calls, figure_list, order, protocol, results, tune, worker
+from first_gpu import calls, figure_list, order, protocol, results, worker
 from first_gpu.supervise import Row, Supervisor, Task
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedops._core import tuning
 from fusedops.specs import all_specs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,13 +233,6 @@ def test_every_figure_is_of_an_op_at_a_size_that_it_can_be_made_in() -> None:
     assert list(figure_list.groups(["moe_mlp"])) == ["experts"]
 
 
-def test_ops_that_lost_are_tuned_first(tmp_path: Path) -> None:
-    assert calls._lost(tmp_path / "figures.csv") == {}
-    figure = {"op": "gelu", "of_mark": 0.5}
-    figure_list.write([figure, {**figure, "of_mark": 0.9}, {"op": "mlp"}], tmp_path)
-    assert calls._lost(tmp_path / "figures.csv") == {"gelu": 0.5}
-
-
 def test_nothing_is_measured_without_the_compiled_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,25 +241,11 @@ def test_nothing_is_measured_without_the_compiled_libraries(
     monkeypatch.setattr(calls.library, "describe", lambda: found)
     monkeypatch.setattr(calls.library, "build", lambda seconds, log: built.append(seconds))
     settings = calls.Settings(500, 1, 1, [], 1, 1, 1, {})
-    for call in ("figures", "tune"):
-        out = results.Results(call, tmp_path / "out", tmp_path / "work")
-        assert not calls.Call(call, settings, out).run()
-        assert "not built: libfusedops_cuda.so: it does not exist" in out.steps
-        assert "every figure would be wrong" in out.steps[-1]
-    assert len(built) == 2 and min(built) > 400, "each call builds what is missing first"
-
-
-def test_tables_of_single_ops_become_one() -> None:
-    def table(op: str, architecture: str = "sm_90") -> tuning.TuningTable:
-        entry = SimpleNamespace(op=op)
-        return tuning.TuningTable(architecture, {"torch": "2"}, (entry,))  # type: ignore[arg-type]
-
-    merged = tune.merge([table("gelu"), table("swiglu")])
-    assert [entry.op for entry in merged.entries] == ["gelu", "swiglu"]
-    with pytest.raises(ValueError, match="one architecture"):
-        tune.merge([table("gelu"), table("gelu", "sm_80")])
-    with pytest.raises(ValueError, match="none"):
-        tune.merge([])
+    out = results.Results("figures", tmp_path / "out", tmp_path / "work")
+    assert not calls.Call("figures", settings, out).run()
+    assert "not built: libfusedops_cuda.so: it does not exist" in out.steps
+    assert "every figure would be wrong" in out.steps[-1]
+    assert len(built) == 1 and min(built) > 400, "the call builds what is missing first"
 
 
 def test_the_op_of_a_test_is_that_of_its_parameters_and_bfloat16_comes_first() -> None:
@@ -304,8 +282,7 @@ IMPORTS = """
 import sys
 for name in {missing}:
     sys.modules[name] = None
-import first_gpu.__main__, first_gpu.figures, first_gpu.sanitized, first_gpu.tune, first_gpu.warm
-from fusedops.bench import tuner
+import first_gpu.__main__, first_gpu.figures, first_gpu.sanitized, first_gpu.warm
 from fusedops.terminal.progress import steps
 with steps(1) as progress:
     progress.advance()
@@ -325,7 +302,7 @@ def test_torch_triton_and_pytest_are_enough() -> None:
 def test_all_files_with_tests_for_a_gpu_are_found() -> None:
     found = calls.gpu_files()
     assert "tests/ops/test_all_ops.py" in found and "tests/parallel/test_gpu.py" in found
-    assert "tests/core/test_tuning.py" not in found
+    assert "tests/core/test_contract.py" not in found
 
 
 def test_a_fake_lies_in_memory_as_its_tensor_does() -> None:
@@ -521,8 +498,6 @@ def test_a_rehearsal_of_all_calls_tells_each_error_and_goes_on(
     assert "swiglu 16384x14336" in archived(tmp_path, "figures", "rows.csv")
     assert "geglu 16384x14336" in archived(tmp_path, "figures", "figures.csv")
     assert len(json.loads(archived(tmp_path, "figures", "figures.json"))) == 2
-    tuned = [row["outcome"] for row in results.read_rows(tmp_path / "work" / "tune")]
-    assert sorted(tuned) == ["passed", "passed", "skipped"]
     sizes = [path.stat().st_size for path in (tmp_path / "out").iterdir()]
     assert max(sizes) < results.LARGEST_ARCHIVE
 

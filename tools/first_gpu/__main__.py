@@ -1,6 +1,6 @@
 """``make first-gpu``: the calls, from the command line.
 
-    python -m first_gpu CALL RESULTS      CALL: test, figures, tune or all
+    python -m first_gpu CALL RESULTS      CALL: test, figures or all
 
 RESULTS gets a log and an archive per call and ``summary.md``. What a call has done is in its
 archive, whatever ends it.

@@ -1,14 +1,13 @@
-"""What the three calls do. Each builds the libraries if they are not there.
+"""What the two calls do. Each builds the libraries if they are not there.
 
 ``test``: compiles kernels on all processors, then every GPU test, one process per op and several at
 a time over the one GPU, then compute-sanitizer over one sample per kernel. ``figures``: the figures
-that decide whether the kernels are as fast as promised. ``tune``: a tuning table, the ops first
-that lost. What is measured without the libraries is wrong: those two calls refuse to.
+that decide whether the kernels are as fast as promised. What is measured without the libraries is
+wrong: this call refuses to.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -23,10 +22,9 @@ from typing import Any
 from first_gpu import figure_list, library, order, sanitized, stand_in, warm
 from first_gpu.results import Results
 from first_gpu.supervise import Row, Supervisor, Task
-from fusedops.specs import all_specs
 
 ROOT = library.ROOT
-CALLS = ("test", "figures", "tune")
+CALLS = ("test", "figures")
 # Seconds of a call that are kept for what comes last: writing, and in "test" the sanitizer.
 _TO_WRITE = 8.0
 _TO_SANITIZE = 80.0
@@ -41,8 +39,8 @@ class Settings:
         seconds: of the whole call.
         processes: that run at a time over the one GPU.
         compilers: processes that compile before.
-        ops: to be tested, measured and tuned; empty: all.
-        item_seconds: after which a test, a figure or an op that is tuned hangs.
+        ops: to be tested and measured; empty: all.
+        item_seconds: after which a test or a figure hangs.
         slice_seconds: after which the tests of an op make room for those of others.
         memory: bytes of memory of the host that one process may occupy.
         environment: added to that of all processes.
@@ -74,7 +72,7 @@ class Call:
         """Make the call; return whether all that it was to do was done, without a failure."""
         if not self._prepare():
             return False
-        {"test": self._test, "figures": self._figures, "tune": self._tune}[self.name]()
+        {"test": self._test, "figures": self._figures}[self.name]()
         rows = self.results
         rows.step(
             f"{rows.count('passed')} passed, {rows.count('failed')} failed, "
@@ -207,7 +205,7 @@ class Call:
             )
         return tasks
 
-    # The calls "figures" and "tune".
+    # The call "figures".
 
     def _figures(self) -> None:
         figures: list[Row] = []
@@ -243,39 +241,12 @@ class Call:
             f"{unreached} figures not reached"
         )
 
-    def _tune(self) -> None:
-        lost = _lost(self.results.work.parent / "figures" / "figures.csv")
-        known = [op for op in all_specs() if not self.settings.ops or op in self.settings.ops]
-        ops = sorted(known, key=lambda op: (lost.get(op, 1.0), order.rank(op)))
-        command = [sys.executable, "-m", "first_gpu.tune", "--tables", str(self.results.work)]
-        task = Task(
-            "tune",
-            command,
-            ops,
-            self.settings.environment,
-            item_seconds=2 * self.settings.item_seconds,
-            slice_seconds=float("inf"),
-        )
-        self._supervise("tune", [task], 1, self.left())
-
 
 def gpu_files() -> list[str]:
     """Return the files of tests that have some for a GPU; to import all takes several seconds."""
     paths = (ROOT / "tests").rglob("test_*.py")
     marked = [path for path in paths if "mark.gpu" in path.read_text(encoding="utf-8")]
     return sorted(str(path.relative_to(ROOT)) for path in marked)
-
-
-def _lost(path: Path) -> dict[str, float]:
-    """Return the least share of its mark that each op has reached in the figures, if there are."""
-    if not path.exists():
-        return {}
-    lost: dict[str, float] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["of_mark"]:
-                lost[row["op"]] = min(lost.get(row["op"], 1.0), float(row["of_mark"]))
-    return lost
 
 
 def _pytest(paths: Sequence[str]) -> list[str]:

@@ -157,7 +157,7 @@ def read_rows(work: Path) -> list[Row]:
 def summary(work: Path) -> str:
     """Return one page about all calls so far."""
     parts = ["# The first hour on a GPU", ""]
-    for call in ("test", "figures", "tune"):
+    for call in ("test", "figures"):
         folder = work / call
         if not (folder / "steps.json").exists():
             continue
