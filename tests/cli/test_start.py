@@ -30,7 +30,7 @@ BENCHES = ("run", "models", "memory", "arena", "communication", "device", "scali
 HELP = [
     "--help",
     *(f"{name} --help" for name in COMMANDS),
-    *(f"bench {name} --help" for name in (*BENCHES, "compare", "tune")),
+    *(f"bench {name} --help" for name in (*BENCHES, "compare")),
 ]
 MISTAKES = ["nope", "--nope", "plan", "plan --nope", "plan --devices x", "train", "profile"]
 MISTAKES += ["report", "train a.toml --processes 0", "bench models --layers 0", "demo --nope"]
