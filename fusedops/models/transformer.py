@@ -14,7 +14,6 @@ of the vocabulary.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,8 +59,6 @@ class Attention(nn.Module):
         num_kv_heads: key and value heads on this process.
         first_head: index of its first head.
     """
-
-    _core: Callable[..., torch.Tensor] | None = None  # deprecated, see ``core``
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
@@ -141,22 +138,7 @@ class Attention(nn.Module):
     def _attention_function(self, context: ForwardContext) -> Callable[..., torch.Tensor]:
         if context.kv_cache is not None:
             return partial(context.kv_cache.attend, self.index)
-        return context.attend or self._core or context.partition.attend
-
-    @property
-    def core(self) -> Callable[..., torch.Tensor] | None:
-        """The former way to replace attention; give ``attend`` to the forward instead."""
-        return self._core
-
-    @core.setter
-    def core(self, attend: Callable[..., torch.Tensor]) -> None:
-        warnings.warn(
-            "Attention.core is now an argument, model(tokens, attend=...); the former attribute "
-            "goes with the next release",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        self.__dict__["_core"] = attend
+        return context.attend or context.partition.attend
 
 
 class Layer(nn.Module):

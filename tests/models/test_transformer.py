@@ -361,19 +361,3 @@ def test_a_context_decides_what_a_forward_computes() -> None:
     torch.testing.assert_close(model(tokens, logits_to_keep=some), logits[:, some])
     with pytest.raises(TypeError, match="positions must not be given with context"):
         model(tokens, context=model.make_context(tokens), positions=torch.arange(9))
-
-
-def test_the_former_attribute_of_attention_still_works() -> None:
-    torch.manual_seed(0)
-    model = Transformer(TINY["tiny-llama"]).eval()
-    tokens = _tokens(model.config, 1, 5)
-    calls = []
-
-    def core(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        calls.append(len(tensors))
-        return attend(*tensors, **options)
-
-    expected = model(tokens)
-    with pytest.warns(DeprecationWarning, match=r"Attention.core is now an argument"):
-        model.layers["0"].attention.core = core
-    assert torch.equal(model(tokens), expected) and calls == [3]

@@ -6,7 +6,6 @@ reduces losses and norms over the processes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -66,29 +65,6 @@ class TrainEngine:
     mesh: Mesh | None = None
     data: GradientSync | None = None
     pipeline: PipelineEngine | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, which ``parallelize`` returned before (deprecated)."""
-        if name.startswith("__") or name == "model":
-            raise AttributeError(name)
-        value = getattr(self.model, name)
-        warnings.warn(
-            f"parallelize returns a TrainEngine: {name} is an attribute of its model, "
-            f"engine.model.{name}; the former use goes with the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return value
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Call the model, which ``parallelize`` returned before (deprecated)."""
-        warnings.warn(
-            "parallelize returns a TrainEngine: call engine.model(...); the former use goes with "
-            "the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.model(*args, **inputs)
 
     @property
     def data_rank(self) -> int:
@@ -365,28 +341,6 @@ class TrainEngine:
         if self.mesh is None:
             return values
         return collectives.all_reduce(values, self.mesh.group(name), label="loss").wait()
-
-
-def parallelized(model: nn.Module | TrainEngine) -> TrainEngine:
-    """Return the engine of a model; the former way to what ``parallelize`` returns now.
-
-    Args:
-        model: what ``parallelize`` returned, or a model that one process trains alone.
-
-    Raises:
-        TypeError: ``model`` is no engine, and there are several processes.
-    """
-    warnings.warn(
-        "parallelized(model): parallelize returns the TrainEngine now; the former function goes "
-        "with the next release",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    if isinstance(model, TrainEngine):
-        return model
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        checks.fail_type("parallelized", "model", "what parallelize returned", model)
-    return TrainEngine(model)
 
 
 def _routes(model: nn.Module) -> bool:
