@@ -1,8 +1,9 @@
 """A transformer for one device: ``Attention``, ``Layer``, ``Transformer``.
 
-``Transformer.forward`` makes a ``ForwardContext``, which has all that the layers need in addition
-to hidden states (rotary tables, documents, dropout seeds, a KV cache), and runs embedding, layers,
-norm and head. Embedding and head are in ``embedding_and_head.py``.
+Start with ``Transformer.forward``. It makes a ``ForwardContext``, which has all that the layers
+need in addition to hidden states (rotary tables, documents, dropout seeds, a KV cache), and runs
+embedding, layers, norm and head. The parts around attention are in ``parts.py``, attention itself
+in ``attention_core.py``.
 
 The model contains no communication. ``parallelize`` replaces linear layers and the head by parallel
 ones, shards the parameters, and sets ``Transformer.partition``, by which a layer asks for this
@@ -14,7 +15,6 @@ of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,12 +26,15 @@ from fusedops._core import checks, dtypes
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.attention_core import Documents
 from fusedops.models.config import TransformerConfig
-from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD, SCORES, call_index
-from fusedops.models.embedding_and_head import Embedding, Head
-from fusedops.models.forward_context import BatchPartition, ForwardContext
+from fusedops.models.forward_context import (
+    ATTENTION,
+    FEED_FORWARD,
+    BatchPartition,
+    ForwardContext,
+)
 from fusedops.models.initialize import initialize
 from fusedops.models.input_checks import check_inputs
-from fusedops.models.layer_parts import feed_forward_of, norm_of
+from fusedops.models.parts import Embedding, Head, feed_forward_of, norm_of
 from fusedops.models.positions import alibi_slopes, rotary_tables
 from fusedops.nn import BalancingBias, LinearAct, MoE, RMSNorm
 
@@ -116,29 +119,22 @@ class Attention(nn.Module):
         config = self.config
         slopes = None
         if config.alibi:
-            slopes = alibi_slopes(config.num_heads, query_BNSD.device)
-            slopes = slopes[self.first_head : self.first_head + self.num_heads]
+            heads = slice(self.first_head, self.first_head + self.num_heads)
+            slopes = alibi_slopes(config.num_heads, query_BNSD.device)[heads]
+        window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
         dropout_p = config.attention_dropout if self.training else 0.0
-        seed = {}
-        if context.dropout_seeds is not None and dropout_p > 0.0:
-            seed["seed"] = context.dropout_seeds.scores[call_index(self.index, SCORES)]
-        output_BNSD = self._attention_function(context)(
+        output_BNSD = context.attention_of(self.index)(
             query_BNSD,
             key_BNSD,
             value_BNSD,
             is_causal=config.causal,
-            window=None if config.sliding_window is None else (config.sliding_window - 1, 0),
+            window=window,
             alibi_slopes=slopes,
             dropout_p=dropout_p,
             documents=context.documents,
-            **seed,
+            seed=context.score_seed(self.index) if dropout_p else None,
         )
         return output_BNSD.transpose(1, 2).flatten(2)
-
-    def _attention_function(self, context: ForwardContext) -> Callable[..., torch.Tensor]:
-        if context.kv_cache is not None:
-            return partial(context.kv_cache.attend, self.index)
-        return context.attend or context.partition.attend
 
 
 class Layer(nn.Module):
@@ -293,7 +289,6 @@ class Transformer(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        UnsupportedError: the configuration has an encoder and a decoder, or relative positions.
         TypeError: ``config`` is no ``TransformerConfig``.
 
     Note:
@@ -322,12 +317,6 @@ class Transformer(nn.Module):
         super().__init__()
         if not isinstance(config, TransformerConfig):
             checks.fail_type("Transformer", "config", "a TransformerConfig", config)
-        for name in ("encoder_layers", "relative_buckets"):
-            if getattr(config, name):
-                raise checks.UnsupportedError(
-                    f"Transformer: {name} must be 0, got {getattr(config, name)}: a model "
-                    "has an encoder or a decoder, not both, and no relative positions"
-                )
         self.config = config
         self.partition = BatchPartition()  # all of a batch
         target = torch.get_default_device() if device is None else torch.device(device)
@@ -347,21 +336,15 @@ class Transformer(nn.Module):
             initialize(self)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        *,
-        context: ForwardContext | None = None,
-        **inputs: Any,
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any
     ) -> Any:
         """Return logits, or with labels the loss.
 
         Args:
             tokens: ``[B, S]`` int64.
             labels: ``[B, S]`` int64: the target of each position (already shifted); -100 has none.
-            context: what ``make_context`` returned for these tokens; made by default.
-            **inputs: arguments of ``make_context``, if there is no ``context``: ``positions``,
-                ``document_ids``, ``token_types``, ``domains``, ``seed``, ``first_sequence`` ...
+            **inputs: arguments of ``make_context``: ``positions``, ``document_ids``,
+                ``token_types``, ``domains``, ``seed``, ``first_sequence``, ``attend`` and others.
 
         Returns:
             Logits ``[B, S, V]``, or a ``Loss``.
@@ -369,8 +352,7 @@ class Transformer(nn.Module):
         Raises:
             ValueError: a shape does not fit, a sequence is longer than the table of positions, or
                 (CPU) a token is not in the vocabulary or a position is not in the table.
-            TypeError: an argument is no int64 tensor, or an input is unknown, or given with
-                ``context``.
+            TypeError: an argument is no int64 tensor, or an input is unknown.
             UnsupportedError: the model is a stage of a pipeline.
         """
         if len(self.layers) < self.config.num_layers:
@@ -378,14 +360,8 @@ class Transformer(nn.Module):
                 f"Transformer: this process has {len(self.layers)} of the "
                 f"{self.config.num_layers} layers: call step or forward of the TrainEngine"
             )
-        if context is None:
-            check_inputs(self.config, tokens, labels, inputs)
-            context = self.make_context(tokens, **inputs)
-        elif inputs:
-            raise TypeError(f"Transformer: {', '.join(inputs)} must not be given with context")
-        else:
-            made = {"positions": context.positions, "domains": context.domains}
-            check_inputs(self.config, tokens, labels, made)
+        check_inputs(self.config, tokens, labels, inputs)
+        context = self.make_context(tokens, **inputs)
         x_BSH = self.embedding(tokens, context)
         x_BSH, auxiliary = self.layers(x_BSH, context, self.norm, self.query_positions)
         output = self.output(x_BSH, labels, context)

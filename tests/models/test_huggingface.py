@@ -340,10 +340,10 @@ def test_an_entry_that_is_missing_has_their_default(name: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "value", "says"),
     [
-        ("quantization_config", {"quant_method": "fp8"}, "quantization_config must be None, got"),
+        ("quantization_config", {"quant_method": "fp8"}, "quantization_config must be null, got"),
         ("rope_scaling", "llama3", "rope_parameters must be a table or null, got 'llama3'"),
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type must be 'default' or"),
-        ("use_sliding_window", True, "use_sliding_window must be False, got True"),
+        ("use_sliding_window", True, "use_sliding_window must be false, got True"),
     ],
 )
 def test_what_is_not_computed_is_refused_unless_sizes_are_asked(

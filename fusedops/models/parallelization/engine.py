@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -21,7 +21,6 @@ from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.config import TransformerConfig
 from fusedops.models.parallelization import balancing
 from fusedops.models.parallelization.config import ParallelConfig
-from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.models.transformer import Loss
 from fusedops.optim import AdamW, OffloadedAdamW, global_norm
 from fusedops.optim.norms import clip_coefficient, scale_gradients
@@ -32,6 +31,23 @@ if TYPE_CHECKING:
     from fusedops.models.parallelization.pipeline import PipelineEngine
     from fusedops.parallel.data.grad_sync import GradientSync
     from fusedops.parallel.mesh import Mesh
+
+
+class MicroBatch(NamedTuple):
+    """A process's part of a micro-batch, as ``Transformer`` takes it.
+
+    All are ``[B, S / cp]``; positions, which are those in the whole sequence, may be ``[S / cp]``.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor | None
+    positions: torch.Tensor
+    document_ids: torch.Tensor | None
+    domains: torch.Tensor | None = None
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what ``Transformer`` takes by name: all but tokens and labels."""
+        return dict(zip(self._fields[2:], self[2:], strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,10 +231,9 @@ class TrainEngine:
             group = None if self.mesh is None else dist.group.WORLD
             seed = agreed_seed(shards[0].tokens.device, group)
         sizes = [len(shard.tokens) for shard in shards]
-        before = [self.data_ranks * size for size in accumulate(sizes, initial=0)]
         return [
-            {"seed": seed, "first_sequence": first + self.data_rank * size}
-            for first, size in zip(before, sizes, strict=False)
+            {"seed": seed, "first_sequence": self.data_ranks * before + self.data_rank * size}
+            for before, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
         ]
 
     def _check_microbatches(self, shards: Sequence[MicroBatch]) -> None:

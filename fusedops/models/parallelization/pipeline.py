@@ -18,7 +18,7 @@ import torch
 from fusedops._core import dtypes
 from fusedops._core.device_tensors import to_device
 from fusedops.models.parallelization.config import ParallelConfig
-from fusedops.models.parallelization.microbatch import MicroBatch
+from fusedops.models.parallelization.engine import MicroBatch
 from fusedops.models.parallelization.stages import Stage
 from fusedops.models.transformer import Loss, Transformer
 from fusedops.optim import global_norm
