@@ -12,10 +12,7 @@ from fusedops.models.config import TransformerConfig
 
 
 def check_inputs(
-    config: TransformerConfig,
-    tokens: torch.Tensor,
-    labels: torch.Tensor | None,
-    inputs: Mapping[str, Any],
+    config: TransformerConfig, tokens: torch.Tensor, inputs: Mapping[str, Any]
 ) -> None:
     """Raise unless these are tokens of the model and what belongs to them, ``inputs`` by name."""
     name = "Transformer"
@@ -28,7 +25,7 @@ def check_inputs(
     if tokens.dim() != 2:
         checks.fail(name, "tokens", "of shape [B, S]", list(tokens.shape))
     for argument in ("labels", "document_ids", "token_types", "domains"):
-        value = labels if argument == "labels" else inputs.get(argument)
+        value = inputs.get(argument)
         if value is not None:
             checks.index_tensor(name, argument, value, dtypes=(torch.int64, torch.int32))
             checks.shape(name, argument, value, tokens.shape, "that of tokens")

@@ -360,7 +360,7 @@ class Transformer(nn.Module):
                 f"Transformer: this process has {len(self.layers)} of the "
                 f"{self.config.num_layers} layers: call step or forward of the TrainEngine"
             )
-        check_inputs(self.config, tokens, labels, inputs)
+        check_inputs(self.config, tokens, {"labels": labels, **inputs})
         context = self.make_context(tokens, **inputs)
         x_BSH = self.embedding(tokens, context)
         x_BSH, auxiliary = self.layers(x_BSH, context, self.norm, self.query_positions)

@@ -115,7 +115,8 @@ class DataParallel:
         layers = getattr(part, "layers", None)
         if not isinstance(layers, (nn.ModuleDict, nn.ModuleList)):
             return []
-        starts, blocks, size = self.config.bucket_layers, [], 0
+        blocks: list[list[nn.Module]] = []
+        starts, size = self.config.bucket_layers, 0
         of_part = layers.values() if isinstance(layers, nn.ModuleDict) else layers
         for index, layer in enumerate(of_part):
             is_full = size >= self.config.bucket_bytes if starts is None else index in starts

@@ -150,23 +150,21 @@ def _validated(
             f"{_OP}: torch.distributed is not initialised: start with torchrun and call "
             "torch.distributed.init_process_group() first"
         )
+    kind = _device_type(model) if device is None else torch.device(device).type
+    kind = kind if mesh is None else mesh.dense.device_type
     if isinstance(model, Transformer):
-        _check_model(model.config, config)
+        _check_model(model.config, config, kind)
     if config.shard_ranks is not None and config.sizes.data % config.shard_ranks:
         expected = f"a divisor of dp x cp = {config.sizes.data}"
         checks.fail(_OP, "shard_ranks", expected, config.shard_ranks)
     if mesh is not None and mesh.sizes != config.sizes:
         checks.fail(_OP, "mesh", f"one of {config.sizes}", mesh.sizes)
-    kind = _device_type(model) if device is None else torch.device(device).type
     if mesh is None and dist.is_available() and dist.is_initialized():
         mesh = make_mesh(config.sizes, device_type=kind)
-    if isinstance(model, Transformer):
-        device_type = kind if mesh is None else mesh.dense.device_type
-        _check_stored(model.config, config, device_type)
     return config, mesh
 
 
-def _check_model(model: TransformerConfig, config: ParallelConfig) -> None:
+def _check_model(model: TransformerConfig, config: ParallelConfig, device: str) -> None:
     check_split(_OP, model, tp=config.tp, ep=config.ep, data=config.sizes.data)
     if config.context == "all_to_all" and config.cp > 1:
         heads = model.num_heads // config.tp
@@ -177,10 +175,6 @@ def _check_model(model: TransformerConfig, config: ParallelConfig) -> None:
     starts = config.bucket_layers or ()
     if any(layer >= model.num_layers for layer in starts):
         checks.fail(_OP, "bucket_layers", f"below the {model.num_layers} layers", starts)
-
-
-def _check_stored(model: TransformerConfig, config: ParallelConfig, device: str) -> None:
-    """Raise unless experts can be offloaded to host memory, if they are to be."""
     if "experts" not in config.offload:
         return
     if not model.sparse_layers:
