@@ -100,10 +100,10 @@ def shape_of_step(config: TransformerConfig, parallel: ParallelConfig, sequences
     Pipelines are cut as ``parallelize`` cuts them; the planner's own search balances stages alone.
     """
     if parallel.pp > 1:
-        costs = by_operations(config)
+        layers, head = by_operations(config)
         schedule = parallel.pipeline_schedule
         order = table(schedule, parallel.pp, parallel.microbatches, parallel.virtual)
-        runs = shortest(costs.layers, order, first=costs.first, last=costs.last)
+        runs = shortest(layers, order, last=head)
         parallel = replace(parallel, pipeline_cuts=tuple(run.start for run in runs[1:]))
     rows = sequences // (parallel.dp * parallel.microbatches)
     training = TrainingShape(micro_batch=rows, precision="float32")

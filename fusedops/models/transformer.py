@@ -24,7 +24,7 @@ from torch import nn
 from fusedops import ops
 from fusedops._core import checks, dtypes
 from fusedops._core.labels import IGNORE_INDEX
-from fusedops.models.attention_core import Documents
+from fusedops.models.attention_core import Documents, alibi_slopes, rotary_tables
 from fusedops.models.config import TransformerConfig
 from fusedops.models.forward_context import (
     ATTENTION,
@@ -35,7 +35,6 @@ from fusedops.models.forward_context import (
 from fusedops.models.initialize import initialize
 from fusedops.models.input_checks import check_inputs
 from fusedops.models.parts import Embedding, Head, feed_forward_of, norm_of
-from fusedops.models.positions import alibi_slopes, rotary_tables
 from fusedops.nn import BalancingBias, LinearAct, MoE, RMSNorm
 
 
@@ -140,6 +139,9 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward part, each added to the residual stream.
 
+    ``x += attention(norm(x))``, then ``x += feed_forward(norm(x))``; with ``post_norm`` (BERT) the
+    sums are normalised instead. The first sum and the norm after it are one operator.
+
     Attributes:
         balancing: counts the router's choices for its bias, ``None`` where it has none.
     """
@@ -178,10 +180,7 @@ class Layer(nn.Module):
     def feed_forward_input(
         self, branch_BSH: torch.Tensor, x_BSH: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the output of attention; return the input of the feed-forward part and the stream.
-
-        With ``post_norm`` (BERT) both are the normalised sum.
-        """
+        """Add the output of attention; return the input of the feed-forward part and the stream."""
         seed = context.branch_seed(self.index, ATTENTION)
         if self.config.post_norm:
             x_BSH, _ = self.attention_norm(branch_BSH, x_BSH, seed=seed)

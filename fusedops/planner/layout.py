@@ -312,8 +312,8 @@ def layer_runs(
         return tuple(at(cuts, model.num_layers, stages, _OP))
     if balance == "layers":
         return tuple(balanced([1.0] * model.num_layers, stages))
-    costs = by_operations(model)
-    return tuple(balanced(costs.layers, stages, first=costs.first, last=costs.last))
+    layers, head = by_operations(model)
+    return tuple(balanced(layers, stages, last=head))
 
 
 _OPTIONS = (

@@ -177,13 +177,13 @@ class ParallelConfig:
             checks.fail_type(_OP, "recompute", "a str", self.recompute)
         for word in self.recompute.split("+"):
             checks.choice(_OP, "recompute", word, _RECOMPUTE)
-        for is_wrong, name, expected in _relations(self):
-            if is_wrong:
-                checks.fail(_OP, name, expected, getattr(self, name))
         for is_refused, name, expected, reason in _refusals(self):
             if is_refused:
                 got = checks.shown(getattr(self, name))
                 raise UnsupportedError(f"{_OP}: {name} must be {expected}, got {got}: {reason}")
+        for is_wrong, name, expected in _relations(self):
+            if is_wrong:
+                checks.fail(_OP, name, expected, getattr(self, name))
         if self.pp > 1:
             check_schedule(
                 _OP, self.pipeline_schedule, self.pp, self.microbatches, self.pipeline_virtual

@@ -30,8 +30,11 @@ from fusedops.models.parallelization.data_parallel import DataParallel
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.memory_policy import apply_memory_policy
 from fusedops.models.parallelization.microbatch_overlap import overlap_microbatches
-from fusedops.models.parallelization.pipeline import PipelineEngine
-from fusedops.models.parallelization.stages import Stage, split_into_stages
+from fusedops.models.parallelization.pipeline import (
+    PipelineEngine,
+    Stage,
+    split_into_stages,
+)
 from fusedops.models.parallelization.tensor_parallel import apply_plan, tensor_parallel_plan
 from fusedops.models.transformer import Transformer
 from fusedops.nn import MoE

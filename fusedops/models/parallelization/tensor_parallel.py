@@ -173,6 +173,7 @@ class VocabParallelHead(Head):
 
     projection: VocabParallelProjection
     _group: dist.ProcessGroup
+    _sequence: bool
 
     @classmethod
     def of(
@@ -186,13 +187,13 @@ class VocabParallelHead(Head):
             parameter: Any = getattr(head, name)
             parameter = distribute("parallelize", f"head.{name}", parameter, mesh, 0, uneven=True)
             self.register_parameter(name, parameter)
-        self._group = mesh.get_group()
-        self.projection = VocabParallelProjection(self._group, vocab_size, sequence=sequence)
+        self._group, self._sequence = mesh.get_group(), sequence
+        self.projection = VocabParallelProjection(self._group, vocab_size)
         return self.train(head.training)
 
     def logits(self, x_BSH: torch.Tensor, weight: Any, context: ForwardContext) -> torch.Tensor:
         """Return logits of the whole vocabulary, or of this rank's shard."""
-        x_BSH = self.projection.gather_hidden(x_BSH)
+        x_BSH = to_tensor_parallel(x_BSH, self._group, sequence=self._sequence)
         if context.logits_to_keep is not None:
             x_BSH = x_BSH[:, context.logits_to_keep]
         shard = self.projection.local_logits(x_BSH, weight, self.bias)
@@ -201,7 +202,7 @@ class VocabParallelHead(Head):
     def loss(self, x_BSH: torch.Tensor, weight: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         """Return the sum of the targets' cross-entropies, the same on every rank."""
         return vocab_parallel_cross_entropy(
-            self.projection.gather_hidden(x_BSH),
+            to_tensor_parallel(x_BSH, self._group, sequence=self._sequence),
             local(weight),
             labels_BS,
             self._group,
