@@ -33,7 +33,7 @@ from fusedops.models.forward_context import (
     ForwardContext,
 )
 from fusedops.models.initialize import initialize
-from fusedops.models.input_checks import check_inputs
+from fusedops.models.inputs import check_inputs
 from fusedops.models.parts import Embedding, Head, feed_forward_of, norm_of
 from fusedops.nn import BalancingBias, LinearAct, MoE, RMSNorm
 

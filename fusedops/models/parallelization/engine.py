@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -19,6 +19,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.config import TransformerConfig
+from fusedops.models.inputs import MicroBatch
 from fusedops.models.parallelization import balancing
 from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.models.transformer import Loss
@@ -31,23 +32,6 @@ if TYPE_CHECKING:
     from fusedops.models.parallelization.pipeline import PipelineEngine
     from fusedops.parallel.data.grad_sync import GradientSync
     from fusedops.parallel.mesh import Mesh
-
-
-class MicroBatch(NamedTuple):
-    """A process's part of a micro-batch, as ``Transformer`` takes it.
-
-    All are ``[B, S / cp]``; positions, which are those in the whole sequence, may be ``[S / cp]``.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor | None
-    positions: torch.Tensor
-    document_ids: torch.Tensor | None
-    domains: torch.Tensor | None = None
-
-    def inputs(self) -> dict[str, Any]:
-        """Return what ``Transformer`` takes by name: all but tokens and labels."""
-        return dict(zip(self._fields[2:], self[2:], strict=True))
 
 
 @dataclass(frozen=True, eq=False)

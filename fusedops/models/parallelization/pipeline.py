@@ -27,8 +27,8 @@ from fusedops._core import dtypes
 from fusedops._core.device_tensors import to_device
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.forward_context import ForwardContext
+from fusedops.models.inputs import MicroBatch
 from fusedops.models.parallelization.config import ParallelConfig
-from fusedops.models.parallelization.engine import MicroBatch
 from fusedops.models.parallelization.stage_costs import layer_runs
 from fusedops.models.transformer import Loss, Transformer, TransformerLayers
 from fusedops.optim import global_norm

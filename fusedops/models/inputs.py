@@ -1,14 +1,31 @@
-"""Checks of the tensors that a model is called with."""
+"""The tensors that a model is called with: ``MicroBatch``, and checks of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
+
+
+class MicroBatch(NamedTuple):
+    """A process's part of a micro-batch, as ``Transformer`` takes it.
+
+    All are ``[B, S / cp]``; positions, which are those in the whole sequence, may be ``[S / cp]``.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor | None
+    positions: torch.Tensor
+    document_ids: torch.Tensor | None
+    domains: torch.Tensor | None = None
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what ``Transformer`` takes by name: all but tokens and labels."""
+        return dict(zip(self._fields[2:], self[2:], strict=True))
 
 
 def check_inputs(
