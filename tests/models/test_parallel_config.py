@@ -44,7 +44,7 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"dp": 3, "ep": 3, "ep_deterministic": True}, "ep must be a power of two with"),
     (ValueError, {"pipeline_virtual": 2}, "pipeline_virtual must be None or 1 with pp 1, got 2"),
     (TypeError, {"tp": 2.0}, "tp must be an int, got float"),
-    (TypeError, {"tp": None}, "tp must be an int, got NoneType"),
+    (TypeError, {"bucket_bytes": None}, "bucket_bytes must be an int, got NoneType"),
     (TypeError, {"sp": 1}, "sp must be a bool, got int"),
     (TypeError, {"offload": 3}, "offload must be a word or several, got 3"),
     (TypeError, {"recompute": None}, "recompute must be a str, got NoneType"),
