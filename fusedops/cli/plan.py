@@ -394,7 +394,7 @@ def _show_models() -> None:
         table.add_row(
             name,
             show_count(model.parameters().total),
-            str(model.depth),
+            str(model.num_layers),
             str(model.hidden_size),
             str(model.num_heads),
             str(model.num_experts or "-"),

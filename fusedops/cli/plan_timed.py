@@ -294,7 +294,7 @@ def _scaling(request: PlanRequest, out: Console) -> None:
 def _options(layout: Layout, model: TransformerConfig) -> dict[str, Any]:
     """Return the fields of a layout, with the stages that it was planned for."""
     options = layout.options()
-    if layout.parallel.pp > 1 and not model.encoder_layers:
+    if layout.parallel.pp > 1:
         options["pipeline_cuts"] = [run.start for run in layout.runs(model)[1:]]
     return options
 

@@ -25,7 +25,7 @@ from fusedops.generation.ranks import BatchShard
 from fusedops.generation.sampling import gathers_logits
 from fusedops.models import Transformer
 from fusedops.models.parallelization.engine import TrainEngine
-from fusedops.models.parallelization.vocab_parallel_head import VocabParallelHead
+from fusedops.models.parallelization.tensor_parallel import VocabParallelHead
 from fusedops.nn import MoE
 from fusedops.parallel.tensor.vocabulary import VocabParallelProjection
 

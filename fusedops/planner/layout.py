@@ -280,7 +280,7 @@ class Layout:
         """Return the layers of each stage, in runs that balance the operations by default."""
         config = self.parallel
         if config.pp == 1:
-            return (range(model.depth),)
+            return (range(model.num_layers),)
         return layer_runs(model, self.stages, config.pipeline_balance, config.pipeline_cuts)
 
     def layers_of(self, model: TransformerConfig, rank: int) -> list[int]:
@@ -305,15 +305,15 @@ def layer_runs(
     Args:
         model: what is trained.
         stages: of all ranks.
-        balance: as ``pipeline_balance``; ``"measured"`` counts operations here.
+        balance: as ``pipeline_balance``.
         cuts: as ``pipeline_cuts``.
     """
     if cuts is not None:
-        return tuple(at(cuts, model.depth, stages, _OP))
-    if balance == "layers" or model.encoder_layers:
-        return tuple(balanced([1.0] * model.depth, stages))
-    costs = by_operations(model)
-    return tuple(balanced(costs.layers, stages, first=costs.first, last=costs.last))
+        return tuple(at(cuts, model.num_layers, stages, _OP))
+    if balance == "layers":
+        return tuple(balanced([1.0] * model.num_layers, stages))
+    layers, head = by_operations(model)
+    return tuple(balanced(layers, stages, last=head))
 
 
 _OPTIONS = (

@@ -119,7 +119,7 @@ def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
 def _ranks_to_compare(model: TransformerConfig, layout: Layout) -> Iterable[int]:
     """Return the pipeline ranks of which one is the fullest."""
     ranks = range(layout.parallel.pp)
-    if model.sparse_layers not in (0, model.depth) or model.encoder_layers:
+    if model.sparse_layers not in (0, model.num_layers):
         return ranks
     # Of inner ranks with as many layers, the one with most micro-batches in flight.
     inner: dict[int, int] = {}

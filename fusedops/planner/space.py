@@ -72,7 +72,7 @@ class LayoutSpace:
         """Yield sizes to try, as options of ``Layout``; the devices or the model may not fit."""
         sizes = itertools.product(
             self.tp or powers_of_two(MOST_TENSOR),
-            self.pp or range(1, min(self.devices, self.model.depth) + 1),
+            self.pp or range(1, min(self.devices, self.model.num_layers) + 1),
             self.cp or (self.base.parallel.cp,),
         )
         for tp, pp, cp in sizes:

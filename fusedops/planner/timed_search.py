@@ -128,7 +128,7 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
 def _shape(model: TransformerConfig, layout: Layout, **options: Any) -> StepShape:
     training = layout.training
     return StepShape(
-        layers=model.depth,
+        layers=model.num_layers,
         hidden=model.hidden_size,
         heads=model.num_heads,
         kv_heads=model.kv_heads,
@@ -169,7 +169,7 @@ def _share_of_layers(model: TransformerConfig, layout: Layout) -> float:
     count = layout.parallel.recompute_layers
     if count is None:
         return 1.0
-    return sum(min(count, len(run)) for run in layout.runs(model)) / model.depth
+    return sum(min(count, len(run)) for run in layout.runs(model)) / model.num_layers
 
 
 def _recomputed(layout: Layout) -> str:
@@ -328,7 +328,7 @@ class _TimedSearch:
         for name in self.space.schedule:
             counts = (PIPELINES[name].virtual,)
             for count in self.virtual if name == "interleaved" else counts:
-                if pp * count <= self.model.depth:
+                if pp * count <= self.model.num_layers:
                     yield name, count
 
     def _bound(self, choice: dict[str, Any]) -> float:

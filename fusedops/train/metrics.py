@@ -133,7 +133,7 @@ def flops_per_token(model: TransformerConfig, seq_len: int) -> float:
     weights = model.output(own_weight=True).total
     products = 12 * model.query_width * seq_len * (0.5 if model.causal else 1.0)
     total = 0.0
-    for index, count in model.kinds(range(model.depth)).items():
+    for index, count in model.kinds(range(model.num_layers)).items():
         total += count * (6 * model.used_weights(index) + products)
     return total + 6 * weights
 

@@ -105,7 +105,7 @@ def test_the_norm_of_a_stage_without_gradients_is_on_the_device_of_its_parameter
 
 
 def _query_layer(rank: int) -> None:
-    values = {"pp": 2, "microbatches": 2, "pipeline_balance": "measured"}
+    values = {"pp": 2, "microbatches": 2, "pipeline_balance": "layers"}
     assert_stage(
         rank, "tiny-gpt2", values, {"query_layer": True, "position_tables": 2, "tied": False}
     )
@@ -123,7 +123,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tp-sp": {"tp": 2, "sp": True},
     "zero2": {"dp": 2, "zero": 2},
     "zero3": {"dp": 2, "zero": 3},
-    "measured": {"pipeline_balance": "measured"},
+    "layers": {"pipeline_balance": "layers"},
 }
 
 

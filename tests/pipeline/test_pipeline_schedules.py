@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from fusedops.models import preset
-from fusedops.models.parallelization.stage_costs import by_operations, measured
+from fusedops.models.parallelization.stage_costs import by_operations
 from fusedops.parallel import timeline
 from fusedops.parallel.comm.collectives import Log
 from fusedops.parallel.pipeline.schedules import SCHEDULES, Action, ScheduleTable, table
@@ -150,30 +150,24 @@ def test_no_split_of_few_layers_has_a_shorter_step(name: str) -> None:
 
 def test_what_counts_is_the_rank_where_it_has_several_stages() -> None:
     """GPT-2's head is on the rank that has the first stage, too."""
-    costs = by_operations(preset("gpt2"))
+    layers, head = by_operations(preset("gpt2"))
     order = table("zbv", 2, 8)
-    runs = shortest(costs.layers, order, last=costs.last)
-    even = balanced(costs.layers, 4, last=costs.last)
+    runs = shortest(layers, order, last=head)
+    even = balanced(layers, 4, last=head)
 
     def end(runs: list[range]) -> float:
-        stages = [costs.layers[0] * len(each) for each in runs]
-        return timeline(order, stages=[*stages[:-1], stages[-1] + costs.last]).end
+        stages = [layers[0] * len(each) for each in runs]
+        return timeline(order, stages=[*stages[:-1], stages[-1] + head]).end
 
     assert end(runs) < 0.995 * end(even)
     assert [each for run in runs for each in run] == list(range(12))
 
 
 def test_a_head_takes_the_place_of_layers() -> None:
-    costs = by_operations(preset("gpt2"))
-    assert len(set(costs.layers)) == 1
+    layers, head = by_operations(preset("gpt2"))
+    assert len(set(layers)) == 1
     # 39 million weights of the head beside 7 million of a layer, and its scores.
-    assert 4.0 < costs.last / costs.layers[0] < 5.5
-    runs = balanced(costs.layers, 4, first=costs.first, last=costs.last)
+    assert 4.0 < head / layers[0] < 5.5
+    runs = balanced(layers, 4, last=head)
     assert sorted(map(len, runs)) == [1, 3, 4, 4]
     assert len(runs[-1]) == 1
-
-
-def test_costs_can_be_measured() -> None:
-    costs = measured(preset("tiny-mixtral"), seq_len=16)
-    assert len(costs.layers) == preset("tiny-mixtral").num_layers
-    assert min(*costs.layers, costs.first, costs.last) > 0

@@ -120,7 +120,7 @@ def assert_estimate_matches(found: MeasuredStep) -> None:
 
 def saved_bytes(model: TransformerConfig, layout: Layout) -> float:
     """Return what one forward of the model keeps for its backward, without the logits."""
-    layers = sum(layer_bytes(model, layout, index) for index in range(model.depth))
+    layers = sum(layer_bytes(model, layout, index) for index in range(model.num_layers))
     outside = [*saved_tensors.before(model, layout), *saved_tensors.after(model, layout)]
     per_token = sum(tensor.bytes_per_token(layout) for tensor in outside)
     return layers + per_token * layout.tokens(model)

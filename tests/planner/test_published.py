@@ -48,8 +48,6 @@ ROUNDED = {
     "gpt3-13b": (12.85, 13.0),
     "gpt3-6.7b": (6.66, 6.7),
     "gpt3-1.3b": (1.316, 1.3),
-    "switch-base": (7.415, 7.4),
-    "switch-c": (1571.3, 1571.0),
 }
 
 
@@ -230,24 +228,6 @@ def test_parameters_are_those_of_transformers_modules() -> None:
             model = getattr(transformers, cls)(config)
         return sum(p.numel() for p in model.parameters())
 
-    t5 = transformers.T5Config(
-        vocab_size=512, d_model=64, d_kv=8, d_ff=96, num_layers=3, num_heads=4
-    )
-    ours = TransformerConfig(
-        hidden_size=64,
-        num_layers=3,
-        encoder_layers=3,
-        num_heads=4,
-        head_dim=8,
-        intermediate_size=96,
-        vocab_size=512,
-        seq_len=16,
-        relative_buckets=32,
-        norm="rms",
-        activation="relu",
-        bias=False,
-    )
-    assert ours.parameters().total == count(t5, "T5ForConditionalGeneration")
     mixtral = transformers.MixtralConfig(
         vocab_size=512,
         hidden_size=64,

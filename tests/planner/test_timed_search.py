@@ -151,7 +151,7 @@ def test_as_few_layers_recompute_as_fit() -> None:
     choices = sizes | {"offload": ((),), "recompute": ("full",)}
     row = fastest(model, 8, H100, 128, **choices).rows[0]
     count = row.layout.parallel.recompute_layers
-    assert count is not None and 1 < count < model.depth
+    assert count is not None and 1 < count < model.num_layers
     assert row.estimate.peak <= memory
     fewer = row.layout.replace(recompute_layers=count - 1)
     assert estimate(model, fewer).peak > memory
@@ -164,7 +164,7 @@ def test_the_head_is_a_load_of_the_last_stage() -> None:
     model = preset("llama3-8b")
     row = fastest(model, 4, H100, 64, tp=(1,), pp=(4,), schedule=("1f1b",)).rows[0]
     runs = row.layout.runs(model)
-    assert len(runs[3]) < len(runs[0]) and sum(map(len, runs)) == model.depth
+    assert len(runs[3]) < len(runs[0]) and sum(map(len, runs)) == model.num_layers
     equal = row.layout.replace(pipeline_cuts=(8, 16, 24))
     assert row.seconds < step_time(step_shape(model, equal), H100).seconds
     assert row.layout.parallel.pipeline_cuts == tuple(run.start for run in runs[1:])

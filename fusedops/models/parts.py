@@ -1,4 +1,4 @@
-"""Embedding and head of a transformer: tokens to hidden states, these to logits or a loss.
+"""The parts of a transformer around its attention: embedding, norms, feed-forward parts and head.
 
 Letters of shapes as in ``transformer.py``.
 """
@@ -14,8 +14,61 @@ from torch import nn
 from fusedops import ops
 from fusedops.models.config import TransformerConfig
 from fusedops.models.forward_context import ForwardContext
-from fusedops.models.layer_parts import kernel_name, norm_of
-from fusedops.nn import Dropout, LinearAct
+from fusedops.nn import (
+    MLP,
+    AddLayerNorm,
+    AddRMSNorm,
+    Dropout,
+    GatedMLP,
+    LayerNorm,
+    LinearAct,
+    MoE,
+    RMSNorm,
+)
+
+
+def kernel_name(config: TransformerConfig) -> str:
+    """Return the activation as the operators call it."""
+    return "gelu_tanh" if config.activation == "gelu_new" else config.activation
+
+
+def norm_of(config: TransformerConfig, *, adds: bool = False) -> nn.Module:
+    """Return a norm; one that ``adds`` takes a branch and the residual stream."""
+    size, eps, dropout = config.hidden_size, config.norm_eps, config.dropout
+    if config.norm == "layer":
+        return AddLayerNorm(size, eps, dropout_p=dropout) if adds else LayerNorm(size, eps)
+    return AddRMSNorm(size, eps, dropout_p=dropout) if adds else RMSNorm(size, eps)
+
+
+def feed_forward_of(config: TransformerConfig, index: int) -> nn.Module:
+    """Return the feed-forward part of a layer: dense, gated or of experts."""
+    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.bias
+    activation = kernel_name(config)
+    if config.is_sparse(index):
+        return MoE(
+            hidden,
+            inner,
+            config.num_experts,
+            config.top_k,
+            activation=activation,
+            gated=config.gated,
+            bias=bias,
+            score=config.router_score,
+            normalize=config.router_normalize,
+            scaling=config.router_scaling,
+            num_groups=config.num_groups,
+            topk_groups=config.topk_groups,
+            group_score=config.group_score,
+            correction_bias=config.balance_rate > 0,
+            capacity_factor=config.capacity_factor,
+            drop_policy=config.drop_policy,
+            router=config.router == "learned",
+            shared_intermediate_size=config.shared_size or None,
+            shared_gate=config.shared_gate,
+        )
+    if config.gated:
+        return GatedMLP(hidden, inner, activation=activation, bias=bias)
+    return MLP(hidden, inner, bias=bias, activation=activation, keep_hidden=True)
 
 
 class Embedding(nn.Module):

@@ -1,9 +1,9 @@
-"""Checks of the tensors that a model is called with."""
+"""The tensors that a model is called with: ``MicroBatch``, and checks of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,11 +11,25 @@ from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 
 
+class MicroBatch(NamedTuple):
+    """A process's part of a micro-batch, as ``Transformer`` takes it.
+
+    All are ``[B, S / cp]``; positions, which are those in the whole sequence, may be ``[S / cp]``.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor | None
+    positions: torch.Tensor
+    document_ids: torch.Tensor | None
+    domains: torch.Tensor | None = None
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what ``Transformer`` takes by name: all but tokens and labels."""
+        return dict(zip(self._fields[2:], self[2:], strict=True))
+
+
 def check_inputs(
-    config: TransformerConfig,
-    tokens: torch.Tensor,
-    labels: torch.Tensor | None,
-    inputs: Mapping[str, Any],
+    config: TransformerConfig, tokens: torch.Tensor, inputs: Mapping[str, Any]
 ) -> None:
     """Raise unless these are tokens of the model and what belongs to them, ``inputs`` by name."""
     name = "Transformer"
@@ -28,7 +42,7 @@ def check_inputs(
     if tokens.dim() != 2:
         checks.fail(name, "tokens", "of shape [B, S]", list(tokens.shape))
     for argument in ("labels", "document_ids", "token_types", "domains"):
-        value = labels if argument == "labels" else inputs.get(argument)
+        value = inputs.get(argument)
         if value is not None:
             checks.index_tensor(name, argument, value, dtypes=(torch.int64, torch.int32))
             checks.shape(name, argument, value, tokens.shape, "that of tokens")
