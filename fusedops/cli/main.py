@@ -16,7 +16,7 @@ except ImportError:
     sys.stderr.write("fusedops: error: the command needs typer: pip install typer rich\n")
     raise SystemExit(2) from None
 
-from fusedops.cli import demo, doctor, generate, plan, profile, report, train
+from fusedops.cli import demo, doctor, generate, plan, profile, train
 from fusedops.cli.bench import ops as bench
 
 app = typer.Typer(
@@ -57,7 +57,6 @@ app.command()(doctor.doctor)
 app.command()(plan.plan)
 app.command()(train.train)
 app.command()(profile.profile)
-app.command()(report.report)
 app.command()(generate.generate)
 app.command(context_settings=demo.PASS_ON, add_help_option=False)(demo.demo)
 

@@ -218,7 +218,7 @@ class LogConfig:
         timings: steps between two gatherings of where the ranks' time went (docs/observe.md);
             0: it is not recorded.
         memory_step: a step of which each rank records what it allocates, by layer and kind, for
-            ``fusedops report``; at least 2. 0: none.
+            ``fusedops profile``; at least 2. 0: none.
         memory_snapshot: record the history of CUDA's allocator, and write it to the run's folder
             when memory is exhausted.
     """

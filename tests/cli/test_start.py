@@ -25,7 +25,7 @@ for line in json.loads(sys.argv[1]):
 loaded = sorted({"torch", "numpy", "transformers", "matplotlib"} & set(sys.modules))
 print(json.dumps([codes, loaded]))
 """
-COMMANDS = ("doctor", "plan", "train", "profile", "report", "generate", "demo", "bench")
+COMMANDS = ("doctor", "plan", "train", "profile", "generate", "demo", "bench")
 BENCHES = ("run", "models", "memory", "arena", "communication", "device", "scaling", "generate")
 HELP = [
     "--help",
@@ -33,7 +33,7 @@ HELP = [
     *(f"bench {name} --help" for name in (*BENCHES, "compare", "tune")),
 ]
 MISTAKES = ["nope", "--nope", "plan", "plan --nope", "plan --devices x", "train", "profile"]
-MISTAKES += ["report", "train a.toml --processes 0", "bench models --layers 0", "demo --nope"]
+MISTAKES += ["train a.toml --processes 0", "bench models --layers 0", "demo --nope"]
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fusedops.profiler.report import page_data
 from fusedops.train import InputError, loggers, train
 from fusedops.train.curves import CURVES, draw_curves
 from fusedops.train.loggers import COLUMNS, CsvLogger
@@ -139,8 +138,6 @@ def test_lines_are_json_also_where_a_number_is_not_finite(tmp_path: Path) -> Non
     # Files of older versions have NaN.
     path.write_text(path.read_text().replace("null", "NaN", 1))
     Metrics(tmp_path, step=3).close()
-    curves = page_data(tmp_path)["metrics"]["loss"]
-    assert curves == {"steps": [1], "values": [2.0]}
     pytest.importorskip("matplotlib")
     assert draw_curves(path, tmp_path / "curves.svg")
 
