@@ -23,7 +23,7 @@ SCALING = (
 # Each device has the same share of every parameter: the table divides experts by tensor
 # parallelism, which replicates them here.
 SHARED = {"zero": 3, "precision": "float32"}
-ON_HOST = {"offload": ("optimizer",), "overlap": False}
+ON_HOST = {"offload": ("optimizer",), "optimizer_overlap": False}
 CODEGEEX_DEVICES, CODEGEEX_BATCH, CODEGEEX_TOKENS_PER_DAY = 1536, 3072, 54.3e9
 CODEGEEX = {"dp": 192, "tp": 8, "zero": 2, "micro_batch": 16}
 

@@ -7,7 +7,6 @@ each layer), lowest stage of ``zero``, and then by the bytes that are left.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -60,31 +59,6 @@ class LayoutRanking:
         return sum(row.left(self.memory) >= 0 for row in self.rows)
 
 
-def layouts(
-    model: TransformerConfig,
-    devices: int,
-    base: Layout,
-    *,
-    virtual: int | None = None,
-    **choices: Any,
-) -> Iterator[Layout]:
-    """Yield every layout on that many devices that fits the model's sizes.
-
-    Args:
-        model: what is trained.
-        devices: how many there are.
-        base: where all else comes from.
-        virtual: stages of a rank of a pipeline; the schedule's own number by default.
-        **choices: as in ``LayoutSpace``.
-
-    Raises:
-        ValueError: a value that is to be tried has no meaning for any model.
-        TypeError: a size is no integer.
-    """
-    for mesh in _meshes(LayoutSpace(model, devices, base, **choices), virtual):
-        yield from mesh.variants
-
-
 class _Mesh(NamedTuple):
     """Parallel sizes to try: the layouts that have them, or why there are none."""
 
@@ -94,7 +68,7 @@ class _Mesh(NamedTuple):
 
 
 def _meshes(space: LayoutSpace, virtual: int | None) -> Iterator[_Mesh]:
-    """Yield each choice of parallel sizes and schedule; arguments as of ``layouts``."""
+    """Yield each choice of parallel sizes and schedule; arguments as of ``plan``."""
     if virtual is not None:
         checks.integer("plan", "pipeline_virtual", virtual, least=1)
     for sizes in space.meshes():
@@ -119,7 +93,8 @@ def plan(
         devices: how many there are.
         memory: bytes of each.
         base: what is not searched for: precision, micro-batch, kernels and so on.
-        **choices: as in ``layouts`` and ``LayoutSpace``.
+        **choices: as in ``LayoutSpace``, and ``virtual``: stages of a rank of a pipeline, by
+            default the schedule's own number.
 
     Raises:
         ValueError: no layout on that many devices fits the model's sizes, or a value to try has no
@@ -188,33 +163,27 @@ def _advice(
 def _fitting_devices(space: LayoutSpace, virtual: int | None, memory: int) -> int | None:
     """Return how many devices would do, doubling their number; ``None``: no number would.
 
-    Only choices that can need the least are looked at. With more devices nothing grows on each of
-    them but the buffers of their communication: where the largest number would not do without
-    these, no smaller one does with them.
+    Only choices that can need the least are looked at.
     """
-    model = space.model
     frugal = replace(
         space,
         schedule=("1f1b",) if tuple(space.schedule) == SCHEDULES else space.schedule,
         offload=[a for a in space.offload if not any(set(a) < set(b) for b in space.offload)],
         zero=sorted(space.zero, reverse=True),
     )
+
+    def fits(devices: int) -> bool:
+        meshes = _meshes(replace(frugal, devices=devices), virtual)
+        return any(row.left(memory) >= 0 for row in _estimated(meshes, space.model))
+
+    # Weights are never off devices.
+    fewest = space.model.parameters().total * space.base.bytes_of.weights / memory
     numbers = [space.devices << n for n in range(1, _MOST_DEVICES.bit_length())]
-    numbers = [number for number in numbers if number <= _MOST_DEVICES]
-
-    def rows(devices: int) -> Iterator[PlannedLayout]:
-        return _estimated(_meshes(replace(frugal, devices=devices), virtual), model)
-
-    if not numbers or all(
-        row.left(memory) + row.estimate.parts["communication"] < 0 for row in rows(numbers[-1])
-    ):
+    numbers = [number for number in numbers if fewest <= number <= _MOST_DEVICES]
+    # Where the largest number would not do, the smaller ones need not be looked at.
+    if not numbers or not fits(numbers[-1]):
         return None
-    weights = model.parameters().total * space.base.bytes_of.weights  # never off devices
-    fewest = fewest_devices(weights, memory)
-    for number in numbers:
-        if number >= fewest and any(row.left(memory) >= 0 for row in rows(number)):
-            return number
-    return None
+    return next(number for number in numbers if fits(number))
 
 
 def _cost(row: PlannedLayout, memory: int) -> tuple[float, ...]:
@@ -223,16 +192,6 @@ def _cost(row: PlannedLayout, memory: int) -> tuple[float, ...]:
         return (1, -left, 0, 0, 0, 0, 0)
     recomputed = {"none": 0, "full": 4}.get(layout.recompute, len(layout.recomputed))
     return (0, len(config.offload), recomputed, layout.bubble, config.tp, config.zero, -left)
-
-
-def fewest_devices(size: float, memory: float) -> int:
-    """Return how many devices hold so many bytes, if nothing but that is in them.
-
-    Example:
-        >>> fewest_devices(3500e9, 32e9)
-        110
-    """
-    return math.ceil(size / memory)
 
 
 def describe(layout: Layout) -> str:

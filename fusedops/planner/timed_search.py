@@ -85,11 +85,6 @@ class TimedRanking:
     too_large: int
     least: PlannedLayout | None
 
-    @property
-    def gap(self) -> float:
-        """By how much the first row may be slower than the fastest of all, as a share."""
-        return max(0.0, self.rows[0].seconds / self.bound - 1) if self.rows else 0.0
-
 
 def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
     """Return what a step of a layout computes and communicates.

@@ -192,66 +192,21 @@ class _Normalized(nn.Module):
         return self.norm(self.conv(x)).mean()
 
 
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 16, num_layers=2, batch_first=True)
-        self.gru = nn.GRU(16, 8)
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, _ = self.lstm(x)
-        h, _ = self.gru(h.transpose(0, 1))
-        return self.fc(h[-1])
-
-
-def _recurrent(rank: int) -> None:
-    torch.manual_seed(5)
-    model, x = _Recurrent(), torch.randn(4, 3, 8)
-    plain = copy.deepcopy(model)
-    plan = fusedops.auto_parallel(model, _mesh([2], ["dp"]), (x,))
-    assert not plan.replicated_calls
-    planned = plan.apply(model)
-    planned(x).square().mean().backward()
-    plain(x).square().mean().backward()
-    for name, parameter in plain.named_parameters():
-        gradient: Any = planned.get_parameter(name).grad
-        torch.testing.assert_close(gradient.full_tensor(), parameter.grad)
-
-
-@pytest.mark.distributed
-def test_recurrent_layers_keep_the_batch_sharded(ranks: Ranks) -> None:
-    ranks(_recurrent, 2)
-
-
-def _without_graph(rank: int) -> None:
+def _batch_norm(rank: int) -> None:
     mesh = _mesh([2], ["data"])
     torch.manual_seed(2)
-    model, x = _BranchOnData(), torch.rand(4, 8)
-    plain = copy.deepcopy(model)
-    planned = fusedops.auto_parallel(model, mesh, (x,), mode="data").apply(model)
-    (planned(x) ** 2).mean().backward()
-    (plain(x) ** 2).mean().backward()
-    torch.testing.assert_close(planned.fc.weight.grad.full_tensor(), plain.fc.weight.grad)
-
-    norm, image = _Normalized(), torch.randn(4, 3, 6, 6)
-    plain_norm = copy.deepcopy(norm)
-    plan = fusedops.auto_parallel(norm, mesh, (image,), mode="data")
-    loss = plan.apply(norm)(image)
-    halves = [copy.deepcopy(plain_norm)(rows) for rows in image.chunk(2)]  # as DDP: local rows
-    torch.testing.assert_close(loss, torch.stack(halves).mean())
-
+    image = torch.randn(4, 3, 6, 6)
     norm, plain_norm = _Normalized(), _Normalized()
     norm.load_state_dict(plain_norm.state_dict())
-    plan = fusedops.auto_parallel(norm, mesh, (image,))  # with a graph: statistics of all rows
+    plan = fusedops.auto_parallel(norm, mesh, (image,), mode="data")
     torch.testing.assert_close(plan.apply(norm)(image), plain_norm(image))
     torch.testing.assert_close(norm.norm.running_var, plain_norm.norm.running_var)
     assert norm.norm.num_batches_tracked == 1
 
 
 @pytest.mark.distributed
-def test_data_mode_needs_no_graph(ranks: Ranks) -> None:
-    ranks(_without_graph, 2)
+def test_statistics_of_batch_norm_are_those_of_all_rows(ranks: Ranks) -> None:
+    ranks(_batch_norm, 2)
 
 
 def _fused(rank: int) -> None:
@@ -432,12 +387,8 @@ def test_both_mesh_dimensions_may_shard_parameters(fake_mesh: Callable[..., Any]
     assert any(all(isinstance(place, Shard) for place in places) for places in placements)
 
 
-def test_plan_can_be_printed_edited_saved_and_loaded(
-    fake_mesh: Callable[..., Any], tmp_path: Any
-) -> None:
+def test_plan_can_be_printed_and_edited(fake_mesh: Callable[..., Any]) -> None:
     from torch.distributed.tensor import Replicate, Shard
-
-    from fusedops.planner import ShardingPlan
 
     mesh = fake_mesh([2, 2], ["dp", "tp"])
     plan = fusedops.auto_parallel(_mlp(), mesh, (torch.randn(64, 8),), mode="data")
@@ -448,10 +399,6 @@ def test_plan_can_be_printed_edited_saved_and_loaded(
     assert "*.*.weight  2      64 x 16  R, S(0)" in text
     assert "R, S(0)" in text
     assert "sent per step and rank: all-reduce" in text
-    plan.save(tmp_path / "plan.json")
-    loaded = ShardingPlan.load(tmp_path / "plan.json", mesh)
-    assert str(loaded) == text
-    assert loaded.placements == plan.placements
     with pytest.raises(KeyError, match=r"did you mean"):
         plan["*.1.wieght"] = (Replicate(), Shard(0))
     with pytest.raises(ValueError, match="one placement for each of the mesh dimensions dp, tp"):
@@ -460,11 +407,6 @@ def test_plan_can_be_printed_edited_saved_and_loaded(
         plan["1.1.weight"] = (Replicate(), Shard(2))
     with pytest.raises(TypeError, match="needs placements such as"):
         plan["1.1.weight"] = "tp"
-    with pytest.raises(ValueError, match="for a mesh"):
-        ShardingPlan.load(tmp_path / "plan.json", fake_mesh([4], ["tp"]))
-    (tmp_path / "no.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no plan"):
-        ShardingPlan.load(tmp_path / "no.json")
     with pytest.raises(ValueError, match="that the plan lacks"):
         plan.apply(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="has the shape"):
@@ -514,7 +456,7 @@ def test_wrong_requests_are_one_sentence(fake_mesh: Callable[..., Any]) -> None:
         fusedops.auto_parallel(torch.relu, mesh, inputs)
     with pytest.raises(ValueError, match="no tensor with the batch in dim 0"):
         fusedops.auto_parallel(model, mesh, ())
-    with pytest.raises(UnsupportedError, match=r"cannot trace .*_BranchOnData.*mode \"data\"") as e:
-        fusedops.auto_parallel(_BranchOnData(), mesh, inputs)
+    with pytest.raises(UnsupportedError, match=r"trace .*_BranchOnData.*DistributedData") as e:
+        fusedops.auto_parallel(_BranchOnData(), mesh, inputs, mode="data")
     assert len(str(e.value).splitlines()) == 1
     assert "test_auto_parallel.py" in str(e.value)

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from fusedops import planner
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.planner import (
     Layout,
     check,
     estimate,
-    layouts,
     memory,
     parse_bytes,
     plan,
@@ -201,7 +199,7 @@ def test_what_is_made_again_or_off_the_device_is_not_kept() -> None:
     assert off.parts["activations"] < kept / 5 and off.host > kept / 2
     here = PANGU.parameters().total / 8
     for overlap, of_a_parameter in ((True, 2 * 12 + 2), (False, 12 + 2)):
-        away = estimate(PANGU, base.replace(offload=("optimizer",), overlap=overlap))
+        away = estimate(PANGU, base.replace(offload=("optimizer",), optimizer_overlap=overlap))
         assert away.states == 0 and away.parts["states"] == 0
         assert away.gradients == estimate(PANGU, base).gradients
         assert away.host == pytest.approx(of_a_parameter * here, rel=0.02)
@@ -220,7 +218,8 @@ def test_logits_that_are_never_whole_take_a_chunk() -> None:
 
 
 def test_the_bytes_of_the_parts_are_the_peak_and_of_one_stage() -> None:
-    for layout in layouts(PANGU, 8, Layout.of(microbatches=8), recompute=("none",)):
+    for row in plan(PANGU, 8, 32 << 30, Layout.of(microbatches=8), recompute=("none",)).rows:
+        layout = row.layout
         found = estimate(PANGU, layout, devices=8)
         assert found.peak == sum(found.parts.values()) and 0 <= found.stage < layout.parallel.pp
         assert all(size >= 0 for size in found.parts.values())
@@ -389,8 +388,3 @@ def test_a_plan_checks_each_layout_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(memory, "check", lambda *given: pytest.fail("checked again"))
     result = plan(preset("gpt2"), 2, 64 << 30, tp=(1,), pp=(1,))
     assert len(result.rows) > 1 and len(checked) == 1  # the mesh
-
-
-def test_moved_names_say_where_they_are() -> None:
-    with pytest.raises(AttributeError, match=r"bench/planner/evaluation\.py"):
-        _ = planner.evaluate

@@ -22,7 +22,6 @@ from fusedops.models.parallelization.config import check_split, check_stages
 from fusedops.planner import (
     Device,
     Layout,
-    TimedRanking,
     check,
     estimate,
     fastest,
@@ -110,7 +109,7 @@ def test_the_first_row_is_the_fastest_of_all_that_fit(
     memory = int(gib * 2**30)
     plan = fastest(model, devices, H100, batch, memory=memory)
     expected = brute_force(model, devices, H100, batch, memory)
-    assert plan.rows and plan.gap == 0.0
+    assert plan.rows
     assert plan.rows[0].seconds == pytest.approx(expected, rel=1e-12)
     assert all(row.estimate.peak <= memory for row in plan.rows)
 
@@ -141,7 +140,7 @@ def test_thousands_of_devices_take_seconds(
 ) -> None:
     begin = time.process_time()
     plan = fastest(model, devices, H100, batch)
-    assert plan.rows and plan.gap == 0.0
+    assert plan.rows
     assert time.process_time() - begin < 10
 
 
@@ -402,8 +401,3 @@ def test_a_wrong_call_is_one_sentence(
     with pytest.raises(SystemExit):
         app(["plan", "--model", "gpt2", "--devices", "2", *options], standalone_mode=False)
     assert sentence in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_plan_without_rows_is_no_gap() -> None:
-    plan = fastest(preset("llama3-70b"), 1, H100, 1)
-    assert isinstance(plan, TimedRanking) and plan.gap == 0.0

@@ -71,12 +71,17 @@ class WalkState:
 
 
 class Evaluator:
-    """Costs of placements of the parameters of one graph, for inputs of so many rows."""
+    """Costs of placements of the parameters of one graph, for inputs of so many rows.
+
+    ``parameters`` has their shapes and dtypes by name.
+    """
 
     def __init__(self, placer: Placer, batch: int) -> None:
         self.placer = placer
         self.graph = placer.graph
         self.batch = batch
+        names = self.graph.parameters
+        self.parameters = {name: self.graph.values[number] for number, name in names.items()}
         self._data = placer.data_dims
         self._saved = self._saved_values()
 
