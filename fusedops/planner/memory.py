@@ -430,7 +430,6 @@ class _Stage:
         return converted - self._on_device(Weights(experts=weights.experts))
 
     def _saved(self) -> float:
-        """Return what all micro-batches in flight keep."""
         model, layout = self.model, self.layout
         outside = saved_tensors.before(model, layout) if self.first else []
         outside = [*outside, *(saved_tensors.after(model, layout) if self.last else [])]
@@ -458,7 +457,6 @@ class _Stage:
                 yield layer, count, self._layout_of(layer)
 
     def _host_of_optimizer(self) -> float:
-        """Return the bytes of ``OffloadedAdamW`` in the host's memory."""
         layout, sizes = self.layout, self.layout.bytes_of
         share = self._on_device(self.parameters, shared=layout.parallel.zero >= 1)
         states = _FLOAT32 + sizes.moments
@@ -507,7 +505,6 @@ class _Stage:
         return buffers
 
     def _data_parallel_buffers(self) -> float:
-        """Return the buffers of the data-parallel exchange of gradients and weights."""
         config, sizes = self.layout.parallel, self.layout.bytes_of
         vocabulary = self.vocabulary * self.has_vocabulary
         if config.zero == 0 and self.gradient_bytes >= _FLOAT32:

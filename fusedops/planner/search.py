@@ -67,14 +67,12 @@ class _Mesh(NamedTuple):
     refusal: str = ""
 
 
-def _meshes(space: LayoutSpace, virtual: int | None) -> Iterator[_Mesh]:
-    """Yield each choice of parallel sizes and schedule; arguments as of ``plan``."""
-    if virtual is not None:
-        checks.integer("plan", "pipeline_virtual", virtual, least=1)
+def _meshes(space: LayoutSpace) -> Iterator[_Mesh]:
+    """Yield each choice of parallel sizes and schedule."""
     for sizes in space.meshes():
         piped = sizes["pp"] > 1
         for order in space.schedule if piped else ("1f1b",):
-            stages = virtual if piped else None
+            stages = space.virtual if piped else None
             options = {**sizes, "pipeline_schedule": order, "pipeline_virtual": stages}
             try:
                 layout = fitted(space.model, space.devices, space.base, options)
@@ -93,8 +91,7 @@ def plan(
         devices: how many there are.
         memory: bytes of each.
         base: what is not searched for: precision, micro-batch, kernels and so on.
-        **choices: as in ``LayoutSpace``, and ``virtual``: stages of a rank of a pipeline, by
-            default the schedule's own number.
+        **choices: as in ``LayoutSpace``.
 
     Raises:
         ValueError: no layout on that many devices fits the model's sizes, or a value to try has no
@@ -108,17 +105,16 @@ def plan(
         'none'
     """
     checks.integer("plan", "memory", memory, least=1)
-    virtual = choices.pop("virtual", None)
     space = LayoutSpace(model, devices, base or Layout(), **choices)
-    meshes = list(_meshes(space, virtual))
-    notes = _notes(space, virtual, meshes)
+    meshes = list(_meshes(space))
+    notes = _notes(space, meshes)
     rows = sorted(_estimated(meshes, model), key=lambda row: _cost(row, memory))
     if not rows:
         raise ValueError(f"plan: no layout is possible: {'; '.join(notes)}")
     if rows[0].left(memory) >= 0:
         advice = f"take the first: {describe(rows[0].layout)}"
     else:
-        advice = _advice(space, virtual, rows, memory)
+        advice = _advice(space, rows, memory)
     return LayoutRanking(tuple(rows), memory, advice, tuple(notes))
 
 
@@ -128,13 +124,13 @@ def _estimated(meshes: Iterable[_Mesh], model: TransformerConfig) -> Iterator[Pl
             yield PlannedLayout(layout, estimate_unchecked(model, layout))
 
 
-def _notes(space: LayoutSpace, virtual: int | None, meshes: Sequence[_Mesh]) -> list[str]:
+def _notes(space: LayoutSpace, meshes: Sequence[_Mesh]) -> list[str]:
     """Return why sizes that were asked for are in no layout; without any, at least one."""
     asked = [(name, value) for name in ("tp", "pp", "ep") for value in getattr(space, name)]
     if tuple(space.schedule) != SCHEDULES:
         asked += [("pipeline_schedule", name) for name in space.schedule]
-    if virtual is not None:
-        asked.append(("pipeline_virtual", virtual))
+    if space.virtual is not None:
+        asked.append(("pipeline_virtual", space.virtual))
     notes = []
     for name, value in asked:
         same = [mesh for mesh in meshes if mesh.options[name] == value]
@@ -145,14 +141,12 @@ def _notes(space: LayoutSpace, virtual: int | None, meshes: Sequence[_Mesh]) -> 
     return list(dict.fromkeys(notes))
 
 
-def _advice(
-    space: LayoutSpace, virtual: int | None, rows: Sequence[PlannedLayout], memory: int
-) -> str:
+def _advice(space: LayoutSpace, rows: Sequence[PlannedLayout], memory: int) -> str:
     """Return what to do where none of the rows fits."""
     least = min(rows, key=lambda row: row.estimate.peak)
     advice = f"nothing fits in {show_bytes(memory)}: the least is "
     advice += f"{show_bytes(least.estimate.peak)} with {describe(least.layout)}"
-    more = _fitting_devices(space, virtual, memory)
+    more = _fitting_devices(space, memory)
     if more is not None:
         return f"{advice}; {more} such devices would do, or {space.devices} of that size"
     if space.base.training.micro_batch > 1 or space.base.length(space.model) > 1024:
@@ -160,7 +154,7 @@ def _advice(
     return f"{advice}; take devices of that size"
 
 
-def _fitting_devices(space: LayoutSpace, virtual: int | None, memory: int) -> int | None:
+def _fitting_devices(space: LayoutSpace, memory: int) -> int | None:
     """Return how many devices would do, doubling their number; ``None``: no number would.
 
     Only choices that can need the least are looked at.
@@ -173,7 +167,7 @@ def _fitting_devices(space: LayoutSpace, virtual: int | None, memory: int) -> in
     )
 
     def fits(devices: int) -> bool:
-        meshes = _meshes(replace(frugal, devices=devices), virtual)
+        meshes = _meshes(replace(frugal, devices=devices))
         return any(row.left(memory) >= 0 for row in _estimated(meshes, space.model))
 
     # Weights are never off devices.

@@ -160,7 +160,6 @@ def _rank_layers(
 
 
 def _share_of_layers(model: TransformerConfig, layout: Layout) -> float:
-    """Return the share of all layers that recompute."""
     count = layout.parallel.recompute_layers
     if count is None:
         return 1.0
@@ -316,7 +315,6 @@ class _TimedSearch:
         )
 
     def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
-        """Yield the schedules of a pipeline with the stages of a rank."""
         if pp == 1:
             yield "1f1b", 1
             return
@@ -405,7 +403,6 @@ class _TimedSearch:
         return TimedLayout(several, needed, *self._timed(several))
 
     def _fits(self, needed: Estimate) -> bool:
-        """Return whether an estimate fits device and host."""
         return needed.peak <= self.memory and needed.host <= self.device.links.host_bytes
 
     def _can_fit(self, layouts: Sequence[Layout]) -> bool:

@@ -231,45 +231,16 @@ def test_parameters_are_those_of_transformers_modules() -> None:
     t5 = transformers.T5Config(
         vocab_size=512, d_model=64, d_kv=8, d_ff=96, num_layers=3, num_heads=4
     )
+    sizes = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "intermediate_size": 96}
+    sizes |= {"vocab_size": 512, "seq_len": 16}
+    root = {"norm": "rms", "bias": False}
     ours = TransformerConfig(
-        hidden_size=64,
-        num_layers=3,
-        encoder_layers=3,
-        num_heads=4,
-        head_dim=8,
-        intermediate_size=96,
-        vocab_size=512,
-        seq_len=16,
-        relative_buckets=32,
-        norm="rms",
-        activation="relu",
-        bias=False,
+        **sizes, **root, encoder_layers=3, head_dim=8, relative_buckets=32, activation="relu"
     )
     assert ours.parameters().total == count(t5, "T5ForConditionalGeneration")
-    mixtral = transformers.MixtralConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=5,
-    )
-    sparse = TransformerConfig(
-        hidden_size=64,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        intermediate_size=96,
-        vocab_size=512,
-        seq_len=16,
-        rotary=True,
-        norm="rms",
-        gated=True,
-        activation="silu",
-        bias=False,
-        tied=False,
-        num_experts=5,
-        top_k=2,
-    )
+    names = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    names |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5}
+    mixtral = transformers.MixtralConfig(vocab_size=512, **names)
+    llama = {"rotary": True, "gated": True, "activation": "silu", "tied": False}
+    sparse = TransformerConfig(**sizes, **root, **llama, num_kv_heads=2, num_experts=5, top_k=2)
     assert sparse.parameters().total == count(mixtral, "MixtralForCausalLM")

@@ -100,8 +100,8 @@ def auto_parallel(
         exact = solution.exact
     key = call_key(model, args, kwargs)[1]
     plan = ShardingPlan(mode, mesh, placements, exact, TracedModel(fake, key, evaluator))
-    if memory_limit is not None and plan.totals.memory > memory_limit:
-        raise ValueError(_too_large(plan.totals.memory, memory_limit, mode))
+    if memory_limit is not None and plan.memory > memory_limit:
+        raise ValueError(_too_large(plan.memory, memory_limit, mode))
     return plan
 
 
@@ -150,7 +150,6 @@ def _check(
 def _fixed(
     model: nn.Module, evaluator: Evaluator, mesh: DeviceMesh, marked: Mapping[str, Any]
 ) -> dict[str, Placements]:
-    """Return the marked placements by name of the parameter."""
     fixed: dict[str, Placements] = {}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,21 +24,6 @@ from fusedops.planner.sizes import show_bytes, show_count
 _OP = "ShardingPlan"
 
 
-@dataclass
-class PlanTotals:
-    """What a training step costs on each rank.
-
-    Attributes:
-        memory: bytes of parameters, gradients, AdamW's states, buffers and saved activations.
-        sent: bytes that a rank sends, by collective.
-        seconds: an estimate.
-    """
-
-    memory: float
-    sent: dict[str, float]
-    seconds: float
-
-
 @dataclass(eq=False)
 class ShardingPlan:
     """Placements of all parameters of a model on a mesh; made by ``auto_parallel``.
@@ -52,7 +37,9 @@ class ShardingPlan:
         exact: whether the search has compared all options.
         traced: the graph of the model, with its costs.
         replicated_calls: operators without a rule that run on replicated tensors, with how often.
-        totals: what a step costs on each rank.
+        memory: bytes of a rank: parameters, gradients, AdamW's states, buffers, saved activations.
+        sent: bytes that a rank sends in a step, by collective.
+        seconds: of a step, an estimate.
     """
 
     mode: str
@@ -61,12 +48,14 @@ class ShardingPlan:
     exact: bool
     traced: TracedModel
     replicated_calls: dict[str, int] = field(init=False)
-    totals: PlanTotals = field(init=False)
+    memory: float = field(init=False)
+    sent: dict[str, float] = field(init=False)
+    seconds: float = field(init=False)
 
     def __post_init__(self) -> None:
-        cost, memory, self.replicated_calls = self.traced.evaluator.total_of(self.placements)
-        sent = {kind: n for kind, n in zip(COLLECTIVES, cost.sent, strict=True) if n}
-        self.totals = PlanTotals(memory, sent, cost.seconds)
+        cost, self.memory, self.replicated_calls = self.traced.evaluator.total_of(self.placements)
+        self.sent = {kind: n for kind, n in zip(COLLECTIVES, cost.sent, strict=True) if n}
+        self.seconds = cost.seconds
 
     def __getitem__(self, pattern: str) -> Placements:
         """Return the placements of the parameters that match.
@@ -96,9 +85,6 @@ class ShardingPlan:
         self.placements.update(places)
         self.__post_init__()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.placements)
-
     def __str__(self) -> str:
         """Return the plan as a table, with totals."""
         parameters, sizes = self.traced.evaluator.parameters, self.mesh.shape
@@ -115,13 +101,13 @@ class ShardingPlan:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         dims = zip(self.mesh.mesh_dim_names or (), map(str, sizes), strict=True)
         count = sum(math.prod(parameter.shape) for parameter in parameters.values())
-        sent = [f"{kind} {show_bytes(int(n))}" for kind, n in self.totals.sent.items()]
+        sent = [f"{kind} {show_bytes(int(n))}" for kind, n in self.sent.items()]
         lines = [
             f"{self.mode} on {' x '.join(map(' '.join, dims))} ({self.mesh.device_type})",
             *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
-            f"{show_count(count)} parameters; {show_bytes(int(self.totals.memory))} per rank",
+            f"{show_count(count)} parameters; {show_bytes(int(self.memory))} per rank",
             f"sent per step and rank: {', '.join(sent) or 'nothing'}",
-            f"estimated seconds per step: {self.totals.seconds:.3g}",
+            f"estimated seconds per step: {self.seconds:.3g}",
         ]
         if self.replicated_calls:
             calls = ", ".join(f"{n} x {name}" for name, n in self.replicated_calls.items())

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from fusedops._core import checks
 from fusedops._core.device_tensors import device_tensor
 from fusedops.planner.sharding.cost import Placements
 from fusedops.planner.sharding.evaluate import Evaluator, WalkState, evaluator_for
@@ -75,19 +74,15 @@ def apply_placements(
 
 def _check(model: nn.Module, planned: Mapping[str, tuple[int, ...]]) -> None:
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor):
+    own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for name in {**own, **planned}:
+        if isinstance(parameters.get(name), DTensor):
             raise ValueError(f"{OP}: {name} is a DTensor already: apply a plan to a plain model")
-        if name not in planned:
-            near = checks.nearest(name, list(planned))
-            hint = f", which has {near}" if near else ""
-            raise ValueError(f"{OP}: the model has a parameter {name} that the plan lacks{hint}")
-        shape = tuple(parameter.shape)
-        if shape != planned[name]:
-            raise ValueError(f"{OP}: {name} has the shape {shape}, in the plan {planned[name]}")
-    missing = [name for name in planned if name not in parameters]
-    if missing:
-        raise ValueError(f"{OP}: the plan has a parameter {missing[0]} that the model lacks")
+        if own.get(name) != planned.get(name):
+            shapes = (shape.get(name, "no such parameter") for shape in (own, planned))
+            raise ValueError(
+                f"{OP}: the model and the plan differ in {name}: {' and '.join(map(str, shapes))}"
+            )
 
 
 def call_key(model: nn.Module, args: Any, kwargs: Any) -> tuple[list[Any], Any]:

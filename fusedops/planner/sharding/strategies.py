@@ -277,7 +277,6 @@ class Placer:
     def _priced(
         self, step: GraphStep, current: tuple[Placements, ...], placed: StepPlacement
     ) -> StepPlacement:
-        """Add what the placements cost."""
         moves, sums = [], []
         for index, number in enumerate(step.inputs):
             value = self.graph.values[number]
