@@ -150,16 +150,18 @@ def _serve(connection: Connection, rank: int, ranks: int, store: str, device: st
     import torch
     from torch import distributed as dist
 
+    from fusedops.launch.processes import connect
+
     torch.set_num_threads(1)
     unmeasured_guards.install()
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",  # as launch/processes.py
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=TIMEOUTS[device] / 2),
+    connect(
+        torch.device("cuda", rank) if device == "cuda" else torch.device("cpu"),
+        dist.FileStore(store, ranks),
+        rank,
+        ranks,
+        timedelta(seconds=TIMEOUTS[device] / 2),
     )
     world = World(rank)
     connection.send((False, None, _groups()))

@@ -13,7 +13,6 @@ import torch
 from fusedops.kernels import (
     _attention_backward,
     _attention_forward,
-    _attention_report,
     _attention_torch,
 )
 from fusedops.kernels._attention_launch import AttentionCall
@@ -56,6 +55,3 @@ def _call(*inputs: Any) -> AttentionCall:
     query, key, value, mask, slopes, sinks, seed, *numbers = inputs
     tensors = (query, key, value, mask, slopes, sinks, seed)
     return AttentionCall(*tensors, None, query.shape[2], key.shape[2], *numbers)
-
-
-static_report_cases = _attention_report.dense_cases

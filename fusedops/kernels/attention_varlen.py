@@ -13,7 +13,6 @@ import torch
 from fusedops.kernels import (
     _attention_backward,
     _attention_forward,
-    _attention_report,
     _attention_torch,
 )
 from fusedops.kernels._attention_launch import AttentionCall
@@ -79,6 +78,3 @@ def _call(*inputs: Any) -> AttentionCall:
 def _one_batch(tensor: torch.Tensor) -> torch.Tensor:
     """Return packed ``[tokens, H, D]`` as ``[1, H, tokens, D]``."""
     return tensor.transpose(0, 1).unsqueeze(0)
-
-
-static_report_cases = _attention_report.packed_cases

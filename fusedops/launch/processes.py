@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -33,8 +32,9 @@ from fusedops._core.checks import UnsupportedError
 from fusedops._core.device_tensors import device_tensor
 from fusedops.launch.config_table import InputError
 from fusedops.launch.job import RendezvousError, check_address, join_job
-from fusedops.parallel.collective_errors import raise_on_all
-from fusedops.parallel.comm import collectives
+from fusedops.launch.start_checks import check, exchange, own_place, shown_ranks
+from fusedops.parallel.collective_errors import gather_objects, raise_on_all
+from fusedops.parallel.comm import collectives, host_groups
 
 # What the other processes get to end by themselves when one has ended badly after a signal: as
 # torchrun's.
@@ -52,8 +52,6 @@ _UNTOLD_SECONDS = 5.0
 _FOR_EVER = timedelta(days=365)
 # Between two questions whether rank 0 is ready.
 _LONGEST_PAUSE = 1.0
-# In a message.
-_SHOWN_RANKS = 8
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
 
@@ -103,11 +101,7 @@ class Ranks:
 
     def gathered(self, value: Any) -> list[Any]:
         """Return what each rank gave, on all ranks."""
-        values = [value]
-        if self.size > 1:
-            values = [None] * self.size
-            dist.all_gather_object(values, value)
-        return values
+        return gather_objects(value, dist.group.WORLD if self.size > 1 else None)
 
     def check_equal(self, values: Mapping[str, Any]) -> None:
         """Raise on all ranks unless all of them gave the same values, by name; all call this.
@@ -126,7 +120,7 @@ class Ranks:
             for rank, of_rank in enumerate(given):
                 ranks_of.setdefault(of_rank.get(name, "not set"), []).append(rank)
             if len(ranks_of) > 1:
-                places = (f"{value} on {_shown(ranks)}" for value, ranks in ranks_of.items())
+                places = (f"{value} on {shown_ranks(ranks)}" for value, ranks in ranks_of.items())
                 differences.append(f"{name} is {', '.join(places)}")
         raise InputError(
             f"all processes must be started with the same configuration, data and versions: "
@@ -144,14 +138,6 @@ class Ranks:
         world = dist.group.WORLD
         assert world is not None
         return collectives.all_reduce(values, world, label="losses").wait()
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    """Return ranks in words, of many the first."""
-    named = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    more = len(ranks) - _SHOWN_RANKS
-    named += f" and {more} more" if more > 0 else ""
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
 
 
 @contextlib.contextmanager
@@ -174,18 +160,18 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
     here = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
     if kind == "cuda" and index < count:
         torch.cuda.set_device(here)
+    problem = _device_problem(device, kind, local, count)
     if made:
         env.set_flight_records(_REMEMBERED)
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         with _waiting_shown(rank, size):
-            dist.init_process_group(backend, store=_store(), rank=rank, world_size=size)
+            store = _store()
+            check(exchange(own_place(here, problem), store, rank, size))
+            connect(here, store, rank, size)
     try:
         store = dist.distributed_c10d._get_default_store()
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), here, store)
-        with ranks.together():  # one machine may have less than another
-            _check_device(device, kind, local, count)
-        _check_nodes(ranks)
-        _check_gpus(ranks)
+        if not made:
+            check(exchange(own_place(here, problem), store, ranks.rank, ranks.size))
         yield ranks
         failed = False
     finally:
@@ -197,43 +183,41 @@ def initialize_distributed(device: str) -> Iterator[Ranks]:
                 sys.excepthook = hook
 
 
-def _check_device(device: str, kind: str, local: int, count: int) -> None:
+def _device_problem(device: str, kind: str, local: int, count: int) -> str:
+    """Return why a process cannot take its device; empty if it can."""
     if device == "cuda" and not count:
-        raise InputError(
-            "config: device must be 'cpu' here, got 'cuda': torch sees no GPU (fusedops doctor)"
-        )
+        return "config: device must be 'cpu' here, got 'cuda': torch sees no GPU (fusedops doctor)"
     if kind == "cuda" and local >= count > 1:
-        raise InputError(
+        return (
             f"{local + 1} processes on a machine need as many GPUs there, and torch sees {count}: "
             "start fewer, or set device to cpu"
         )
+    return ""
 
 
-def _check_nodes(ranks: Ranks) -> None:
-    """Raise on all ranks unless all nodes have as many: groups of ranks would straddle nodes."""
-    places = ranks.gathered((socket.gethostname(), env.local_ranks()))
-    if len({count for _, count in places}) > 1:
-        nodes = ", ".join(f"{count} on {name}" for name, count in dict.fromkeys(places))
-        raise InputError(
-            f"every node must have as many processes, got {nodes}: give torchrun the same "
-            "--nproc-per-node on all of them"
-        )
+def connect(
+    device: torch.device,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta | None = None,
+) -> None:
+    """Initialise torch.distributed.
 
-
-def _check_gpus(ranks: Ranks) -> None:
-    """Raise on all ranks if two processes of a node have one GPU."""
-    if ranks.device.type != "cuda":
-        return
-    mine = str(torch.cuda.get_device_properties(ranks.device).uuid)
-    ranks_of: dict[tuple[str, str], list[int]] = {}
-    for rank, place in enumerate(ranks.gathered((socket.gethostname(), mine))):
-        ranks_of.setdefault(place, []).append(rank)
-    for (node, _), sharing in ranks_of.items():
-        if len(sharing) > 1:
-            raise InputError(
-                f"each process needs a GPU of its own, and {_shown(sharing)} have one GPU of {node}"
-                ": start fewer processes there, or set device to cpu"
-            )
+    NCCL connects now, since it knows the device, and later groups are split from this one. Hosts
+    get one group over gloo; the groups of a mesh have none unless something asks for it
+    (``host_groups``).
+    """
+    given: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
+    if device.type == "cpu":
+        dist.init_process_group("gloo", **given)
+    elif size == 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl", **given)
+    else:
+        dist.init_process_group("nccl", device_id=device, **given)
+        world = dist.group.WORLD
+        assert world is not None
+        host_groups.register(world, dist.new_group(backend="gloo", timeout=timeout))
 
 
 def set_collective_timeout(seconds: float) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fusedops.parallel.comm.collectives import all_to_all
+from fusedops.parallel.comm.host_groups import host_group
 
 
 @contextmanager
@@ -50,8 +51,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Return the values of all ranks, in their order; without a group this process's alone."""
     if group is None or group.size() == 1:
         return [value]
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=host_group(group, accelerator) or group)
     return values
 
 

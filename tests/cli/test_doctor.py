@@ -112,7 +112,7 @@ def test_command_exits_1_when_an_op_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     assert "WRONG" in done.output
 
 
-@pytest.mark.parametrize("backend", ["torch", "tritn"])
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.ci), "tritn"])
 def test_json_is_alone_on_stdout(backend: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fusedops", "doctor", "--device", "cpu", "--json"],

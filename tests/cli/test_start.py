@@ -123,11 +123,11 @@ def test_options_in_texts_exist() -> None:
         text=True,
         check=True,
     )
-    wrong, seen = [], 0
+    whole, wrong, seen = typer.main.get_command(app), [], 0
     for name in listed.stdout.split():
         for line in LINE.finditer((root / name).read_text(encoding="utf-8")):
             words = line[1].replace("\\\n", " ").split()
-            command = typer.main.get_command(app)
+            command = whole
             while words and words[0] in getattr(command, "commands", {}):
                 command = command.commands[words.pop(0)]
             if command.name in (None, "fusedops", "demo"):  # demo has options of its script

@@ -33,6 +33,8 @@ from fusedops.specs.make import randn
 
 SCHEMAS = (native.CSRC / "cuda" / "schemas.cpp").read_text()
 OPS = [name for name in re.findall(r'"(\w+)\(Tensor', SCHEMAS) if not name.endswith("_backward")]
+# The compilation of all kernels takes half a minute.
+pytestmark = pytest.mark.ci
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FORWARD, BACKWARD, DRAWN = 0, 1, 2  # orders of threads and blocks
 CPU = torch.device("cpu")
@@ -114,7 +116,6 @@ def assert_matches_float64(
         assert_same_bits(again.outputs + again.grads, actual.outputs + actual.grads)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(
     ("op", "name"), [(op, name) for op in OPS for name in samples(op, torch.float32)]
@@ -173,7 +174,6 @@ def each_norm() -> Any:
     return pytest.mark.parametrize(("op", "rows", "columns", "dtype"), chosen)
 
 
-@pytest.mark.ci
 @each_norm()
 def test_norms_of_every_kernel(
     host: Host, op: str, rows: int, columns: int, dtype: torch.dtype

@@ -1,7 +1,7 @@
 """Steps like the one before: what the host copies and looks at, and what a CUDA graph may keep.
 
 No GPU is needed: the tensors are on the CPU, and what is launched is a function that reads the
-tables (``tools/adamw_host_time.py``). ``test_graphs.py`` has the same on a GPU.
+tables (``adamw_launches.py``). ``test_graphs.py`` has the same on a GPU.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import copy
 import dataclasses
 import gc
 import pickle
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +26,7 @@ from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.optim._repeated import RepeatedStep
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools"))
-import adamw_host_time
+import adamw_launches
 
 from fusedops.kernels import _pointer_table
 
@@ -80,7 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(_pointer_table, "_staging", counted_staging)
     monkeypatch.setattr(_pointer_table, "capturing", lambda device: made.captured)
     monkeypatch.setattr(_pointer_table, "_copies", type(_pointer_table._copies)())
-    with adamw_host_time.stand_in(adamw_host_time.Launches(made.launched)):
+    with adamw_launches.stand_in(adamw_launches.Launches(made.launched)):
         yield made
 
 

@@ -15,6 +15,7 @@ import torch
 from process_pool import World
 from torch import distributed as dist
 
+from fusedops.parallel.collective_errors import gather_objects
 from fusedops.parallel.comm import host_groups
 from fusedops.parallel.comm.host_groups import host_group
 
@@ -51,3 +52,29 @@ def test_a_companion_joins_the_same_ranks(on_ranks: OnRanks) -> None:
 
 def test_none_uses_a_companion_that_one_rank_lacks(on_ranks: OnRanks) -> None:
     assert on_ranks(_connected, 3) == [(False, True, None)] * RANKS
+
+
+def _gathered(world: World) -> bool:
+    """Gather objects over a group that takes no tensors on the CPU, and has a group for hosts."""
+    ranks = list(range(RANKS))
+    group, hosts = dist.new_group(ranks), dist.new_group(ranks)
+    host_groups.register(group, hosts)
+    takes = host_groups._takes_cpu
+    used: list[Any] = []
+
+    def gather(values: list[Any], value: Any, group: Any) -> None:
+        used.append(group)
+        gather_object(values, value, group=group)
+
+    gather_object = dist.all_gather_object
+    with (
+        mock.patch.object(host_groups, "_takes_cpu", lambda g: g is not group and takes(g)),
+        mock.patch.object(dist, "all_gather_object", gather),
+    ):
+        assert gather_objects(world.rank, group) == ranks
+    dist.barrier(world.groups[RANKS])
+    return used == [hosts]
+
+
+def test_objects_are_gathered_by_the_group_of_hosts(on_ranks: OnRanks) -> None:
+    assert on_ranks(_gathered) == [True] * RANKS

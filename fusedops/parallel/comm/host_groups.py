@@ -42,6 +42,11 @@ def host_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     return _companions[group]
 
 
+def register(group: dist.ProcessGroup, companion: dist.ProcessGroup) -> None:
+    """Let hosts of a group communicate over another group of the same ranks; all ranks call it."""
+    _companions[group] = companion
+
+
 def _takes_cpu(group: dist.ProcessGroup) -> bool:
     try:
         group._get_backend(torch.device("cpu"))

@@ -14,7 +14,7 @@ Make = Callable[[torch.device, torch.dtype], Any]
 
 @dataclass(frozen=True)
 class ReportCase:
-    """A configuration of the static report, as ``_launch.report_case`` describes it."""
+    """A configuration of the static report, as ``kernel_cases`` describes it."""
 
     described: dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Calls that launch the kernel configurations which users run, three blocks deep.
 
-``docs/reports/triton_kernels.csv`` records the machine code of the configurations that each
-``fusedops/kernels/X.py`` names in ``static_report_cases()``. A hot sample is a call of a public op
+``docs/reports/triton_kernels.csv`` records the machine code of the configurations in
+``tools/kernel_cases``. A hot sample is a call of a public op
 that launches one of them, with grids and loops of at least three blocks in each direction: the
 kernel's own tiles, full blocks and a last one that is not full. It is derived from the case, so
 that new tile sizes change the samples; ``tests/ops/test_hot_coverage.py`` launches all of them on a
@@ -15,12 +15,12 @@ Importing a kernel file needs Triton, and nothing here launches anything before 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kernel_cases import CASES
 
 from fusedops.specs import all_specs
 from fusedops.specs.comparison import ComparisonResult, fresh, incoming
@@ -108,9 +108,8 @@ def cases(op: str, capability: int | None = None) -> list[ReportCase]:
         op: name of the file in ``fusedops/kernels``.
         capability: only those of a GPU (80, 90, 100 or 120).
     """
-    module = importlib.import_module(f"fusedops.kernels.{op}")
-    found = (ReportCase(static_report_case) for static_report_case in module.static_report_cases())
-    return [case for case in found if capability is None or case.runs_on(capability)]
+    known = map(ReportCase, CASES[op]())
+    return [case for case in known if capability is None or case.runs_on(capability)]
 
 
 def calls(

@@ -1,16 +1,16 @@
-"""Which configurations of the attention kernels are compiled for the static report.
+"""Configurations that are compiled for the static report: attention.
 
 Block sizes differ by GPU, so a case names the one that runs it: each row of the tables of tiles.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 
-from fusedops.kernels import _descriptors, _launch
-from fusedops.kernels._attention_backward import delta_case
+from fusedops.kernels import _attention_backward, attention_decode
 from fusedops.kernels._attention_backward_keys import keys_kernel
 from fusedops.kernels._attention_backward_queries import queries_kernel
 from fusedops.kernels._attention_forward import forward_kernel
@@ -22,6 +22,7 @@ from fusedops.kernels._attention_launch import (
     mask_block,
     walked_block,
 )
+from kernel_cases.case import descriptor_type, report_case
 
 _CHIPS = (80, 90, 100, 120)
 _KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
@@ -68,14 +69,14 @@ def case(
     sizes, options = block_table(kernel, capability, torch_dtype, size, size, kind, described)
     if described:
         for name, columns in zip(WALKED[kernel], ("BLOCK_D", "BLOCK_DV"), strict=True):
-            types[name] = _descriptors.type_of(dtype, walked_block(kernel, sizes, columns))
+            types[name] = descriptor_type(dtype, walked_block(kernel, sizes, columns))
     masked = dense and describes_mask(kernel, capability, flags["PER_QUERY"])
     sizes["MASK_DESCRIBED"] = masked
     if masked:
-        types["mask_ptr"] = _descriptors.type_of(dtype, mask_block(sizes))
+        types["mask_ptr"] = descriptor_type(dtype, mask_block(sizes))
     if kernel == "keys" and size > 128:
         flags = flags | {"WANTS_VALUE": False}
-    return _launch.report_case(
+    return report_case(
         _KERNELS[kernel],
         types,
         flags | sizes | {"HEAD_DIM": size, "VALUE_DIM": size},
@@ -86,7 +87,7 @@ def case(
     )
 
 
-def dense_cases() -> list[dict[str, Any]]:
+def attention_cases() -> list[dict[str, Any]]:
     """Return the cases of dense batches."""
     cases = [
         case(kernel, capability, size, kind, flags, dense=True)
@@ -99,10 +100,48 @@ def dense_cases() -> list[dict[str, Any]]:
     grouped = _PLAIN | {"GROUP": 4}
     cases += [case("keys", chip, 128, "plain", grouped, dense=True) for chip in _CHIPS]
     cases.append(case("forward", 90, 128, "plain", _PLAIN, "fp32"))
-    return [*cases, delta_case()]
+    return [*cases, _delta_case()]
 
 
-def packed_cases() -> list[dict[str, Any]]:
+def attention_varlen_cases() -> list[dict[str, Any]]:
     """Return the cases of packed sequences, whose kernels differ by a look at a table."""
     flags = _PLAIN | {"VARLEN": True, "GROUP": 4}
     return [case(kernel, 90, 64, "plain", flags) for kernel in ("forward", "keys")]
+
+
+def attention_decode_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    fp32 = ("slopes_ptr", "sinks_ptr", "lse_ptr", "parts_ptr", "parts_lse_ptr")
+    types = dict.fromkeys(fp32, "*fp32") | {"lengths_ptr": "*i64"}
+    types |= dict.fromkeys(("factor", "bound"), "fp32")
+    options = {"LEFT": True, "ALIBI": True, "SINKS": True, "SOFTCAP": True}
+    cases = []
+    forms = ((4, 128, False), (64, 128, True), (16, 256, False))
+    older, newest = (80, 90, 100), (120,)
+    for (rows, size, given), chips in itertools.product(forms, (older, newest)):
+        sizes, launch = attention_decode._blocks(torch.bfloat16, rows, size, size, chips[0])
+        flags: dict[str, Any] = {"GROUP": rows, "HEAD_DIM": size, "VALUE_DIM": size}
+        flags |= dict.fromkeys(options, given) | {"WHOLE": False, "PRECISION": "ieee"}
+        case: dict[str, Any] = {"matrix": True, "few_rows": sizes["BLOCK_M"] < 64}
+        case["capabilities"] = chips
+        out = types | {"out_ptr": "*fp32"}
+        cases.append(report_case(attention_decode.parts_kernel, out, flags | sizes, launch, **case))
+    flags = {
+        "LEFT": True,
+        "SINKS": True,
+        "VALUE_DIM": 256,
+        "BLOCK_DV": 256,
+        "BLOCK_P": attention_decode._MOST_PARTS,
+    }
+    return [*cases, report_case(attention_decode.merge_kernel, types, flags)]
+
+
+def _delta_case() -> dict[str, Any]:
+    """Describe ``delta_kernel`` for the static report."""
+    types = dict.fromkeys(("dlse_ptr", "lse_ptr", "delta_ptr"), "*fp32")
+    flags = {
+        "VALUE_DIM": 128,
+        "HAS_DLSE": True,
+        "HAS_REST": True,
+    } | _attention_backward._delta_sizes(128)
+    return report_case(_attention_backward.delta_kernel, types, flags)
