@@ -309,7 +309,6 @@ def _record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
         "device": plan.device.name,
         "memory": plan.memory,
         "global_batch": request.global_batch,
-        "gap": plan.gap,
         "choices": plan.choices,
         "examined": plan.examined,
         "refused": plan.refused,

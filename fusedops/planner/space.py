@@ -38,6 +38,7 @@ class LayoutSpace:
         recompute: as in ``Layout``, those to try.
         offload: as in ``Layout``, those to try.
         schedule: of pipelines, those to try; one stage has none, and is tried once.
+        virtual: stages of a rank of a pipeline; the schedule's own number by default.
 
     Raises:
         ValueError: a value that is to be tried has no meaning for any model.
@@ -55,9 +56,12 @@ class LayoutSpace:
     recompute: Sequence[str] = RECOMPUTE
     offload: Sequence[tuple[str, ...]] = OFFLOAD
     schedule: Sequence[str] = SCHEDULES
+    virtual: int | None = None
 
     def __post_init__(self) -> None:
         checks.integer("plan", "devices", self.devices, least=1)
+        if self.virtual is not None:
+            checks.integer("plan", "pipeline_virtual", self.virtual, least=1)
         base = self.base.replace(recompute_slice_activation=False)
         object.__setattr__(self, "base", base)
         # What only does not fit is passed over, what has no meaning is not.

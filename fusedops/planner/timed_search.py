@@ -85,11 +85,6 @@ class TimedRanking:
     too_large: int
     least: PlannedLayout | None
 
-    @property
-    def gap(self) -> float:
-        """By how much the first row may be slower than the fastest of all, as a share."""
-        return max(0.0, self.rows[0].seconds / self.bound - 1) if self.rows else 0.0
-
 
 def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
     """Return what a step of a layout computes and communicates.
@@ -165,7 +160,6 @@ def _rank_layers(
 
 
 def _share_of_layers(model: TransformerConfig, layout: Layout) -> float:
-    """Return the share of all layers that recompute."""
     count = layout.parallel.recompute_layers
     if count is None:
         return 1.0
@@ -321,7 +315,6 @@ class _TimedSearch:
         )
 
     def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
-        """Yield the schedules of a pipeline with the stages of a rank."""
         if pp == 1:
             yield "1f1b", 1
             return
@@ -410,7 +403,6 @@ class _TimedSearch:
         return TimedLayout(several, needed, *self._timed(several))
 
     def _fits(self, needed: Estimate) -> bool:
-        """Return whether an estimate fits device and host."""
         return needed.peak <= self.memory and needed.host <= self.device.links.host_bytes
 
     def _can_fit(self, layouts: Sequence[Layout]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from train_runs import config
 
-from fusedops.profiler.report import page_data
+from fusedops.cli.report_page import page_data
 from fusedops.train import InputError, train
 from fusedops.train.loggers import Logger
 from fusedops.train.metrics import Metrics

@@ -192,7 +192,7 @@ def _plan(
 def _packed(timings: Timings) -> dict[str, Any]:
     """Return the times and bytes of all steps and ranks as shares of their maximum, in 16 bits."""
     fields = {}
-    for name in (*SECTIONS, *(f"blocked_{group}" for group in GROUPS), "memory"):
+    for name in (*SECTIONS, *(f"blocked_{group}" for group in GROUPS)):
         values = timings.of(name).double().clamp(min=0)
         most = float(values.max())
         shares = (values / most * _MOST).round() if most else values
