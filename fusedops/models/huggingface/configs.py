@@ -96,6 +96,15 @@ def config_values(config: Any) -> Values:
 
 def _fields(values: Values, family: Family, *, sizes_only: bool) -> dict[str, Any]:
     """Return the fields of a model; raise for entries that ``Transformer`` does not compute."""
+    computed = {"quantization_config": None, **family.computed}
+    if family.architecture == "GPT2LMHeadModel":  # it has two entries of one dropout
+        values = {"embd_pdrop": 0.1, **values}
+        computed["embd_pdrop"] = values.get("resid_pdrop", 0.1)
+    for name, expected in computed.items():
+        given = values.get(name, expected)
+        is_same = given == expected or not (given or expected)  # null is false, zero or nothing
+        if not is_same and (name in _SIZING or not sizes_only):
+            checks.fail("from_config", name, json.dumps(expected), checks.shown(given))
     fields = dict(family.shared)
     for ours, entry in family.entries.items():
         fields[ours] = values[entry] if isinstance(entry, str) else values.get(*entry)
@@ -106,15 +115,6 @@ def _fields(values: Values, family: Family, *, sizes_only: bool) -> dict[str, An
     entry = family.entries["activation"][0]
     checks.choice("from_config", entry, fields["activation"], _ACTIVATIONS)
     fields["activation"] = _ACTIVATIONS[fields["activation"]]
-    computed = {"quantization_config": None, **family.computed}
-    if entry == "activation_function":  # GPT-2 has two entries of one dropout
-        values = {"embd_pdrop": 0.1, **values}
-        computed["embd_pdrop"] = fields["dropout"]
-    for name, expected in computed.items():
-        given = values.get(name, expected)
-        is_same = given == expected or not (given or expected)  # null is false, zero or nothing
-        if not is_same and (name in _SIZING or not sizes_only):
-            checks.fail("from_config", name, json.dumps(expected), checks.shown(given))
     if sizes_only:
         return {name: value for name, value in fields.items() if name not in _CHOICES}
     padding = fields.get("pad_token_id")
