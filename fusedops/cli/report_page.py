@@ -254,7 +254,7 @@ def _ranks(timings: Timings) -> list[list[str]]:
             f"{1e3 * times.not_overlapped:.2f}",
             f"{factor:.2f}x",
         ]
-        for times, factor in slowest(timings.shape, ranks, len(ranks))
+        for times, factor in slowest(timings.shape, ranks)
     ]
 
 
