@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fusedops.profiler.timings import GROUPS, REGULAR, RunShape, column
+from fusedops.profiler.timings import GROUPS, REGULAR, RunShape, Timings, column
 
 # Deviations in units of a normal distribution's standard deviation: median absolute deviations
 # times this number.
