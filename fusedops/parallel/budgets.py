@@ -177,15 +177,3 @@ def replicas(ranks: int, parameters: int, marks: int, *, buckets: int) -> Budget
     """
     sent = 2 * (parameters + marks) * (ranks - 1) // ranks
     return Budget({"all_reduce": buckets}, sent)
-
-
-def divided(ranks: int, blocks: Sequence[int], *, again: Sequence[int] = ()) -> Budget:
-    """Return the budget of sharded parameters (``zero`` 1 to 3).
-
-    ``blocks`` are the bytes of parameters that are gathered together, with a row more where the
-    ranks do not divide the rows of one; ``again`` of those gathered again in the backward.
-    """
-    parts = [-(-size // ranks) * (ranks - 1) for size in blocks]
-    more = [-(-size // ranks) * (ranks - 1) for size in again]
-    calls = {"all_gather": len(parts) + len(more), "reduce_scatter": len(parts)}
-    return Budget(calls, 2 * sum(parts) + sum(more))
