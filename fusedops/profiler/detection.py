@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fusedops.profiler.timings import GROUPS, REGULAR, RunShape, Timings, column
+from fusedops.profiler.timings import GROUPS, REGULAR, RunShape, column
 
 # Deviations in units of a normal distribution's standard deviation: median absolute deviations
 # times this number.
@@ -296,13 +296,6 @@ class Detector:
             (number, self._steps[int(late[:, number].nonzero()[0])], float(medians[number]))
             for number in lasts.nonzero().flatten().tolist()
         ]
-
-
-def find_all(timings: Timings) -> list[Finding]:
-    """Return what the recorded steps of a run show, in their order."""
-    detector = Detector(timings.shape)
-    rows = zip(timings.steps, timings.values, strict=True)
-    return [finding for step, values in rows for finding in detector.update(step, values)]
 
 
 def _lower_median(values: torch.Tensor, dim: int) -> torch.Tensor:
