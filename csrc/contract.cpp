@@ -8,6 +8,7 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <tuple>
 
 #include <c10/util/SmallVector.h>
 #include <c10/util/safe_numerics.h>
@@ -480,10 +481,9 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
            std::vector<double> bounds) {
           fusedops::contracts().try_emplace(name, code, std::move(words), std::move(bounds));
         });
-  // The verdict of the router, and behind its two bits the plan that it asks for.
-  m.def("take_verdict() -> int", [] {
-    using fusedops::Verdict;
-    const auto verdict = std::exchange(fusedops::last_verdict, Verdict::none);
-    return static_cast<int64_t>(verdict) | fusedops::take_plan_request() << 2;
+  // The verdict of the router, and the number of the plan that it requests.
+  m.def("take_verdict() -> (int, int)", [] {
+    const auto verdict = std::exchange(fusedops::last_verdict, fusedops::Verdict::none);
+    return std::tuple(static_cast<int64_t>(verdict), fusedops::take_plan_request());
   });
 }

@@ -1,7 +1,7 @@
-// Contracts of operators, obeyed: shapes and dtypes of the arguments before a kernel runs.
+// The evaluator of operator contracts: shapes and dtypes of the arguments before a kernel runs.
 //
-// fusedops/_core/contract.py has the language, checks the same in Python and finds the words of a
-// refusal; here is only yes or no, for a tenth of a microsecond. The code that
+// fusedops/_core/contract.py has the language, checks the same in Python and writes the message of
+// a refusal. This one only allows or refuses, in a tenth of a microsecond. The code that
 // fusedops/_core/_contract_code.py writes is read once.
 #pragma once
 
@@ -19,7 +19,7 @@ class Contract {
            std::vector<double> bounds);
   ~Contract();
 
-  // Whether the arguments, as they lie on the stack, are as agreed.
+  // Whether the arguments, in the order of the stack, satisfy the contract.
   bool allows(at::ArrayRef<c10::IValue> arguments) const;
 
  private:

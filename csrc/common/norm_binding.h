@@ -1,6 +1,5 @@
-// The bindings of the norms, once for CPU and CUDA: what the four operators make of their
-// arguments. What is theirs alone is run_norm and run_norm_backward (csrc/cpu/norm/norm.cpp,
-// csrc/cuda/norm.cpp). The contract of the op holds.
+// The bindings of the norms, once for CPU and CUDA. csrc/cpu/norm/norm.cpp and csrc/cuda/norm.cpp
+// describe their device. The contract of the op holds.
 #pragma once
 
 #include <array>
@@ -9,7 +8,10 @@
 #include <tuple>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
+
+#include "binding.h"
 
 namespace fusedops {
 
@@ -73,9 +75,10 @@ struct NormGradients {
   at::Tensor bias;
 };
 
-// The operators over the two functions of a device.
-template <NormResults (*kRun)(const NormInputs&),
-          NormGradients (*kRunBackward)(const NormBackwardInputs&)>
+// The operators of a device. `Device` has a `Guard` that makes the device current, and static
+// functions: the dtype `type_of` a tensor, `align_parameters` and `dropout_of` as in the device's
+// binding.h, the sizes of `partials`, and `forward` and `backward`, which run the kernels.
+template <typename Device>
 struct NormOperators {
   using Tensor = at::Tensor;
   using Optional = std::optional<at::Tensor>;
@@ -92,14 +95,115 @@ struct NormOperators {
         .centred = false, .weight_offset = weight_offset, .round_before_weight = rounding == "hf"};
   }
 
+  static NormResults run(const NormInputs& in) {
+    const typename Device::Guard guard(in.input.device());
+    const auto x = in.input.contiguous();
+    const auto r = dense(in.residual);
+    const auto& rows_of = r.defined() ? r : x;  // what is normalised has its sizes and dtype
+    auto w = dense(in.weight);
+    auto b = dense(in.bias);
+    const auto leading = rows_of.sizes().slice(0, rows_of.dim() - in.normalized_shape.size());
+    const auto options = rows_of.options();
+    const auto statistics = options.dtype(statistics_type(rows_of));
+    const bool promotes = in.kind.round_before_weight && w.defined();
+    NormResults results{
+        .output = at::empty(rows_of.sizes(), promotes ? options.dtype(w.scalar_type()) : options),
+        .summed = r.defined() ? at::empty(r.sizes(), options) : at::Tensor(),
+        .mean = in.kind.centred ? at::empty(leading, statistics) : at::Tensor(),
+        .rstd = at::empty(leading, statistics)};
+    const auto parameter_dtype = Device::align_parameters(rows_of, w, b);
+    if (rows_of.numel() == 0) return results;
+    const int64_t rows = results.rstd.numel();
+    const auto seed = dense(in.seed);
+    Device::forward({.input = data(x),
+                     .residual = data(r),
+                     .weight = data(w),
+                     .bias = data(b),
+                     .output = mutable_data(results.output),
+                     .summed = mutable_data(results.summed),
+                     .mean = mutable_data(results.mean),
+                     .rstd = mutable_data(results.rstd),
+                     .rows = rows,
+                     .columns = rows_of.numel() / rows,
+                     .eps = in.eps,
+                     .weight_offset = in.kind.weight_offset,
+                     .round_before_weight = in.kind.round_before_weight,
+                     .dropout = Device::dropout_of(seed, in.dropout_p),
+                     .input_dtype = Device::type_of(x),
+                     .dtype = Device::type_of(rows_of),
+                     .parameter_dtype = parameter_dtype,
+                     .output_dtype = Device::type_of(results.output)});
+    return results;
+  }
+
+  static NormGradients run_backward(const NormBackwardInputs& in) {
+    const typename Device::Guard guard(in.normalized.device());
+    const auto x = normalized_of(in);
+    const auto dy = gradient(in.grad_output, x);
+    const auto ds = gradient(in.grad_summed, x);
+    auto w = dense(in.weight);
+    at::Tensor no_bias;
+    const auto parameter_dtype = Device::align_parameters(x, w, no_bias);
+    const auto seed = dense(in.seed);
+    const auto dropout = Device::dropout_of(seed, in.dropout_p);
+    const bool drops = dropout.threshold != 0;
+    const auto dtype = in.normalized.scalar_type();
+    const auto parameter = x.options().dtype(w.defined() ? w.scalar_type() : dtype);
+    // As wanted_gradients() in fusedops/ops/_residual.py.
+    const bool differs = !in.wanted[1] || drops || in.input_dtype != dtype;
+    NormGradients grads;
+    if (in.wanted[0] && differs)
+      grads.input = at::empty(x.sizes(), x.options().dtype(in.input_dtype));
+    if (in.wanted[1]) grads.residual = at::empty(x.sizes(), x.options());
+    if (in.wanted[2] && dy.defined()) grads.weight = at::empty(in.normalized_shape, parameter);
+    if (in.wanted[3] && dy.defined()) grads.bias = at::empty(in.normalized_shape, parameter);
+    if (x.numel() == 0) {
+      if (grads.weight.defined()) grads.weight.zero_();
+      if (grads.bias.defined()) grads.bias.zero_();
+    } else {
+      const int64_t rows = in.rstd.numel();
+      const int64_t columns = x.numel() / rows;
+      at::Tensor partials;
+      if (grads.weight.defined() || grads.bias.defined()) {
+        partials = at::empty(Device::partials(rows, columns, Device::type_of(x)),
+                             x.options().dtype(statistics_type(x)));
+      }
+      const auto mean = dense(in.mean);
+      const auto rstd = in.rstd.contiguous();
+      const bool adds = in.wanted[1] || ds.defined() || drops ||
+                        in.input_dtype != x.scalar_type() || !dy.defined();
+      Device::backward({.grad_output = data(dy),
+                        .grad_summed = data(ds),
+                        .input = data(x),
+                        .weight = data(w),
+                        .mean = data(mean),
+                        .rstd = data(rstd),
+                        .grad_input = mutable_data(grads.input),
+                        .grad_residual = mutable_data(grads.residual),
+                        .grad_weight = mutable_data(grads.weight),
+                        .grad_bias = mutable_data(grads.bias),
+                        .partials = mutable_data(partials),
+                        .rows = rows,
+                        .columns = columns,
+                        .weight_offset = in.kind.weight_offset,
+                        .dropout = dropout,
+                        .input_dtype = Device::type_of(grads.input.defined() ? grads.input : x),
+                        .dtype = Device::type_of(x),
+                        .parameter_dtype = parameter_dtype},
+                       adds);
+    }
+    if (grads.residual.defined()) grads.residual = grads.residual.to(dtype);
+    return grads;
+  }
+
   static Tensors3 layer_norm(const Tensor& input, Shape normalized_shape, const Optional& weight,
                              const Optional& bias, double eps) {
-    const auto results = kRun({.kind = kLayerNorm,
-                               .input = input,
-                               .normalized_shape = normalized_shape,
-                               .weight = weight,
-                               .bias = bias,
-                               .eps = eps});
+    const auto results = run({.kind = kLayerNorm,
+                              .input = input,
+                              .normalized_shape = normalized_shape,
+                              .weight = weight,
+                              .bias = bias,
+                              .eps = eps});
     return {results.output, results.mean, results.rstd};
   }
 
@@ -107,7 +211,7 @@ struct NormOperators {
                                       const Optional& weight, const Tensor& mean,
                                       const Tensor& rstd, Shape normalized_shape, double /*eps*/,
                                       Mask mask) {
-    const auto grads = kRunBackward({.kind = kLayerNorm,
+    const auto grads = run_backward({.kind = kLayerNorm,
                                      .grad_output = grad_output,
                                      .normalized = input,
                                      .weight = weight,
@@ -121,11 +225,11 @@ struct NormOperators {
 
   static Tensors2 rms_norm(const Tensor& input, Shape normalized_shape, const Optional& weight,
                            double eps, double weight_offset, std::string_view rounding) {
-    const auto results = kRun({.kind = rms_norm_kind(weight_offset, rounding),
-                               .input = input,
-                               .normalized_shape = normalized_shape,
-                               .weight = weight,
-                               .eps = eps});
+    const auto results = run({.kind = rms_norm_kind(weight_offset, rounding),
+                              .input = input,
+                              .normalized_shape = normalized_shape,
+                              .weight = weight,
+                              .eps = eps});
     return {results.output, results.rstd};
   }
 
@@ -133,7 +237,7 @@ struct NormOperators {
                                     const Optional& weight, const Tensor& rstd,
                                     Shape normalized_shape, double /*eps*/, double weight_offset,
                                     std::string_view rounding, Mask mask) {
-    const auto grads = kRunBackward({.kind = rms_norm_kind(weight_offset, rounding),
+    const auto grads = run_backward({.kind = rms_norm_kind(weight_offset, rounding),
                                      .grad_output = grad_output,
                                      .normalized = input,
                                      .weight = weight,
@@ -148,15 +252,15 @@ struct NormOperators {
                                  Shape normalized_shape, const Optional& weight,
                                  const Optional& bias, const Optional& seed, double eps,
                                  double dropout_p, at::ScalarType /*input_dtype*/) {
-    const auto results = kRun({.kind = kLayerNorm,
-                               .input = input,
-                               .residual = residual,
-                               .normalized_shape = normalized_shape,
-                               .weight = weight,
-                               .bias = bias,
-                               .seed = seed,
-                               .eps = eps,
-                               .dropout_p = dropout_p});
+    const auto results = run({.kind = kLayerNorm,
+                              .input = input,
+                              .residual = residual,
+                              .normalized_shape = normalized_shape,
+                              .weight = weight,
+                              .bias = bias,
+                              .seed = seed,
+                              .eps = eps,
+                              .dropout_p = dropout_p});
     return {results.output, results.summed, results.mean, results.rstd};
   }
 
@@ -166,7 +270,7 @@ struct NormOperators {
                                           const Optional& seed, Shape normalized_shape,
                                           double /*eps*/, double dropout_p,
                                           at::ScalarType input_dtype, Mask mask) {
-    const auto grads = kRunBackward({.kind = kLayerNorm,
+    const auto grads = run_backward({.kind = kLayerNorm,
                                      .grad_output = grad_normed,
                                      .grad_summed = grad_summed,
                                      .normalized = summed,
@@ -185,14 +289,14 @@ struct NormOperators {
                                const Optional& weight, const Optional& seed, double eps,
                                double weight_offset, std::string_view rounding, double dropout_p,
                                at::ScalarType /*input_dtype*/) {
-    const auto results = kRun({.kind = rms_norm_kind(weight_offset, rounding),
-                               .input = input,
-                               .residual = residual,
-                               .normalized_shape = normalized_shape,
-                               .weight = weight,
-                               .seed = seed,
-                               .eps = eps,
-                               .dropout_p = dropout_p});
+    const auto results = run({.kind = rms_norm_kind(weight_offset, rounding),
+                              .input = input,
+                              .residual = residual,
+                              .normalized_shape = normalized_shape,
+                              .weight = weight,
+                              .seed = seed,
+                              .eps = eps,
+                              .dropout_p = dropout_p});
     return {results.output, results.summed, results.rstd};
   }
 
@@ -202,7 +306,7 @@ struct NormOperators {
                                         Shape normalized_shape, double /*eps*/,
                                         double weight_offset, std::string_view rounding,
                                         double dropout_p, at::ScalarType input_dtype, Mask mask) {
-    const auto grads = kRunBackward({.kind = rms_norm_kind(weight_offset, rounding),
+    const auto grads = run_backward({.kind = rms_norm_kind(weight_offset, rounding),
                                      .grad_output = grad_normed,
                                      .grad_summed = grad_summed,
                                      .normalized = summed,

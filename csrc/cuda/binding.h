@@ -39,9 +39,4 @@ inline Type align_parameters(const at::Tensor& data, at::Tensor& weight, at::Ten
   return type_of(weight.defined() ? weight : bias.defined() ? bias : data);
 }
 
-// The part of a shape before the normalised dimensions.
-inline at::IntArrayRef leading_sizes(const at::Tensor& tensor, at::IntArrayRef normalized_shape) {
-  return tensor.sizes().slice(0, tensor.dim() - normalized_shape.size());
-}
-
 }  // namespace fusedops::cuda

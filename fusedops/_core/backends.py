@@ -313,8 +313,8 @@ def _verdict() -> tuple[int, int]:
     """
     if extension.cpu_library() is not None:
         return 0, 0
-    word = torch.ops.fusedops_native.take_verdict()
-    return word & 3, word >> 2
+    verdict, request = torch.ops.fusedops_native.take_verdict()
+    return verdict, request
 
 
 def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -236,7 +236,7 @@ def test_rules_mean_the_same_in_cpp(
     _TRIED.define(f"{name}_choose({schema}) -> ()")
     _TRIED.impl(
         f"{name}_choose",
-        lambda *_: verdicts.append(torch.ops.fusedops_native.take_verdict()),
+        lambda *_: verdicts.append(torch.ops.fusedops_native.take_verdict()[0]),
         "CPU",
     )
     checked = program(rules, *arguments)

@@ -339,3 +339,12 @@ def test_a_fault_is_an_error_of_the_op(host: Host) -> None:
     elsewhere = torch.ones(8)
     with fusedops.use_backend("cuda"), pytest.raises(RuntimeError, match="a tensor|every tensor"):
         fusedops.gelu(elsewhere)
+
+
+def test_gradients_of_no_rows_have_the_dtype_of_the_rows(host: Host) -> None:
+    """The kernels read such rows in float32, because the incoming gradient has more digits."""
+    rows = torch.ones(0, 8, dtype=torch.bfloat16)
+    numbers = (None, (8,), 1e-6, 0.0, "hf", 0.0, torch.bfloat16, [True] * 3)
+    backward = extension.private_operator("fusedops_cuda_on_host", "add_rms_norm_backward")
+    grads = backward(rows.float(), None, rows, torch.ones(8), torch.ones(0), *numbers)
+    assert grads[1].dtype == torch.bfloat16 and grads[2].dtype == torch.float32
