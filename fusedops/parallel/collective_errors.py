@@ -4,7 +4,7 @@ A rank that raised alone would leave the others waiting in their next collective
 exchange whether something is wrong before they communicate, and then all of them raise.
 
 ``raise_on_all`` exchanges messages as Python objects: for set-up code, where the host may wait.
-``vote`` exchanges one number per rank, for code that may be part of a training step.
+Code of a training step sends an ``ErrorCode`` with what it exchanges anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedops.parallel.comm.collectives import all_to_all
 from fusedops.parallel.comm.host_groups import host_group
 
 
@@ -64,69 +63,25 @@ class ErrorCode(IntEnum):
     TYPE = 1
     VALUE = 2
     PLAN = 3
-    TOO_MANY_ROWS = 4
-    OTHER_GROUP = 5
+    OTHER_GROUP = 4
 
 
 _REPORTS = {
     ErrorCode.TYPE: "got an argument of a wrong type",
     ErrorCode.VALUE: "got arguments that do not fit each other or the group",
     ErrorCode.PLAN: "got a plan whose expert ids or offsets are out of range",
-    ErrorCode.TOO_MANY_ROWS: "would receive more than max_rows rows",
     ErrorCode.OTHER_GROUP: "received or raised an error in the exchange between nodes",
 }
 
 
-def code_of(error: Exception | None) -> ErrorCode:
+def code_of(error: Exception) -> ErrorCode:
     """Return the code of an exception by its type."""
-    if error is None:
-        return ErrorCode.NONE
     return ErrorCode.TYPE if isinstance(error, TypeError) else ErrorCode.VALUE
 
 
-def error_of(
-    op: str, codes: Sequence[int], sender: str = "rank {} of the group"
-) -> ValueError | None:
-    """Return the error of the first rank that reports one, ``None`` if none does.
-
-    ``sender`` names the rank in the message.
-    """
+def error_of(op: str, codes: Sequence[int]) -> ValueError | None:
+    """Return the error of the first rank that reports one, ``None`` if none does."""
     for rank, code in enumerate(codes):
         if code != ErrorCode.NONE:
-            return ValueError(f"{op}: {sender.format(rank)} {_REPORTS[ErrorCode(code)]}")
+            return ValueError(f"{op}: rank {rank} of the group {_REPORTS[ErrorCode(code)]}")
     return None
-
-
-def vote(
-    op: str,
-    groups: Sequence[dist.ProcessGroup],
-    error: Exception | None,
-    *,
-    code: ErrorCode | None = None,
-    device: torch.device | None = None,
-) -> None:
-    """Raise on every rank if one has an error; the host waits for a number of each rank.
-
-    Args:
-        op: the name of the public function, for messages.
-        groups: one group; or those within and across nodes: the result of the first is sent in the
-            second.
-        error: of this rank, or ``None``.
-        code: what is reported of ``error``; by default the code of its type.
-        device: a device from which the backend of the groups can send.
-    """
-    number = int(code if error is not None and code is not None else code_of(error))
-    senders = ["rank {} of the group"]
-    if len(groups) > 1:
-        senders = ["rank {} of this node", "a rank of node {}"]
-    for group, sender in zip(groups, senders, strict=True):
-        sent = torch.full((group.size(),), number, dtype=torch.int64, device=device)
-        codes = all_to_all(sent, group, label="error vote").wait().tolist()
-        if error is None:
-            error = error_of(op, codes, sender)
-            number = next((code for code in codes if code), 0)
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its traceback refers to this frame: a cycle would keep the tensors

@@ -1,37 +1,49 @@
-"""The start of a dispatch over one group: checks on all ranks, metadata, packed rows.
+"""A dispatch over one group: checks on all ranks, metadata, packed rows.
 
-What ``dispatcher.py`` does in steps and ``operators.py`` at once begins here. An error of one rank
-is sent to all before that rank raises, so that none waits for rows that never come.
+What ``dispatcher.py`` does in steps and ``operators.py`` at once is this. An error of one rank is
+sent to all before that rank raises, so that none waits for rows that never come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fusedops.ops import RoutingPlan, moe_sort
+from fusedops.parallel.async_exchange import begin, end
 from fusedops.parallel.collective_errors import ErrorCode
 from fusedops.parallel.expert.all_to_all import DispatchAllToAll
 from fusedops.parallel.expert.arguments import DispatchOptions, check_on_all
 from fusedops.parallel.expert.hierarchical import origin_plan, send_order
 from fusedops.parallel.expert.metadata import (
     CallSignature,
-    ExchangeCounts,
-    Metadata,
     MetadataExchange,
+    message,
     send_error,
 )
 
 
-class StartedChunk(NamedTuple):
-    """A chunk of tokens whose rows are being sent."""
+class DispatchResults(NamedTuple):
+    """What arrives of a dispatch over one group."""
 
-    plan: RoutingPlan
-    exchange: DispatchAllToAll
-    ticket: Any  # what the function that sends the chunk returned
+    rows: torch.Tensor  # ``[R, H]``, those for this rank
+    probs: torch.Tensor  # ``[R, pairs]``; a row to a node carries all slots of its token there
+    # ``[R, pairs]`` int32, from 0 for the first expert of the rank (at level 0 of two: of the
+    # node); their number stands for no expert
+    ids: torch.Tensor
+    # Int64 ``[4, ranks]`` on the CPU: rows for and from each rank, slots for and from each,
+    # where a row carries several
+    counts: torch.Tensor
+    dropped: torch.Tensor  # int64 ``[ranks]`` on the CPU, slots dropped on each
+    anchor: torch.Tensor  # of the autograd graph
+
+
+# The plan of a chunk of tokens whose rows are being sent, and what waits for what arrives.
+StartedChunk = tuple[RoutingPlan, Callable[[], DispatchResults]]
 
 
 def start_dispatch(
@@ -39,10 +51,10 @@ def start_dispatch(
     level: int,
     input: torch.Tensor,
     plan: RoutingPlan,
-    send: Callable[[DispatchAllToAll, torch.Tensor, torch.Tensor], Any],
     *,
     grads: bool,
     dropped: torch.Tensor | None = None,
+    anchor: torch.Tensor | None = None,
 ) -> list[StartedChunk]:
     """Exchange the metadata of all chunks at once, then pack and send each.
 
@@ -51,12 +63,11 @@ def start_dispatch(
         level: the index of the group over which rows are sent.
         input: ``[T, H]``; at level 1 the rows that level 0 received.
         plan: the routing of these.
-        send: ``send(exchange, input, probs)`` starts the exchange of a chunk.
         grads: whether autograd will ask for gradients.
         dropped: at level 1: an int64 scalar, the slots dropped on the ranks of level 0.
+        anchor: at level 1: that of level 0.
     """
-    plans = [plan]
-    faults = plan.offsets.new_zeros(())
+    plans, faults = [plan], plan.offsets.new_zeros(())
     if level == 0:
         check_on_all(options, input, plan)
         faults = _faults(plan)
@@ -65,38 +76,28 @@ def start_dispatch(
     assert dropped is not None
     orders = [send_order(options, level, part) for part in plans]
     layout = orders[0].layout(input, quantized=options.quantized)
-    carries_slots = level < len(options.groups) - 1 and options.reduce == "source"
-    group = options.groups[level]
-    metadata = Metadata(
-        CallSignature(
-            num_experts=plan.num_experts,
-            hidden_size=input.shape[1],
-            dtype=input.dtype,
-            row_bytes=layout.stride,
-            requires_grad=grads,
-            chunks=len(plans),
-            reduce=options.reduce,
-            max_rows=-1 if options.max_rows is None else options.max_rows,
-            validate=options.validate,
-        ),
-        rows=[_rows_per_destination(order.plan, group.size()) for order in orders],
-        slots=[origin_plan(options, level, part).tokens_per_expert for part in plans]
-        if carries_slots
-        else [],
-        dropped=dropped,
-        faults=faults,
+    signature = CallSignature(
+        num_experts=plan.num_experts,
+        hidden_size=input.shape[1],
+        dtype=input.dtype,
+        row_bytes=layout.stride,
+        requires_grad=grads,
+        chunks=len(plans),
+        reduce=options.reduce,
     )
-    received = MetadataExchange(options.op, group, input.device, metadata)
+    group, slots = options.groups[level], []
+    if level < len(options.groups) - 1 and options.reduce == "source":
+        slots = [origin_plan(options, level, part).tokens_per_expert for part in plans]
+    rows = [_rows_per_destination(order.plan, group.size()) for order in orders]
+    sent = message(group.size(), signature, rows, slots, dropped.to(input.device), faults)
+    metadata = MetadataExchange(options.op, group, sent, len(plans))
     parts = input.tensor_split(len(plans)) if len(plans) > 1 else [input]
-    started = []
+    started: list[StartedChunk] = []
     try:
         for chunk, (part, order) in enumerate(zip(plans, orders, strict=True)):
-
-            def counts(chunk: int = chunk) -> ExchangeCounts:
-                return received.wait()[chunk]
-
-            exchange = DispatchAllToAll(options, level, order, layout, counts)
-            started.append(StartedChunk(part, exchange, send(exchange, parts[chunk], part.probs)))
+            exchange = DispatchAllToAll(group, order, layout, partial(metadata.of_chunk, chunk))
+            ticket = begin(exchange, parts[chunk], part.probs, anchor=anchor)
+            started.append((part, partial(_wait, exchange, ticket)))
     except (TypeError, ValueError) as error:
         # Ranks of this node that have other counterparts wait in the second hop.
         send_error(
@@ -106,9 +107,11 @@ def start_dispatch(
     return started
 
 
-def wants_gradient(input: torch.Tensor, probs: torch.Tensor) -> bool:
-    """Whether autograd will ask for gradients of what is sent."""
-    return torch.is_grad_enabled() and (input.requires_grad or probs.requires_grad)
+def _wait(exchange: DispatchAllToAll, ticket: torch.Tensor) -> DispatchResults:
+    rows, probs, anchor = end(exchange, ticket)
+    row_counts, slot_counts, dropped = exchange.get_counts()
+    counts = torch.tensor([*row_counts, *slot_counts])
+    return DispatchResults(rows, probs, exchange.ids, counts, torch.tensor(dropped), anchor)
 
 
 def _rows_per_destination(plan: RoutingPlan, size: int) -> torch.Tensor:
