@@ -18,8 +18,8 @@ from fusedops import RoutingPlan, layer_norm
 from fusedops.nn import MoE
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.expert.operators import CombineArguments, DispatchArguments
-from fusedops.parallel.expert.start import DispatchResults
+from fusedops.parallel.expert.all_to_all import DispatchResults
+from fusedops.parallel.expert.operators import DispatchArguments
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -149,39 +149,35 @@ def test_a_compiled_rank_and_one_that_is_not_understand_each_other(on_ranks: OnR
     on_ranks(_some_compiled)
 
 
-def _growing(world: World) -> int:
-    """Other numbers of tokens, one graph for all but the first."""
-    block = _Block(world, (2, 1))
-    if not world.member(2):
-        return 2
-    step, counter = _compiled(block.routed)
-    for tokens in (6, 7, 4):
-        x = torch.randn(tokens, HIDDEN, requires_grad=True)
+def _routed(world: World, shape: Shape, tokens: list[list[int]], backend: str = "aot_eager") -> int:
+    """Compare batches of so many tokens of each rank; return how many graphs were made."""
+    block = _Block(world, shape)
+    if not world.member(math.prod(shape)):
+        return 0
+    step, counter = _compiled(block.routed, backend)
+    for counts in tokens:
+        x = torch.randn(counts[world.rank], HIDDEN, requires_grad=True)
         _assert_same_bits(block.routed, step, (x,), block.parameters)
     return counter.frame_count
 
 
-def test_another_number_of_tokens_is_compiled_once(on_ranks: OnRanks) -> None:
-    assert on_ranks(_growing) == [2] * 8
-
-
-def _uneven(world: World, shape: Shape, tokens: list[int]) -> None:
-    block = _Block(world, shape)
-    if world.member(math.prod(shape)):
-        step, counter = _compiled(block.routed)
-        for _ in range(2):
-            x = torch.randn(tokens[world.rank], HIDDEN, requires_grad=True)
-            _assert_same_bits(block.routed, step, (x,), block.parameters)
-        assert counter.frame_count == 1
-
-
 @pytest.mark.parametrize(
-    ("shape", "tokens"), [((2,), [0, 5]), ((2, 2), [5, 0, 1, 7]), ((2, 1), [0, 0])], ids=str
+    ("shape", "tokens", "graphs"),
+    [
+        # Other numbers of tokens, one graph for all but the first.
+        ((2, 1), [[6, 6], [7, 7], [4, 4]], 2),
+        # Ranks without tokens compile too.
+        ((2,), [[0, 5]] * 2, 1),
+        ((2, 2), [[5, 0, 1, 7]] * 2, 1),
+        ((2, 1), [[0, 0]] * 2, 1),
+    ],
+    ids=str,
 )
-def test_ranks_without_tokens_compile_too(
-    on_ranks: OnRanks, shape: Shape, tokens: list[int]
+def test_any_number_of_tokens_is_compiled_once(
+    on_ranks: OnRanks, shape: Shape, tokens: list[list[int]], graphs: int
 ) -> None:
-    on_ranks(_uneven, shape, tokens)
+    ranks = math.prod(shape)
+    assert on_ranks(_routed, shape, tokens)[:ranks] == [graphs] * ranks
 
 
 def _ignoring(world: World, shape: Shape) -> None:
@@ -345,42 +341,25 @@ def _operators(world: World) -> None:
             level=level,
         )
         torch.library.opcheck(ops.moe_dispatch_rows.default, tuple(send))
-        came = DispatchResults(
-            *(moe_dispatch_row.detach() for moe_dispatch_row in ops.moe_dispatch_rows(*send))
-        )
+        came = DispatchResults(*(result.detach() for result in ops.moe_dispatch_rows(*send)))
         to_nodes = groups is nodes and level == 0
+        # To a node goes a row per token; a result for each of its slots comes back.
+        results = torch.randn(slots, HIDDEN, requires_grad=True)
+        order, name = backwards if to_nodes else None, groups[level]
         for reverse in (False, True):
-            back = CombineArguments(
-                # To a node goes a row per token; a result for each of its slots comes back.
-                torch.randn(slots, HIDDEN, requires_grad=True),
-                came.anchor,
-                came.counts,
-                order=backwards if to_nodes else None,
-                num_rows=slots,
-                reverse=reverse,
-                group=groups[level],
-                label="results",
-            )
-            torch.library.opcheck(ops.moe_combine_rows.default, tuple(back))
+            back = (results, came.anchor, came.counts, order, slots, reverse, name, "results")
+            torch.library.opcheck(ops.moe_combine_rows.default, back)
             if to_nodes:
-                assert torch.equal(ops.moe_combine_rows(*back), back.rows.flip(0))
+                assert torch.equal(ops.moe_combine_rows(*back), results.flip(0))
 
 
 def test_operators_are_what_they_say(on_ranks: OnRanks) -> None:
     on_ranks(_operators)
 
 
-def _inductor(world: World, shape: Shape) -> None:
-    block = _Block(world, shape)
-    if world.member(math.prod(shape)):
-        step, counter = _compiled(block.routed, "inductor")
-        for _ in range(2):
-            x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-            _assert_same_bits(block.routed, step, (x,), block.parameters)
-        assert counter.frame_count == 1
-
-
 @pytest.mark.slow
 @over_both
 def test_inductor_gives_the_bits_of_eager(on_ranks: OnRanks, shape: Shape) -> None:
-    on_ranks(_inductor, shape)
+    ranks = math.prod(shape)
+    batches = [[TOKENS] * ranks] * 2
+    assert on_ranks(_routed, shape, batches, "inductor")[:ranks] == [1] * ranks

@@ -269,6 +269,20 @@ def _refuses_results(rank: int, output: Any, error: type[Exception], words: str)
         moe_combine(output, handle)
 
 
+def _refuses_second_derivatives(rank: int) -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    plan = RoutingPlan.from_choices(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 2)
+    for chunks in (1, 2):
+        output = expert_parallel(x, plan, lambda rows, _: rows**2, dist.group.WORLD, chunks=chunks)
+        with pytest.raises(RuntimeError, match="derivative|differentiate twice"):
+            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            slope.sum().backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    threads.run(_refuses_second_derivatives, 1)
+
+
 def test_a_group_of_another_kind_is_refused() -> None:
     plan = RoutingPlan.from_choices(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 2)
     with pytest.raises(TypeError, match="moe_dispatch: group must be a ProcessGroup"):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedops._core import checks
+from fusedops._core import checks, dtypes
 from fusedops._core.collectives import all_gather_single, reduce_scatter_single
 from fusedops.parallel.comm import shared_memory
 from fusedops.parallel.comm.log import COMPUTE as COMPUTE
@@ -35,7 +35,6 @@ from fusedops.parallel.comm.log import computing as computing
 from fusedops.parallel.comm.log import note as note
 from fusedops.parallel.comm.log import record_start, wait_recorded
 from fusedops.parallel.comm.log import recorded as recorded
-from fusedops.parallel.comm.ordered_sum import ordered_sum as ordered_sum
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 OPS = ("sum", "avg", "max", "min", "product")
@@ -197,6 +196,30 @@ def reduce_scatter(
         return ordered_sum(received.unbind(0))
 
     return Pending(finish, started)
+
+
+def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors in the accumulation dtype, rounded once.
+
+    Neighbours are added first, then pairs of them, and so on: a rank that has added 2, 4 or 8
+    neighbours beforehand has a part of this sum, and gets the same bits.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    dtype = parts[0].dtype
+    wide = dtypes.statistics_dtype(dtype)
+    sums: list[tuple[int, torch.Tensor]] = []  # number of neighbours in each, decreasing
+    for part in parts:
+        size = 1
+        while sums and sums[-1][0] == size:
+            before = sums.pop()[1]
+            part = before.to(wide) + part if size == 1 else before.add_(part)
+            size *= 2
+        sums.append((size, part))
+    total = sums[0][1]
+    for _, part in sums[1:]:
+        total += part
+    return total.to(dtype)
 
 
 def broadcast(

@@ -18,11 +18,10 @@ from fusedops._core import checks
 from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
 from fusedops.parallel.async_exchange import begin, end
 from fusedops.parallel.comm.collectives import Pending
-from fusedops.parallel.expert.all_to_all import CombineAllToAll
+from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchResults, start_dispatch
 from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.parallel.expert.hierarchical import origin_plan, plan_in_node, slots_in_order
 from fusedops.parallel.expert.operators import COMBINE, DISPATCH, DispatchArguments
-from fusedops.parallel.expert.start import DispatchResults, start_dispatch
 
 
 @dataclass(eq=False)

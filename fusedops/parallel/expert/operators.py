@@ -25,11 +25,12 @@ from fusedops.parallel.comm.collectives import group_of
 from fusedops.parallel.expert.all_to_all import (
     GRADIENTS_OF_TOKENS,
     CombineAllToAll,
+    DispatchResults,
+    start_dispatch,
     token_gradients,
 )
 from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.parallel.expert.hierarchical import send_order
-from fusedops.parallel.expert.start import DispatchResults, start_dispatch
 
 
 class DispatchArguments(NamedTuple):
