@@ -370,7 +370,7 @@ def _register_flops() -> None:
     """
     from torch.utils import flop_counter
 
-    def pairs(a: Request) -> int:
+    def pairs(a: Request) -> Any:
         """Return pairs of query and key, of all heads; tensors of ``a`` are their shapes."""
         squares = sum((end - start) ** 2 for start, end in pairwise(a.ends))
         return squares // collectives.group_of(a.group).size() * a.query[1]
