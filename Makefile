@@ -33,7 +33,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-ci durations test-tiles test-isas test-asan test-sanitizers \
+.PHONY: setup native demo test test-ci test-tiles test-isas test-asan test-sanitizers \
         fuzz test-all test-torch test-clients coverage-libraries bench-libraries bench-types \
         first-gpu test-gpu test-cluster bench bench-gpu lint format check-cuda kernel-report-all \
         kernel-report-versions kernel-report-triton kernel-report-peers docs site site-check \
@@ -67,7 +67,7 @@ native: .venv/.packages
 demo: setup
 	$(BIN)/python -m fusedops.cli.main demo
 
-# JUnit files of what each test took, in out/, which `make durations` reads.
+# JUnit files in out/ have what each test took.
 test: setup
 	$(PYTEST) tests -m "not ci and not slow and not gpu and not interpreter" \
 	  --junitxml=out/tests.xml
@@ -78,11 +78,6 @@ test: setup
 test-ci: setup
 	$(PYTEST) tests -m "ci and not slow and not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m "interpreter and ci and not slow"
-
-# The slowest tests and the total of each folder, of the last `make test`; written to
-# docs/dev/test_durations.md.
-durations: setup
-	PYTHONPATH=$(CURDIR) $(BIN)/python tools/durations.py out/tests.xml out/interpreter.xml --write
 
 # The kernels of the instruction sets that this machine is not used for: values, gradients, and what
 # is promised of their bits.
@@ -306,7 +301,7 @@ endif
 gpu-native:
 	python3 setup.py build_ext --inplace
 
-# The first hour on a GPU, docs/gpu.md: calls of nine minutes each, test, figures and tune, or one of
+# The first hour on a GPU, docs/gpu.md: calls of nine minutes each, test, sanitize and figures, or one of
 # them: make first-gpu CALL=figures RESULTS=folder. FLAGS: python -m first_gpu --help.
 CALL ?= all
 first-gpu:

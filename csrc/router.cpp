@@ -3,13 +3,11 @@
 // The route of fusedops::X: on a GPU a call like an earlier one repeats that one's launches
 // (launch_plan.h). A call that is not as its contract says is refused. On the CPU the C++
 // kernel fusedops_cpp::X runs when no floating tensor is of another dtype than float32, bfloat16,
-// float16 and float64, no backend was requested and no tuning table prefers another one for these
-// sizes; otherwise fusedops::X_choose, which is Python, knows the rest
-// (fusedops/_core/backends.py), and has the words of a refusal.
+// float16 and float64, and no backend was requested; otherwise fusedops::X_choose, which is Python,
+// knows the rest (fusedops/_core/backends.py), and has the words of a refusal.
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <bit>
 #include <map>
 
 #include <ATen/autocast_mode.h>
@@ -23,15 +21,8 @@ namespace {
 
 std::atomic<bool> route_to_python{false};
 
-// The dtypes of the C++ kernels, and the index of one, or -1.
+// The dtypes of the C++ kernels.
 constexpr std::array kDtypes{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
-
-int dtype_index(at::ScalarType dtype) {
-  for (size_t i = 0; i < kDtypes.size(); ++i) {
-    if (kDtypes[i] == dtype) return static_cast<int>(i);
-  }
-  return -1;
-}
 
 // What the router knows of one op.
 struct State {
@@ -39,49 +30,20 @@ struct State {
   // Calls whose launches were repeated, by what they run: Triton kernels, the CUDA C++ operator.
   std::atomic<int64_t> count_triton{0}, count_cuda{0};
   LaunchPlans plans;
-  // Where a tuning table prefers another backend: per dtype, bit k stands for 2^k <= elements of
-  // the first tensor < 2^(k+1) (fusedops/_core/tuning.py: size_class). An op without such an entry,
-  // which is nearly every op, pays for the test of `tuned` alone.
-  std::atomic<bool> tuned{false};
-  std::array<std::atomic<uint64_t>, kDtypes.size()> bypass{};
-
-  bool bypasses(at::ArrayRef<c10::IValue> arguments) const {
-    if (!tuned.load(std::memory_order_relaxed)) return false;
-    const at::Tensor* sized = nullptr;
-    for (const auto& value : arguments) {
-      if (!value.isTensor() || !value.toTensor().defined()) continue;
-      const at::Tensor& tensor = value.toTensor();
-      if (sized == nullptr || tensor.numel() != 1) sized = &tensor;
-      if (tensor.numel() != 1) break;
-    }
-    const int index = sized == nullptr ? -1 : dtype_index(sized->scalar_type());
-    if (index < 0) return false;
-    const auto elements = static_cast<uint64_t>(std::max<int64_t>(sized->numel(), 1));
-    return bypass[index].load(std::memory_order_relaxed) >> (std::bit_width(elements) - 1) & 1;
-  }
 };
 
-// Lives as long as the process; the map is only written while ops are defined or tables loaded.
+// Lives as long as the process; the map is only written while ops are defined.
 std::map<std::string, State>& states() {
   static auto* map = new std::map<std::string, State>();
   return *map;
-}
-
-void set_bypass(const std::string& name, at::ScalarType dtype, int64_t classes) {
-  const int index = dtype_index(dtype);
-  if (index < 0) return;  // without a C++ kernel Python decides anyway
-  State& state = states()[name];
-  state.bypass[index].store(static_cast<uint64_t>(classes));
-  bool any = false;
-  for (const auto& each : state.bypass) any |= each.load() != 0;
-  state.tuned.store(any);
 }
 
 bool has_cpp_dtypes(at::ArrayRef<c10::IValue> arguments) {
   for (const auto& value : arguments) {
     if (!value.isTensor() || !value.toTensor().defined()) continue;
     const auto dtype = value.toTensor().scalar_type();
-    if (at::isFloatingType(dtype) && dtype_index(dtype) < 0) return false;
+    const bool is_known = std::find(kDtypes.begin(), kDtypes.end(), dtype) != kDtypes.end();
+    if (at::isFloatingType(dtype) && !is_known) return false;
   }
   return true;
 }
@@ -115,7 +77,7 @@ class Router : public c10::OperatorKernel {
     }
     const bool allowed = contract_ == nullptr || contract_->allows(arguments);
     if (allowed && native_.has_value() && !route_to_python.load(std::memory_order_relaxed) &&
-        has_cpp_dtypes(arguments) && !state_.bypasses(arguments) && !has_plans(device_)) {
+        has_cpp_dtypes(arguments) && !has_plans(device_)) {
       state_.count.fetch_add(1, std::memory_order_relaxed);
       native_->callBoxed(stack);
     } else {
@@ -217,5 +179,4 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.def("forget_plans() -> ()", []() {
     for (auto& [name, state] : fusedops::states()) state.plans.clear();
   });
-  m.def("set_bypass(str name, ScalarType dtype, int size_classes) -> ()", fusedops::set_bypass);
 }

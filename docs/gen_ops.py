@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import cuda_on_host  # noqa: E402
 import results  # noqa: E402
 from blocks import replaced  # noqa: E402
 
@@ -143,13 +144,13 @@ def _short(number: str) -> str:
 
 
 def _ops_table(specs: Iterable[Spec]) -> str:
-    cuda_schemas = (ROOT / "csrc" / "cuda" / "schemas.cpp").read_text()
+    cuda_kernels = cuda_on_host.kernel_names()
     lines = ["| op | what it does | CPU | Triton | CUDA C++ |", "|---|---|---|---|---|"]
     for spec in specs:
         backends = (
             extension.has_operator("fusedops_cpp", spec.name),
             (ROOT / "fusedops" / "kernels" / f"{spec.name}.py").exists(),
-            f'"{spec.name}(' in cuda_schemas,
+            spec.name in cuda_kernels,
         )
         marks = " | ".join("yes" if backend else "" for backend in backends)
         lines.append(f"| [`{spec.name}`](docs/ops/{spec.name}.md) | {spec.summary} | {marks} |")

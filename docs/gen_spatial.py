@@ -18,7 +18,7 @@ from fusedops.parallel.spatial.partition import Axis, Cut, balanced
 PICTURE = Path(__file__).resolve().parent / "spatial.svg"
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 HEIGHT, WIDTH, CELL, LEFT, TOP = 13, 16, 14, 24, 64
-CONV = ConvDim(kernel=5, stride=1, low=2, high=2, dilation=1)
+CONV = ConvDim(kernel=5, stride=1, padding=2, dilation=1)
 
 
 def spans(size: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -127,9 +127,6 @@ at::Tensor forward(const at::Tensor& input, const at::Tensor& other, double alph
   return output;
 }
 
-TORCH_LIBRARY_FRAGMENT(fusedops_cpp, m) {
-  m.def("scale_add(Tensor input, Tensor other, float alpha) -> Tensor");
-}
 TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) { m.impl("scale_add", forward); }
 """
 print("before:", fusedops.resolve("scale_add", x, y, 2.0))

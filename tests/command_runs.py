@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+PATIENCE_SECONDS = 300.0
 CONFIG = """
 out = "{folder}/run"
 steps = {steps}
@@ -25,20 +28,24 @@ log = {{ every = 1, peak_tflops = 1.0 }}
 """
 
 
-def write_config(folder: Path, steps: int) -> Path:
+def write_config(folder: Path, steps: int, more: str = "") -> Path:
     """Write a corpus and a configuration, and return the latter's file."""
     (folder / "text.txt").write_text("".join(f"{n} and {n} is {2 * n}.\n" for n in range(900)))
     path = folder / "train.toml"
-    path.write_text(CONFIG.format(folder=folder, steps=steps))
+    path.write_text(CONFIG.format(folder=folder, steps=steps) + more)
     return path
+
+
+def command(config: Path, *more: str) -> list[str]:
+    """Return the command that trains on two processes of ``--processes``."""
+    return [sys.executable, "-m", "fusedops", "train", str(config), "--processes", "2", *more]
 
 
 def run_uninterrupted(config: Path, out: str) -> Path:
     """Train on two processes of ``--processes``, and return the run's folder."""
     run = config.parent / out
-    words = [sys.executable, "-m", "fusedops", "train", str(config), "--processes", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*words, "--set", f"out={run}"], check=True, env=environment)
+    subprocess.run(command(config, "--set", f"out={run}"), check=True, env=environment)
     return run
 
 
@@ -46,6 +53,32 @@ def num_steps(run: Path) -> int:
     """Return how many steps a run has logged, also while it is running."""
     metrics = run / "metrics.jsonl"
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def wait_for_steps(run: Path, count: int, *started: subprocess.Popen[str]) -> None:
+    """Wait until a run has logged so many steps, while processes are running."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while num_steps(run) < count:
+        assert time.monotonic() < end
+        assert all(process.poll() is None for process in started)
+        time.sleep(0.05)
+
+
+def ended(*started: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
+    """Return the exit codes of processes, which must not hang, and what each wrote to stderr."""
+    try:
+        texts = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [process.returncode for process in started], texts
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
 
 
 def assert_same_end(run: Path, other: Path, steps: int) -> None:

@@ -21,6 +21,7 @@ multiply-adds, registers (``cuda_report.py`` keeps those).
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -41,6 +42,13 @@ COMMON_FLAGS = (
 SHARED = "-fno-extern-tls-init"
 # Functions for these kinds are in sanitizer.cpp.
 WATCHED = "-fsanitize=thread,alignment,bounds,shift,integer-divide-by-zero,signed-integer-overflow"
+
+
+def kernel_names() -> list[str]:
+    """Return the names of the CUDA C++ kernels, forward and backward, as the sources have them."""
+    bindings = (*(native.CSRC / "cuda").glob("*.cpp"), *(native.CSRC / "common").glob("*.h"))
+    texts = [path.read_text() for path in sorted(bindings)]
+    return [name for text in texts for name in re.findall(r'm\.impl\("(\w+)"', text)]
 
 
 def build(*, verbose: bool = False) -> Path:

@@ -102,9 +102,6 @@ def _write_sources(target: Path, namespace: str) -> None:
         for path in sorted((ROOT / "fusedops" / package).glob("*.py")):
             text = relocated(path.read_text(), depth=1, namespace=namespace)
             (target / package / path.name).write_text(text)
-    tables = ROOT / "fusedops" / "tuning"
-    if tables.exists():
-        shutil.copytree(tables, target / "tuning")
     layers = (ROOT / "tools" / "hub_layers.py").read_text()
     (target / "layers.py").write_text(relocated(layers, depth=0, namespace=namespace))
     (target / "__init__.py").write_text(INIT if namespace == MODULE else ALONE + INIT)

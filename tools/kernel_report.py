@@ -6,7 +6,7 @@
     python tools/kernel_report.py --all       # compiles what did not change as well
     python tools/kernel_report.py --versions  # whether the tables of other Tritons are complete
 
-Each ``fusedops/kernels/X.py`` names its configurations in ``static_report_cases()``; each is
+``kernel_cases`` has the configurations of each ``fusedops/kernels/X.py``; each is
 compiled for sm_80, sm_90, sm_100 and sm_120, and registers, stack, shared memory and instructions
 are read from the machine code with the tools that come with Triton. Fixed rules: no stack, that is
 no spilled register; a matrix kernel uses the matrix instructions of its GPU; no tile is computed by
@@ -43,7 +43,6 @@ import argparse
 import ast
 import functools
 import hashlib
-import importlib
 import inspect
 import os
 import re
@@ -59,6 +58,7 @@ from typing import Any
 import kernel_report_code
 import kernel_report_estimate
 import report_table
+from kernel_cases import CASES
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPABILITIES = (80, 90, 100, 120)
@@ -96,10 +96,9 @@ def ops() -> list[str]:
 @functools.cache
 def cases(op: str) -> list[dict[str, Any]]:
     """Return the configurations of a kernel file."""
-    module = importlib.import_module(f"fusedops.kernels.{op}")
-    if not hasattr(module, "static_report_cases"):
-        raise SystemExit(f"fusedops/kernels/{op}.py has no static_report_cases()")
-    return list(module.static_report_cases())
+    if op not in CASES:
+        raise SystemExit(f"fusedops/kernels/{op}.py has no entry in CASES of tools/kernel_cases")
+    return CASES[op]()
 
 
 def compilations(names: Sequence[str]) -> list[tuple[str, int, int]]:

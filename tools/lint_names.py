@@ -1,12 +1,10 @@
-"""Words that names and texts must not have: a class name twice, a word of no meaning in the field.
+"""Names of classes and files: none twice, none with a word that the field does not use.
 
     python tools/lint_names.py          # exit code 1 and one line for each name
 
-A public class name occurs once in ``fusedops/``. File names, names of classes and names of public
-functions contain none of ``BANNED``, whose replacements say what a developer of Megatron, DeepSpeed
-or torchtitan would search for. No variable or argument is one of ``VARIABLES``, which do not say
-what a value is. Pages (``README.md`` and ``docs``), and docstrings, comments and messages of the
-package and of ``csrc``, contain none of ``PHRASES``.
+A public class name occurs once in ``fusedops/``. Names of classes and files contain none of
+``BANNED``, whose replacements say what a developer of Megatron, DeepSpeed or torchtitan would
+search for.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,24 +57,6 @@ BANNED = {
     "whole": "unsharded, replicated",
 }
 
-VARIABLES = ("each", "found", "held", "taken", "told", "wanted", "whole")
-
-PHRASES = (
-    "anew",
-    "as it is",
-    "beside",
-    "goes on",
-    "held",
-    "in turns",
-    "keeper",
-    "made again",
-    "made anew",
-    "remade",
-    "stand beside",
-    "told",
-    "what is whole",
-)
-
 # Subclasses carry the name of the class that they replace.
 SHARED_NAMES = ("CrossEntropyLoss", "LayerNorm", "MLP", "RMSNorm")
 
@@ -85,7 +65,7 @@ class Name(NamedTuple):
     """A name that is public, and where it is.
 
     Attributes:
-        kind: ``"file"``, ``"class"`` or ``"function"``.
+        kind: ``"file"`` or ``"class"``.
         text: the name.
         path: of its file, from the root of the package.
         line: in it.
@@ -101,27 +81,13 @@ class Name(NamedTuple):
 
 
 def names(package: Path) -> Iterator[Name]:
-    """Yield the names of a package's files, classes, public functions and public methods."""
+    """Yield the names of a package's files and public classes."""
     for path in sorted(package.rglob("*.py")):
         relative = path.relative_to(package)
         yield Name("file", path.stem, relative, 1)
-        for node, kind in _definitions(ast.parse(path.read_text(encoding="utf-8"))):
-            yield Name(kind, node.name, relative, node.lineno)
-
-
-def _definitions(
-    node: ast.AST,
-) -> Iterator[tuple[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, str]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            if not child.name.startswith("_"):
-                yield child, "function"
-        elif isinstance(child, ast.ClassDef):
-            if not child.name.startswith("_"):
-                yield child, "class"
-                yield from _definitions(child)
-        else:
-            yield from _definitions(child)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield Name("class", node.name, relative, node.lineno)
 
 
 def words(name: str) -> list[str]:
@@ -148,65 +114,7 @@ def errors(package: Path) -> list[str]:
     return lines
 
 
-def variables(package: Path) -> list[str]:
-    """Return a line for each variable or argument that is one of ``VARIABLES``."""
-    lines = []
-    for path in sorted(package.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        kernels = _kernel_lines(tree)
-        for node in ast.walk(tree):
-            if getattr(node, "lineno", 0) in kernels:
-                continue
-            if isinstance(node, ast.arg):
-                name = node.arg
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                name = node.id
-            else:
-                continue
-            if name in VARIABLES:
-                place = f"{PACKAGE}/{path.relative_to(package)}:{node.lineno}"
-                lines.append(f"{place}: {name!r} does not say what the value is")
-    return lines
-
-
-def _kernel_lines(tree: ast.AST) -> set[int]:
-    """Return the lines of Triton kernels: their text is part of the key of their machine code."""
-    return {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and any(
-            ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list
-        )
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-
-
-def phrases(texts: Iterable[Path]) -> list[str]:
-    """Return a line for each of ``PHRASES`` on a page, or in the texts of a source file."""
-    # A quoted word is a value of the code, not English.
-    banned = re.compile(rf"(?<![\"'])\b({'|'.join(PHRASES)})\b(?![\"'])")
-    lines = []
-    for path in texts:
-        text = path.read_text(encoding="utf-8")
-        kernels = _kernel_lines(ast.parse(text)) if path.suffix == ".py" else set()
-        lines += [
-            f"{path}:{number}: {match.group()!r} is no standard English of the field"
-            for number, line in enumerate(text.splitlines(), start=1)
-            if number not in kernels
-            for match in banned.finditer(line)
-        ]
-    return lines
-
-
 if __name__ == "__main__":
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    python = sorted((ROOT / PACKAGE).rglob("*.py"))
-    cpp = [path for path in sorted((ROOT / "csrc").rglob("*")) if path.is_file()]
-    lines = [
-        *errors(ROOT / PACKAGE),
-        *variables(ROOT / PACKAGE),
-        *phrases([*pages, *python, *cpp]),
-    ]
-    print("\n".join(lines) or "names: none twice, no banned word in a name, on a page or in a text")
+    lines = errors(ROOT / PACKAGE)
+    print("\n".join(lines) or "names: no class twice, no banned word in a class or file name")
     sys.exit(1 if lines else 0)

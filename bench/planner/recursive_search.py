@@ -97,7 +97,9 @@ class _Bisection:
     def meshes(self) -> list[dict[str, int]]:
         """Return parallel sizes of all devices, a few of each length of the pipeline."""
         meshes: list[dict[str, int]] = []
-        for pp, tp in itertools.product(range(1, self.model.depth + 1), powers_of_two(MOST_TENSOR)):
+        for pp, tp in itertools.product(
+            range(1, self.model.num_layers + 1), powers_of_two(MOST_TENSOR)
+        ):
             if self.devices % (pp * tp) == 0:
                 sizes = self.divided({"dp": 1, "tp": tp, "cp": 1, "pp": pp})
                 if sizes is not None and sizes not in meshes:

@@ -1,7 +1,7 @@
 """Devices by the name of their architecture: ``"cpu-zen5"``, ``"sm_90"``.
 
-A tuning table is valid for one architecture (``tuning.py``). The name of the CPU's is also that of
-the folder with its measurements in ``bench/results``.
+What calibration found holds for one architecture (``integrations/hf/calibration``). The name of the
+CPU's is also that of the folder with its measurements in ``bench/results``.
 """
 
 from __future__ import annotations

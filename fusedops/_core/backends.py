@@ -1,11 +1,10 @@
-"""Which kernel runs an op: the order per device, tuning tables, explicit requests, counters.
+"""Which kernel runs an op: the order per device, explicit requests, counters.
 
 The choice is made inside the registered op at run time, so compiled code obeys it too. This
 module holds the only global state of the package: the registered kernels, the requested
-backend, the tuning tables in force and the counters. On the CPU the everyday case never comes
-here: the compiled router (``csrc/router.cpp``) calls the C++ kernel directly and only turns to
-``run`` when a backend is requested, the dtype is not one of the C++ kernels', or a tuning table
-prefers another backend for the op, dtype and size class of the call.
+backend and the counters. On the CPU the everyday case never comes here: the compiled router
+(``csrc/router.cpp``) calls the C++ kernel directly and only turns to ``run`` when a backend is
+requested or the dtype is not one of the C++ kernels'.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import functools
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from fusedops._core import checks, env, extension, kernel_failures, launch_plans, tuning
+from fusedops._core import checks, env, extension, kernel_failures, launch_plans
 from fusedops._core.architecture import compute_capability
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.contract import Program
@@ -54,41 +52,34 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What would run, and why the backends before it in the order would not.
-
-    ``config`` names one of the backend's configurations; ``None`` is its default.
-    """
+    """What would run, and why the backends before it in the order would not."""
 
     backend: str
     passed_over: tuple[tuple[str, str], ...]
-    config: str | None = None
 
     def __str__(self) -> str:
         reasons = "; ".join(f"not {name}: {why}" for name, why in self.passed_over)
-        chosen = tuning.label(self.backend, self.config)
-        return f"{chosen} ({reasons})" if reasons else chosen
+        return f"{self.backend} ({reasons})" if reasons else self.backend
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
     """What an open block asks for, or (the first of several) what holds without any."""
 
-    wish: Any
+    backend: str | None
+    mistake: str | None = None
 
 
 _KERNELS: dict[str, Kernels] = {}
 _COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
 _LOGGED: set[tuple[str, str, str]] = set()
-_WARNED: set[str] = set()
 _changes = 0  # of the state, other than the arguments, that `resolve` depends on
 _requested: str | None = None
 _mistake: str | None = None  # of the environment: until something else is asked for, no op runs
-_tuned: dict[torch.device, tuning.LoadedTable] = {}
-# Blocks of use_backend and use_tuning that are open, oldest first: those of several threads, tasks
-# or generators end in any order. Reentrant: a generator may be collected, and end, at any time.
+# Blocks of use_backend that are open, oldest first: those of several threads, tasks or generators
+# end in any order. Reentrant: a generator may be collected, and end, at any time.
 _BLOCKS_LOCK = threading.RLock()
 _requests: list[_Block] = []
-_tunings: collections.defaultdict[torch.device, list[_Block]] = collections.defaultdict(list)
 
 
 def register(kernels: Kernels) -> None:
@@ -134,10 +125,18 @@ def use_backend(name: str | None) -> Iterator[None]:
     """
     if name is not None:
         checks.choice("use_backend", "name", name, BACKENDS)
-    with _opened(
-        _requests, (name, None), lambda: (_requested, _mistake), lambda wish: _request(*wish)
-    ):
+    block = _Block(name)
+    with _BLOCKS_LOCK:
+        _requests.extend([block] if _requests else [_Block(_requested, _mistake), block])
+        _request(name)
+    try:
         yield
+    finally:
+        with _BLOCKS_LOCK:
+            _requests.remove(block)
+            _request(_requests[-1].backend, _requests[-1].mistake)
+            if len(_requests) == 1:
+                _requests.clear()
 
 
 def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
@@ -168,21 +167,7 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
             )
         return Resolution(_requested, ())
     passed_over: list[tuple[str, str]] = []
-    candidates = order(device)
-    entries = tuning_in_force(device).entries
-    key = tuning.key(name + "_backward" * backward, args) if entries else None
-    tuned = entries.get(key) if key else None
-    if tuned is not None and key is not None:
-        reason = _unsupported(kernels, tuned.backend, device, args, backward)
-        if reason is None and tuned.config not in (None, *_configs(kernels)):
-            reason = f"it has no configuration {tuned.config!r}"
-        if reason is None:
-            before = candidates[: candidates.index(tuned.backend)]
-            why = tuple((candidate, tuned.why_not(candidate, key[2])) for candidate in before)
-            return Resolution(tuned.backend, why, tuned.config)
-        passed_over.append((tuned.backend, f"the tuning table names it, but {reason}"))
-        candidates = tuple(candidate for candidate in candidates if candidate != tuned.backend)
-    for backend in candidates:
+    for backend in order(device):
         reason = _unsupported(kernels, backend, device, args, backward)
         if reason is None:
             return Resolution(backend, tuple(passed_over))
@@ -207,8 +192,6 @@ def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
             _LOG.info("%s: runs on %s, not on %s: %s", name, choice.backend, backend, reason)
     _COUNTS[name + "_backward" * backward, choice.backend] += 1
     implementation = _implementation(kernels, choice.backend, backward)
-    if choice.config is not None:
-        implementation = partial(implementation, config=choice.config)
     try:
         if request:
             return _planned(request, name, args, backward, choice.backend, implementation)
@@ -265,7 +248,7 @@ def _step_down(
 
 
 def changes() -> int:
-    """Return a counter of requests and tuning tables: when it changes, call `resolve` again."""
+    """Return a counter of requests: when it changes, call `resolve` again."""
     return _changes
 
 
@@ -283,42 +266,9 @@ def repeat(name: str, launch: Callable[[], Any]) -> Any:
         ) from error
 
 
-def tuning_in_force(device: torch.device) -> tuning.LoadedTable:
-    """Return the tuning tables that ops on ``device`` obey; read when the device is first used."""
-    table = _tuned.get(device)
-    if table is None:
-        ops = [name + suffix for name in _KERNELS for suffix in ("", "_backward")]
-        table = tuning.load(device, ops, _ORDER)
-        _put_in_force(device, table)
-        for message, own in table.ignored:
-            if message not in _WARNED:
-                _WARNED.add(message)
-                _LOG.log(logging.WARNING if own else logging.INFO, message)
-    return table
-
-
-@contextlib.contextmanager
-def use_tuning(device: torch.device, entries: Mapping[tuning.Key, tuning.Entry]) -> Iterator[None]:
-    """Obey these entries, and no table, inside the block: for the tuner and for tests."""
-    present, obey = partial(tuning_in_force, device), partial(_put_in_force, device)
-    with _opened(_tunings[device], tuning.LoadedTable(entries), present, obey):
-        yield
-
-
 def order(device: torch.device) -> tuple[str, ...]:
     """Return the backends of a device, the one to try first in front."""
     return _ORDER.get(device.type, ("torch",))
-
-
-def configurations(name: str) -> tuple[str, ...]:
-    """Return the names of the Triton configurations of an op, without the default.
-
-    A Triton module that offers several has ``configs()``, which returns these names, and takes one
-    as the keyword ``config`` of ``forward`` and ``backward`` (``None``: the default). Each must be
-    able to run whatever ``supports`` allows.
-    """
-    kernels = _KERNELS[name]
-    return _configs(kernels) if kernels.triton and extension.triton_missing() is None else ()
 
 
 def counters() -> dict[tuple[str, str], int]:
@@ -343,29 +293,6 @@ def reset_counters() -> None:
         torch.ops.fusedops_native.reset_counts()
 
 
-@contextlib.contextmanager
-def _opened(
-    blocks: list[_Block], wish: Any, present: Callable[[], Any], obey: Callable[[Any], None]
-) -> Iterator[None]:
-    """Obey ``wish`` while the block is open and none that was entered later is.
-
-    ``blocks`` are those that are open; ``present`` returns what is in force, which is what holds
-    without any block; ``obey`` puts a wish in force.
-    """
-    block = _Block(wish)
-    with _BLOCKS_LOCK:
-        blocks.extend([block] if blocks else [_Block(present()), block])
-        obey(wish)
-    try:
-        yield
-    finally:
-        with _BLOCKS_LOCK:
-            blocks.remove(block)
-            obey(blocks[-1].wish)
-            if len(blocks) == 1:
-                blocks.clear()
-
-
 def _request(name: str | None, mistake: str | None = None) -> None:
     global _requested, _mistake, _changes
     _requested, _mistake = name, mistake
@@ -388,31 +315,6 @@ def _verdict() -> tuple[int, int]:
         return 0, 0
     word = torch.ops.fusedops_native.take_verdict()
     return word & 3, word >> 2
-
-
-def _put_in_force(device: torch.device, tables: tuning.LoadedTable) -> None:
-    global _changes
-    _changes += 1
-    before = _tuned.get(device, tuning.LoadedTable())
-    _tuned[device] = tables
-    if extension.cpu_library() is not None:
-        return
-    torch.ops.fusedops_native.forget_plans()
-    if device.type != "cpu":
-        return
-    # The compiled router gets a bit per size class that is not for the C++ kernel.
-    classes = dict.fromkeys(((op, dtype) for op, dtype, _ in before.entries), 0)
-    for (op, dtype, size), entry in tables.entries.items():
-        classes[op, dtype] = classes.get((op, dtype), 0) | (entry.backend != "cpp") << size
-    for (op, dtype), bits in classes.items():
-        torch.ops.fusedops_native.set_bypass(op, dtype, bits)
-
-
-def _configs(kernels: Kernels) -> tuple[str, ...]:
-    if kernels.triton is None:
-        return ()
-    offered = getattr(importlib.import_module(kernels.triton), "configs", None)
-    return tuple(offered()) if offered is not None else ()
 
 
 def tensors_in(args: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -454,12 +356,8 @@ def _implementation(kernels: Kernels, backend: str, backward: bool) -> Callable[
     reference = kernels.backward if backward else kernels.forward
     if backend == "torch" and reference is not None:
         return _without_autocast(reference)
-    namespace = f"fusedops_{backend}"
     native = kernels.name + "_backward" * backward
-    kernel = getattr(getattr(torch.ops, namespace), native, None)
-    if kernel is None:
-        raise UnsupportedError(f"{namespace}::{native} has no kernel, or no line in schemas.cpp")
-    return kernel.default
+    return extension.private_operator(f"fusedops_{backend}", native)
 
 
 def _unsupported(
@@ -523,13 +421,12 @@ def _unsupported_dtype(args: tuple[Any, ...], known: tuple[torch.dtype, ...]) ->
 
 
 def start() -> None:
-    """Apply the CPU's tuning table and ``FUSEDOPS_BACKEND``; called once, at import.
+    """Apply ``FUSEDOPS_BACKEND``; called once, at import.
 
     What the environment has wrong is the error of the first op that runs (``env.mistakes``).
     """
     for message in env.unknown():
         _LOG.warning(message)
-    tuning_in_force(torch.device("cpu"))
     wrong = env.mistakes(BACKENDS)
     if wrong:
         _request(None, wrong[0])

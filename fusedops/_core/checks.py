@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -20,6 +20,8 @@ from fusedops._core.spelling import nearest
 # What kernels and references compute with. Torch calls float8 floating too, and can only cast it.
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STRIDED = torch.strided
+# Called with the op, the name of an argument and its value; raises unless the value is right.
+Rule: TypeAlias = Callable[[str, str, Any], None]
 
 
 class UnsupportedError(RuntimeError):
@@ -213,6 +215,18 @@ def flags(op: str, config: Any) -> None:
     for field in dataclasses.fields(config):
         if isinstance(field.default, bool):
             flag(op, field.name, getattr(config, field.name))
+
+
+def fields(op: str, config: Any, rules: Mapping[str, Rule]) -> None:
+    """Raise unless the flags of a dataclass are bools and its other fields keep their rules.
+
+    ``None`` is always right where it is the default.
+    """
+    flags(op, config)
+    for name, rule in rules.items():
+        value = getattr(config, name)
+        if value is not None or getattr(type(config), name, "") is not None:
+            rule(op, name, value)
 
 
 def group(op: str, argument: str, value: Any) -> None:

@@ -11,7 +11,6 @@
 | ``FUSEDOPS_SANITIZE`` | sanitizers of a build of its own; only the build reads it | none |
 | ``FUSEDOPS_SHARED_MEMORY`` | ``0``: processes of one machine communicate through sockets | ``1`` |
 | ``FUSEDOPS_TORCHES`` | torches that a wheel is built for; only the build reads it | none |
-| ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` | torchrun's: which process of a run this is | alone |
 | ``LOCAL_WORLD_SIZE`` | torchrun's: processes on this machine | not known |
 | ``MASTER_ADDR``, ``MASTER_PORT`` | torchrun's: where the process of rank 0 listens | none |
@@ -28,10 +27,11 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+
+from fusedops._core import spelling
 
 _PREFIX = "FUSEDOPS_"
 _KNOWN = (
@@ -44,7 +44,6 @@ _KNOWN = (
     "SANITIZE",
     "SHARED_MEMORY",
     "TORCHES",
-    "TUNING",
 )
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -68,9 +67,9 @@ def unknown() -> list[str]:
     sentences = []
     for name in settings():
         if name.removeprefix(_PREFIX) not in _KNOWN:
-            near = difflib.get_close_matches(name.removeprefix(_PREFIX), _KNOWN, n=1)
+            near = spelling.nearest(name.removeprefix(_PREFIX), _KNOWN)
             known = ", ".join(_PREFIX + word for word in _KNOWN)
-            hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"known are {known}"
+            hint = f"did you mean {_PREFIX}{near}?" if near else f"known are {known}"
             sentences.append(f"{name} is set, but nothing reads it: {hint}")
     return sentences
 
@@ -151,11 +150,6 @@ def max_isa() -> str | None:
     """
     asked = os.environ.get("FUSEDOPS_MAX_ISA")
     return asked if asked in MAX_ISAS else None
-
-
-def tuning() -> str | None:
-    """Return what ``FUSEDOPS_TUNING`` is set to (a path or ``"off"``), or ``None``."""
-    return os.environ.get("FUSEDOPS_TUNING") or None
 
 
 def triton_interpreted() -> bool:

@@ -1,9 +1,10 @@
 """Loads the compiled libraries and says clearly why one is absent.
 
 The libraries hold operators only (no Python symbols): they register themselves with torch's
-dispatcher when loaded, ``fusedops_cpp::*`` for the CPU and ``fusedops_cuda::*`` for CUDA, plus
-``fusedops_native::*``, the generic autograd, autocast and routing kernels that ``library.py``
-installs for each op.
+dispatcher when loaded. ``fusedops_native::*`` are the generic autograd, autocast and routing
+kernels that ``library.py`` installs for each op. ``fusedops_cpp::X`` for the CPU and
+``fusedops_cuda::X`` for CUDA are the kernels of the op X. They are registered without a schema and
+get that of the op from ``declare``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import importlib.util
 import json
 import logging
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +24,8 @@ from fusedops._core import env, library_fit
 from fusedops._core.library_fit import HOW_TO_BUILD
 
 _LOG = logging.getLogger("fusedops")
+_DECLARED: dict[str, torch.library.Library] = {}  # namespace -> owner of the schemas
+_DECLARING = threading.Lock()
 
 
 @functools.cache
@@ -67,8 +72,41 @@ def library_path(file_name: str) -> Path:
 
 
 def has_operator(namespace: str, name: str) -> bool:
-    """Return whether a loaded library registered ``namespace::name``."""
+    """Return whether a loaded library registered a kernel of the op ``name`` in this namespace."""
     return torch._C._dispatch_has_kernel(f"{namespace}::{name}")
+
+
+def declare(namespace: str, name: str, schema: str) -> None:
+    """Give a kernel of a loaded library the schema of its op.
+
+    The operator ``namespace::name`` is private and trusts its caller. ``fusedops::name`` checks a
+    call against the op's contract before it calls the kernel, where a second check would cost every
+    call. Whoever calls the kernel itself with arguments that the contract refuses reads and writes
+    memory that is not the tensors' own.
+
+    Raises:
+        RuntimeError: if the kernel's arguments are not those of the schema.
+    """
+    if namespace not in _DECLARED:
+        _DECLARED[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    try:
+        _DECLARED[namespace].define(name + schema)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the compiled kernel {namespace}::{name} does not fit the schema {schema} of its op; "
+            f"if the library is older than these sources, {HOW_TO_BUILD}"
+        ) from error
+
+
+def private_operator(namespace: str, name: str) -> Any:
+    """Return the kernel of an op in a loaded library; it is declared if it was not yet."""
+    operators = getattr(torch.ops, namespace)
+    if not hasattr(operators, name):
+        with _DECLARING:
+            if not hasattr(operators, name):
+                schema = str(getattr(torch.ops.fusedops, name).default._schema)
+                declare(namespace, name, schema[schema.index("(") :])
+    return getattr(operators, name).default
 
 
 def _load(file_name: str) -> str | None:

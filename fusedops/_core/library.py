@@ -1,4 +1,4 @@
-"""``define_op``: from a description to a torch op. The only file that knows ``torch.library``.
+"""``define_op``: from a description to a torch op, by means of ``torch.library``.
 
 One description gives two dispatcher ops, ``fusedops::X`` and ``fusedops::X_backward``:
 
@@ -141,9 +141,10 @@ def define_op(
         shard_backward: DTensor rule of the backward; by default that of the forward, transposed.
         part_of: name of the op whose public function calls this one: it has no spec of its own.
         check: takes the op's arguments and raises for those that do not fit, in the words of the
-            public function. For ops of which small calls matter: the compiled kernels then refuse
-            the same arguments by themselves, and Python looks only where no compiled kernel runs,
-            or one has refused (1.7 us saved, of 7). Without it the public function checks.
+            public function. For ops of which small calls matter: it runs only where no compiled
+            kernel runs, or after the contract or the kernel has refused the call (1.7 us saved, of
+            7). What it refuses, the contract or the kernel must refuse too. Without it the public
+            function checks.
 
     Returns:
         The overload ``torch.ops.fusedops.<name>.default``; with ``check`` a function around it.
@@ -369,6 +370,8 @@ def _check_names(op: str, schema: _Schema, gradient: Gradient) -> None:
 def _define(name: str, schema: str, fake: Callable[..., Any]) -> Any:
     _SCHEMAS.append(name + schema)
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if extension.cpu_library() is None and extension.has_operator("fusedops_cpp", name):
+        extension.declare("fusedops_cpp", name, schema)
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.fusedops, name).default
     if op._schema.is_mutable:

@@ -12,9 +12,8 @@ import torch
 
 from fusedops.bench import machine
 from fusedops.models import ParallelConfig, Transformer, TransformerConfig, parallelize, preset
-from fusedops.models.parallelization.stage_costs import by_operations
+from fusedops.models.parallelization.stage_costs import layer_runs
 from fusedops.parallel.pipeline.schedules import table
-from fusedops.parallel.pipeline.split import shortest
 from fusedops.planner import Layout, StepShape, TrainingShape, step_shape
 from fusedops.terminal import files
 
@@ -100,10 +99,9 @@ def shape_of_step(config: TransformerConfig, parallel: ParallelConfig, sequences
     Pipelines are cut as ``parallelize`` cuts them; the planner's own search balances stages alone.
     """
     if parallel.pp > 1:
-        costs = by_operations(config)
         schedule = parallel.pipeline_schedule
         order = table(schedule, parallel.pp, parallel.microbatches, parallel.virtual)
-        runs = shortest(costs.layers, order, first=costs.first, last=costs.last)
+        runs = layer_runs(config, parallel, order)
         parallel = replace(parallel, pipeline_cuts=tuple(run.start for run in runs[1:]))
     rows = sequences // (parallel.dp * parallel.microbatches)
     training = TrainingShape(micro_batch=rows, precision="float32")

@@ -1,17 +1,11 @@
 """Checkpoints that survive a killed process, a full disk and a damaged file (``checkpoint.md``)."""
 
-from fusedops.checkpoint.checkpointer import (
-    Checkpointer,
-    CheckpointError,
-    CheckpointInfo,
-    Restored,
-    newest,
-)
+from fusedops.checkpoint.checkpointer import Checkpointer, CheckpointError
 from fusedops.checkpoint.guard import Guard, GuardDecision, GuardError
+from fusedops.checkpoint.reader import Restored, newest
 
 __all__ = [
     "CheckpointError",
-    "CheckpointInfo",
     "Checkpointer",
     "Guard",
     "GuardDecision",

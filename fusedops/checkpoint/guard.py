@@ -211,7 +211,7 @@ class Guard:
         alone = self._group is None and not (dist.is_available() and dist.is_initialized())
         if agreed or alone:
             return values
-        # Ranks must not differ in what they do. NaN is more than infinity here.
+        # CheckpointRanks must not differ in what they do. NaN is more than infinity here.
         gathered = gather_objects(list(values.values()), self._group or dist.group.WORLD)
         columns = zip(*gathered, strict=True)
         worst = [max(column, key=lambda value: (math.isnan(value), value)) for column in columns]

@@ -1,9 +1,7 @@
 """``fusedops doctor --calibrate``: the speed of ops on this machine relative to torch.
 
 A first look in two seconds at what ``patch(model, example=batch, calibrate=True)`` decides module
-by module.
-``fusedops bench`` is the measurement to quote, and ``fusedops bench tune`` what puts its outcome in
-force.
+by module. ``fusedops bench`` is the measurement to quote.
 """
 
 from __future__ import annotations

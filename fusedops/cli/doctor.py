@@ -100,19 +100,11 @@ def _record(devices: list[torch.device]) -> dict[str, Any]:
     from fusedops._core import backends, env, host
     from fusedops.bench import machine
 
-    tuning = {device.type: backends.tuning_in_force(device) for device in devices}
     return {
         "versions": machine.versions(),
         "source": machine.git_commit(),
         "machines": [machine.describe(device) for device in devices],
         "kernels": _kernels(),
-        "tuning": {
-            name: {
-                "tables": [str(table.path) for table in loaded.tables],
-                "ignored": [message for message, _ in loaded.ignored],
-            }
-            for name, loaded in tuning.items()
-        },
         "environment": env.settings(),
         "warnings": [*env.unknown(), *env.mistakes(backends.BACKENDS)],
         "host": [asdict(finding) for finding in host.inspect_host()],
@@ -157,30 +149,9 @@ def _show_installed(out: Console) -> None:
         out.print(f"  {package:14} {versions.get(package, 'not installed')}")
     for name, state in _kernels().items():
         out.print(f"  {name:14} {state}", markup=False)
-    for device in _devices(""):
-        _show_tuning(out, device)
     for name, value in env.settings().items():
         out.print(f"  {'environment':14} {name}={value}", markup=False)
     for message in [*env.unknown(), *env.mistakes(backends.BACKENDS)]:
-        out.print(f"  {'':14} {message}", style="yellow", markup=False)
-
-
-def _show_tuning(out: Console, device: torch.device) -> None:
-    """Print the tuning tables in force on a device, and those that are left out."""
-    from fusedops._core import backends
-    from fusedops._core.architecture import architecture
-
-    loaded = backends.tuning_in_force(device)
-    name = f"{device.type.upper()} tuning"
-    for table in loaded.tables:
-        count = len(table.entries)
-        out.print(f"  {name:14} {table.path}, {count} entries", markup=False)
-    if loaded.tables:
-        out.print(f"  {'':14} choices other than the default: {len(loaded.entries)}")
-    else:
-        cure = f"`fusedops bench tune --device {device.type}` makes one"
-        out.print(f"  {name:14} no table for {architecture(device)}: {cure}")
-    for message, _ in loaded.ignored:
         out.print(f"  {'':14} {message}", style="yellow", markup=False)
 
 

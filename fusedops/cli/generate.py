@@ -57,9 +57,6 @@ def generate(
         list[str] | None,
         typer.Option(help="Text that ends generation; may be given several times."),
     ] = None,
-    cache_size: Annotated[
-        int | None, typer.Option(help="Capacity of the cache in tokens; by default it grows.")
-    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="bytes, or a tokenizer.json; default: the checkpoint's.")
     ] = None,
@@ -75,9 +72,6 @@ def generate(
         list[str] | None,
         typer.Option("--set", help="Layout, such as parallel.tp=2; default: all in tp."),
     ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Generate again without the cache, and compare.")
-    ] = False,
 ) -> None:
     """Continue a prompt with a trained model; text is printed while it is generated.
 
@@ -116,7 +110,6 @@ def generate(
                 samples=samples,
                 beams=beams,
                 length_penalty=length_penalty,
-                cache_size=cache_size,
             )
         with initialize_distributed(device) as ranks:
             with activity(f"loading {checkpoint}", visible=ranks.rank == 0):
@@ -133,8 +126,6 @@ def generate(
                 run.fit(exact=tokens is not None)
             run.log(f"{loaded.description}, {ranks.description}")
             run.show(run.generate())
-            if compare:
-                run.compare()
 
 
 def _launch(processes: int) -> None:
@@ -217,8 +208,6 @@ class _Run:
         longest, config = max(len(tokens) for tokens in self._prompts), self._config
         if config.position_tables:
             rooms.append(config.seq_len - longest)
-        if self._options.cache_size is not None:
-            rooms.append(self._options.cache_size + 1 - longest)
         if not exact:
             self._options = replace(self._options, tokens=max(1, min(rooms)))
         check(self._engine, self._prompts, self._options)
@@ -290,31 +279,6 @@ class _Run:
             self._write(f"{head}{self._texts[prompt]}{text}\n")
         count = sum(map(len, self._tokens))
         self.log(f"{count} tokens, {count / self._seconds:,.0f} tokens/s")
-
-    def compare(self) -> None:
-        """Generate again without a cache, and tell whether tokens differ."""
-        from fusedops.generation import generate
-
-        lengths = [len(tokens) for tokens in self._tokens]
-        again = replace(self._options, cache=False, cache_size=None)
-        if again.beams == 1:
-            # Strings that end a text are not looked for again: as many tokens are compared. Which
-            # beam is the best depends on how many tokens there may be.
-            again = replace(again, tokens=max(lengths))
-        begin = time.perf_counter()
-        with activity("generating without the cache", visible=self._first):
-            others = generate(self._engine, self._prompts, again)
-        seconds = time.perf_counter() - begin
-        same = sum(
-            mine == other
-            for tokens, result in zip(self._tokens, others, strict=True)
-            for mine, other in zip(tokens, result.tokens, strict=False)
-        )
-        made = sum(len(other.tokens) for other in others)
-        self.log(
-            f"without the cache: {same} of {sum(lengths)} tokens are the same, "
-            f"{made / seconds:,.0f} tokens/s"
-        )
 
     def _write(self, text: str) -> None:
         if self._first and text:

@@ -107,10 +107,6 @@ def plan(
         bool,
         typer.Option("--measure", help="Compare with small models trained here (two minutes)."),
     ] = False,
-    evaluate: Annotated[str, typer.Option(hidden=True)] = "",
-    calibrate: Annotated[str, typer.Option(hidden=True)] = "",
-    mode: Annotated[str, typer.Option(hidden=True)] = "dynamic_programming",
-    out: Annotated[str, typer.Option(hidden=True)] = "",
     device: Annotated[
         str,
         typer.Option(
@@ -148,14 +144,6 @@ def plan(
         if measure:
             _measure()
             return
-        for name, script, gone in (
-            ("evaluate", "evaluate.py", evaluate),
-            ("calibrate", "fit.py", calibrate),
-            ("mode", "recursive_search.py", mode != "dynamic_programming"),
-            ("out", "evaluate.py or fit.py", out),
-        ):
-            if gone:
-                raise files.UserError(f"--{name} is now bench/planner/{script} of the repository")
         if not model:
             raise files.UserError("--model is missing: a name (--model list) or a config.json")
         for file in (json_file, svg_file):
@@ -246,11 +234,11 @@ def _deliver(
 
 def _model(name: str) -> TransformerConfig:
     """Return the sizes of a known model, or of a configuration file."""
-    from fusedops.planner import from_config, preset
+    from fusedops.models import from_config, preset
 
     file = _configuration(name)
     try:
-        return preset(name) if file is None else from_config(file)
+        return preset(name) if file is None else from_config(file, sizes_only=True)
     except (ValueError, TypeError) as error:
         where = f"{file}: " if file is not None and str(file) not in str(error) else ""
         raise files.UserError(f"{where}{error}") from None
@@ -394,7 +382,7 @@ def _show_models() -> None:
         table.add_row(
             name,
             show_count(model.parameters().total),
-            str(model.depth),
+            str(model.num_layers),
             str(model.hidden_size),
             str(model.num_heads),
             str(model.num_experts or "-"),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from fusedops._core.peak import peak_bytes
 from fusedops.bench import model_zoo
-from fusedops.planner import Estimate, Layout, estimate, from_config
+from fusedops.models import from_config
+from fusedops.planner import Estimate, Layout, estimate
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,7 @@ def measure(
         recompute_layers=recompute_layers,
         offload=offload,
     )
-    estimated = estimate(from_config(model.config), layout)
+    estimated = estimate(from_config(model.config, sizes_only=True), layout)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast")
     model = model.to(torch.float32 if dtype == "autocast" else getattr(torch, dtype)).train()
     if recompute == "full" and not ours:

@@ -294,7 +294,7 @@ def _scaling(request: PlanRequest, out: Console) -> None:
 def _options(layout: Layout, model: TransformerConfig) -> dict[str, Any]:
     """Return the fields of a layout, with the stages that it was planned for."""
     options = layout.options()
-    if layout.parallel.pp > 1 and not model.encoder_layers:
+    if layout.parallel.pp > 1:
         options["pipeline_cuts"] = [run.start for run in layout.runs(model)[1:]]
     return options
 
@@ -309,7 +309,6 @@ def _record(request: PlanRequest, plan: TimedRanking) -> dict[str, Any]:
         "device": plan.device.name,
         "memory": plan.memory,
         "global_batch": request.global_batch,
-        "gap": plan.gap,
         "choices": plan.choices,
         "examined": plan.examined,
         "refused": plan.refused,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 # Ranks of a table, from which on only the slowest are shown.
 _MOST_ROWS = 16
 _KERNELS = 10
+# Clocks that differ by fewer seconds are not mentioned.
+_NOTABLE = 1e-3
 
 
 @dataclass
@@ -40,6 +41,7 @@ class _Profile:
     notes: list[str] = field(default_factory=list)
     traces: list[TraceFile] = field(default_factory=list)
     offsets: dict[int, float] = field(default_factory=dict)  # of the traces' clocks
+    memory: dict[str, Any] | None = None  # of one rank and step, by layer and kind
 
 
 def profile(
@@ -53,13 +55,12 @@ def profile(
     json_file: Annotated[
         str, typer.Option("--json", help="Write everything to a file; -: print it instead.")
     ] = "",
-    csv_file: Annotated[str, typer.Option("--csv", help="Write the times of the ranks.")] = "",
     trace_file: Annotated[
         str,
         typer.Option(
             "--trace",
-            help="Write the steps of a run, or the slowest traces of a folder as one trace by one "
-            "clock, for Perfetto (ui.perfetto.dev).",
+            help="Write the slowest traces of a folder as one trace by one clock, for Perfetto "
+            "(ui.perfetto.dev).",
         ),
     ] = "",
 ) -> None:
@@ -70,10 +71,14 @@ def profile(
     from fusedops.terminal.console import console
 
     with files.one_line_errors():
-        for file in (json_file, csv_file, trace_file):
+        for file in (json_file, trace_file):
             if file not in ("", "-"):
                 files.check_writable(file)
         profiled = _read(folder)
+        if trace_file and not profiled.traces:
+            raise files.UserError(
+                f"--trace merges traces of torch.profiler, and {folder} has the records of a run"
+            )
         record = _record(profiled)
         if json_file == "-":
             print(json.dumps(record, indent=1))
@@ -84,27 +89,23 @@ def profile(
             _compare(profiled, _read(compare), out)
         if json_file:
             files.write_json(Path(json_file), record)
-        if csv_file:
-            files.write_text(csv_file, _csv(profiled.ranks))
         if trace_file:
-            files.write_text(trace_file, json.dumps(_perfetto(profiled, worst)))
-        for file in (json_file, csv_file, trace_file):
+            files.write_text(trace_file, json.dumps(_merged(profiled, worst)))
+        for file in (json_file, trace_file):
             if file:
                 out.print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 
-def _perfetto(profiled: _Profile, worst: int) -> dict[str, Any]:
-    """Return the trace of a run, or that of a folder's traces: the slowest if there are many."""
-    from fusedops.profiler import perfetto, read_timings
+def _merged(profiled: _Profile, worst: int) -> dict[str, Any]:
+    """Return a folder's traces as one: the slowest if there are many."""
     from fusedops.profiler.step_table import slowest
+    from fusedops.profiler.traces import merged
 
-    if not profiled.traces:
-        return perfetto.trace(read_timings(profiled.source))
     traces = profiled.traces
     if len(traces) > _MOST_ROWS:
-        shown = {times.rank for times, _ in slowest(profiled.shape, profiled.ranks, worst)}
-        traces = [trace for trace in traces if trace.rank in shown]
-    return perfetto.merged(traces, profiled.offsets)
+        pairs = slowest(profiled.shape, profiled.ranks)[:worst]
+        traces = [trace for trace in traces if trace.rank in {times.rank for times, _ in pairs}]
+    return merged(traces, profiled.offsets)
 
 
 def _read(folder: str) -> _Profile:
@@ -143,20 +144,26 @@ def _records(folder: str) -> _Profile:
         group_times(timings),
         find_all(timings),
         notes=timings.notes,
+        memory=_memory(Path(folder)),
     )
+
+
+def _memory(run: Path) -> dict[str, Any] | None:
+    """Return what the rank that allocates most did in the recorded step, if there is one."""
+    from fusedops.profiler.timings import FOLDER
+
+    records = []
+    for path in (run / FOLDER).glob("memory-*.json"):
+        with contextlib.suppress(OSError, ValueError):  # half a file of a killed process
+            records.append(json.loads(path.read_text(encoding="utf-8")))
+    return max(records, key=lambda record: record["dynamic"], default=None)
 
 
 def _traces(folder: str) -> _Profile:
     import os
 
     from fusedops.profiler import RunShape
-    from fusedops.profiler.trace_links import (
-        clock_notes,
-        clock_offsets,
-        late_seconds,
-        link_times,
-        matched,
-    )
+    from fusedops.profiler.trace_links import clock_offsets, late_seconds, link_times, matched
     from fusedops.profiler.traces import read_traces
 
     traces = read_traces(folder, processes=os.cpu_count() or 1)
@@ -173,7 +180,15 @@ def _traces(folder: str) -> _Profile:
         notes.append(f"no trace of ranks {', '.join(map(str, missing[:10]))}")
     together = matched({trace.rank: trace.collectives for trace in traces})
     offsets = clock_offsets(together)
-    notes += clock_notes(offsets)
+    far = {rank: offset for rank, offset in offsets.items() if abs(offset) >= _NOTABLE}
+    if far:
+        rank = max(far, key=lambda rank: abs(far[rank]))
+        word = "ahead of" if far[rank] > 0 else "behind"
+        notes.append(
+            f"the clocks of {len(far)} of {len(offsets)} ranks differ from rank {min(offsets)}'s, "
+            f"that of rank {rank} most: {abs(far[rank]):.3f} s {word} it; they were aligned by "
+            "collectives"
+        )
     late = late_seconds(together, offsets)
     if late:
         rank = max(late, key=late.__getitem__)
@@ -206,7 +221,7 @@ def _show(profiled: _Profile, worst: int, out: Console) -> None:
         f"[bold]{profiled.source}[/]: {len(profiled.ranks)} ranks ({sizes}){steps}", highlight=False
     )
     shown = profiled.ranks
-    factors = slowest(profiled.shape, profiled.ranks, len(profiled.ranks))
+    factors = slowest(profiled.shape, profiled.ranks)
     if len(shown) > _MOST_ROWS:
         shown = [times for times, _ in factors[:worst]]
     print_table(out, _rank_table(shown, {times.rank: factor for times, factor in factors}))
@@ -214,6 +229,8 @@ def _show(profiled: _Profile, worst: int, out: Console) -> None:
         print_table(out, _group_table(profiled.groups, worst))
     if profiled.kernels:
         print_table(out, _kernel_table(profiled.kernels))
+    if profiled.memory:
+        print_table(out, _memory_table(profiled.memory))
     for item in what_if(profiled.shape, profiled.ranks, profiled.groups)[:worst]:
         out.print(
             f"if {item.name} {listed(item.ranks)} were as fast as the median: "
@@ -285,16 +302,30 @@ def _kernel_table(kernels: dict[str, tuple[float, int]]) -> Any:
     return table
 
 
+def _memory_table(record: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    from fusedops.terminal.console import number_columns
+
+    layers: dict[str, dict[str, int]] = record["layers"]
+    kinds = list(dict.fromkeys(kind for sizes in layers.values() for kind in sizes))
+    title = f"MiB at the peak of step {record['step']}, rank {record['rank']}"
+    table = Table("layer", *number_columns(*kinds), header_style="bold", title=title)
+    for layer, sizes in layers.items():
+        figures = (f"{sizes.get(kind, 0) / 2**20:.1f}" for kind in kinds)
+        table.add_row(layer or "(outside)", *figures)
+    return table
+
+
 def _compare(first: _Profile, second: _Profile, out: Console) -> None:
     """Print how the mean step of two runs differs, column by column."""
     from rich.table import Table
 
-    from fusedops.profiler.step_table import COLUMNS
     from fusedops.terminal.console import number_columns, print_table
 
     figures = number_columns(first.source, second.source, "difference", "factor")
     table = Table("mean of the ranks, ms", *figures, header_style="bold")
-    for name in COLUMNS[2:]:
+    for name in list(asdict(first.ranks[0]))[2:]:
         here, there = (
             1e3 * sum(getattr(times, name) for times in profiled.ranks) / len(profiled.ranks)
             for profiled in (first, second)
@@ -306,16 +337,6 @@ def _compare(first: _Profile, second: _Profile, out: Console) -> None:
     print_table(out, table)
 
 
-def _csv(ranks: Sequence[RankTimes]) -> str:
-    from fusedops.profiler.step_table import COLUMNS
-
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(times.record() for times in ranks)
-    return text.getvalue()
-
-
 def _record(profiled: _Profile) -> dict[str, Any]:
     from fusedops.profiler.step_table import what_if
 
@@ -323,12 +344,13 @@ def _record(profiled: _Profile) -> dict[str, Any]:
         "source": profiled.source,
         "sizes": profiled.shape.sizes,
         "steps": profiled.steps,
-        "ranks": [times.record() for times in profiled.ranks],
+        "ranks": [asdict(times) for times in profiled.ranks],
         "groups": [asdict(group) | {"bandwidth": group.bandwidth} for group in profiled.groups],
         "findings": [finding.record() for finding in profiled.findings],
         "what_if": [
             asdict(item) for item in what_if(profiled.shape, profiled.ranks, profiled.groups)
         ],
         "kernels": {name: list(value) for name, value in profiled.kernels.items()},
+        "memory": profiled.memory,
         "notes": profiled.notes,
     }

@@ -65,8 +65,8 @@ def _is_plan(record: Any) -> bool:
 
 
 def _page(run: str, plan: dict[str, Any] | None) -> str:
+    from fusedops.cli.report_page import page
     from fusedops.launch.config_table import InputError
-    from fusedops.profiler.report import page
 
     try:
         return page(run, plan)

@@ -110,8 +110,7 @@ def _assignments(path: Path) -> list[str]:
         Layout.of(**layout)
     except (ValueError, TypeError) as error:
         raise files.UserError(f"{path}: {error}") from None
-    # A plan's ``overlap`` is that of the offloaded optimizer.
-    names = (parallel & set(layout)) - {"overlap"}
+    names = parallel & set(layout)
     words = str(layout.get("recompute", "none")).split("+")
     # Fused kernels save no scores.
     words = [word for word in words if word != "scores"] or ["none"]

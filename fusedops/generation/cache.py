@@ -27,17 +27,14 @@ class KVCache:
     """Keys and values of some rows, layer by layer.
 
     Args:
-        capacity: tokens of a row that are allocated from the start; ``None``: it grows.
         max_seq_len: most tokens that a row may have.
 
     Attributes:
         capacity: tokens of a row that are allocated.
-        copied: elements that growing has copied so far.
     """
 
-    def __init__(self, capacity: int | None, max_seq_len: int) -> None:
-        self.capacity = min(_FIRST, max_seq_len) if capacity is None else capacity
-        self.copied = 0
+    def __init__(self, max_seq_len: int) -> None:
+        self.capacity = min(_FIRST, max_seq_len)
         self._max_seq_len = max_seq_len
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
@@ -57,7 +54,6 @@ class KVCache:
         for tensors in (self.keys, self.values):
             for layer, cached in tensors.items():
                 tensors[layer] = _enlarged(cached, capacity)
-                self.copied += cached.numel()
         self.capacity = capacity
 
     def select(self, rows: torch.Tensor, tokens: int) -> None:

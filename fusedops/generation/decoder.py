@@ -25,7 +25,7 @@ from fusedops.generation.ranks import BatchShard
 from fusedops.generation.sampling import gathers_logits
 from fusedops.models import Transformer
 from fusedops.models.parallelization.engine import TrainEngine
-from fusedops.models.parallelization.vocab_parallel_head import VocabParallelHead
+from fusedops.models.parallelization.tensor_parallel import VocabParallelHead
 from fusedops.nn import MoE
 from fusedops.parallel.tensor.vocabulary import VocabParallelProjection
 
@@ -41,7 +41,6 @@ class Decoder:
             those of ``tp`` and ``pp`` with the same. With ``pp`` the ranks of the last stage get
             logits, the others ``[R, 0]``.
         max_seq_len: most tokens that a row may have.
-        capacity: of the cache in tokens, at most ``max_seq_len``; ``None``: it grows.
         shard_logits: if ``tp`` shards the vocabulary, give each rank the logits of its own shard.
 
     Attributes:
@@ -60,7 +59,6 @@ class Decoder:
         self,
         model: Transformer | TrainEngine,
         max_seq_len: int,
-        capacity: int | None = None,
         *,
         shard_logits: bool = False,
     ) -> None:
@@ -71,8 +69,6 @@ class Decoder:
         if sizes.position_tables and max_seq_len > sizes.seq_len:
             expected = f"at most {sizes.seq_len}, the model's table of positions"
             checks.fail(_OP, "max_seq_len", expected, max_seq_len)
-        if capacity is not None:
-            checks.integer(_OP, "capacity", capacity, least=1)
         self._device = device_of(self.model)
         self.vocab_projection = vocab_projection(self.model) if shard_logits else None
         config = engine.config
@@ -82,8 +78,8 @@ class Decoder:
         # Ranks of tp share the tokens of sequences, or of experts.
         has_experts = any(isinstance(module, MoE) for module in self.model.modules())
         self._token_multiple = config.tp if config.sp or has_experts else 1
-        self._sizes = None if capacity is None else min(capacity, max_seq_len), max_seq_len
-        self.cache = KVCache(*self._sizes)
+        self._max_seq_len = max_seq_len
+        self.cache = KVCache(max_seq_len)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._longest, self._has_equal_lengths = 0, False
 
@@ -101,7 +97,7 @@ class Decoder:
             checks.index_tensor(_OP, name, prompt, dtypes=(torch.int64,))
             if prompt.dim() != 1 or not len(prompt):
                 checks.fail(_OP, name, "of shape [tokens], one token at least", list(prompt.shape))
-        self.cache = KVCache(*self._sizes)
+        self.cache = KVCache(self._max_seq_len)
         lengths = [len(prompt) for prompt in prompts]
         self._lengths = self._new(lengths)
         self._longest = max(lengths, default=0)
@@ -186,30 +182,10 @@ class Decoder:
             return logits_1RV[0, : len(last_R)]
 
 
-class RecomputingDecoder(Decoder):
-    """A ``Decoder`` without a cache, to compare with: each step computes all tokens again."""
-
-    _rows: list[torch.Tensor]
-
-    def prefill(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Do as ``Decoder.prefill``."""
-        self._rows = list(prompts)
-        return super().prefill(self._rows)
-
-    def step(self, tokens_R: torch.Tensor) -> torch.Tensor:
-        """Do as ``Decoder.step``."""
-        new = tokens_R.to("cpu").split(1)
-        return self.prefill([torch.cat(pair) for pair in zip(self._rows, new, strict=True)])
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Do as ``Decoder.select``."""
-        self._rows = [self._rows[row] for row in rows.tolist()]
-
-
 def start(
     engine: TrainEngine, prompts: list[torch.Tensor], options: Options, copies: int
 ) -> tuple[BatchShard, Decoder, torch.Tensor]:
-    """Run the prompts of this rank by the decoder that ``options`` ask for.
+    """Run the prompts of this rank.
 
     Returns:
         This rank's shard of the prompts, the decoder with ``copies`` adjacent rows for each prompt,
@@ -217,9 +193,8 @@ def start(
     """
     projection = vocab_projection(engine.model)
     shard_logits = projection is not None and not gathers_logits(options, projection)
-    kind = Decoder if options.cache else RecomputingDecoder
     max_seq_len = max(len(prompt) for prompt in prompts) + options.tokens
-    decoder = kind(engine, max_seq_len, options.cache_size, shard_logits=shard_logits)
+    decoder = Decoder(engine, max_seq_len, shard_logits=shard_logits)
     device = device_of(engine.model)
     batch = BatchShard(engine, len(prompts), device)
     logits_RV = decoder.prefill([prompts[number] for number in batch.prompts])

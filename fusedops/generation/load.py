@@ -148,9 +148,7 @@ def _from_run(
                 f"{folder} was trained on a file of tokens, which does not say what they mean: "
                 f"give --tokenizer with a {_TOKENIZER}, or --tokenizer bytes"
             )
-        saved = config["precision"]
-        # Its name in runs of the version before.
-        saved_dtype = precision.dtype(saved.get("param", saved.get("parameters")))
+        saved_dtype = precision.dtype(config["precision"]["param"])
         text = Text.of(
             data["tokenizer"] if tokenizer is None else tokenizer,
             end_of_text=data["end_of_text"],
@@ -183,9 +181,9 @@ def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
             f"{folder} is no checkpoint: neither a run of fusedops train with one, nor a folder "
             f"with {_CONFIG} and safetensors; give the folder that `out` or `export` names"
         )
-    extra = saved.extra
+    where, extra = saved
     if not (isinstance(extra, dict) and {"config", "model"} <= extra.keys()):
-        raise InputError(f"{saved.folder} does not say what its model is: fusedops train does")
+        raise InputError(f"{where} does not say what its model is: fusedops train does")
     return extra
 
 

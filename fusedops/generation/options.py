@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,8 +13,8 @@ _LONGEST_SEED = 2**63
 _MOST_SAMPLES = 2**16
 # What logits in float32 may be divided by or multiplied with, and stay finite and apart.
 _LARGEST_PENALTY = 2**16
-# A power of e that is no number in float64 is more than 709, one that is 0 less than -745.
-_LARGEST_EXPONENT = 700.0
+# Any length to this power is a number in float64.
+_LARGEST_EXPONENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +36,6 @@ class Options:
         length_penalty: exponent of the length that divides the log-probability of a finished beam.
         stop: tokens that end a sequence, as its last token.
         until: called after each token with the sequence's number and its new tokens; true ends it.
-        cache: whether keys and values are kept; ``False`` recomputes those of all tokens for each
-            new one, to compare with.
-        cache_size: tokens of a sequence that the cache has room for; ``None``: it grows.
 
     Raises:
         ValueError: a value is out of range, or two exclude each other.
@@ -57,8 +53,6 @@ class Options:
     length_penalty: float = 1.0
     stop: Sequence[int] = ()
     until: Callable[[int, list[int]], bool] | None = None
-    cache: bool = True
-    cache_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "samples", "beams"):
@@ -75,10 +69,8 @@ class Options:
             expected = f"between 1 / {_LARGEST_PENALTY} and {_LARGEST_PENALTY}"
             checks.fail(_OP, "repetition_penalty", expected, self.repetition_penalty)
         checks.finite(_OP, "length_penalty", self.length_penalty)
-        # Scores are divided by the length to this power, which must be a number.
-        most = _LARGEST_EXPONENT / math.log(max(2, self.tokens))
-        if abs(self.length_penalty) > most:
-            expected = f"between {-most:.3g} and {most:.3g} with {self.tokens} tokens"
+        if abs(self.length_penalty) > _LARGEST_EXPONENT:
+            expected = f"between -{_LARGEST_EXPONENT} and {_LARGEST_EXPONENT}"
             checks.fail(_OP, "length_penalty", expected, self.length_penalty)
         if not isinstance(self.seed, int):
             expected = "an int, or one of each prompt"
@@ -92,15 +84,7 @@ class Options:
             checks.integer(_OP, "stop", token, least=0)
         if self.until is not None and not callable(self.until):
             checks.fail_type(_OP, "until", "callable", self.until)
-        checks.flag(_OP, "cache", self.cache)
-        if self.cache_size is not None:
-            checks.integer(_OP, "cache_size", self.cache_size, least=1)
-        self._check_choices()
-
-    def _check_choices(self) -> None:
-        """Raise where something was asked for that would have no effect."""
-        if not self.cache and self.cache_size is not None:
-            checks.fail(_OP, "cache_size", "None without a cache", self.cache_size)
+        # What would have no effect is refused.
         if self.beams > 1:
             for name, plain in (("temperature", 0), ("samples", 1), ("until", None)):
                 if getattr(self, name) != plain:

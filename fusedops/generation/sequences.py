@@ -41,14 +41,14 @@ def generate(
         The sequences, those of the first prompt first.
 
     Raises:
-        ValueError: a prompt is empty, or longer than the positions or the cache leave room for; a
-            token is no word; options exclude each other.
+        ValueError: a prompt is empty, or longer than the positions leave room for; a token is no
+            word; options exclude each other.
         TypeError: an argument has the wrong type, or an option is unknown.
         NonFiniteLogitsError: the model's logits are NaN or infinite, on all processes.
 
     Note:
         Each token is computed once: keys and values are kept. Without sampling, tokens are those of
-        a recomputation from the start, up to ties within rounding. On the CPU a prompt's logits are
+        a full forward of the sequence, up to ties within rounding. On the CPU a prompt's logits are
         the same bits alone and in any batch, unless the model has experts. Experts take all tokens
         that come, whatever their ``capacity_factor`` in training.
 
@@ -235,10 +235,13 @@ def check(model: Any, prompts: Any, options: Options) -> tuple[TrainEngine, list
     config: TransformerConfig = engine.model.config
     longest = max(len(row) for row in rows)
     if config.position_tables:
-        _check_room("the model's positions", config.seq_len, longest, options)
-    if options.cache_size is not None:
-        # The last token is not run through the model.
-        _check_room("cache_size", options.cache_size, longest, options, spare=1)
+        room = config.seq_len - longest
+        if options.tokens > room:
+            hint = f"at most {room} tokens more" if room > 0 else "the prompt alone is too long"
+            raise ValueError(
+                f"{_OP}: the model's positions must have room for {longest} tokens of the prompt "
+                f"and {options.tokens} more, got {config.seq_len}: {hint}"
+            )
     for number, row in enumerate(rows):
         expected = f"tokens from 0 to {config.vocab_size - 1}, the words of the vocabulary"
         checks.indices(_OP, f"prompt {number}", row, config.vocab_size, expected)
@@ -248,14 +251,3 @@ def check(model: Any, prompts: Any, options: Options) -> tuple[TrainEngine, list
         if token >= config.vocab_size:
             checks.fail(_OP, "stop", f"tokens below {config.vocab_size}, the words", token)
     return engine, rows
-
-
-def _check_room(what: str, size: int, prompt: int, options: Options, spare: int = 0) -> None:
-    room = size + spare - prompt
-    if options.tokens <= room:
-        return
-    hint = f"at most {room} tokens more" if room > 0 else "the prompt alone is too long"
-    raise ValueError(
-        f"{_OP}: {what} must have room for {prompt} tokens of the prompt and {options.tokens} "
-        f"more{', but the last,' if spare else ','} got {size}: {hint}"
-    )

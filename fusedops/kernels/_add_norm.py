@@ -12,7 +12,6 @@ Rows too long for the registers take the kernels of the plain norm (``_norm.py``
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -290,32 +289,3 @@ def _backward_options(block_n: int, *, newest: bool) -> dict[str, Any]:
     """Return launch options; 16 warps spill rows of 8192 on sm_120 (``newest``), Triton 3.6."""
     options = _launch.row_options(2 * block_n)
     return options | ({"num_warps": 32} if newest and block_n > 4096 else {})
-
-
-def static_report_cases(centred: bool) -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
-    types |= dict.fromkeys(("eps", "scale", "weight_offset"), "fp32") | {"seed_ptr": "*i64"}
-    present = {"CENTRED": centred, "ROUND_FIRST": not centred}
-    present |= {"HAS_WEIGHT": True, "HAS_BIAS": centred, "HAS_DSUMMED": True}
-    present |= {f"WANTS_{name}": True for name in ("RESIDUAL", "WEIGHT")}
-    present |= {"WANTS_BIAS": centred}
-    cases = []
-    for mode in ("none", "draw"):
-        drawn: dict[str, Any] = present | {"DROPOUT": mode, "BLOCK_M": 1}
-        # Without dropout the gradient of input is that of residual.
-        drawn |= {"WANTS_INPUT": mode != "none"}
-        label = f"{'centred' if centred else 'not centred'}, dropout {mode}"
-        case = functools.partial(_launch.report_case, types=types, suffix=label)
-        for cols in (1024, 4096, 8192, 16384):
-            sizes, options = drawn | {"BLOCK_N": cols}, _launch.row_options(cols)
-            cases.append(case(_forward_kernel, constexprs=sizes, options=options))
-        # Rows of 8192 have launch options of their own on sm_120.
-        of_chips = ((1024, None), (4096, None), (8192, (80, 90, 100)), (8192, (120,)))
-        for cols, chips in of_chips:
-            sizes = drawn | {"BLOCK_N": cols}
-            options = _backward_options(cols, newest=chips == (120,))
-            resident = _launch.resident(options["num_warps"])
-            more: dict[str, Any] = {"resident": resident, "capabilities": chips}
-            cases.append(case(_backward_kernel, constexprs=sizes, options=options, **more))
-    return cases

@@ -13,7 +13,6 @@ products, where a single kernel with atomics would need five.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -207,13 +206,6 @@ def _delta_sizes(value_dim: int) -> dict[str, int]:
     """Return block sizes of ``delta_kernel``: 32 elements of each operand a thread."""
     block_dv = max(16, triton.next_power_of_2(value_dim))
     return {"BLOCK_M": 4096 // block_dv, "BLOCK_DV": block_dv}
-
-
-def delta_case() -> dict[str, Any]:
-    """Describe ``delta_kernel`` for the static report."""
-    types = dict.fromkeys(("dlse_ptr", "lse_ptr", "delta_ptr"), "*fp32")
-    flags = {"VALUE_DIM": 128, "HAS_DLSE": True, "HAS_REST": True} | _delta_sizes(128)
-    return _launch.report_case(delta_kernel, types, flags)
 
 
 def _minus_grad_lse(grad_lse: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -51,41 +50,3 @@ def _fits(tensor: torch.Tensor) -> bool:
 def describe(tensor: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
     """Return the descriptor of a tensor that is read in blocks."""
     return TensorDescriptor.from_tensor(tensor, list(block))
-
-
-def report_form(
-    described: str,
-    types: dict[str, str],
-    constexprs: dict[str, Any],
-    weights: dict[str, int],
-    *,
-    leading: int,
-    gathers: bool,
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return types and constexprs of a matrix kernel that reads by descriptors, for the report.
-
-    Args:
-        described: how the weights lie, ``"along"`` the sum or ``"across"`` it.
-        types: of the arguments, in the form without descriptors, ``x_ptr`` among them.
-        constexprs: in that form, with the tile sizes.
-        weights: argument name -> how many of its columns a tile reads.
-        leading: dims of the weights before the matrix.
-        gathers: whether ``x_ptr`` stays a pointer.
-    """
-    name, depth = types["x_ptr"].removeprefix("*"), constexprs["BLOCK_K"]
-    kinds = dict(types)
-    if not gathers:
-        kinds["x_ptr"] = type_of(name, [constexprs["BLOCK_M"], depth])
-    for argument, columns in weights.items():
-        block = [depth, columns] if described == "across" else [columns, depth]
-        kinds[argument] = type_of(name, [1] * leading + block)
-    dense, other = "stride_wk", "stride_wn"
-    if described == "across":
-        dense, other = other, dense
-    values = {name: value for name, value in constexprs.items() if name != other}
-    return kinds | {other: "i32"}, values | {"DESCRIBED": described, dense: 1}
-
-
-def type_of(name: str, block: Sequence[int]) -> str:
-    """Return the type of a descriptor as the static report names it."""
-    return f"tensordesc<{name}[{','.join(map(str, block))}]>"

@@ -6,8 +6,7 @@ tensor); dense tensors come as one long row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -112,16 +111,6 @@ def backward(
             *tensors, *targets, *strides, num_cols, **flags, **_LAUNCH
         )
     return grad_gate, grad_up
-
-
-def static_report_cases(activations: Collection[str]) -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    constexprs = {"BLOCK": _BLOCK, "WANTS_GATE": True, "WANTS_UP": True}
-    return [
-        _launch.report_case(kernel, {}, constexprs | {"ACTIVATION": activation}, label=activation)
-        for kernel in (_forward_kernel, _backward_kernel)
-        for activation in activations
-    ]
 
 
 def _as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:

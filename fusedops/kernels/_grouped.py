@@ -11,9 +11,6 @@ same bits in every run, and it may be added to what is already there.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +22,6 @@ from fusedops.kernels.linear_act import (
     bias_tile,
     blocks_of,
     described,
-    matrix_cases,
     older,
     sum_of_pointers,
     tile_of,
@@ -482,59 +478,3 @@ def row_sums(
             *tensors, num_rows, num_groups, num_cols, **flags, **_SUM_TILE, **_launch.FOUR_WARPS
         )
     return out
-
-
-def report_types(name: str) -> dict[str, str]:
-    """Return the argument types of these kernels for the static report."""
-    pointers = ("x_ptr", "weight_ptr", "bias_ptr", "kept_ptr", "y_ptr", "dy_ptr", "values_ptr")
-    types = dict.fromkeys((*pointers, "out_ptr"), f"*{name}") | {"scale_ptr": "*fp32"}
-    lists = ("rows_ptr", "x_rows_ptr", "dy_rows_ptr", "offsets_ptr")
-    return types | dict.fromkeys(lists, "*i32")
-
-
-def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    cases = []
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        types, matrix = report_types(name), dtype == torch.bfloat16
-        common: dict[str, Any] = {"PRECISION": "ieee", "GROUP_M": GROUP_M, "GROUPS": 128}
-        plain = common | {"ACTIVATION": "identity", "KEEPS": False, "GATHERS": False}
-        plain |= {"HAS_BIAS": True, "SCALES": False, "stride_xk": 1, "stride_wk": 1}
-        plain |= {"DESCRIBED": "no"}
-        # A label, and in which pointers and flags a product differs from the plain one.
-        forms: tuple[tuple[str, dict[str, str], dict[str, Any]], ...] = (
-            ("", {}, {"KEEPS": True, "ACTIVATION": "gelu"}),
-        )
-        if gathers:
-            # An expert's second product, the first once more, the gradient of what the second gets.
-            forms = (
-                ("scaled", {}, {"SCALES": True}),
-                ("recomputed", {}, {"GATHERS": True}),
-                ("gathered", {"y_ptr": "*fp32"}, {"GATHERS": True, "HAS_BIAS": False}),
-            )
-        for label, pointers, differing in forms:
-            form = plain | differing
-            cases += matrix_cases(
-                _product_kernel,
-                dtype,
-                types | pointers,
-                form,
-                functools.partial(_product_blocks, gathers=form["GATHERS"]),
-                label=label,
-                weights=("weight_ptr",),
-                leading=1,
-                gathers=form["GATHERS"],
-            )
-        flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}
-        flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}
-        out = types if gathers else types | {"out_ptr": "*fp32"}
-        kernel = _weight_gradient_kernel
-        for chips, old in (((80, 120), True), ((90, 100), False)):
-            blocks, options = _gradient_blocks(dtype, gathers=gathers, older=old)
-            case = _launch.report_case(
-                kernel, out, flags | blocks, options, matrix=matrix, capabilities=chips
-            )
-            cases.append(case)
-        flags = {"GATHERS": gathers, "SCALES": gathers, "ADDS": False} | _SUM_TILE
-        cases.append(_launch.report_case(_row_sums_kernel, types, flags))
-    return cases

@@ -8,8 +8,6 @@ way together. Rows of dropped slots are never read.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,8 +18,6 @@ from fusedops.kernels import _launch
 _BLOCK = 1024
 _LAUNCH = {"BLOCK": _BLOCK} | _launch.FOUR_WARPS
 _UNROLLED = 8
-# Of the arguments of the kernels here, for ``static_report_cases``.
-REPORT_TYPES = {"probs_ptr": "*fp32", "positions_ptr": "*i32", "real_ptr": "*i32"}
 
 
 @triton.jit
@@ -168,15 +164,3 @@ def rows_of(matrix: torch.Tensor) -> torch.Tensor:
 def unrolled(top_k: int) -> int:
     """Return ``top_k`` where the loop over choices is unrolled, else 0."""
     return top_k if top_k <= _UNROLLED else 0
-
-
-def scatter_report(top_k: int) -> dict[str, Any]:
-    """Return a case of the static report."""
-    blocks = {"TOP_K": top_k, "BLOCK": _BLOCK}
-    return _launch.report_case(_scatter_kernel, REPORT_TYPES, blocks)
-
-
-def combine_report(top_k: int, *, weighted: bool) -> dict[str, Any]:
-    """Return a case of the static report."""
-    blocks = {"TOP_K": top_k, "WEIGHTED": weighted, "BLOCK": _BLOCK}
-    return _launch.report_case(_combine_kernel, REPORT_TYPES, blocks)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -368,37 +367,3 @@ def backward(
                 )
         dweight, dbias = (_launch.sum_rows(part, dtype, normalized_shape) for part in parts)
     return dx, dweight, dbias
-
-
-def static_report_cases(centred: bool) -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
-    types |= {"eps": "fp32", "weight_offset": "fp32"}
-    present = {"HAS_WEIGHT": True, "HAS_BIAS": centred, "CENTRED": centred}
-    present |= {"ROUND_FIRST": not centred}
-    wants = {"WANTS_INPUT": True, "WANTS_WEIGHT": True, "WANTS_BIAS": centred}
-    wants |= {"HAS_WEIGHT": True, "CENTRED": centred}
-    long = {"BLOCK_N": _LONG_BLOCK}
-    cases: list[tuple[Any, dict[str, Any], int]] = []
-    for cols in (1024, 4096, 8192, 16384):
-        rows = max(1, 1024 // cols)
-        blocks = {"BLOCK_M": rows, "BLOCK_N": cols}
-        cases.append((_forward_kernel, present | blocks, rows * cols))
-    for cols in (1024, 4096, 8192):
-        cases.append((_backward_kernel, wants | {"BLOCK_N": cols}, 2 * cols))
-    cases += [
-        (_forward_long_kernel, present | long, _LONG_BLOCK),
-        (_backward_input_long_kernel, wants | long, _LONG_BLOCK),
-        (_backward_parameters_long_kernel, wants | {"BLOCK_N": 1024}, 1024),
-    ]
-    label = "centred" if centred else "not centred"
-    reports = []
-    for kernel, constants, elements in cases:
-        options = _launch.row_options(elements)
-        walks = kernel is _backward_kernel
-        resident = _launch.resident(options["num_warps"]) if walks else None
-        case = _launch.report_case(
-            kernel, types, constants, options, suffix=label, resident=resident
-        )
-        reports.append(case)
-    return reports

@@ -346,22 +346,3 @@ def _scalars(
         step_size.fill_(lr)
         root.fill_(1.0)
     return scalars
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "scalars_ptr": "*fp32"}
-    types |= {"steps_ptr": "*fp64", "factor_ptr": "*fp64", "found_inf_ptr": "*fp32"}
-    types |= dict.fromkeys(("beta1", "beta2", "rest1", "rest2", "eps"), "fp32")
-    mixed = {"param_ptr": "*fp32", "state_ptr": "*fp32"}
-    usual = {"MAXIMIZE": False, "AMSGRAD": False, "VECTORIZES": True, "COLUMNS": _COLUMNS}
-    usual |= {"HAS_FACTOR": True, "HAS_FOUND_INF": True, "BLOCK": BLOCK}
-    plain = {"COPY": True, "DRAW_STATE": False, "DRAW_PARAM": False}
-    drawn = {"COPY": False, "DRAW_STATE": True, "DRAW_PARAM": True}
-    counted = {"table_ptr": "*i64", "found_inf_ptr": "*fp32", "step_ptr": "*fp32"}
-    counted["counts_ptr"] = "*fp64"
-    return [
-        _launch.report_case(_step_kernel, types | mixed, usual | plain),
-        _launch.report_case(_step_kernel, types, usual | drawn),
-        _launch.report_case(_count_kernel, counted, usual | {"BLOCK": _COUNTED}),
-    ]

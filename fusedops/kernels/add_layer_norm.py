@@ -17,6 +17,3 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::add_layer_norm_backward``."""
     before_eps, after_eps = args[:8], args[9:]
     return _add_norm.backward(LAYER_NORM, *before_eps, *after_eps)
-
-
-static_report_cases = functools.partial(_add_norm.static_report_cases, centred=True)

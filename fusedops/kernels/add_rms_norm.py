@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -27,6 +26,3 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     tensors = (grad_normed, grad_summed, summed, weight, rstd, rstd, seed)
     numbers = (dropout_p, input_dtype, (*output_mask, False))
     return _add_norm.backward(kind, *tensors, shape, *numbers)[:3]
-
-
-static_report_cases = functools.partial(_add_norm.static_report_cases, centred=False)

@@ -11,7 +11,6 @@ part, the first kernel writes the result.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -329,24 +328,3 @@ def _blocks(
     }
     sizes |= {"BLOCK_D": widths[0], "BLOCK_DV": widths[1]}
     return sizes, {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": True}
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    fp32 = ("slopes_ptr", "sinks_ptr", "lse_ptr", "parts_ptr", "parts_lse_ptr")
-    types = dict.fromkeys(fp32, "*fp32") | {"lengths_ptr": "*i64"}
-    types |= dict.fromkeys(("factor", "bound"), "fp32")
-    options = {"LEFT": True, "ALIBI": True, "SINKS": True, "SOFTCAP": True}
-    cases = []
-    forms = ((4, 128, False), (64, 128, True), (16, 256, False))
-    older, newest = (80, 90, 100), (120,)
-    for (rows, size, given), chips in itertools.product(forms, (older, newest)):
-        sizes, launch = _blocks(torch.bfloat16, rows, size, size, chips[0])
-        flags: dict[str, Any] = {"GROUP": rows, "HEAD_DIM": size, "VALUE_DIM": size}
-        flags |= dict.fromkeys(options, given) | {"WHOLE": False, "PRECISION": "ieee"}
-        case: dict[str, Any] = {"matrix": True, "few_rows": sizes["BLOCK_M"] < 64}
-        case["capabilities"] = chips
-        out = types | {"out_ptr": "*fp32"}
-        cases.append(_launch.report_case(parts_kernel, out, flags | sizes, launch, **case))
-    flags = {"LEFT": True, "SINKS": True, "VALUE_DIM": 256, "BLOCK_DV": 256, "BLOCK_P": _MOST_PARTS}
-    return [*cases, _launch.report_case(merge_kernel, types, flags)]

@@ -10,32 +10,16 @@ from typing import Any
 
 import torch
 
-from fusedops.kernels import (
-    _attention_backward,
-    _attention_forward,
-    _attention_report,
-    _attention_torch,
-)
+from fusedops.kernels import _attention_backward, _attention_forward
 from fusedops.kernels._attention_launch import AttentionCall
 from fusedops.kernels._attention_launch import supports as supports
 from fusedops.kernels._attention_launch import supports_backward as supports_backward
 
 
-def configs() -> tuple[str, ...]:
-    """Return the configurations other than the default, for the tuner: torch's kernel."""
-    return _attention_torch.PACKED
-
-
-def forward(
-    *args: Any, config: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::attention_varlen``."""
     *inputs, keep_remainder = args
-    call = _call(*inputs)
-    if _attention_torch.serves(config, call):
-        output, lse, remainder, _ = _attention_torch.forward(config, call, keep_remainder)
-    else:
-        output, lse, remainder, _ = _attention_forward.forward(call, keep_remainder)
+    output, lse, remainder, _ = _attention_forward.forward(_call(*inputs), keep_remainder)
     if remainder.dim() == 4:
         remainder = remainder[0].transpose(0, 1)
     return output[0].transpose(0, 1), lse[0], remainder
@@ -45,27 +29,20 @@ def backward(
     grad_output: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
     *args: Any,
-    config: str | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::attention_varlen_backward``."""
     inputs, (output, lse, remainder), (*numbers, _, output_mask) = args[:8], args[8:11], args[11:]
     call = _call(*inputs, *numbers)
-    do = None if grad_output is None else _one_batch(grad_output)
-    if do is not None and _attention_torch.serves_backward(config, call, grad_lse):
-        dq, dk, dv, _, dsinks = _attention_torch.backward(
-            config, call, do, _one_batch(output), lse.unsqueeze(0), output_mask
-        )
-    else:
-        dq, dk, dv, _, dsinks = _attention_backward.backward(
-            call,
-            do,
-            None if grad_lse is None else grad_lse.unsqueeze(0),
-            _one_batch(output),
-            lse.unsqueeze(0),
-            _one_batch(remainder) if remainder.numel() else remainder,
-            lse.new_empty(0),
-            (*output_mask[:3], False, output_mask[3]),
-        )
+    dq, dk, dv, _, dsinks = _attention_backward.backward(
+        call,
+        None if grad_output is None else _one_batch(grad_output),
+        None if grad_lse is None else grad_lse.unsqueeze(0),
+        _one_batch(output),
+        lse.unsqueeze(0),
+        _one_batch(remainder) if remainder.numel() else remainder,
+        lse.new_empty(0),
+        (*output_mask[:3], False, output_mask[3]),
+    )
     packed = (None if grad is None else grad[0].transpose(0, 1) for grad in (dq, dk, dv))
     return (*packed, dsinks)
 
@@ -79,6 +56,3 @@ def _call(*inputs: Any) -> AttentionCall:
 def _one_batch(tensor: torch.Tensor) -> torch.Tensor:
     """Return packed ``[tokens, H, D]`` as ``[1, H, tokens, D]``."""
     return tensor.transpose(0, 1).unsqueeze(0)
-
-
-static_report_cases = _attention_report.packed_cases

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from fusedops.kernels import _launch
 from fusedops.kernels._triton_version import at_least
-from fusedops.kernels.linear_act import GROUP_M, blocks_of, matrix_cases, older, split, tile_of
+from fusedops.kernels.linear_act import GROUP_M, blocks_of, older, split, tile_of
 
 _BATCH_DIMS = 3
 # Products of a launch: what the second dimension of a grid may be, and a part of 2^31, so that
@@ -224,15 +224,3 @@ def _blocks(dtype: torch.dtype, num_rows: int, *, older: bool) -> _launch.Tiling
     blocks, options = blocks_of(dtype, num_rows, older=older)
     spills = dtype == torch.float32 and not older and at_least(3, 8) and not at_least(3, 9)
     return blocks, options | ({"num_stages": 2} if spills else {})
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    cases = []
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        types = dict.fromkeys(("addend_ptr", "a_ptr", "b_ptr", "y_ptr"), f"*{name}")
-        types |= {"beta": "fp32", "alpha": "fp32"}
-        flags: dict[str, Any] = {"HAS_ADDEND": True, "GROUP_M": GROUP_M, "PRECISION": "ieee"}
-        flags |= {"stride_ak": 1, "stride_bn": 1, "stride_cn": 1}
-        cases += matrix_cases(_forward_kernel, dtype, types, flags, _blocks)
-    return cases

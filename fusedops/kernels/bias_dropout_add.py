@@ -137,14 +137,3 @@ def _rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _grid(num_rows: int, num_cols: int) -> tuple[int, int]:
     return triton.cdiv(num_rows, _TILE["BLOCK_M"]), triton.cdiv(num_cols, _TILE["BLOCK_N"])
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = {"dbias_ptr": "*fp32", "seed_ptr": "*i64", "scale": "fp32"}
-    usual = _TILE | {"DROPOUT": "draw"}
-    usual |= dict.fromkeys(("HAS_BIAS", "WANTS_INPUT", "WANTS_BIAS"), True)
-    return [
-        _launch.report_case(_forward_kernel, types, usual),
-        _launch.report_case(_backward_kernel, types, usual, resident=8),
-    ]

@@ -131,18 +131,6 @@ def backward(
     return dx, grad_bias
 
 
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types, flags = {"dbias_ptr": "*fp32"}, {"WANTS_INPUT": True, "WANTS_BIAS": True} | _tile(4096)
-    return [
-        _launch.report_case(
-            kernel, types, flags | {"ACTIVATION": activation}, label=label, resident=resident
-        )
-        for kernel, resident in ((_forward_kernel, None), (_backward_kernel, 8))
-        for label, activation in GELU_VARIANTS.items()
-    ]
-
-
 def _tile(num_cols: int) -> dict[str, int]:
     """Return rows and columns of a tile: 16 elements a thread, no more columns than there are."""
     block_n = min(_MAX_COLS, triton.next_power_of_2(num_cols))

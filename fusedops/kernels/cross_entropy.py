@@ -416,26 +416,3 @@ def _sums_launch(num_cols: int, *, smooth: bool, capped: bool) -> dict[str, Any]
     block = min(_block(num_cols), 2048 if smooth else _BLOCK)
     warps = max(1, block // (256 if smooth and capped else 512))
     return {"BLOCK": block} | _OPTIONS | {"num_warps": warps}
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    sums = ("loss", "statistics", "largest", "others", "values", "label", "dloss", "total", "count")
-    types = {f"{name}_ptr": "*fp32" for name in sums} | {"target_ptr": "*i64"}
-    types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
-    options = _options(_BLOCK)
-    cases = []
-    for capped in (False, True):
-        # Pieces are products that linear_cross_entropy made, unrounded.
-        for piece in (False, True):
-            launch = _sums_launch(_BLOCK, smooth=piece, capped=capped)
-            flags: dict[str, Any] = {"FIRST": not piece, "LAST": not piece, "SMOOTH": piece}
-            flags |= {"CAPPED": capped, "BLOCK": launch["BLOCK"]}
-            of_kind = types | ({"x_ptr": "*fp32"} if piece else {})
-            cases.append(_launch.report_case(_sums_kernel, of_kind, flags, launch))
-        for logits in ("*bf16", "*fp32"):
-            flags = {"CAPPED": capped, "BLOCK": _BLOCK}
-            of_kind = types | {"x_ptr": logits}
-            cases.append(_launch.report_case(_backward_kernel, of_kind, flags, options))
-    cases.append(_launch.report_case(_total_kernel, types, {"BLOCK": _SUM_BLOCK}, _OPTIONS))
-    return cases

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -20,6 +19,3 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the backward; arguments and results are those of ``fusedops::geglu_backward``."""
     grad_output, gate, up, approximate, output_mask = args
     return _glu.backward(grad_output, gate, up, output_mask, GELU_VARIANTS[approximate])
-
-
-static_report_cases = functools.partial(_glu.static_report_cases, GELU_VARIANTS.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -65,14 +64,3 @@ def backward(
                 dy, x, dx, count, ACTIVATION=GELU_VARIANTS[approximate], **_LAUNCH
             )
     return dx
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    return [
-        _launch.report_case(
-            kernel, {}, {"ACTIVATION": activation, "BLOCK": _BLOCK}, label=approximate
-        )
-        for kernel in (_forward_kernel, _backward_kernel)
-        for approximate, activation in GELU_VARIANTS.items()
-    ]

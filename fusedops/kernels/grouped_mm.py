@@ -6,7 +6,6 @@ kernel with the transposed weights, the weights' a kernel of its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +66,3 @@ def gradients(
         else None,
         _grouped.row_sums(dz, offsets, into=into_bias) if output_mask[2] else None,
     )
-
-
-static_report_cases = functools.partial(_grouped.static_report_cases, gathers=False)

@@ -23,8 +23,3 @@ def forward(*args: Any) -> torch.Tensor | None:
     grad, call, kept, needed = of_backward(GroupedMM, args[_BUFFERS:])
     mask = [*needed, *(buffer is not None for buffer in into)]
     return grouped_mm.gradients(grad, call, kept, mask, into)[0]
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return nothing: the kernels are grouped_mm's, reported there."""
-    return []

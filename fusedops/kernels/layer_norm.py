@@ -17,6 +17,3 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::layer_norm_backward``."""
     grad_output, input, weight, mean, rstd, shape, _, output_mask = args
     return _norm.backward(LAYER_NORM, grad_output, input, weight, mean, rstd, shape, output_mask)
-
-
-static_report_cases = functools.partial(_norm.static_report_cases, centred=True)

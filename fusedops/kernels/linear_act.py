@@ -11,8 +11,6 @@ plain, without an epilogue to fuse, and go to torch's own matmul (cuBLAS).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -368,21 +366,6 @@ def weight_gradient(dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> 
     return dz.t() @ x
 
 
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    cases = []
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        pointers = ("x", "weight", "bias", "kept", "y", "dy", "dz", "hidden")
-        types = {f"{pointer}_ptr": f"*{name}" for pointer in pointers} | {"dbias_ptr": "*fp32"}
-        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "DESCRIBED": "no"}
-        flags |= {"ACTIVATION": "gelu", "PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
-        cases += matrix_cases(_forward_kernel, dtype, types, flags, weights=("weight_ptr",))
-        wants = {"WANTS_GRAD": True, "WANTS_HIDDEN": True, "WANTS_BIAS": True}
-        flags = {"ACTIVATION": "gelu"} | wants | _GRADIENT_TILE
-        cases.append(_launch.report_case(_gradient_kernel, types, flags, resident=8))
-    return cases
-
-
 def older(device: torch.device) -> bool:
     """Return whether a GPU multiplies registers: one of before sm_90, and sm_120."""
     return not _descriptors.available(device)
@@ -405,53 +388,6 @@ def blocks_of(dtype: torch.dtype, num_rows: int, *, older: bool) -> _launch.Tili
     block_k = 32 if older else 64
     blocks = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": block_k, "EPILOGUE_PARTS": 8}
     return blocks, options | {"num_warps": 8, "num_stages": 4}
-
-
-def matrix_cases(
-    kernel: Any,
-    dtype: torch.dtype,
-    types: dict[str, str],
-    flags: dict[str, Any],
-    blocks: Callable[..., _launch.Tiling] = blocks_of,
-    *,
-    label: str = "",
-    weights: Sequence[str] = (),
-    tiles_per_block: int = 1,
-    leading: int = 0,
-    gathers: bool = False,
-) -> list[dict[str, Any]]:
-    """Describe a matrix kernel's compilations for the static report, one for each of its tiles.
-
-    Args:
-        kernel: a ``@triton.jit`` function.
-        dtype: of the operands.
-        types: as ``_launch.report_case`` takes them.
-        flags: its constexprs but the tile sizes; without ``GROUP_M`` that of ``group_of``.
-        blocks: gives tile sizes and options as ``blocks_of`` does.
-        label: as ``_launch.report_case`` takes it.
-        weights: what large tiles read by descriptors too, besides ``x_ptr``.
-        tiles_per_block: how many of the weights share the columns of a tile.
-        leading: dims of the weights before the matrix.
-        gathers: whether ``x_ptr`` stays a pointer.
-    """
-    matrix, cases = dtype != torch.float32, []
-    for num_rows in (16, 64, 4096) if matrix else (4096,):
-        new, old = (blocks(dtype, num_rows, older=older) for older in (False, True))
-        of_gpus = ((new, None),) if new == old else ((new, (90, 100)), (old, (80, 120)))
-        for (sizes, options), gpus in of_gpus:
-            values = {"GROUP_M": group_of(num_rows, sizes)} | flags | sizes
-            case = functools.partial(_launch.report_case, kernel, options=options, label=label)
-            case = functools.partial(case, matrix=matrix, few_rows=num_rows < 64)
-            cases.append(case(types, values, capabilities=gpus))
-            if not weights or not matrix or num_rows < 4096 or gpus == (80, 120):
-                continue
-            columns = dict.fromkeys(weights, sizes["BLOCK_N"] // tiles_per_block)
-            for how, chips in (("along", (90, 100)), ("across", (90,))):
-                form = _descriptors.report_form(
-                    how, types, values, columns, leading=leading, gathers=gathers
-                )
-                cases.append(case(*form, suffix=f"described {how}", capabilities=chips))
-    return cases
 
 
 def group_of(num_rows: int, blocks: dict[str, int]) -> int:

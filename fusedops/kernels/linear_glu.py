@@ -23,7 +23,6 @@ from fusedops.kernels.linear_act import (
     described,
     group_of,
     load_weights,
-    matrix_cases,
     older,
     rows_of,
     tile_of,
@@ -204,23 +203,6 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
         weight_gradient(dgate, x, gate_weight) if wants_gate_weight else None,
         weight_gradient(dup, x, up_weight) if wants_up_weight else None,
     )
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    cases = []
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        weights = ("gate_weight_ptr", "up_weight_ptr")
-        names = ("x_ptr", *weights, "gate_ptr", "up_ptr", "y_ptr", "dy_ptr", "dgate_ptr", "dup_ptr")
-        types = dict.fromkeys(names, f"*{name}")
-        flags: dict[str, Any] = {"KEEPS": True, "PRECISION": "ieee", "DESCRIBED": "no"}
-        flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1}
-        cases += matrix_cases(
-            _forward_kernel, dtype, types, flags, _blocks, weights=weights, tiles_per_block=2
-        )
-        flags = {"ACTIVATION": "gelu", "WANTS_GATE": True, "WANTS_UP": True} | _GRADIENT_BLOCK
-        cases.append(_launch.report_case(_gradient_kernel, types, flags))
-    return cases
 
 
 def _blocks(dtype: torch.dtype, num_rows: int, *, older: bool) -> _launch.Tiling:

@@ -50,8 +50,3 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     if output_mask[4]:
         _, _, grad_b2 = activation_gradient(dy, dy, "identity", wants_grad=False, wants_bias=True)
     return grad_input, grad_w1, grad_b1, grad_w2, grad_b2
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return nothing: the kernels are linear_act's, reported there."""
-    return []

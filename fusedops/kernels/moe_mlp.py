@@ -12,7 +12,6 @@ layer.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from fusedops.kernels.linear_act import (
     bias_tile,
     blocks_of,
     described,
-    matrix_cases,
     older,
     sum_of_pointers,
     tile_of,
@@ -475,33 +473,3 @@ def _gate(call: MoeMLP) -> str:
     if not call.gated:
         return "none"
     return "pairs" if call.interleaved else "halves"
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    cases = _grouped.static_report_cases(gathers=True)
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        types = _grouped.report_types(name) | {"permutation_ptr": "*i32", "dprobs_ptr": "*fp32"}
-        types |= {"d_ptr": "*fp32"} | dict.fromkeys(
-            ("z_ptr", "b2_ptr", "dz_ptr", "hidden_ptr"), f"*{name}"
-        )
-        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "PRECISION": "ieee"}
-        flags |= {"GROUP_M": GROUP_M, "GROUPS": 128, "stride_xk": 1, "DESCRIBED": "no"}
-        forms = (("halves", "silu", "stride_wk"), ("pairs", "swiglu_oai", "stride_wn"))
-        for gate, activation, dense in forms:
-            form = {"GATE": gate, "ACTIVATION": activation}
-            cases += matrix_cases(
-                _expert_kernel,
-                dtype,
-                types,
-                flags | form | {dense: 1},
-                functools.partial(_blocks, gate=gate),
-                weights=("weight_ptr",),
-                tiles_per_block=2 if gate == "halves" else 1,
-                leading=1,
-                gathers=True,
-            )
-            wants = dict.fromkeys(("WANTS_GRAD", "WANTS_HIDDEN", "WANTS_PROBS", "HAS_B2"), True)
-            values = form | wants | {"GROUPS": 128} | _PASS_BLOCK
-            cases.append(_launch.report_case(_pass_kernel, types, values))
-    return cases

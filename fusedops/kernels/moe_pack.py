@@ -7,7 +7,6 @@ every backend writes the same bytes.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -179,19 +178,3 @@ def forward(*args: Any) -> torch.Tensor:
             **_launch.row_options(block),
         )
     return payload
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("probs_ptr", "ids_ptr", "index_ptr", "count_ptr", "words_ptr"), "*i32")
-    types |= {"bytes_ptr": "*u8", "elements_ptr": "*i16"}
-    flags = {"HAS_IDS": True, "HAS_INDEX": True, "HAS_COUNT": True, "ELEMENT_BYTES": 2}
-    flags |= {"BLOCK_K": 8, "BLOCK_N": _MAX_BLOCK}
-    options = _launch.row_options(_MAX_BLOCK)
-    cases = []
-    for quantized, has_span in itertools.product((False, True), (False, True)):
-        constexprs = flags | {"HAS_SPAN": has_span, "QUANTIZED": quantized}
-        signature = types | {"x_ptr": "*bf16" if quantized else "*i16"}
-        label = f"{'float8' if quantized else 'copy'}, {'tokens' if has_span else 'slots'}"
-        cases.append(_launch.report_case(_pack_kernel, signature, constexprs, options, label=label))
-    return cases

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -20,9 +19,3 @@ def backward(
 ) -> torch.Tensor | None:
     """Launch the backward; as ``fusedops::moe_permute_backward``."""
     return _moe_rows.combine(grad_output, None, positions, offsets) if output_mask[0] else None
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    scattered = [_moe_rows.scatter_report(top_k) for top_k in (2, 8, 0)]
-    return [*scattered, _moe_rows.combine_report(8, weighted=False)]

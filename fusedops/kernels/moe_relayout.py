@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -47,9 +46,3 @@ def backward(
 ) -> torch.Tensor | None:
     """Launch the backward: the gather by the inverse."""
     return forward(grad_output, inverse, index) if output_mask[0] else None
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = {"index_ptr": "*i32"}
-    return [_launch.report_case(_gather_kernel, types, {"BLOCK": _BLOCK})]

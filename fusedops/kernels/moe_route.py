@@ -411,29 +411,3 @@ def supports(logits: torch.Tensor, *args: Any) -> str | None:
     if logits.shape[1] > MAX_EXPERTS:
         return f"a program holds at most {MAX_EXPERTS} experts"
     return None
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("bias_ptr", "probs_ptr", "grad_ptr"), "*fp32")
-    types |= dict.fromkeys(("ids_ptr", "given_ptr"), "*i32")
-    types |= {"seed_ptr": "*i64", "kept_ptr": "*u8", "scaling": "fp32", "jitter": "fp32"}
-    plain: dict[str, Any] = {"NORMALIZE": True, "CHOICE": "best", "BLOCK_G": 2}
-    plain |= dict.fromkeys(("SIGMOID", "BIAS", "GROUPS", "TOP2", "JITTER", "KEPT"), False)
-    deepseek = {"SIGMOID": True, "BIAS": True, "GROUPS": True, "TOP2": True, "BLOCK_G": 8}
-    kinds: list[tuple[str, int, int, dict[str, Any]]] = [
-        ("softmax", 8, 2, {}),
-        ("softmax", 128, 8, {"NORMALIZE": False, "KEPT": True}),
-        ("softmax, jitter", 64, 8, {"JITTER": True}),
-        ("softmax over the chosen", 256, 8, {}),
-        ("sigmoid, bias, groups", 256, 8, deepseek),
-        ("expert choice", 64, 64, {"NORMALIZE": False, "CHOICE": "all", "KEPT": True}),
-        ("softmax", MAX_EXPERTS, 8, {"NORMALIZE": False}),
-    ]
-    cases = []
-    for label, num_experts, top_k, differing in kinds:
-        blocks, options = _tile(num_experts, top_k)
-        chosen = plain | differing | blocks
-        for kernel in (_forward_kernel, _backward_kernel):
-            cases.append(_launch.report_case(kernel, types, chosen, options, label=label))
-    return cases

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from fusedops.kernels import _launch
 from fusedops.kernels._moe_arguments import RouterLossArguments
-from fusedops.kernels.moe_route import MAX_EXPERTS, relative_sigmoid
+from fusedops.kernels.moe_route import relative_sigmoid
 from fusedops.kernels.moe_route import supports as supports
 
 
@@ -204,17 +204,3 @@ def backward(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
         with _launch.device_of(x):
             _backward_kernel[(programs,)](grad_ptr=grad, **data, dx_ptr=dx, **constants)
     return dx
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = dict.fromkeys(("w_ptr", "z_ptr", "sums_ptr", "grad_ptr"), "*fp32")
-    types["mask_ptr"] = "*u8"
-    cases = []
-    for sigmoid, experts in ((False, 8), (False, 64), (True, 256), (True, MAX_EXPERTS)):
-        blocks, options = _blocks(experts)
-        chosen = {"SIGMOID": sigmoid, "BALANCE": True, "Z": True, "MASK": True} | blocks
-        for kernel in (_forward_kernel, _backward_kernel):
-            label = "sigmoid" if sigmoid else "softmax"
-            cases.append(_launch.report_case(kernel, types, chosen, options, label=label))
-    return cases

@@ -11,8 +11,6 @@ holds what is dropped.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -138,15 +136,3 @@ def forward(
             ids, mask, before, totals, *results, slots, num_experts, blocks, **constants
         )
     return results
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    names = ("before", "totals", "permutation", "positions", "counts", "offsets")
-    types = {f"{name}_ptr": "*i32" for name in names} | {"ids_ptr": "*i64", "kept_ptr": "*u8"}
-    blocks = {"HAS_KEPT": True, "BLOCK": _BLOCK, "BLOCK_E": _BLOCK_E}
-    return [
-        _launch.report_case(_count_kernel, types, blocks),
-        _launch.report_case(_scan_kernel, types, {"BLOCK": _SCAN_BLOCK}),
-        _launch.report_case(_place_kernel, types, blocks),
-    ]

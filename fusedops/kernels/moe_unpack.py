@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -51,10 +50,3 @@ def forward(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int]) ->
             **_launch.row_options(block),
         )
     return rows
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = {"bytes_ptr": "*u8", "words_ptr": "*i32"}
-    options = _launch.row_options(_MAX_BLOCK)
-    return [_launch.report_case(_unpack_kernel, types, {"BLOCK_N": _MAX_BLOCK}, options)]

@@ -8,7 +8,6 @@ gradient in registers. Unweighted it is ``_moe_rows.scatter``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -86,11 +85,3 @@ def backward(
     with _launch.device_of(dy):
         _backward_kernel[(slots,)](*tensors, *sizes, **wants, BLOCK=_BLOCK, **_launch.FOUR_WARPS)
     return dx, dprobs
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = _moe_rows.REPORT_TYPES | {"dprobs_ptr": "*fp32"}
-    combined = [_moe_rows.combine_report(top_k, weighted=True) for top_k in (2, 8, 0)]
-    blocks = {"WANTS_INPUT": True, "WANTS_PROBS": True, "BLOCK": _BLOCK}
-    return [*combined, _launch.report_case(_backward_kernel, types, blocks)]

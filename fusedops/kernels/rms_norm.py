@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -24,6 +23,3 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     tensors = (grad_output, input, weight, rstd, rstd)
     mask = (*output_mask, False)
     return _norm.backward(_norm.rms_kind(*variant), *tensors, normalized_shape, mask)[:2]
-
-
-static_report_cases = functools.partial(_norm.static_report_cases, centred=False)

@@ -6,7 +6,6 @@ for all of them. Traffic: query and key once in, once out, each by its own strid
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -218,22 +217,6 @@ def _launch_on(
             *stand_ins, cos, sin, *strides, *heads, seq_len, **form, **blocks, **_OPTIONS
         )
     return outputs[0], outputs[1]
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    cases = []
-    sizes = ((64, 64), (128, 128), (32, 80), (512, 512))
-    for (rotary_dim, head_dim), interleaved, inverse in itertools.product(
-        sizes, (False, True), (False, True)
-    ):
-        blocks = _blocks(32, rotary_dim, head_dim)
-        constexprs = {"HEAD_DIM": head_dim, "ROTARY_DIM": rotary_dim} | blocks
-        constexprs |= {"INTERLEAVED": interleaved, "INVERSE": inverse}
-        form = "interleaved" if interleaved else "half"
-        label = f"{form}, {'inverse' if inverse else 'forward'}"
-        cases.append(_launch.report_case(_kernel, {}, constexprs, _OPTIONS, label=label))
-    return cases
 
 
 def _with_dense_rows(x: torch.Tensor) -> torch.Tensor:

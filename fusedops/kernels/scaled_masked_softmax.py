@@ -343,31 +343,6 @@ def _backward_mask(
     return parts.sum(1).reshape(shape).sum_to_size(mask.shape).to(mask.dtype)
 
 
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = {"scale": "fp32"}
-    cases = []
-    for cols in (256, 2048, 16384):
-        blocks, options = _tile(cols)
-        for mask, causal in (("none", True), ("keep", False), ("additive", False)):
-            kind = types | ({"mask_ptr": "*u8"} if mask == "keep" else {})
-            chosen = {"MASK": mask, "MASK_COL": int(mask != "none"), "CAUSAL": causal} | blocks
-            cases.append(_launch.report_case(_forward_kernel, kind, chosen, options, label=mask))
-        cases.append(_launch.report_case(_backward_kernel, types, blocks, options))
-        chosen = {"WANTS_INPUT": True, "BLOCK_N": cols}
-        options = _launch.row_options(2 * cols)
-        cases.append(_launch.report_case(_backward_mask_kernel, types, chosen, options))
-    long = {"BLOCK_N": _LONG_BLOCK}
-    chosen = {"MASK": "additive", "MASK_COL": 1, "CAUSAL": True} | long
-    options = _launch.row_options(_LONG_BLOCK)
-    cases.append(_launch.report_case(_forward_long_kernel, types, chosen, options))
-    for chips in ((80, 90, 120), (100,)):
-        options = _long_options(chips[0] // 10)
-        case = _launch.report_case(_backward_long_kernel, types, long, options, capabilities=chips)
-        cases.append(case)
-    return cases
-
-
 def _dense_strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -115,13 +114,3 @@ def forward(inputs: list[torch.Tensor]) -> torch.Tensor:
     for launch in launches(dense):
         launch.run(sums)
     return sums
-
-
-def static_report_cases() -> list[dict[str, Any]]:
-    """Return the configurations whose registers, spills and instructions are kept on record."""
-    types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "parts_ptr": "*fp64", "sums_ptr": "*fp64"}
-    usual = {"VECTORIZES": True, "COLUMNS": _COLUMNS, "BLOCK": BLOCK}
-    return [
-        _launch.report_case(_parts_kernel, types, usual),
-        _launch.report_case(_sums_kernel, types, usual),
-    ]

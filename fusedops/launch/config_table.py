@@ -6,6 +6,7 @@ Knows no key by name. What a value may be stands in the dataclass: its types her
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import tomllib
 import types
@@ -49,7 +50,7 @@ def override(table: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any
         >>> override({"optimizer": {"lr": 1.0}}, ["optimizer.lr=3e-4", "out=runs/b"])
         {'optimizer': {'lr': 0.0003}, 'out': 'runs/b'}
     """
-    table = _copied(table)
+    table = copy.deepcopy(table)
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
@@ -89,7 +90,10 @@ def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
     for name, field in fields.items():
         path = f"{where}.{name}" if where else name
         if name in table:
-            values[name] = _value(hints[name], table[name], path)
+            fits, values[name] = _fitting(hints[name], table[name], path)
+            if not fits:
+                got = checks.shown(table[name])
+                raise InputError(f"{path} must be {_named(hints[name])}, got {got}")
         elif dataclasses.is_dataclass(hints[name]) and field.default is dataclasses.MISSING:
             values[name] = fill(hints[name], {}, path)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -122,30 +126,16 @@ def unknown(key: str, known: Iterable[str], where: str) -> str:
     return f"unknown key {key!r} in {f'[{where}]' if where else 'the configuration'}: {hint}"
 
 
-def _value(hint: Any, value: Any, path: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise InputError(f"{path} must be a table, got {checks.shown(value)}")
-        return fill(hint, value, path)  # type: ignore[arg-type]
-    fits, converted = _fitting(hint, value)
-    if not fits:
-        raise InputError(f"{path} must be {_named(hint)}, got {checks.shown(value)}")
-    return converted
-
-
-def _fitting(hint: Any, value: Any) -> tuple[bool, Any]:
+def _fitting(hint: Any, value: Any, path: str) -> tuple[bool, Any]:
     """Return whether a value has a type, and the value in it: integers are floats, too."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True, value
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return True, fill(hint, value)  # type: ignore[arg-type]
+        return True, fill(hint, value, path)  # type: ignore[arg-type]
     if origin in (typing.Union, types.UnionType):
-        for alternative in inner:
-            fits, converted = _fitting(alternative, value)
-            if fits:
-                return True, converted
-        return False, value
+        results = (_fitting(alternative, value, path) for alternative in inner)
+        return next((result for result in results if result[0]), (False, value))
     if origin is typing.Literal:
         return value in inner, value
     if origin is tuple:
@@ -154,7 +144,7 @@ def _fitting(hint: Any, value: Any) -> tuple[bool, Any]:
         hints = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
         if len(hints) != len(value):
             return False, value
-        parts = [_fitting(*pair) for pair in zip(hints, value, strict=True)]
+        parts = [_fitting(*pair, path) for pair in zip(hints, value, strict=True)]
         return all(fits for fits, _ in parts), tuple(converted for _, converted in parts)
     if origin in (dict, Mapping):
         return isinstance(value, dict), value
@@ -180,10 +170,5 @@ def _named(hint: Any) -> str:
         if inner[-1] is Ellipsis:
             return f"a list, each {_named(inner[0])}"
         return f"a list of {len(inner)}, each {_named(inner[0])}"
-    return "a table" if origin in (dict, Mapping) else getattr(hint, "__name__", str(hint))
-
-
-def _copied(table: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _copied(value) if isinstance(value, dict) else value for key, value in table.items()
-    }
+    is_table = origin in (dict, Mapping) or dataclasses.is_dataclass(hint)
+    return "a table" if is_table else getattr(hint, "__name__", str(hint))

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch._C import _distributed_c10d
@@ -41,15 +41,6 @@ class FlightRecord:
     waits: str | None  # the communication that it waits in, in words; ``None`` if it does not wait
     groups: dict[str, int]  # by name, the number of the last collective that it has begun
     stack: str  # of its main thread, the innermost call last
-
-    def text(self) -> str:
-        """Return it as JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def of(text: str | bytes) -> FlightRecord:
-        """Return what ``text`` gave."""
-        return FlightRecord(**json.loads(text))
 
 
 def current_record(rank: int, step: int, what: str) -> FlightRecord:

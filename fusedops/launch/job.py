@@ -8,14 +8,13 @@ a mistake in them would otherwise be several runs in one folder, or processes th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from fusedops._core import env
 from fusedops.launch.config_table import InputError
 
 # Below the ports that Linux gives to connections (32768), and above those of services.
 _FIRST_PORT, _PORTS = 20000, 12000
-_BRACKETS = re.compile(r"\[([^\]]*)\]")
 
 
 class RendezvousError(RuntimeError):
@@ -105,24 +104,24 @@ def from_slurm(given: Mapping[str, str]) -> dict[str, str]:
     missing = [name for name in names if name not in given]
     if missing:
         raise InputError(f"srun sets {', '.join(missing)}, and here it is not set")
-    counts = tasks_per_node(given["SLURM_STEP_TASKS_PER_NODE"])
-    nodes = node_names(given["SLURM_STEP_NODELIST"])
-    if sum(counts) != size or len(nodes) != len(counts):
+    tasks, nodes = given["SLURM_STEP_TASKS_PER_NODE"], given["SLURM_STEP_NODELIST"]
+    match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    if match is None:
+        raise InputError(
+            f"srun started {tasks} processes on the nodes {nodes}: every node must have as many; "
+            "give srun --ntasks-per-node"
+        )
+    count = int(match[1])
+    if count * int(match[2] or 1) != size:
         raise InputError(
             f"Slurm's variables contradict each other: SLURM_STEP_NUM_TASKS={size}, "
-            f"SLURM_STEP_TASKS_PER_NODE={given['SLURM_STEP_TASKS_PER_NODE']}, "
-            f"SLURM_STEP_NODELIST={given['SLURM_STEP_NODELIST']}; start the processes with srun"
-        )
-    if len(set(counts)) > 1:
-        raise InputError(
-            f"srun started {', '.join(map(str, counts))} processes on the nodes "
-            f"{', '.join(nodes)}: every node must have as many; give srun --ntasks-per-node"
+            f"SLURM_STEP_TASKS_PER_NODE={tasks}; start the processes with srun"
         )
     rank, local = _integer(given, "SLURM_PROCID"), _integer(given, "SLURM_LOCALID")
-    first = _integer(given, "SLURM_NODEID") * counts[0]
+    first = _integer(given, "SLURM_NODEID") * count
     # All processes of the node see these, and refuse together.
     ranks = given.get("SLURM_GTIDS", str(rank))
-    expected = ",".join(str(first + number) for number in range(counts[0]))
+    expected = ",".join(str(first + number) for number in range(count))
     if rank != first + local or ranks not in (expected, str(rank)):
         raise InputError(
             f"node {given['SLURM_NODEID']} has the processes {ranks}, and should have {expected}: "
@@ -132,64 +131,27 @@ def from_slurm(given: Mapping[str, str]) -> dict[str, str]:
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(counts[0]),
-        "MASTER_ADDR": given.get("MASTER_ADDR") or nodes[0],
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": given.get("MASTER_ADDR") or first_node(nodes),
         "MASTER_PORT": given.get("MASTER_PORT") or str(_port(given)),
     }
 
 
-def tasks_per_node(text: str) -> list[int]:
-    """Return the numbers of processes in Slurm's notation.
+def first_node(text: str) -> str:
+    """Return the first name of a list of nodes in Slurm's notation.
 
     Raises:
         InputError: it is another notation.
 
     Example:
-        >>> tasks_per_node("2(x3),1")
-        [2, 2, 2, 1]
+        >>> first_node("gpu[08-10,12],login")
+        'gpu08'
     """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise InputError(f"SLURM_STEP_TASKS_PER_NODE must be as in 2(x3),1, got {text!r}")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def node_names(text: str) -> list[str]:
-    """Return the names of nodes in Slurm's notation, as ``scontrol show hostnames`` does.
-
-    Raises:
-        InputError: it is another notation.
-
-    Example:
-        >>> node_names("login,gpu[08-10,12]")
-        ['login', 'gpu08', 'gpu09', 'gpu10', 'gpu12']
-    """
-    if text.count("[") != text.count("]") or not text.strip():
+    # Commas between names are outside of brackets, of which a name may have several.
+    match = re.match(r"(?:[^,\[\]\s]|\[\d[\d,-]*\])+(?=,|$)", text)
+    if match is None:
         raise InputError(f"SLURM_STEP_NODELIST must be as in gpu[08-10,12], got {text!r}")
-    # Commas between names are outside of brackets.
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
-    return [name for part in parts for name in _expanded(part.strip(), text)]
-
-
-def _expanded(pattern: str, text: str) -> Iterator[str]:
-    """Yield the names of one pattern, which may have several brackets."""
-    bracket = _BRACKETS.search(pattern)
-    if bracket is None:
-        yield pattern
-        return
-    for part in bracket[1].split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            raise InputError(f"SLURM_STEP_NODELIST must be as in gpu[08-10,12], got {text!r}")
-        first, last = match[1], match[2] or match[1]
-        for number in range(int(first), int(last) + 1):
-            middle = str(number).zfill(len(first))
-            yield from _expanded(
-                pattern[: bracket.start()] + middle + pattern[bracket.end() :], text
-            )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
 def _port(given: Mapping[str, str]) -> int:

@@ -8,9 +8,9 @@ every process finishes the same step.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -43,8 +43,7 @@ _GRACE_SECONDS = 30.0
 _REMEMBERED = 1000
 # A process gets one Ctrl-C twice, from its terminal and from its parent.
 _SAME_REQUEST_SECONDS = 2.0
-# SIGUSR1 does not exist on Windows.
-_STOPS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if os.name == "posix" else []))
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # In which rank 0 must listen: nodes start one after the other, and may have to load an image first.
 _CONNECTION = timedelta(minutes=10)
 # After which a process that waits for them tells it.
@@ -109,11 +108,9 @@ class Ranks:
         Raises:
             InputError: they did not; the message has the names that differ, and the ranks.
         """
-        texts = {name: json.dumps(value, default=str) for name, value in values.items()}
-        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
-        if len(set(self.gathered(digest))) == 1:
-            return
-        given = self.gathered(texts)
+        given = self.gathered(
+            {name: json.dumps(value, default=str) for name, value in values.items()}
+        )
         differences = []
         for name in sorted({name for of_rank in given for name in of_rank}):
             ranks_of: dict[str, list[int]] = {}
@@ -122,10 +119,11 @@ class Ranks:
             if len(ranks_of) > 1:
                 places = (f"{value} on {shown_ranks(ranks)}" for value, ranks in ranks_of.items())
                 differences.append(f"{name} is {', '.join(places)}")
-        raise InputError(
-            f"all processes must be started with the same configuration, data and versions: "
-            f"{'; '.join(differences)}"
-        )
+        if differences:
+            raise InputError(
+                f"all processes must be started with the same configuration, data and versions: "
+                f"{'; '.join(differences)}"
+            )
 
     def total(self, *values: float) -> list[float]:
         """Return the sums of numbers over all ranks, in float64; waits for a GPU."""
@@ -401,7 +399,7 @@ class _Passing:
 
         self.count += 1
         codes: list[int] = []
-        alive, since = psutil.Process().children(), None
+        alive, deadline = psutil.Process().children(), math.inf
         for child in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(number)
@@ -409,9 +407,9 @@ class _Passing:
             gone, alive = psutil.wait_procs(alive, timeout=1.0)
             codes += [process.returncode or 0 for process in gone]
             # One that had not come as far as to note the signal leaves the others without it.
-            if set(codes) - {0, self._stop_code} and since is None:
-                since = time.monotonic()
-            if since is not None and time.monotonic() - since > _GRACE_SECONDS:
+            if set(codes) - {0, self._stop_code}:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if time.monotonic() > deadline:
                 for process in alive:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -53,10 +54,6 @@ def is_run_folder(folder: Path) -> bool:
 
 def _locked(descriptor: int) -> bool:
     """Take the file's lock; ``False``: another process has it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

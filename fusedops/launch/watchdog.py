@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class Watchdog:
                 store.set(f"beat-{rank}", str(beat))
             if self._record is None:
                 return
-            store.set(f"record-{rank}", self._record.text())
+            store.set(f"record-{rank}", json.dumps(asdict(self._record)))
             # One process reads what all have written: of many, each would flood the store.
             is_reporter = store.add("reporters", 1) == 1
             before = _values(store, "beat", size) if is_reporter else {}
@@ -132,7 +133,7 @@ class Watchdog:
             time.sleep(self._grace)
             if is_reporter:
                 texts, after = _values(store, "record", size), _values(store, "beat", size)
-                records = {rank: FlightRecord.of(text) for rank, text in texts.items()}
+                records = {rank: FlightRecord(**json.loads(text)) for rank, text in texts.items()}
                 slow = [rank for rank, beat in after.items() if beat != before.get(rank)]
                 _print_error(self._diagnosis(records, slow))
                 store.set("reported", "")
@@ -153,7 +154,7 @@ class Watchdog:
         """Write a record and the last collectives into the folder."""
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         name = f"{now}.{env.restarts()}-rank-{record.rank:05d}.json"
-        kept = {"why": why, **json.loads(record.text()), "collectives": flight_record.collectives()}
+        kept = {"why": why, **asdict(record), "collectives": flight_record.collectives()}
         with contextlib.suppress(OSError):  # a full disk must not keep the job from ending
             (self._folder / name).write_text(json.dumps(kept, indent=1))
 
@@ -196,25 +197,20 @@ def find_stragglers(
     if working:
         places = sorted({f"{records[rank].what} {records[rank].step}" for rank in working})
         return working, f"{_named(working)} hanging in {', '.join(places)}, waiting for nobody"
-    behind = _behind(records)
+    most: Counter[str] = Counter()  # the largest number of a collective, by group
+    for record in records.values():
+        most |= Counter(record.groups)
+    behind = [
+        rank
+        for rank, record in sorted(records.items())
+        if any(number < most[name] for name, number in record.groups.items())
+    ]
     waits = "; ".join(
         f"process {rank} in {record.waits}" for rank, record in sorted(records.items())
     )
     if behind:
         return behind, f"{_named(behind)} behind the others, and all wait: {waits}"
     return [], f"all wait for each other, as where a link is cut: {waits}"
-
-
-def _behind(records: Mapping[int, FlightRecord]) -> list[int]:
-    """Return the ranks that began fewer collectives of a group than others of it."""
-    most: Counter[str] = Counter()
-    for record in records.values():
-        most |= Counter(record.groups)  # the larger of both numbers of each group
-    return [
-        rank
-        for rank, record in sorted(records.items())
-        if any(number < most[name] for name, number in record.groups.items())
-    ]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from fusedops.memory.measurement.fit import fit
 from fusedops.memory.measurement.report import StepMemory, report
 from fusedops.memory.offloading.experts import store_experts
 from fusedops.memory.offloading.offloader import OffloadSettings
-from fusedops.memory.policy import Policy, lower, offload, recompute, save
+from fusedops.memory.policy import Policy, offload, recompute, save
 
 __all__ = [
     "OffloadSettings",
@@ -27,7 +27,6 @@ __all__ = [
     "StepMemory",
     "apply",
     "fit",
-    "lower",
     "offload",
     "recompute",
     "remove",

@@ -75,8 +75,7 @@ def apply(
 ) -> None:
     """Save, recompute or offload what the forward of a model saves, as a policy says.
 
-    Loss and gradients keep their bits, except where the policy says ``lower``. A policy that was
-    applied before is taken off first.
+    Loss and gradients keep their bits. A policy that was applied before is taken off first.
 
     Args:
         model: any module; a patched one must be patched before. Wrap it in DDP afterwards;

@@ -3,7 +3,7 @@
 Compiled code has no hooks and no second forward. A recomputed module becomes the region of a
 selective checkpoint whose policy answers for each operator as the eager policy would. Offload is
 ``MUST_CPU_OFFLOAD``, which only graph passes of torch implement (off by default; without them the
-tensor is saved); a narrower dtype cannot be expressed. A warning names such rules.
+tensor is saved). A warning names such rules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch.utils.checkpoint import (
 )
 
 from fusedops.memory.policy import (
-    LOWER,
     OFFLOAD,
     RECOMPUTE,
     SAVE,
@@ -52,7 +51,7 @@ def contexts_for(
 
 def left_out(rules: tuple[MemoryRule, ...]) -> str:
     """Return a sentence about the rules that compiled code does not follow, ``""`` without any."""
-    named = [str(rule) for rule in rules if rule.treatment in (OFFLOAD, LOWER)]
+    named = [str(rule) for rule in rules if rule.treatment == OFFLOAD]
     if not named:
         return ""
     verb = "does" if len(named) == 1 else "do"
@@ -96,8 +95,7 @@ def _decide(
         return CheckpointPolicy.PREFER_RECOMPUTE if region else CheckpointPolicy.MUST_RECOMPUTE
     if region is None and not any(rule.treatment == SAVE for rule in fitting):
         return CheckpointPolicy.PREFER_SAVE
-    rule = winning_rule(fitting, OFFLOAD, LOWER)
-    if rule is not None and rule.treatment == OFFLOAD:
+    if winning_rule(fitting, OFFLOAD) is not None:
         return CheckpointPolicy.MUST_CPU_OFFLOAD
     return CheckpointPolicy.MUST_SAVE
 

@@ -1,8 +1,8 @@
 """Rules for tensors that a forward saves for the backward, and which rule wins.
 
-A *rule* says one of four things (save, recompute, offload, lower precision) about the tensors that
-it names: by module, by operator and the name of its result, or by a function. A *policy* is a list
-of rules. Nothing here changes a model; ``apply.py`` does.
+A *rule* says one of three things (save, recompute, offload) about the tensors that it names: by
+module, by operator and the name of its result, or by a function. A *policy* is a list of rules.
+Nothing here changes a model; ``apply.py`` does.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from fusedops._core import checks
 
-SAVE, RECOMPUTE, OFFLOAD, LOWER = "save", "recompute", "offload", "lower"
+SAVE, RECOMPUTE, OFFLOAD = "save", "recompute", "offload"
 
 Modules = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 Ops = Any  # a name, an operator of torch.ops, or several of them
@@ -60,14 +60,13 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """One sentence of a policy; made by ``save``, ``recompute``, ``offload`` and ``lower``."""
+    """One sentence of a policy; made by ``save``, ``recompute`` and ``offload``."""
 
     treatment: str
     modules: tuple[str | type[nn.Module], ...] = ()
     ops: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     when: Callable[[SavedTensorInfo], bool] | None = None
-    dtype: torch.dtype | None = None
     communication: CommunicationOptions = CommunicationOptions()
 
     @property
@@ -101,7 +100,6 @@ class MemoryRule:
             f"ops={', '.join(self.ops)}" if self.ops else "",
             f"outputs={', '.join(self.outputs)}" if self.outputs else "",
             f"when={getattr(self.when, '__name__', 'given')}" if self.when else "",
-            f"dtype={str(self.dtype).removeprefix('torch.')}" if self.dtype else "",
         ]
         return f"{self.treatment}({', '.join(word for word in words if word)})"
 
@@ -249,42 +247,6 @@ def offload(
     return _rule(OFFLOAD, modules, ops, outputs, when)
 
 
-def lower(
-    modules: Modules = (),
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    ops: Ops = (),
-    outputs: str | Iterable[str] = (),
-    when: Callable[[SavedTensorInfo], bool] | None = None,
-) -> MemoryRule:
-    """Save floating-point tensors in a narrower dtype. This changes the gradients.
-
-    Args:
-        modules: as in ``save``.
-        dtype: what they are kept in; tensors that are no wider stay as they are.
-        ops: as in ``save``.
-        outputs: as in ``save``.
-        when: as in ``save``.
-
-    Returns:
-        A rule for ``Policy``.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: ``dtype`` is not floating, an operator does not exist, or nothing is named.
-
-    Example:
-        >>> import fusedops
-        >>> print(fusedops.memory.lower(ops="mlp", outputs="preactivation"))
-        lower(ops=fusedops::mlp, outputs=preactivation, dtype=bfloat16)
-    """
-    if not isinstance(dtype, torch.dtype):
-        checks.fail_type("lower", "dtype", "a torch.dtype", dtype)
-    if not dtype.is_floating_point:
-        checks.fail("lower", "dtype", "a floating dtype", dtype)
-    return _rule(LOWER, modules, ops, outputs, when, dtype=dtype)
-
-
 class Policy:
     """Rules for the tensors that a forward pass saves for its backward.
 
@@ -292,13 +254,13 @@ class Policy:
     single tensors (``ops``, ``outputs``, ``when``) come before those that name modules only.
 
     1. Is it saved or recomputed? ``save`` and ``recompute`` answer; saved is the default.
-    2. If it is saved, how? ``offload``, ``lower`` and ``save`` answer; unchanged is the default.
+    2. If it is saved, where? ``offload`` and ``save`` answer; on the device is the default.
 
     Therefore recomputation wins over ``offload`` of the same modules, whose saved inputs are
-    offloaded. What ``save`` names is saved unchanged, unless a later ``offload`` wins.
+    offloaded. What ``save`` names stays on the device, unless a later ``offload`` wins.
 
     Args:
-        *rules: of ``save``, ``recompute``, ``offload`` and ``lower``.
+        *rules: of ``save``, ``recompute`` and ``offload``.
 
     Raises:
         TypeError: one of them is no rule.
@@ -314,7 +276,7 @@ class Policy:
         for rule in rules:
             if not isinstance(rule, MemoryRule):
                 raise TypeError(
-                    "Policy: each rule must come from save(), recompute(), offload() or lower(), "
+                    "Policy: each rule must come from save(), recompute() or offload(), "
                     f"got {checks.shown(rule)}"
                 )
         self.rules = rules
@@ -331,13 +293,13 @@ class Policy:
         return hash(self.rules)
 
 
-def winning_rule(fitting: Sequence[MemoryRule], *treatments: str) -> MemoryRule | None:
+def winning_rule(fitting: Sequence[MemoryRule], treatment: str) -> MemoryRule | None:
     """Return the rule that answers one of the two questions, of all rules that fit a tensor.
 
-    ``treatments`` are the answers besides ``save``. ``None``: ``save`` wins, or no rule answers.
+    ``treatment`` is the answer besides ``save``. ``None``: ``save`` wins, or no rule answers.
     Of the rules that name a module as a whole, it tells whether the module is a region.
     """
-    answers = [rule for rule in fitting if rule.treatment in (SAVE, *treatments)]
+    answers = [rule for rule in fitting if rule.treatment in (SAVE, treatment)]
     single = [rule for rule in answers if rule.of_tensors]
     chosen = single or answers
     return chosen[-1] if chosen and chosen[-1].treatment != SAVE else None
@@ -349,7 +311,7 @@ def _rule(
     ops: Ops,
     outputs: str | Iterable[str],
     when: Callable[[SavedTensorInfo], bool] | None,
-    **others: Any,
+    **communication: CommunicationOptions,
 ) -> MemoryRule:
     if when is not None and not callable(when):
         checks.fail_type(treatment, "when", "a function", when)
@@ -357,14 +319,13 @@ def _rule(
     for pattern in patterns:
         is_class = isinstance(pattern, type) and issubclass(pattern, nn.Module)
         if not isinstance(pattern, str) and not is_class:
-            _fail_type(
-                treatment, "modules", "names such as 'layers.*' or classes of modules", pattern
-            )
+            expected = "names such as 'layers.*' or classes of modules"
+            checks.fail_type(treatment, "modules", expected, pattern)
     for name in results:
         if not isinstance(name, str):
-            _fail_type(treatment, "outputs", "names of an operator's results", name)
+            checks.fail_type(treatment, "outputs", "names of an operator's results", name)
     names = tuple(_op_name(treatment, op) for op in _several(ops))
-    rule = MemoryRule(treatment, patterns, names, results, when, **others)
+    rule = MemoryRule(treatment, patterns, names, results, when, **communication)
     if not (rule.modules or rule.of_tensors):
         raise ValueError(f"{treatment}: name modules, ops or outputs, or give when")
     return rule
@@ -375,10 +336,6 @@ def _several(value: Any) -> tuple[Any, ...]:
     return (value,) if plain or not isinstance(value, Iterable) else tuple(value)
 
 
-def _fail_type(treatment: str, argument: str, expected: str, value: object) -> NoReturn:
-    raise TypeError(f"{treatment}: {argument} must be {expected}, got {checks.shown(value)}")
-
-
 def _op_name(treatment: str, op: Any) -> str:
     """Return ``namespace::name`` of an operator; it must exist."""
     if isinstance(op, torch._ops.OpOverload):
@@ -386,7 +343,7 @@ def _op_name(treatment: str, op: Any) -> str:
     if isinstance(op, torch._ops.OpOverloadPacket):
         return op._qualified_op_name
     if not isinstance(op, str):
-        _fail_type(treatment, "ops", "names of operators or objects of torch.ops", op)
+        checks.fail_type(treatment, "ops", "names of operators or objects of torch.ops", op)
     if re.search(r"::|\.", op):
         namespace, name = re.split(r"::|\.", op, maxsplit=1)
         bare = name.partition(".")[0]

@@ -19,7 +19,6 @@ from torch import nn
 from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import Offloader, OffloadSettings
 from fusedops.memory.policy import (
-    LOWER,
     OFFLOAD,
     RECOMPUTE,
     SAVE,
@@ -35,7 +34,6 @@ from fusedops.memory.recomputation.producers import (
 )
 from fusedops.memory.recomputation.selective import Keep, communicates
 from fusedops.memory.saved_tensors import (
-    NarrowedStorage,
     Resident,
     SavedTensor,
     SavedView,
@@ -178,23 +176,17 @@ class PolicyState:
 
     def _hold(self, tensor: torch.Tensor, fitting: list[MemoryRule]) -> SavedTensor:
         """Return what holds a tensor that is saved, given the rules that fit it."""
-        rule = winning_rule(fitting, OFFLOAD, LOWER)
         nbytes = tensor.untyped_storage().nbytes()
         moves = nbytes >= self.settings.least_bytes and tensor.nbytes >= _PART * nbytes
-        if rule is not None and rule.treatment == OFFLOAD and moves:
+        if moves and winning_rule(fitting, OFFLOAD) is not None:
             if tensor.device not in self.offloaders:
                 self.offloaders[tensor.device] = Offloader(tensor.device, self.settings)
             put = partial(self.offloaders[tensor.device].put, tensor, self._running[-1][0])
             return SavedView(self._shared(OFFLOAD, tensor, put), tensor)
-        dtype = rule.dtype if rule is not None and tensor.is_floating_point() else None
-        if dtype is not None and tensor.dtype.itemsize > dtype.itemsize:
-            kind = (dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-            narrow = partial(NarrowedStorage, tensor, dtype)
-            return SavedView(self._shared(kind, tensor, narrow), None)
         return Resident(tensor)
 
     def _shared(
-        self, kind: Any, tensor: torch.Tensor, make: Callable[[], SharedStorage]
+        self, kind: str, tensor: torch.Tensor, make: Callable[[], SharedStorage]
     ) -> SharedStorage:
         """Return what holds a tensor's memory in a form, made now if no other view has made it."""
         key = tensor.untyped_storage()._cdata, kind

@@ -109,7 +109,7 @@ class Rematerialized(SavedTensor):
 
 
 class SharedStorage:
-    """The memory of several saved views, stored once: offloaded, narrowed, or recomputed.
+    """The memory of several saved views, stored once: offloaded or recomputed.
 
     It remembers the memory that it was made of, so that the next view of the same memory finds it;
     while it lives, no other memory gets the same name. What it makes for the first view that asks
@@ -152,16 +152,14 @@ class SavedView(Rematerialized):
 
     Args:
         source: what makes the memory.
-        like: where in it the tensor lies, and its dtype; ``None`` for what the source makes itself.
+        like: where in it the tensor lies, and its dtype.
     """
 
-    def __init__(self, source: SharedStorage, like: torch.Tensor | None) -> None:
+    def __init__(self, source: SharedStorage, like: torch.Tensor) -> None:
         super().__init__()
         self._source = source
-        self._geometry = None
-        if like is not None:
-            self._geometry = (like.size(), like.stride(), like.storage_offset())
-            self._dtype = like.dtype
+        self._geometry = (like.size(), like.stride(), like.storage_offset())
+        self._dtype = like.dtype
         self._waits = True
         source.waiting += 1
 
@@ -171,8 +169,6 @@ class SavedView(Rematerialized):
             self._source.waiting += 1
         self._waits = False
         base = self._source.get()
-        if self._geometry is None:
-            return base.detach()
         size, stride, offset = self._geometry
         empty = torch.empty(0, dtype=self._dtype, device=base.device)
         return empty.set_(base.untyped_storage(), offset, size, stride)
@@ -180,18 +176,6 @@ class SavedView(Rematerialized):
     def __del__(self) -> None:
         if getattr(self, "_waits", False):
             self._source.release()
-
-
-class NarrowedStorage(SharedStorage):
-    """A tensor in a narrower dtype, and back: nearly the same values."""
-
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        super().__init__(tensor)
-        self._narrow, self._dtype = tensor.detach().to(dtype), tensor.dtype
-
-    def make(self) -> torch.Tensor:
-        """Return it in its own dtype."""
-        return self._narrow.to(self._dtype)
 
 
 class Arguments:

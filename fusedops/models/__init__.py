@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from fusedops.models.attention_core import Documents
@@ -15,7 +14,7 @@ from fusedops.models.huggingface.weights import (
 )
 from fusedops.models.initialize import initialize
 from fusedops.models.parallelization.config import ParallelConfig
-from fusedops.models.parallelization.engine import TrainEngine, parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.presets import PRESETS, TINY, preset
 from fusedops.models.transformer import Loss, Transformer
 
@@ -35,7 +34,6 @@ __all__ = [
     "from_config",
     "initialize",
     "parallelize",
-    "parallelized",
     "fill_huggingface",
     "load_huggingface",
     "preset",
@@ -50,12 +48,4 @@ def __getattr__(name: str) -> Any:
         from fusedops.models.parallelization.parallelize import parallelize
 
         return parallelize
-    if name == "Parallelized":
-        warnings.warn(
-            "fusedops.models.Parallelized is now TrainEngine; the former name goes with the next "
-            "release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return TrainEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

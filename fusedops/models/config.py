@@ -12,45 +12,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from fusedops._core import checks
 from fusedops.ops.hash_route import check_domain_experts
 from fusedops.ops.moe_route import check_options
 
-# The least value of each integer; those of the second table may be None.
-_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "seq_len")
-_COUNTS = ("position_tables", "relative_buckets", "token_types", "num_experts", "encoder_layers")
-_LEAST = {
-    **dict.fromkeys((*_SIZES, "top_k"), 1),
-    **dict.fromkeys((*_COUNTS, "shared_size", "router_seed"), 0),
-}
-_LEAST_OPTIONAL = {
-    "num_kv_heads": 1,
-    "head_dim": 1,
-    "moe_layers": 0,
-    "sliding_window": 1,
-    "pad_token_id": 0,
-}
-# What has a meaning with a learned router alone, and its default.
-_OF_LOGITS: dict[str, Any] = {
-    "router_score": "softmax",
-    "router_scaling": 1.0,
-    "num_groups": None,
-    "capacity_factor": None,
-    "balance_loss": 0.0,
-    "z_loss": 0.0,
-    "balance_rate": 0.0,
-}
 # transformers computes ``gelu_new`` from seven operations; the other activations are one each.
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_tanh", "fast_gelu", "relu", "silu")
-_CHOICES = {
-    "norm": ("layer", "rms"),
-    "head": ("causal", "masked"),
-    "activation": ACTIVATIONS,
-    "router": ("learned", "hash"),
-    "router_score": ("softmax", "sigmoid"),
+_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "seq_len")
+_OPTIONAL_SIZES = ("num_kv_heads", "head_dim", "sliding_window")
+_COUNTS = ("position_tables", "token_types", "num_experts", "moe_layers", "shared_size")
+_POSITIVE = ("rope_theta", "norm_eps", "router_scaling", "capacity_factor")
+_FACTORS = ("balance_loss", "z_loss", "balance_rate", "initializer_range")
+_RULES: dict[str, checks.Rule] = {
+    **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES, "top_k"), partial(checks.integer, least=1)),
+    **dict.fromkeys((*_COUNTS, "router_seed", "pad_token_id"), partial(checks.integer, least=0)),
+    **dict.fromkeys(("dropout", "attention_dropout"), checks.probability),
+    **dict.fromkeys(_POSITIVE, checks.positive),
+    **dict.fromkeys(_FACTORS, partial(checks.finite, least=0)),
+    "norm": partial(checks.choice, choices=("layer", "rms")),
+    "head": partial(checks.choice, choices=("causal", "masked")),
+    "activation": partial(checks.choice, choices=ACTIVATIONS),
+    "router": partial(checks.choice, choices=("learned", "hash")),
+    "router_score": partial(checks.choice, choices=("softmax", "sigmoid")),
 }
+# What has a meaning with a learned router alone.
+_LOGIT_OPTIONS = ("router_score", "router_scaling", "num_groups", "capacity_factor")
+_LOGIT_LOSSES = ("balance_loss", "z_loss", "balance_rate")
 
 
 @dataclass(frozen=True)
@@ -116,7 +106,7 @@ class TransformerConfig:
 
     Attributes:
         hidden_size: width of the residual stream.
-        num_layers: layers of the decoder, or of the encoder where that is all there is.
+        num_layers: layers of the decoder or encoder.
         num_heads: of the queries.
         intermediate_size: width between the two products of a feed-forward layer, or of an expert.
         vocab_size: rows of the embedding.
@@ -124,9 +114,8 @@ class TransformerConfig:
         num_kv_heads: heads of keys and values; as many as of queries by default.
         head_dim: ``hidden_size / num_heads`` by default.
         position_tables: learned tables of positions, ``[seq_len, hidden_size]`` each (PanGu's query
-            layer has one of its own); 0: rotary or relative positions.
+            layer has one of its own); 0: rotary positions or ALiBi.
         rotary: whether queries and keys are rotated.
-        relative_buckets: rows of T5's table of relative positions, one for each stack.
         token_types: rows of BERT's table of segments.
         norm: ``"layer"`` (weight and bias) or ``"rms"`` (weight).
         post_norm: whether norms follow the residual sums, as in BERT.
@@ -139,7 +128,6 @@ class TransformerConfig:
         num_experts: experts of a sparse layer; 0: the model is dense.
         top_k: experts that a token goes to.
         moe_layers: how many layers have experts, evenly spread; all by default.
-        encoder_layers: of an encoder-decoder; each decoder layer then also attends to it.
         causal: whether a token attends only itself and what is before it.
         alibi: whether distances are subtracted from the scores (arXiv:2108.12409).
         rope_theta: base of the rotations' wave lengths.
@@ -200,7 +188,6 @@ class TransformerConfig:
     head_dim: int | None = None
     position_tables: int = 0
     rotary: bool = False
-    relative_buckets: int = 0
     token_types: int = 0
     norm: str = "layer"
     post_norm: bool = False
@@ -213,7 +200,6 @@ class TransformerConfig:
     num_experts: int = 0
     top_k: int = 1
     moe_layers: int | None = None
-    encoder_layers: int = 0
     causal: bool = True
     alibi: bool = False
     rope_theta: float = 10000.0
@@ -244,22 +230,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         name = "TransformerConfig"
-        for size, least in _LEAST.items():
-            checks.integer(name, size, getattr(self, size), least=least)
-        for size, least in _LEAST_OPTIONAL.items():
-            if getattr(self, size) is not None:
-                checks.integer(name, size, getattr(self, size), least=least)
-        for choice, known in _CHOICES.items():
-            checks.choice(name, choice, getattr(self, choice), known)
-        checks.flags(name, self)
-        for probability in ("dropout", "attention_dropout"):
-            checks.probability(name, probability, getattr(self, probability))
-        for positive in ("rope_theta", "norm_eps", "router_scaling"):
-            checks.positive(name, positive, getattr(self, positive))
-        if self.capacity_factor is not None:
-            checks.positive(name, "capacity_factor", self.capacity_factor)
-        for factor in ("balance_loss", "z_loss", "balance_rate", "initializer_range"):
-            checks.finite(name, factor, getattr(self, factor), least=0)
+        checks.fields(name, self, _RULES)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             checks.fail_type(name, "rope_scaling", "None or a RopeScaling", self.rope_scaling)
         for is_wrong, argument, expected in self._relations():
@@ -267,7 +238,13 @@ class TransformerConfig:
                 checks.fail(name, argument, expected, getattr(self, argument))
         if self.rotary and self.size_of_head % 2:
             checks.fail(name, "head_dim", "even, to be rotated", self.size_of_head)
-        self._check_routing()
+        if self.domain_experts:
+            sizes = self.domain_experts, self.num_experts, self.top_k
+            object.__setattr__(self, "domain_experts", check_domain_experts(name, *sizes))
+        shared = ("num_groups", "topk_groups", "group_score", "capacity_factor", "drop_policy")
+        options = {option: getattr(self, option) for option in shared}
+        top_k = self.top_k if self.num_experts else 1
+        check_options(name, max(1, self.num_experts), top_k, **options)
 
     def _relations(self) -> Iterator[tuple[bool, str, str]]:
         """Yield whether a relation of two fields is violated, the field, and what it must be."""
@@ -278,8 +255,8 @@ class TransformerConfig:
         yield self.num_heads % self.kv_heads != 0, "num_kv_heads", divisor
         too_many = 0 < self.num_experts < self.top_k
         yield too_many, "top_k", f"at most num_experts {self.num_experts}"
-        too_many = (self.moe_layers or 0) > self.depth
-        yield too_many, "moe_layers", f"at most {self.depth}, the layers"
+        too_many = (self.moe_layers or 0) > self.num_layers
+        yield too_many, "moe_layers", f"at most {self.num_layers}, the layers"
         has_window = self.sliding_window is not None
         yield has_window and not self.causal, "sliding_window", "None unless causal"
         too_large = (self.pad_token_id or 0) >= self.vocab_size
@@ -289,32 +266,14 @@ class TransformerConfig:
         misses = self.position_tables not in tables or self.query_layer > self.position_tables
         numbers = "2 with query_layer" if self.query_layer else "0 or 1 without query_layer"
         yield misses, "position_tables", numbers
-        shared = self.shared_size > 0
+        shared, is_hash = self.shared_size > 0, self.router == "hash"
         yield self.shared_gate and not shared, "shared_gate", "False without shared_size"
         yield shared and not self.num_experts, "shared_size", "0 without num_experts"
-
-    def _check_routing(self) -> None:
-        name = "TransformerConfig"
-        if self.router == "hash":
-            # There are no logits and no learned weights: what is of them has no meaning.
-            for option, unset in _OF_LOGITS.items():
-                if getattr(self, option) != unset:
-                    expected = f"{unset} with router 'hash', which has no logits"
-                    checks.fail(name, option, expected, getattr(self, option))
-        if self.domain_experts:
-            if self.router != "hash":
-                checks.fail(name, "router", "'hash' with domain_experts", repr(self.router))
-            sizes = self.domain_experts, self.num_experts, self.top_k
-            object.__setattr__(self, "domain_experts", check_domain_experts(name, *sizes))
-        shared = ("num_groups", "topk_groups", "group_score", "capacity_factor", "drop_policy")
-        more = {name: getattr(self, name) for name in shared}
-        top_k = self.top_k if self.num_experts else 1
-        check_options(name, max(1, self.num_experts), top_k, **more)
-
-    @property
-    def depth(self) -> int:
-        """Layers of encoder and decoder."""
-        return self.num_layers + self.encoder_layers
+        for option in (*_LOGIT_OPTIONS, *_LOGIT_LOSSES):
+            unset = getattr(type(self), option)
+            is_set = is_hash and getattr(self, option) != unset
+            yield is_set, option, f"{unset} with router 'hash', which has no logits"
+        yield bool(self.domain_experts) and not is_hash, "router", "'hash' with domain_experts"
 
     @property
     def kv_heads(self) -> int:
@@ -341,26 +300,18 @@ class TransformerConfig:
         """Layers with experts."""
         if not self.num_experts:
             return 0
-        return self.depth if self.moe_layers is None else self.moe_layers
+        return self.num_layers if self.moe_layers is None else self.moe_layers
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts: those that do are spread evenly, the last one among them."""
-        count, depth = self.sparse_layers, self.depth
-        return (layer + 1) * count // depth > layer * count // depth
-
-    def has_cross_attention(self, layer: int) -> bool:
-        """Whether a layer also attends to the encoder; encoder layers come first."""
-        return bool(self.encoder_layers) and layer >= self.encoder_layers
+        count, layers = self.sparse_layers, self.num_layers
+        return (layer + 1) * count // layers > layer * count // layers
 
     def kinds(self, layers: Iterable[int]) -> dict[int, int]:
         """Return one layer of each kind among these, and how many are of it."""
-        layers = list(layers)
-        if layers and self.sparse_layers in (0, self.depth) and not self.encoder_layers:
-            return {layers[0]: len(layers)}
-        kinds: dict[tuple[bool, bool], list[int]] = {}
+        kinds: dict[bool, list[int]] = {}
         for index in layers:
-            kind = self.is_sparse(index), self.has_cross_attention(index)
-            kinds.setdefault(kind, []).append(index)
+            kinds.setdefault(self.is_sparse(index), []).append(index)
         return {alike[0]: len(alike) for alike in kinds.values()}
 
     def used_weights(self, index: int) -> float:
@@ -373,9 +324,7 @@ class TransformerConfig:
 
     def layer(self, index: int) -> Weights:
         """Return the parameters of a layer."""
-        attentions = 2 if self.has_cross_attention(index) else 1
-        attention = (self._attention() + self._norm()) * attentions + self._norm()
-        return attention + self.feed_forward(index)
+        return self._attention() + self._norm() * 2 + self.feed_forward(index)
 
     def feed_forward(self, index: int) -> Weights:
         """Return the parameters of a layer's feed-forward part, router included."""
@@ -384,11 +333,9 @@ class TransformerConfig:
     def embedding(self) -> Weights:
         """Return the parameters before the first layer."""
         tables = self.position_tables * self.seq_len + self.token_types
-        stacks = 2 if self.encoder_layers else 1
         first = self._norm() if self.post_norm else Weights()
-        relative = self.relative_buckets * self.num_heads * stacks
         words = self.vocab_size * self.hidden_size
-        return Weights(split=words + relative, replicated=tables * self.hidden_size) + first
+        return Weights(split=words, replicated=tables * self.hidden_size) + first
 
     def output(self, *, own_weight: bool | None = None) -> Weights:
         """Return the parameters after the last layer.
@@ -400,7 +347,7 @@ class TransformerConfig:
         counts = not self.tied if own_weight is None else own_weight
         weights = Weights(split=vocabulary * h if counts else 0)
         if not self.post_norm:
-            weights += self._norm() * (2 if self.encoder_layers else 1)
+            weights += self._norm()
         if self.head == "masked":
             weights += Weights(split=vocabulary, replicated=h * h + h) + self._norm()
         return weights
@@ -417,7 +364,7 @@ class TransformerConfig:
 
     def layers(self) -> Weights:
         """Return the parameters of all layers, without embeddings and head."""
-        kinds = self.kinds(range(self.depth))
+        kinds = self.kinds(range(self.num_layers))
         return sum((self.layer(index) * count for index, count in kinds.items()), Weights())
 
     def _attention(self) -> Weights:

@@ -1,31 +1,57 @@
-"""``ForwardContext``: what all layers of a forward need in addition to the hidden states."""
+"""``ForwardContext``: what all layers of a forward need in addition to the hidden states.
+
+The seeds of all dropout calls of a forward are made once, from one seed. The random numbers of a
+call follow from the seed, its layer and its index in the layer, not from the order of calls:
+pipeline stages, which run some of the layers for several micro-batches at the same time, draw what
+one process draws, and so does a layer that is recomputed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from fusedops._core import philox
 from fusedops.models.attention_core import Documents, attend
 from fusedops.models.config import TransformerConfig
-from fusedops.models.dropout_seeds import DropoutSeeds, call_index, call_seeds, with_offsets
+
+# Dropout calls of a layer: attention scores, then the branch of attention and of feed-forward.
+SCORES, ATTENTION, FEED_FORWARD = range(3)
+_CALLS = 3
 
 
-class CachedAttention(Protocol):
-    """Keys and values of earlier tokens, as generation keeps them."""
+class DropoutSeeds(NamedTuple):
+    """Seeds with the offsets of a process's elements in the whole batch, a row for each call."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Append keys and values of a layer; attend all of them. Arguments as of ``attend``."""
+    rows: torch.Tensor  # for activations, int64 ``[calls, n]``
+    scores: torch.Tensor  # for attention scores, int64 ``[calls, n]``
+
+
+def call_index(layer: int, call: int) -> int:
+    """Return the row of a dropout call of a layer; row 0 is the input of the first layer."""
+    return 1 + _CALLS * layer + call
+
+
+def call_seeds(seed: torch.Tensor, num_layers: int) -> torch.Tensor:
+    """Return a seed ``[2]`` as one for each dropout call of a forward, ``[calls, 2]``."""
+    calls = 1 + _CALLS * num_layers
+    numbers = torch.arange(calls, device=seed.device)
+    return torch.stack((seed[0].expand(calls), seed[1] + numbers), 1)
+
+
+def with_offsets(
+    seeds: torch.Tensor, first: int, tokens: int, config: TransformerConfig
+) -> DropoutSeeds:
+    """Return seeds for the sequences from ``first`` on, with all tokens and heads here."""
+    heads, features = config.num_heads, config.hidden_size
+    size, square = (tokens or 1) * max(1, features), tokens * tokens
+    rows = size, tokens * features, size, first * tokens * features
+    scores = first * heads * square, heads * square, square
+    return DropoutSeeds(philox.placed(seeds, rows), philox.placed(seeds, scores))
 
 
 class BatchPartition:
@@ -93,8 +119,9 @@ class ForwardContext:
     # Attention over queries, keys and values, called as ``attention_core.attend``; ``None``: that
     # of the partition
     attend: Callable[..., torch.Tensor] | None = None
-    # Keys and values of earlier tokens, which are attended instead
-    kv_cache: CachedAttention | None = None
+    # Keys and values of earlier tokens, which are attended instead by ``kv_cache.attend(layer,
+    # query, key, value, **options)``
+    kv_cache: Any = None
     # Indices of the tokens whose logits are computed, ``[R]``; ``None``: all
     logits_to_keep: torch.Tensor | None = None
     # Whether every rank of ``tp`` gets the logits of the whole vocabulary, not of its own shard
@@ -102,12 +129,22 @@ class ForwardContext:
     gather_logits: bool = True
     dropless: bool = False  # whether experts take all tokens, whatever their ``capacity_factor``
 
+    def attention_of(self, layer: int) -> Callable[..., torch.Tensor]:
+        """Return the attention function of a layer; called as ``attention_core.attend``."""
+        if self.kv_cache is not None:
+            return partial(self.kv_cache.attend, layer)
+        return self.attend or self.partition.attend
+
     def embedding_seed(self) -> torch.Tensor | None:
         """Return the dropout seed of the input of the first layer."""
         return None if self.dropout_seeds is None else self.dropout_seeds.rows[0]
 
     def branch_seed(self, layer: int, call: int) -> torch.Tensor | None:
         """Return the dropout seed of a branch of a layer."""
-        return (
-            None if self.dropout_seeds is None else self.dropout_seeds.rows[call_index(layer, call)]
-        )
+        seeds = self.dropout_seeds
+        return None if seeds is None else seeds.rows[call_index(layer, call)]
+
+    def score_seed(self, layer: int) -> torch.Tensor | None:
+        """Return the dropout seed of the attention scores of a layer."""
+        seeds = self.dropout_seeds
+        return None if seeds is None else seeds.scores[call_index(layer, SCORES)]

@@ -1,8 +1,9 @@
 """A transformer for one device: ``Attention``, ``Layer``, ``Transformer``.
 
-``Transformer.forward`` makes a ``ForwardContext``, which has all that the layers need in addition
-to hidden states (rotary tables, documents, dropout seeds, a KV cache), and runs embedding, layers,
-norm and head. Embedding and head are in ``embedding_and_head.py``.
+Start with ``Transformer.forward``. It makes a ``ForwardContext``, which has all that the layers
+need in addition to hidden states (rotary tables, documents, dropout seeds, a KV cache), and runs
+embedding, layers, norm and head. The parts around attention are in ``parts.py``, attention itself
+in ``attention_core.py``.
 
 The model contains no communication. ``parallelize`` replaces linear layers and the head by parallel
 ones, shards the parameters, and sets ``Transformer.partition``, by which a layer asks for this
@@ -14,8 +15,6 @@ of the vocabulary.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,15 +24,17 @@ from torch import nn
 from fusedops import ops
 from fusedops._core import checks, dtypes
 from fusedops._core.labels import IGNORE_INDEX
-from fusedops.models.attention_core import Documents
+from fusedops.models.attention_core import Documents, alibi_slopes, rotary_tables
 from fusedops.models.config import TransformerConfig
-from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD, SCORES, call_index
-from fusedops.models.embedding_and_head import Embedding, Head
-from fusedops.models.forward_context import BatchPartition, ForwardContext
+from fusedops.models.forward_context import (
+    ATTENTION,
+    FEED_FORWARD,
+    BatchPartition,
+    ForwardContext,
+)
 from fusedops.models.initialize import initialize
-from fusedops.models.input_checks import check_inputs
-from fusedops.models.layer_parts import feed_forward_of, norm_of
-from fusedops.models.positions import alibi_slopes, rotary_tables
+from fusedops.models.inputs import check_inputs
+from fusedops.models.parts import Embedding, Head, feed_forward_of, norm_of
 from fusedops.nn import BalancingBias, LinearAct, MoE, RMSNorm
 
 
@@ -60,8 +61,6 @@ class Attention(nn.Module):
         num_kv_heads: key and value heads on this process.
         first_head: index of its first head.
     """
-
-    _core: Callable[..., torch.Tensor] | None = None  # deprecated, see ``core``
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
@@ -119,48 +118,29 @@ class Attention(nn.Module):
         config = self.config
         slopes = None
         if config.alibi:
-            slopes = alibi_slopes(config.num_heads, query_BNSD.device)
-            slopes = slopes[self.first_head : self.first_head + self.num_heads]
+            heads = slice(self.first_head, self.first_head + self.num_heads)
+            slopes = alibi_slopes(config.num_heads, query_BNSD.device)[heads]
+        window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
         dropout_p = config.attention_dropout if self.training else 0.0
-        seed = {}
-        if context.dropout_seeds is not None and dropout_p > 0.0:
-            seed["seed"] = context.dropout_seeds.scores[call_index(self.index, SCORES)]
-        output_BNSD = self._attention_function(context)(
+        output_BNSD = context.attention_of(self.index)(
             query_BNSD,
             key_BNSD,
             value_BNSD,
             is_causal=config.causal,
-            window=None if config.sliding_window is None else (config.sliding_window - 1, 0),
+            window=window,
             alibi_slopes=slopes,
             dropout_p=dropout_p,
             documents=context.documents,
-            **seed,
+            seed=context.score_seed(self.index) if dropout_p else None,
         )
         return output_BNSD.transpose(1, 2).flatten(2)
-
-    def _attention_function(self, context: ForwardContext) -> Callable[..., torch.Tensor]:
-        if context.kv_cache is not None:
-            return partial(context.kv_cache.attend, self.index)
-        return context.attend or self._core or context.partition.attend
-
-    @property
-    def core(self) -> Callable[..., torch.Tensor] | None:
-        """The former way to replace attention; give ``attend`` to the forward instead."""
-        return self._core
-
-    @core.setter
-    def core(self, attend: Callable[..., torch.Tensor]) -> None:
-        warnings.warn(
-            "Attention.core is now an argument, model(tokens, attend=...); the former attribute "
-            "goes with the next release",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        self.__dict__["_core"] = attend
 
 
 class Layer(nn.Module):
     """Attention and feed-forward part, each added to the residual stream.
+
+    ``x += attention(norm(x))``, then ``x += feed_forward(norm(x))``; with ``post_norm`` (BERT) the
+    sums are normalised instead. The first sum and the norm after it are one operator.
 
     Attributes:
         balancing: counts the router's choices for its bias, ``None`` where it has none.
@@ -200,10 +180,7 @@ class Layer(nn.Module):
     def feed_forward_input(
         self, branch_BSH: torch.Tensor, x_BSH: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the output of attention; return the input of the feed-forward part and the stream.
-
-        With ``post_norm`` (BERT) both are the normalised sum.
-        """
+        """Add the output of attention; return the input of the feed-forward part and the stream."""
         seed = context.branch_seed(self.index, ATTENTION)
         if self.config.post_norm:
             x_BSH, _ = self.attention_norm(branch_BSH, x_BSH, seed=seed)
@@ -311,7 +288,6 @@ class Transformer(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        UnsupportedError: the configuration has an encoder and a decoder, or relative positions.
         TypeError: ``config`` is no ``TransformerConfig``.
 
     Note:
@@ -340,12 +316,6 @@ class Transformer(nn.Module):
         super().__init__()
         if not isinstance(config, TransformerConfig):
             checks.fail_type("Transformer", "config", "a TransformerConfig", config)
-        for name in ("encoder_layers", "relative_buckets"):
-            if getattr(config, name):
-                raise checks.UnsupportedError(
-                    f"Transformer: {name} must be 0, got {getattr(config, name)}: a model "
-                    "has an encoder or a decoder, not both, and no relative positions"
-                )
         self.config = config
         self.partition = BatchPartition()  # all of a batch
         target = torch.get_default_device() if device is None else torch.device(device)
@@ -365,21 +335,15 @@ class Transformer(nn.Module):
             initialize(self)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        *,
-        context: ForwardContext | None = None,
-        **inputs: Any,
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any
     ) -> Any:
         """Return logits, or with labels the loss.
 
         Args:
             tokens: ``[B, S]`` int64.
             labels: ``[B, S]`` int64: the target of each position (already shifted); -100 has none.
-            context: what ``make_context`` returned for these tokens; made by default.
-            **inputs: arguments of ``make_context``, if there is no ``context``: ``positions``,
-                ``document_ids``, ``token_types``, ``domains``, ``seed``, ``first_sequence`` ...
+            **inputs: arguments of ``make_context``: ``positions``, ``document_ids``,
+                ``token_types``, ``domains``, ``seed``, ``first_sequence``, ``attend`` and others.
 
         Returns:
             Logits ``[B, S, V]``, or a ``Loss``.
@@ -387,8 +351,7 @@ class Transformer(nn.Module):
         Raises:
             ValueError: a shape does not fit, a sequence is longer than the table of positions, or
                 (CPU) a token is not in the vocabulary or a position is not in the table.
-            TypeError: an argument is no int64 tensor, or an input is unknown, or given with
-                ``context``.
+            TypeError: an argument is no int64 tensor, or an input is unknown.
             UnsupportedError: the model is a stage of a pipeline.
         """
         if len(self.layers) < self.config.num_layers:
@@ -396,14 +359,8 @@ class Transformer(nn.Module):
                 f"Transformer: this process has {len(self.layers)} of the "
                 f"{self.config.num_layers} layers: call step or forward of the TrainEngine"
             )
-        if context is None:
-            check_inputs(self.config, tokens, labels, inputs)
-            context = self.make_context(tokens, **inputs)
-        elif inputs:
-            raise TypeError(f"Transformer: {', '.join(inputs)} must not be given with context")
-        else:
-            made = {"positions": context.positions, "domains": context.domains}
-            check_inputs(self.config, tokens, labels, made)
+        check_inputs(self.config, tokens, {"labels": labels, **inputs})
+        context = self.make_context(tokens, **inputs)
         x_BSH = self.embedding(tokens, context)
         x_BSH, auxiliary = self.layers(x_BSH, context, self.norm, self.query_positions)
         output = self.output(x_BSH, labels, context)

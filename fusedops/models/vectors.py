@@ -31,16 +31,12 @@ def vector_patterns(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, MoE)
         for parameter in module.experts.parameters()
     }
-    is_vector = {
-        name: parameter.dim() - (parameter in experts) < 2
-        for name, parameter in model.named_parameters()
-    }
-    vectors = [name for name in is_vector if is_vector[name]]
-    others = is_vector.keys() - vectors
-    shared = {pattern_of(name) for name in vectors}
-    shared -= {pattern for pattern in shared if any(fnmatchcase(o, pattern) for o in others)}
-    alone = {name for name in vectors if pattern_of(name) not in shared}
-    return tuple(sorted(shared | alone))
+    dims = {name: p.dim() - (p in experts) for name, p in model.named_parameters()}
+    matrices = [name for name, count in dims.items() if count >= 2]
+    patterns = {name: pattern_of(name) for name, count in dims.items() if count < 2}
+    shared = set(patterns.values())
+    shared -= {pattern for pattern in shared if any(fnmatchcase(m, pattern) for m in matrices)}
+    return tuple(sorted({p if p in shared else name for name, p in patterns.items()}))
 
 
 def pattern_of(name: str) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ class Slot:
 class GradientSnapshot:
     """A gradient as it was when a job began."""
 
-    grad: Any  # the parameter's ``grad``; ``None`` if this gradient is not written to it yet
+    grad: Any  # the parameter's ``grad``
     local: torch.Tensor  # the local shard, sharded as the parameter is
     version: int  # counts what was written to ``grad``
     mark: Any  # of the copy engine: the device work that precedes the copy
@@ -78,13 +78,6 @@ class GradientSnapshot:
         """Return a snapshot of a parameter's gradient; may run a collective."""
         local = _shards.local(_shards.placed_like(param.grad, param))
         return cls(param.grad, local, _shards.version(param.grad), mark)
-
-    def written_to(self, param: Any) -> GradientSnapshot:
-        """Return the snapshot after its gradient was written to the parameter's ``grad``."""
-        grad = param.grad
-        if self.grad is not None or grad is None or grad.dtype != self.local.dtype:
-            return self
-        return replace(self, grad=grad, version=_shards.version(grad))
 
     def is_that_of(self, param: Any) -> bool:
         """Whether this is still a parameter's gradient, unchanged."""
@@ -129,14 +122,6 @@ class Bucket:
         if error is not None:
             self.forget()
         return error
-
-    def written(self) -> None:
-        """Update the snapshots of gradients that have been written to ``grad`` since."""
-        if self.job is not None:
-            self.job.gradients = {
-                slot: gradient.written_to(slot.param)
-                for slot, gradient in self.job.gradients.items()
-            }
 
     @property
     def staging_bytes(self) -> int:

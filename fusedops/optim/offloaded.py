@@ -56,7 +56,7 @@ class OffloadedAdamW(AdamW):
         lr, betas, eps, weight_decay, amsgrad: as ``AdamW``.
         overlap: compute steps during the backward, otherwise in ``step``. In a job of several
             processes the gradients of plain parameters are final only after the backward: their
-            steps begin in ``step``, unless ``follow`` names the DDP that reduces them.
+            steps begin in ``step``.
         device_fraction: fraction of the parameters, by bytes and from the first on, whose states
             stay on the device: their gradients are computed last, so that their steps could not
             overlap.
@@ -198,39 +198,6 @@ class OffloadedAdamW(AdamW):
         finally:
             self._note_parameters()
 
-    def follow(
-        self, model: torch.nn.Module, hook: Callable[..., Any] | None = None, state: Any = None
-    ) -> None:
-        """Let steps begin in the backward of DDP, as its buckets of gradients are reduced.
-
-        Call it once, after wrapping the model and before the first backward. Without it the steps
-        are made in ``step``, with the same bits.
-
-        Args:
-            model: a ``DistributedDataParallel`` over parameters of this optimizer.
-            hook: what reduces the buckets: one of
-                ``torch.distributed.algorithms.ddp_comm_hooks``, or any other; by default the mean,
-                with the bits of DDP's own. It is registered with DDP, which takes only one.
-            state: of the hook; by default DDP's process group.
-
-        Raises:
-            TypeError: ``model`` is not wrapped in DDP, or ``hook`` is no function.
-            ValueError: no parameter of it is offloaded here.
-            RuntimeError: from DDP, it has a hook already.
-        """
-        op = f"{type(self).__name__}.follow"
-        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            checks.fail_type(op, "model", "a DistributedDataParallel", model)
-        if hook is not None and not callable(hook):
-            checks.fail_type(op, "hook", "a function", hook)
-        if not any(param in self._slots for param in model.parameters()):
-            checks.fail(op, "model", "one whose parameters are offloaded here", "others")
-        from fusedops.optim import _ddp
-
-        group = model.process_group if state is None else state
-        hook = hook or _ddp.mean
-        _ddp.follow(model, hook, group, _weak(self._reduced), _weak(self._written))
-
     def close(self) -> None:
         """End the threads; a step that has begun and was not asked for is dropped."""
         self._drop()
@@ -369,43 +336,18 @@ class OffloadedAdamW(AdamW):
         with self._lock:
             if self._discard_if_forked():
                 self._start_workers()
-            grad = param.grad
-            if not self._is_last_pass(param) or grad is None:
+            grad, (bucket, slot) = param.grad, self._slots[param]
+            self._calls[param] = self._calls.get(param, 0) + 1
+            # The pass after which the last step came.
+            is_last = self._calls[param] == self._passes and bucket.job is None
+            if not is_last or grad is None or grad.layout is not torch.strided:
                 return
-            if grad.layout is not torch.strided or _shards.placed_otherwise(grad, param):
+            if _shards.placed_otherwise(grad, param):
                 return
-            self._note(param, GradientSnapshot.of(param, self._engine.mark()))
-
-    def _reduced(self, reduced: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Note gradients that DDP will write at the end of the backward."""
-        if not self._overlap or self._workers is None:
-            return
-        with self._lock:
-            if self._discard_if_forked():
-                self._start_workers()
-            mark = self._engine.mark()
-            for param, grad in reduced:
-                if param not in self._slots or grad.dtype != param.dtype:
-                    continue
-                if self._is_last_pass(param):
-                    self._note(param, GradientSnapshot(None, grad, 0, mark))
-
-    def _written(self) -> None:
-        with self._lock:
-            for bucket in self._buckets:
-                bucket.written()
-
-    def _is_last_pass(self, param: Any) -> bool:
-        """Count a pass, and return whether it is the one after which the last step came."""
-        self._calls[param] = self._calls.get(param, 0) + 1
-        return self._calls[param] == self._passes and self._slots[param][0].job is None
-
-    def _note(self, param: Any, gradient: GradientSnapshot) -> None:
-        bucket, slot = self._slots[param]
-        bucket.arrived[slot] = gradient
-        if len(bucket.arrived) == len(bucket.slots):
-            self._read_changed(bucket)
-            self._begin(bucket, self._expected_factor, steps=self._speculates)
+            bucket.arrived[slot] = GradientSnapshot.of(param, self._engine.mark())
+            if len(bucket.arrived) == len(bucket.slots):
+                self._read_changed(bucket)
+                self._begin(bucket, self._expected_factor, steps=self._speculates)
 
     def _begin(self, bucket: Bucket, factor: float, *, steps: bool) -> None:
         gradients = {slot: bucket.arrived[slot] for slot in bucket.slots if slot in bucket.arrived}

@@ -4,10 +4,9 @@
 arrived. In the backward the halves change roles: the gradient of ``end`` starts the exchange of
 gradients, the gradient of ``begin`` waits for it. An ``AsyncExchange`` defines what is exchanged.
 
-The ticket is a scalar in the graph. ``end`` also returns an anchor, another scalar: an exchange in
-the reverse direction passes it to its ``begin``, so that the graph runs through every exchange on
-every rank, also on one that has no rows or whose experts ignored them. Otherwise that rank would
-not take part in the collectives of the backward.
+The ticket is a scalar in the graph. ``end`` also returns an anchor, another scalar, for the
+``begin`` of an exchange in the reverse direction: the graph then runs through every exchange on
+every rank, also on one that has no rows, which takes part in the collectives of the backward.
 """
 
 from __future__ import annotations
@@ -98,14 +97,10 @@ def send_rows(
     *,
     label: str,
 ) -> Pending:
-    """Start an all-to-all of rows; the result is those that arrive.
+    """Start an all-to-all of rows ``[sum(counts.send), ...]``, those for rank 0 first.
 
-    Args:
-        rows: ``[sum(counts.send), ...]``, those for rank 0 first.
-        counts: of the rows.
-        group: the process group.
-        num_rows: rows of the result, at least ``sum(counts.receive)``; those after are not written.
-        label: for the log of communications.
+    The result is those that arrive, in ``num_rows`` rows, by default as many as arrive; the rows
+    after them are not written.
     """
     arriving = sum(counts.receive)
     rows = rows.contiguous()
@@ -124,9 +119,8 @@ def send_rows(
 def _as_words(rows: torch.Tensor) -> torch.Tensor:
     """Return the bytes of 2-d ``rows`` as the widest integers: backends count elements in int32."""
     width = rows.shape[1] * rows.element_size()
-    for dtype in (torch.int64, torch.int32, torch.uint8):
-        if width % dtype.itemsize == 0:
-            break
+    integers = torch.int64, torch.int32, torch.uint8
+    dtype = next(dtype for dtype in integers if width % dtype.itemsize == 0)
     if rows.numel() == 0:
         return rows.new_empty((rows.shape[0], width // dtype.itemsize), dtype=dtype)
     return rows.view(torch.uint8).view(dtype)

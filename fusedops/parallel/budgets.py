@@ -5,21 +5,6 @@ bytes that the rank sends to others. ``Budget.exceeded`` compares a recorded log
 bytes of complete tensors, before they are sharded over the ``ranks`` of the mode; ``activation``
 is ``[B, S, H]``. ``halves`` is 2 with micro-batch overlap, which makes the calls of activations
 twice, each of half the bytes (of even batches), and all others once.
-
-| one layer | calls | bytes sent |
-|---|---|---|
-| ``tensor_layer`` | 4 all-reduces of the activation | ``8 A (n - 1) / n`` |
-| ``sequence_layer`` | 4 all-gathers and 4 reduce-scatters | ``8 A (n - 1) / n`` |
-| ``sparse_layer`` | 2 all-reduces and 2 all-gathers of the activation | ``6 A (n - 1) / n`` |
-| ``ring_layer`` | ``3 (n - 1)`` keys and values, or their gradients | ``3 K (n - 1) / n`` |
-| ``all_to_all_layer`` | 4 all-to-alls | ``2 (2 Q + K) (n - 1) / n^2`` |
-| ``expert_layer`` | 5 all-to-alls | ``(leaving + arriving) (row + result) + 216 (n - 1)`` |
-
-| one step | calls | bytes sent |
-|---|---|---|
-| ``pipeline`` | ``2 m b`` sends and receives | ``m b A``: ``b`` boundaries, ``m`` micro-batches |
-| ``replicas`` | an all-reduce for each bucket | ``2 P (n - 1) / n`` |
-| ``divided`` | an all-gather and a reduce-scatter for each block | ``2 P (n - 1) / n`` |
 """
 
 from __future__ import annotations
@@ -59,26 +44,19 @@ class Budget:
 
 def all_reduces(ranks: int, sizes: Sequence[int]) -> Budget:
     """Return the budget of an all-reduce of each of these sizes, such as gradients of norms."""
-    return Budget(
-        {"all_reduce": len(sizes)}, sum(2 * size * (ranks - 1) // ranks for size in sizes)
-    )
+    sent = sum(2 * size * (ranks - 1) // ranks for size in sizes)
+    return Budget({"all_reduce": len(sizes)}, sent)
 
 
-def tensor_layer(ranks: int, activation: int, *, halves: int = 1) -> Budget:
+def tensor_layer(ranks: int, activation: int, *, halves: int = 1, again: bool = False) -> Budget:
     """Return the budget of attention and feed-forward, their features sharded.
 
-    Each of the two has an all-reduce at its end, and in the backward one at its start.
+    Each of the two has an all-reduce at its end, and in the backward one at its start. ``again`` is
+    that of a second forward, for the backward; the last all-reduce (with two halves of the second
+    one) is left out: nothing in the layer needs its result.
     """
-    return all_reduces(ranks, [activation // halves] * (4 * halves))
-
-
-def tensor_layer_recomputation(ranks: int, activation: int, *, halves: int = 1) -> Budget:
-    """Return the budget of a second forward of such a layer, for its backward.
-
-    The last all-reduce is left out: nothing in the layer needs its result. With two halves only
-    that of the second one is.
-    """
-    return all_reduces(ranks, [activation // halves] * (2 * halves - 1))
+    calls = 2 * halves - 1 if again else 4 * halves
+    return all_reduces(ranks, [activation // halves] * calls)
 
 
 def sequence_layer(
@@ -88,6 +66,7 @@ def sequence_layer(
     overlap: bool = False,
     overlap_mlp: bool = True,
     halves: int = 1,
+    again: bool = False,
 ) -> Budget:
     """Return the budget of such a layer with sequence parallelism.
 
@@ -95,31 +74,20 @@ def sequence_layer(
     ``overlap`` three of each kind are rings, whose steps overlap products, and the input of the
     feed-forward part is gathered once more for the gradient of its weight, instead of being saved.
     Without ``overlap_mlp`` the feed-forward part has no rings. Micro-batch overlap has none at all.
+    ``again`` is as of ``tensor_layer``.
     """
     part = activation * (ranks - 1) // ranks
     if not overlap or halves > 1:
-        calls = 4 * halves
-        return Budget({"all_gather": calls, "reduce_scatter": calls}, 8 * part)
+        gathers, scatters = (2 * halves, 2 * halves - 1) if again else (4 * halves, 4 * halves)
+        calls = {"all_gather": gathers, "reduce_scatter": scatters}
+        return Budget(calls, (gathers + scatters) * part // halves)
+    if again:
+        return Budget({"all_gather": 1, "send_receive": 3 * (ranks - 1)}, 4 * part)
     if not overlap_mlp:
         rings = {"send_receive": 2 * (ranks - 1)}
         return Budget({"all_gather": 3, "reduce_scatter": 3, **rings}, 8 * part)
     rings = {"send_receive": 6 * (ranks - 1)}
     return Budget({"all_gather": 2, "reduce_scatter": 1, **rings}, 9 * part)
-
-
-def sequence_layer_recomputation(
-    ranks: int, activation: int, *, overlap: bool = False, halves: int = 1
-) -> Budget:
-    """Return the budget of a second forward of such a layer, for its backward.
-
-    The last reduce-scatter is left out as the all-reduce of ``tensor_layer_recomputation`` is.
-    """
-    part = activation * (ranks - 1) // ranks
-    if not overlap or halves > 1:
-        gathers, scatters = 2 * halves, 2 * halves - 1
-        calls = {"all_gather": gathers, "reduce_scatter": scatters}
-        return Budget(calls, (gathers + scatters) * part // halves)
-    return Budget({"all_gather": 1, "send_receive": 3 * (ranks - 1)}, 4 * part)
 
 
 def sparse_layer(
@@ -202,21 +170,16 @@ def expert_layer(
 
 
 def pipeline(boundaries: int, microbatches: int, activation: int, *, words: int = 0) -> Budget:
-    """Return the budget of a rank of a pipeline, but for its first step.
-
-    In the first step each stage also sends a header of 64 bytes before the first hidden states of a
-    shape.
+    """Return the budget of a rank of a pipeline, after the first step, which sends headers too.
 
     Args:
         boundaries: between a stage of this rank and one of another, ``ScheduleTable.boundaries``.
         microbatches: of a step.
         activation: bytes of the hidden states of a micro-batch, on one rank of ``tp`` and ``cp``.
-        words: bytes of an embedding that the first and the last rank share, on these: its gradients
-            are exchanged.
+        words: bytes of an embedding whose gradients the first and the last rank exchange, on these.
     """
     sends = microbatches * boundaries
-    exchanges = 1 if words else 0
-    return Budget({"send_receive": 2 * sends + exchanges}, sends * activation + words)
+    return Budget({"send_receive": 2 * sends + bool(words)}, sends * activation + words)
 
 
 def replicas(ranks: int, parameters: int, marks: int, *, buckets: int) -> Budget:
@@ -231,11 +194,8 @@ def replicas(ranks: int, parameters: int, marks: int, *, buckets: int) -> Budget
 def divided(ranks: int, blocks: Sequence[int], *, again: Sequence[int] = ()) -> Budget:
     """Return the budget of sharded parameters (``zero`` 1 to 3).
 
-    Args:
-        ranks: that share them.
-        blocks: bytes of the parameters that are gathered together, of each block; with a row more
-            where the ranks do not divide the rows of one.
-        again: of those blocks that are gathered again in the backward.
+    ``blocks`` are the bytes of parameters that are gathered together, with a row more where the
+    ranks do not divide the rows of one; ``again`` of those gathered again in the backward.
     """
     parts = [-(-size // ranks) * (ranks - 1) for size in blocks]
     more = [-(-size // ranks) * (ranks - 1) for size in again]

@@ -4,7 +4,7 @@ A rank that raised alone would leave the others waiting in their next collective
 exchange whether something is wrong before they communicate, and then all of them raise.
 
 ``raise_on_all`` exchanges messages as Python objects: for set-up code, where the host may wait.
-Code of a training step sends an ``ErrorCode`` with what it exchanges anyway.
+``vote`` exchanges one number per rank, for code that may be part of a training step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedops.parallel.comm.collectives import all_to_all
 from fusedops.parallel.comm.host_groups import host_group
 
 
@@ -74,14 +75,49 @@ _REPORTS = {
 }
 
 
-def code_of(error: Exception) -> ErrorCode:
+def code_of(error: Exception | None) -> ErrorCode:
     """Return the code of an exception by its type."""
+    if error is None:
+        return ErrorCode.NONE
     return ErrorCode.TYPE if isinstance(error, TypeError) else ErrorCode.VALUE
 
 
-def error_of(op: str, codes: Sequence[int]) -> ValueError | None:
-    """Return the error of the first rank that reports one, ``None`` if none does."""
+def error_of(
+    op: str, codes: Sequence[int], sender: str = "rank {} of the group"
+) -> ValueError | None:
+    """Return the error of the first rank that reports one, which ``sender`` names, or ``None``."""
     for rank, code in enumerate(codes):
         if code != ErrorCode.NONE:
-            return ValueError(f"{op}: rank {rank} of the group {_REPORTS[ErrorCode(code)]}")
+            return ValueError(f"{op}: {sender.format(rank)} {_REPORTS[ErrorCode(code)]}")
     return None
+
+
+def vote(
+    op: str,
+    groups: Sequence[dist.ProcessGroup],
+    error: Exception | None,
+    *,
+    code: ErrorCode | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Raise on every rank if one has an error; the host waits for a number of each rank.
+
+    ``groups`` is one group; or those within and across nodes: the result of the first is sent in
+    the second. ``code`` is what is reported of ``error``, by default the code of its type;
+    ``device`` is one from which the backend of the groups can send.
+    """
+    number = int(code_of(error) if error is None or code is None else code)
+    senders = ["rank {} of this node", "a rank of node {}"]
+    if len(groups) == 1:
+        senders = ["rank {} of the group"]
+    for group, sender in zip(groups, senders, strict=True):
+        sent = torch.full((group.size(),), number, dtype=torch.int64, device=device)
+        codes = all_to_all(sent, group, label="error vote").wait().tolist()
+        if error is None:
+            error = error_of(op, codes, sender)
+            number = next((code for code in codes if code), 0)
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its traceback refers to this frame: a cycle would keep the tensors

@@ -14,24 +14,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
-from fusedops._core import checks, philox
-
 
 @dataclass(frozen=True)
 class ShardOffsets:
     """Where the shard of a rank starts in the global tensors.
 
-    Raises:
-        ValueError: a part is not below the number of parts.
-        TypeError: one is no int.
-
     Example:
-        >>> import torch
         >>> from fusedops.parallel.dropout import ShardOffsets
-        >>> ShardOffsets(sequence_part=1, sequence_parts=2).hidden_seed(torch.ones(2, 3, 8))[2:]
-        tensor([24, 48, 24, 24])
+        >>> ShardOffsets(sequence_part=1, sequence_parts=2).rows(0, tokens=3, features=8)
+        (24, 48, 24, 24)
     """
 
     batch_part: int = 0  # of the sequences: the rank among those that have others
@@ -41,46 +32,6 @@ class ShardOffsets:
     head_parts: int = 1  # how many parts those have
     context_part: int = 0  # which shard of each sequence, of ``shard_sequence``
     context_parts: int = 1  # how many shards there are
-
-    def __post_init__(self) -> None:
-        checks.integer("ShardOffsets", "batch_part", self.batch_part, least=0)
-        for what in ("sequence", "head", "context"):
-            part, parts = getattr(self, f"{what}_part"), getattr(self, f"{what}_parts")
-            checks.integer("ShardOffsets", f"{what}_parts", parts, least=1)
-            checks.integer("ShardOffsets", f"{what}_part", part, least=0)
-            if part >= parts:
-                checks.fail("ShardOffsets", f"{what}_part", f"below {what}_parts, {parts}", part)
-
-    def hidden_seed(self, input: torch.Tensor, seed: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a seed for dropout of activations ``[B, s, H]``.
-
-        ``seed`` ``[2]`` is that of the global batch; by default new numbers of torch's generator.
-
-        Raises:
-            ValueError: they are not of three dims.
-        """
-        if input.dim() != 3:
-            checks.fail("ShardOffsets", "input", "[sequences, tokens, features]", list(input.shape))
-        seed = philox.new_seed(input.device) if seed is None else seed
-        sequences, tokens, features = input.shape
-        return philox.placed(seed, self.rows(self.batch_part * sequences, tokens, features))
-
-    def score_seed(
-        self, query: torch.Tensor, length: int, seed: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return a seed for dropout in attention of complete sequences, the heads here.
-
-        ``query`` is ``[B, n, s, D]``, and ``length`` the tokens of a sequence.
-
-        Raises:
-            ValueError: they are not of four dims.
-        """
-        if query.dim() != 4:
-            expected = "[sequences, heads, tokens, features]"
-            checks.fail("ShardOffsets", "query", expected, list(query.shape))
-        seed = philox.new_seed(query.device) if seed is None else seed
-        sequences, heads = query.shape[:2]
-        return philox.placed(seed, self.scores(self.batch_part * sequences, heads, length))
 
     def rows(self, first: int, tokens: int, features: int) -> tuple[int, ...]:
         """Return the numbers of a seed for activations ``[B, s, H]``.

@@ -48,7 +48,7 @@ def rank_groups(sizes: Sizes) -> dict[str, list[list[int]]]:
         ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
     if not isinstance(sizes, Sizes):
-        raise TypeError(f"rank_groups: sizes must be Sizes, got {checks.type_name(sizes)}")
+        checks.fail_type("rank_groups", "sizes", "Sizes", sizes)
     dense = tuple(getattr(sizes, name) for name in DENSE)
     sparse = (sizes.pp, sizes.edp, sizes.ep, sizes.tp)
     return {
@@ -86,9 +86,8 @@ class Mesh:
         """Return one dimension: any name that ``rank_groups`` has."""
         if name in DENSE:
             return self.dense[name]
-        if name in ("edp", "ep"):
-            return self.sparse[name]
-        return {"data": self.data, "expert_data": self.expert_data, "stage": self.stage}[name]
+        view: DeviceMesh = self.sparse[name] if name in ("edp", "ep") else getattr(self, name)
+        return view
 
     def shards(self, ranks: int | None = None) -> DeviceMesh:
         """Return ``data``, or ``[copies, ranks]`` where only ``ranks`` of it shard something."""
@@ -120,10 +119,8 @@ def make_mesh(sizes: Sizes, *, device_type: str = "cpu") -> Mesh:
         RuntimeError: ``torch.distributed`` is not initialised.
 
     Note:
-        One group per dimension, and one each for ``data``, ``expert_data`` and ``stage`` unless
-        that is the entire job. On GPUs one all-reduce of each group makes its communicator: NCCL
-        needs all ranks of a group in its first communication, and a transfer from one rank to
-        another may be the first.
+        On GPUs one all-reduce of each group makes its communicator: NCCL needs all ranks of a group
+        in its first communication, which might be a transfer from one rank to another.
 
     Example:
         >>> import torch.distributed as dist
@@ -154,12 +151,7 @@ def make_mesh(sizes: Sizes, *, device_type: str = "cpu") -> Mesh:
 
 
 def connect(mesh: Mesh, device: torch.device) -> None:
-    """Begin each group of a mesh by an all-reduce, in the same order on all ranks.
-
-    Args:
-        mesh: whose groups.
-        device: of this process.
-    """
+    """Begin each group of a mesh by an all-reduce, in the same order on all ranks."""
     for name in (*DENSE, "data", "edp", "ep", "expert_data", "stage"):
         group = mesh.group(name)
         if group.size() > 1:

@@ -1,16 +1,11 @@
 """Two computations run in alternating phases: one communicates while the other computes.
 
-A computation is a generator. It starts a communication, yields, and waits for the result in its
-next phase; the phase that the other computation runs in between overlaps the communication.
-``start_communication`` starts those around a tensor-parallel region (``tensor/layers.py``);
-``StagedExpertParallel`` of ``expert/api.py`` is expert parallelism in such steps.
+A computation is a generator. It starts a communication (``start_communication``), yields, and waits
+for the result in its next phase; what the other computation runs in between overlaps it.
 
-The order of the backward follows from the autograd engine, which runs the most recently created
-node that is ready. The two computations do not depend on each other, so one of them always has a
-ready node, and nodes run in the reverse of the order in which they were created. Hence the backward
-of a phase is a phase as well: a communication between two phases of one computation lies between
-their backwards. The later phase starts it, the earlier phase waits for it, and the backward of the
-other computation's phase in between overlaps it.
+The backward has the same phases in reverse: autograd runs the most recently created node that is
+ready, and the two computations do not depend on each other. A communication between two phases lies
+between their backwards: the later phase starts it, the earlier one waits for it.
 
 Reference: Ren et al.: PanGu-Sigma, arXiv:2303.10845; Jangda et al.: CoCoNet, ASPLOS 2022.
 """
@@ -18,6 +13,7 @@ Reference: Ren et al.: PanGu-Sigma, arXiv:2303.10845; Jangda et al.: CoCoNet, AS
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import chain, cycle
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -35,31 +31,32 @@ Phases: TypeAlias = Generator[str, None, T]
 def run_interleaved(halves: Sequence[Phases[T]], *, lead: int) -> list[T]:
     """Run two computations in alternating phases; ``lead`` phases of the first before the second.
 
-    Returns the results of both. While communications are recorded, the log has a computation for
-    each phase, named by the half and the phase: ``"half 0: norm"``.
+    Returns the results of both. A log of communications names each phase: ``"half 0: norm"``.
     """
     results: dict[int, T] = {}
     names = ["begin", "begin"]
-
-    def run_phase(half: int) -> None:
+    for half in chain([0] * lead, cycle((1, 0))):
+        if len(results) == 2:
+            break
         if half in results:
-            return
+            continue
         with computing(f"half {half}: {names[half]}"):
             try:
                 names[half] = next(halves[half])
             except StopIteration as stop:
                 results[half] = stop.value
-
-    for _ in range(lead):
-        run_phase(0)
-    while len(results) < 2:
-        run_phase(1)
-        run_phase(0)
     return [results[0], results[1]]
 
 
-def start_communication(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start ``communicate`` of ``tensor/layers.py``; the gradient is communicated in two steps."""
+def start_communication(
+    name: str, tensor: torch.Tensor, group: dist.ProcessGroup | None
+) -> Pending:
+    """Start ``communicate`` of ``tensor/layers.py``; the gradient is communicated in two steps.
+
+    Without a group the result is ``tensor``.
+    """
+    if group is None:
+        return Pending(lambda: tensor)
     exchange = _TensorExchange(name, group)
     ticket = begin(exchange, tensor)
     return Pending(lambda: end(exchange, ticket)[0])

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from fusedops.models import PRESETS, preset
 from fusedops.planner.communication import CommunicationCurve, CommunicationModel, fit_curve
-from fusedops.planner.configurations import from_config
 from fusedops.planner.device import Device, known_devices, load_device
 from fusedops.planner.layout import Layout, TrainingShape, check
 from fusedops.planner.memory import Estimate, estimate
-from fusedops.planner.search import LayoutRanking, layouts, plan
+from fusedops.planner.search import LayoutRanking, plan
 from fusedops.planner.shapes import StepShape
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
 from fusedops.planner.space import LayoutSpace
@@ -44,9 +43,7 @@ __all__ = [
     "estimate",
     "fastest",
     "fit_curve",
-    "from_config",
     "known_devices",
-    "layouts",
     "load_device",
     "parse_bytes",
     "plan",
@@ -59,17 +56,10 @@ __all__ = [
     "step_traffic",
 ]
 
-_MOVED = {
-    "evaluate": "bench/planner/evaluation.py",
-    "recursive_layout": "bench/planner/recursive_search.py",
-}
-
 
 def __getattr__(name: str) -> Any:
     if name in ("ShardingPlan", "auto_parallel"):  # they import torch.distributed.tensor
         return getattr(importlib.import_module("fusedops.planner.sharding"), name)
     if name in ("SpatialPlan", "spatial_plan"):
         return getattr(importlib.import_module("fusedops.planner.spatial"), name)
-    if name in _MOVED:
-        raise AttributeError(f"{__name__}.{name} is in the repository's {_MOVED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -137,7 +137,6 @@ def mean_error(
 
 
 def _knees(sizes: Sequence[float]) -> list[float]:
-    """Return the places of a knee that are tried."""
     if len(sizes) < 3:
         return []
     inner = [

@@ -254,8 +254,6 @@ def load_device(name: str | Path) -> Device:
         hint = f"did you mean {near}" if near else f"known are {', '.join(known)}"
         raise InputError(f"there is no device {text!r}: {hint}; the name of a file ends in .toml")
     table = load(path)
-    if "layers" in table:
-        raise InputError(f"{path}: layers are no longer read; delete them")
     usual = load(FOLDER / "efficiency.toml")
     own = table.get("efficiency", {})
     if not isinstance(own, dict):

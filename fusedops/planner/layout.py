@@ -135,8 +135,7 @@ class Layout:
         """Return a layout from fields of ``ParallelConfig`` and of ``TrainingShape``.
 
         Args:
-            **options: the fields; ``recompute`` may have the word ``"scores"``, and ``overlap`` is
-                ``optimizer_overlap``, as in what ``options`` returns.
+            **options: the fields; ``recompute`` may have the word ``"scores"``.
 
         Raises:
             ValueError: a value has no meaning, or two do not fit together.
@@ -152,8 +151,6 @@ class Layout:
     def replace(self, **options: Any) -> Layout:
         """Return this layout with other values of some fields, as of ``of``."""
         names = {field.name for field in fields(TrainingShape)}
-        if "overlap" in options:
-            options["optimizer_overlap"] = options.pop("overlap")
         if isinstance(options.get("recompute"), str):
             words = options["recompute"].split("+")
             options["recompute_scores"] = "scores" in words
@@ -165,9 +162,7 @@ class Layout:
 
     def options(self) -> dict[str, Any]:
         """Return the fields that an estimate depends on as ``of`` takes them, for JSON."""
-        parallel, training = asdict(self.parallel), asdict(self.training)
-        both = parallel | training
-        both["overlap"], both["recompute"] = training["optimizer_overlap"], self.recompute
+        both = asdict(self.parallel) | asdict(self.training) | {"recompute": self.recompute}
         return {name: both[name] for name in _OPTIONS}
 
     @property
@@ -197,6 +192,15 @@ class Layout:
         if self.parallel.param_dtype is not None:
             return self.parallel.param_dtype
         return "float32" if self.training.precision == "float32" else "bfloat16"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of the gradients as they are accumulated over micro-batches."""
+        config, size = self.parallel, self.bytes_of.gradients
+        if config.param_dtype is not None or config.reduce_dtype is None or config.zero >= 2:
+            return size  # sharded gradients have the dtype of the parameters
+        reduced = _BYTES[config.reduce_dtype]
+        return reduced if config.zero else max(size, reduced)
 
     @property
     def reduce_bytes(self) -> int:
@@ -280,7 +284,7 @@ class Layout:
         """Return the layers of each stage, in runs that balance the operations by default."""
         config = self.parallel
         if config.pp == 1:
-            return (range(model.depth),)
+            return (range(model.num_layers),)
         return layer_runs(model, self.stages, config.pipeline_balance, config.pipeline_cuts)
 
     def layers_of(self, model: TransformerConfig, rank: int) -> list[int]:
@@ -305,15 +309,15 @@ def layer_runs(
     Args:
         model: what is trained.
         stages: of all ranks.
-        balance: as ``pipeline_balance``; ``"measured"`` counts operations here.
+        balance: as ``pipeline_balance``.
         cuts: as ``pipeline_cuts``.
     """
     if cuts is not None:
-        return tuple(at(cuts, model.depth, stages, _OP))
-    if balance == "layers" or model.encoder_layers:
-        return tuple(balanced([1.0] * model.depth, stages))
-    costs = by_operations(model)
-    return tuple(balanced(costs.layers, stages, first=costs.first, last=costs.last))
+        return tuple(at(cuts, model.num_layers, stages, _OP))
+    if balance == "layers":
+        return tuple(balanced([1.0] * model.num_layers, stages))
+    layers, head = by_operations(model)
+    return tuple(balanced(layers, stages, last=head))
 
 
 _OPTIONS = (
@@ -322,7 +326,8 @@ _OPTIONS = (
     "expert_imbalance",
     *("pipeline_cuts", "recompute", "recompute_layers", "recompute_slice_activation"),
     "mp_comm_recompute",
-    *("parallel_optimizer_comm_recompute", "offload", "overlap", "bucket_bytes"),
+    *("parallel_optimizer_comm_recompute", "offload", "optimizer_overlap"),
+    "bucket_bytes",
     *("param_dtype", "reduce_dtype"),
 )
 

@@ -119,7 +119,7 @@ def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
 def _ranks_to_compare(model: TransformerConfig, layout: Layout) -> Iterable[int]:
     """Return the pipeline ranks of which one is the fullest."""
     ranks = range(layout.parallel.pp)
-    if model.sparse_layers not in (0, model.depth) or model.encoder_layers:
+    if model.sparse_layers not in (0, model.num_layers):
         return ranks
     # Of inner ranks with as many layers, the one with most micro-batches in flight.
     inner: dict[int, int] = {}
@@ -279,6 +279,7 @@ class _Stage:
         self.plain = frozenset(plain)
         self.first, self.last = 0 in stages, layout.stages - 1 in stages
         config, sizes = layout.parallel, layout.bytes_of
+        self.gradient_bytes = layout.gradient_bytes
         self.ranks = config.sizes.data
         self.kinds = model.kinds(self.layers)
         inside = sum(
@@ -295,7 +296,8 @@ class _Stage:
         self.weights = self._on_device(self.parameters, shared=config.zero >= 3) * sizes.weights
         if config.param_dtype is not None and config.zero == 3 and self.ranks > 1:
             self.weights = 0.0  # the shards are the masters, which the states count
-        self.gradients = self._on_device(self.parameters, shared=config.zero >= 2) * sizes.gradients
+        gradients = self._on_device(self.parameters, shared=config.zero >= 2)
+        self.gradients = gradients * self.gradient_bytes
         self.states = self._on_device(self.parameters, shared=config.zero >= 1) * sizes.states
         # Autocast's copies: of what products read, until the backward has used them.
         head = self.vocabulary if self.last else 0.0
@@ -326,12 +328,12 @@ class _Stage:
         last, first = self.layers[-1], self.layers[0]
         # Autograd adds a new gradient to the accumulated one: for a moment both exist.
         # With a tied head that of the head waits for the embedding's, the last one.
-        head = self.vocabulary * sizes.gradients if self.last else 0.0
-        words = self.vocabulary * sizes.gradients if self.first else 0.0
+        head = self.vocabulary * self.gradient_bytes if self.last else 0.0
+        words = self.vocabulary * self.gradient_bytes if self.first else 0.0
         waiting = head if model.tied and self.first else 0.0
         first_weights, first_feed_forward = _layer_weights(model, first)
         inside, feed_forward = self._on_device(first_weights), self._on_device(first_feed_forward)
-        widest = sizes.gradients * max(
+        widest = self.gradient_bytes * max(
             self._on_device(_layer_weights(model, layer)[1])
             * _arriving_share(model, layout, layer, accumulates)
             for layer in self.kinds
@@ -346,7 +348,7 @@ class _Stage:
             at_end = before + self._arriving(words + summed)
         else:
             before = 0.0
-            missing = (inside - feed_forward) * sizes.gradients + words - waiting
+            missing = (inside - feed_forward) * self.gradient_bytes + words - waiting
             in_first = self.gradients - self._arriving(missing)
             at_end = self.gradients + self._arriving(summed)
         in_last = before + self._arriving(widest + (waiting if accumulates else head))
@@ -428,7 +430,6 @@ class _Stage:
         return converted - self._on_device(Weights(experts=weights.experts))
 
     def _saved(self) -> float:
-        """Return what all micro-batches in flight keep."""
         model, layout = self.model, self.layout
         outside = saved_tensors.before(model, layout) if self.first else []
         outside = [*outside, *(saved_tensors.after(model, layout) if self.last else [])]
@@ -456,7 +457,6 @@ class _Stage:
                 yield layer, count, self._layout_of(layer)
 
     def _host_of_optimizer(self) -> float:
-        """Return the bytes of ``OffloadedAdamW`` in the host's memory."""
         layout, sizes = self.layout, self.layout.bytes_of
         share = self._on_device(self.parameters, shared=layout.parallel.zero >= 1)
         states = _FLOAT32 + sizes.moments
@@ -505,17 +505,16 @@ class _Stage:
         return buffers
 
     def _data_parallel_buffers(self) -> float:
-        """Return the buffers of the data-parallel exchange of gradients and weights."""
         config, sizes = self.layout.parallel, self.layout.bytes_of
         vocabulary = self.vocabulary * self.has_vocabulary
-        if config.zero == 0 and sizes.gradients >= _FLOAT32:
+        if config.zero == 0 and self.gradient_bytes >= _FLOAT32:
             return 0.0  # gradients are reduced in place
         if config.zero == 0 and config.param_dtype is not None:  # in buckets of float32
             return self._on_device(self.parameters) * _FLOAT32
         if config.zero < 2:
-            return min(config.bucket_bytes, self._on_device(self.parameters) * sizes.gradients)
+            return min(config.bucket_bytes, self._on_device(self.parameters) * self.gradient_bytes)
         # Gradients of what is being reduced.
-        buffers = max(self.largest_layer, vocabulary) * sizes.gradients
+        buffers = max(self.largest_layer, vocabulary) * self.layout.reduce_bytes
         if config.zero < 3:
             return buffers
         weights = self._on_device(self.parameters) * sizes.weights

@@ -45,8 +45,6 @@ def layer(model: TransformerConfig, layout: Layout, index: int) -> list[SavedAct
     saved = [*_norm(model, layout, "norm 1"), *_attention(model, layout)]
     saved += _norm(model, layout, "norm 2")
     saved += _cast_again(model, layout)
-    if model.has_cross_attention(index):
-        saved += [*_attention(model, layout), *_norm(model, layout, "norm 3")]
     sparse = model.is_sparse(index)
     saved += _experts(model, layout) if sparse else _feed_forward(model, layout)
     if layout.training.dropout and layout.training.kernels != "fused":

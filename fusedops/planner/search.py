@@ -7,7 +7,6 @@ each layer), lowest stage of ``zero``, and then by the bytes that are left.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -60,31 +59,6 @@ class LayoutRanking:
         return sum(row.left(self.memory) >= 0 for row in self.rows)
 
 
-def layouts(
-    model: TransformerConfig,
-    devices: int,
-    base: Layout,
-    *,
-    virtual: int | None = None,
-    **choices: Any,
-) -> Iterator[Layout]:
-    """Yield every layout on that many devices that fits the model's sizes.
-
-    Args:
-        model: what is trained.
-        devices: how many there are.
-        base: where all else comes from.
-        virtual: stages of a rank of a pipeline; the schedule's own number by default.
-        **choices: as in ``LayoutSpace``.
-
-    Raises:
-        ValueError: a value that is to be tried has no meaning for any model.
-        TypeError: a size is no integer.
-    """
-    for mesh in _meshes(LayoutSpace(model, devices, base, **choices), virtual):
-        yield from mesh.variants
-
-
 class _Mesh(NamedTuple):
     """Parallel sizes to try: the layouts that have them, or why there are none."""
 
@@ -93,14 +67,12 @@ class _Mesh(NamedTuple):
     refusal: str = ""
 
 
-def _meshes(space: LayoutSpace, virtual: int | None) -> Iterator[_Mesh]:
-    """Yield each choice of parallel sizes and schedule; arguments as of ``layouts``."""
-    if virtual is not None:
-        checks.integer("plan", "pipeline_virtual", virtual, least=1)
+def _meshes(space: LayoutSpace) -> Iterator[_Mesh]:
+    """Yield each choice of parallel sizes and schedule."""
     for sizes in space.meshes():
         piped = sizes["pp"] > 1
         for order in space.schedule if piped else ("1f1b",):
-            stages = virtual if piped else None
+            stages = space.virtual if piped else None
             options = {**sizes, "pipeline_schedule": order, "pipeline_virtual": stages}
             try:
                 layout = fitted(space.model, space.devices, space.base, options)
@@ -119,7 +91,7 @@ def plan(
         devices: how many there are.
         memory: bytes of each.
         base: what is not searched for: precision, micro-batch, kernels and so on.
-        **choices: as in ``layouts`` and ``LayoutSpace``.
+        **choices: as in ``LayoutSpace``.
 
     Raises:
         ValueError: no layout on that many devices fits the model's sizes, or a value to try has no
@@ -133,17 +105,16 @@ def plan(
         'none'
     """
     checks.integer("plan", "memory", memory, least=1)
-    virtual = choices.pop("virtual", None)
     space = LayoutSpace(model, devices, base or Layout(), **choices)
-    meshes = list(_meshes(space, virtual))
-    notes = _notes(space, virtual, meshes)
+    meshes = list(_meshes(space))
+    notes = _notes(space, meshes)
     rows = sorted(_estimated(meshes, model), key=lambda row: _cost(row, memory))
     if not rows:
         raise ValueError(f"plan: no layout is possible: {'; '.join(notes)}")
     if rows[0].left(memory) >= 0:
         advice = f"take the first: {describe(rows[0].layout)}"
     else:
-        advice = _advice(space, virtual, rows, memory)
+        advice = _advice(space, rows, memory)
     return LayoutRanking(tuple(rows), memory, advice, tuple(notes))
 
 
@@ -153,13 +124,13 @@ def _estimated(meshes: Iterable[_Mesh], model: TransformerConfig) -> Iterator[Pl
             yield PlannedLayout(layout, estimate_unchecked(model, layout))
 
 
-def _notes(space: LayoutSpace, virtual: int | None, meshes: Sequence[_Mesh]) -> list[str]:
+def _notes(space: LayoutSpace, meshes: Sequence[_Mesh]) -> list[str]:
     """Return why sizes that were asked for are in no layout; without any, at least one."""
     asked = [(name, value) for name in ("tp", "pp", "ep") for value in getattr(space, name)]
     if tuple(space.schedule) != SCHEDULES:
         asked += [("pipeline_schedule", name) for name in space.schedule]
-    if virtual is not None:
-        asked.append(("pipeline_virtual", virtual))
+    if space.virtual is not None:
+        asked.append(("pipeline_virtual", space.virtual))
     notes = []
     for name, value in asked:
         same = [mesh for mesh in meshes if mesh.options[name] == value]
@@ -170,14 +141,12 @@ def _notes(space: LayoutSpace, virtual: int | None, meshes: Sequence[_Mesh]) -> 
     return list(dict.fromkeys(notes))
 
 
-def _advice(
-    space: LayoutSpace, virtual: int | None, rows: Sequence[PlannedLayout], memory: int
-) -> str:
+def _advice(space: LayoutSpace, rows: Sequence[PlannedLayout], memory: int) -> str:
     """Return what to do where none of the rows fits."""
     least = min(rows, key=lambda row: row.estimate.peak)
     advice = f"nothing fits in {show_bytes(memory)}: the least is "
     advice += f"{show_bytes(least.estimate.peak)} with {describe(least.layout)}"
-    more = _fitting_devices(space, virtual, memory)
+    more = _fitting_devices(space, memory)
     if more is not None:
         return f"{advice}; {more} such devices would do, or {space.devices} of that size"
     if space.base.training.micro_batch > 1 or space.base.length(space.model) > 1024:
@@ -185,36 +154,30 @@ def _advice(
     return f"{advice}; take devices of that size"
 
 
-def _fitting_devices(space: LayoutSpace, virtual: int | None, memory: int) -> int | None:
+def _fitting_devices(space: LayoutSpace, memory: int) -> int | None:
     """Return how many devices would do, doubling their number; ``None``: no number would.
 
-    Only choices that can need the least are looked at. With more devices nothing grows on each of
-    them but the buffers of their communication: where the largest number would not do without
-    these, no smaller one does with them.
+    Only choices that can need the least are looked at.
     """
-    model = space.model
     frugal = replace(
         space,
         schedule=("1f1b",) if tuple(space.schedule) == SCHEDULES else space.schedule,
         offload=[a for a in space.offload if not any(set(a) < set(b) for b in space.offload)],
         zero=sorted(space.zero, reverse=True),
     )
+
+    def fits(devices: int) -> bool:
+        meshes = _meshes(replace(frugal, devices=devices))
+        return any(row.left(memory) >= 0 for row in _estimated(meshes, space.model))
+
+    # Weights are never off devices.
+    fewest = space.model.parameters().total * space.base.bytes_of.weights / memory
     numbers = [space.devices << n for n in range(1, _MOST_DEVICES.bit_length())]
-    numbers = [number for number in numbers if number <= _MOST_DEVICES]
-
-    def rows(devices: int) -> Iterator[PlannedLayout]:
-        return _estimated(_meshes(replace(frugal, devices=devices), virtual), model)
-
-    if not numbers or all(
-        row.left(memory) + row.estimate.parts["communication"] < 0 for row in rows(numbers[-1])
-    ):
+    numbers = [number for number in numbers if fewest <= number <= _MOST_DEVICES]
+    # Where the largest number would not do, the smaller ones need not be looked at.
+    if not numbers or not fits(numbers[-1]):
         return None
-    weights = model.parameters().total * space.base.bytes_of.weights  # never off devices
-    fewest = fewest_devices(weights, memory)
-    for number in numbers:
-        if number >= fewest and any(row.left(memory) >= 0 for row in rows(number)):
-            return number
-    return None
+    return next(number for number in numbers if fits(number))
 
 
 def _cost(row: PlannedLayout, memory: int) -> tuple[float, ...]:
@@ -223,16 +186,6 @@ def _cost(row: PlannedLayout, memory: int) -> tuple[float, ...]:
         return (1, -left, 0, 0, 0, 0, 0)
     recomputed = {"none": 0, "full": 4}.get(layout.recompute, len(layout.recomputed))
     return (0, len(config.offload), recomputed, layout.bubble, config.tp, config.zero, -left)
-
-
-def fewest_devices(size: float, memory: float) -> int:
-    """Return how many devices hold so many bytes, if nothing but that is in them.
-
-    Example:
-        >>> fewest_devices(3500e9, 32e9)
-        110
-    """
-    return math.ceil(size / memory)
 
 
 def describe(layout: Layout) -> str:

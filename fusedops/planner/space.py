@@ -38,6 +38,7 @@ class LayoutSpace:
         recompute: as in ``Layout``, those to try.
         offload: as in ``Layout``, those to try.
         schedule: of pipelines, those to try; one stage has none, and is tried once.
+        virtual: stages of a rank of a pipeline; the schedule's own number by default.
 
     Raises:
         ValueError: a value that is to be tried has no meaning for any model.
@@ -55,9 +56,12 @@ class LayoutSpace:
     recompute: Sequence[str] = RECOMPUTE
     offload: Sequence[tuple[str, ...]] = OFFLOAD
     schedule: Sequence[str] = SCHEDULES
+    virtual: int | None = None
 
     def __post_init__(self) -> None:
         checks.integer("plan", "devices", self.devices, least=1)
+        if self.virtual is not None:
+            checks.integer("plan", "pipeline_virtual", self.virtual, least=1)
         base = self.base.replace(recompute_slice_activation=False)
         object.__setattr__(self, "base", base)
         # What only does not fit is passed over, what has no meaning is not.
@@ -72,7 +76,7 @@ class LayoutSpace:
         """Yield sizes to try, as options of ``Layout``; the devices or the model may not fit."""
         sizes = itertools.product(
             self.tp or powers_of_two(MOST_TENSOR),
-            self.pp or range(1, min(self.devices, self.model.depth) + 1),
+            self.pp or range(1, min(self.devices, self.model.num_layers) + 1),
             self.cp or (self.base.parallel.cp,),
         )
         for tp, pp, cp in sizes:

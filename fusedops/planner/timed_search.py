@@ -85,11 +85,6 @@ class TimedRanking:
     too_large: int
     least: PlannedLayout | None
 
-    @property
-    def gap(self) -> float:
-        """By how much the first row may be slower than the fastest of all, as a share."""
-        return max(0.0, self.rows[0].seconds / self.bound - 1) if self.rows else 0.0
-
 
 def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
     """Return what a step of a layout computes and communicates.
@@ -128,7 +123,7 @@ def step_shape(model: TransformerConfig, layout: Layout) -> StepShape:
 def _shape(model: TransformerConfig, layout: Layout, **options: Any) -> StepShape:
     training = layout.training
     return StepShape(
-        layers=model.depth,
+        layers=model.num_layers,
         hidden=model.hidden_size,
         heads=model.num_heads,
         kv_heads=model.kv_heads,
@@ -165,11 +160,10 @@ def _rank_layers(
 
 
 def _share_of_layers(model: TransformerConfig, layout: Layout) -> float:
-    """Return the share of all layers that recompute."""
     count = layout.parallel.recompute_layers
     if count is None:
         return 1.0
-    return sum(min(count, len(run)) for run in layout.runs(model)) / model.depth
+    return sum(min(count, len(run)) for run in layout.runs(model)) / model.num_layers
 
 
 def _recomputed(layout: Layout) -> str:
@@ -321,14 +315,13 @@ class _TimedSearch:
         )
 
     def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
-        """Yield the schedules of a pipeline with the stages of a rank."""
         if pp == 1:
             yield "1f1b", 1
             return
         for name in self.space.schedule:
             counts = (PIPELINES[name].virtual,)
             for count in self.virtual if name == "interleaved" else counts:
-                if pp * count <= self.model.depth:
+                if pp * count <= self.model.num_layers:
                     yield name, count
 
     def _bound(self, choice: dict[str, Any]) -> float:
@@ -410,7 +403,6 @@ class _TimedSearch:
         return TimedLayout(several, needed, *self._timed(several))
 
     def _fits(self, needed: Estimate) -> bool:
-        """Return whether an estimate fits device and host."""
         return needed.peak <= self.memory and needed.host <= self.device.links.host_bytes
 
     def _can_fit(self, layouts: Sequence[Layout]) -> bool:

@@ -94,7 +94,6 @@ def _activation(model: TransformerConfig, layout: Layout) -> int:
 
 
 def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
-    """Return what a micro-batch needs of tensor parallelism."""
     config = layout.parallel
     activation, tp = _activation(model, layout), config.tp
     halves = 2 if config.overlap_microbatches else 1
@@ -121,14 +120,12 @@ def _tensor(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
         layer = budgets.sequence_layer(
             tp, activation, overlap=overlap, overlap_mlp=not plain_mlp, halves=halves
         )
-        repeat = budgets.sequence_layer_recomputation(
-            tp, activation, overlap=overlap, halves=halves
-        )
+        repeat = budgets.sequence_layer(tp, activation, overlap=overlap, halves=halves, again=True)
         part = activation * (tp - 1) // tp
         end = Budget({"all_gather": 1, "reduce_scatter": 1}, 2 * part)
     else:
         layer = budgets.tensor_layer(tp, activation, halves=halves)
-        repeat = budgets.tensor_layer_recomputation(tp, activation, halves=halves)
+        repeat = budgets.tensor_layer(tp, activation, halves=halves, again=True)
         end = budgets.all_reduces(tp, [activation])
     weight = layout.bytes_of.weights
     if model.kv_heads < tp:  # ranks share heads of keys, and add up their gradients
@@ -172,7 +169,6 @@ def _replicated_in_experts(model: TransformerConfig) -> list[int]:
 
 
 def _context(model: TransformerConfig, layout: Layout) -> Budget:
-    """Return what a layer and micro-batch needs of context parallelism."""
     queries, keys = _attended(model, layout)
     if layout.parallel.context == "all_to_all":
         return budgets.all_to_all_layer(layout.parallel.cp, queries, keys)
@@ -250,7 +246,6 @@ def _pipeline(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
 
 
 def _data(model: TransformerConfig, layout: Layout, rank: int) -> Budget:
-    """Return what gradients and weights need of data parallelism."""
     config, ranks = layout.parallel, layout.parallel.sizes.data
     weights = weights_of_rank(model, layout, rank)
     dense = round(weights.split / config.tp + weights.replicated)

@@ -5,7 +5,7 @@
 ``read_timings`` reads what a run has recorded. docs/observe.md leads from a slow job to its cause.
 """
 
-from fusedops.profiler.detection import Detector, Finding, Thresholds
+from fusedops.profiler.detection import Detector, Finding
 from fusedops.profiler.module_timer import ModuleTimer
 from fusedops.profiler.recorder import StepRecorder
 from fusedops.profiler.timings import RunShape, Timings, TimingsWriter, read_timings
@@ -18,7 +18,6 @@ __all__ = [
     "RunShape",
     "RunWatch",
     "StepRecorder",
-    "Thresholds",
     "Timings",
     "TimingsWriter",
     "read_timings",

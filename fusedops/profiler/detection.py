@@ -1,4 +1,4 @@
-"""Finds what makes a job slow while it runs: rank, stage, link, data, experts, pauses, memory.
+"""Finds what makes a job slow while it runs: rank, stage, link, data, experts, pauses.
 
 A rank is judged by its own time, in which it waits for nobody: the one that arrives late is named,
 never those that wait for it. It is compared with its peers, the ranks of the same pipeline stage,
@@ -11,52 +11,31 @@ absolute deviation of the same quantity over the last steps and all ranks.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from fusedops.profiler.timings import GROUPS, REGULAR, RunShape, Timings, column
+from fusedops.profiler.timings import GROUPS, REGULAR, RunShape, column
 
 # Deviations in units of a normal distribution's standard deviation: median absolute deviations
 # times this number.
 _NORMAL = 1.4826
 _PEER_SECTIONS = [column(name) for name in REGULAR]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Thresholds:
-    """From where on a deviation is a finding.
-
-    Attributes:
-        slow: share of its peers' time by which a rank or a stage is slower.
-        severe: the share from which on a finding is a warning; below it is a note. The cluster
-            analysis of MindSpore reports from 0.2 on.
-        link: share of a step by which a group's transfers are longer.
-        pause: share of a step that one pause takes.
-        pause_seconds: that a pause takes at least.
-        memory: share by which memory grows within ``window`` steps.
-        imbalance: rows of the experts with most, by their mean.
-        noise: how many standard deviations of the noise a deviation has at least.
-        window: steps of which the median is taken.
-        chronic: steps of a window with the same deviation, from which on it is chronic.
-        warm_up: first steps, which count for nothing: caches fill, kernels are tuned.
-    """
-
-    slow: float = 0.06
-    severe: float = 0.2
-    link: float = 0.06
-    pause: float = 0.3
-    pause_seconds: float = 0.05
-    memory: float = 0.05
-    imbalance: float = 2.0
-    noise: float = 3.5
-    window: int = 8
-    chronic: int = 5
-    warm_up: int = 3
+# A rank or a stage is slow from this share of its peers' time on, and a link from this share of a
+# step on.
+_SLOW = 0.06
+# From this share on a finding is a warning, and below it a note; the cluster analysis of MindSpore
+# reports from it on.
+_SEVERE = 0.2
+_PAUSE, _PAUSE_SECONDS = 0.3, 0.05  # at least this share of a step, and these seconds
+_IMBALANCE = 2.0  # rows of the experts with most, by their mean
+_NOISE = 3.5  # standard deviations of the job's own noise
+# Steps of which the median is taken, and those of them that have a deviation which lasts.
+_WINDOW, _LASTS = 8, 5
+_WARM_UP = 3  # steps that count for nothing: caches fill, kernels are tuned
 
 
 @dataclass(frozen=True)
@@ -64,14 +43,12 @@ class Finding:
     """What makes a job slow.
 
     Attributes:
-        kind: ``"rank"``, ``"stage"``, ``"link"``, ``"data"``, ``"experts"``, ``"pause"`` or
-            ``"memory"``.
+        kind: ``"rank"``, ``"stage"``, ``"link"``, ``"data"``, ``"experts"`` or ``"pause"``.
         ranks: those that cause it: one, those of a stage, or those of a process group.
         section: of the step, a name of ``REGULAR``; of a link the kind of parallelism.
         factor: how many times what is usual.
         since: the first step that shows it.
         step: at which it was found.
-        chronic: whether it lasts; a pause happens once.
         severe: whether it is a warning.
         seconds: that it adds to a step.
         advice: what to do.
@@ -83,7 +60,6 @@ class Finding:
     factor: float
     since: int
     step: int
-    chronic: bool
     severe: bool
     seconds: float
     advice: str
@@ -94,7 +70,7 @@ class Finding:
     def sentence(self) -> str:
         """Return what was found, in a line."""
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {listed(self.ranks)}"
-        since = f"since step {self.since}" if self.chronic else f"at step {self.since}"
+        since = f"since step {self.since}" if self.kind != "pause" else f"at step {self.since}"
         cost = f"{1e3 * self.seconds:.0f} ms a step"
         return {
             "rank": f"{who} is {self.factor:.2f}x as slow as its peers ({self.section}), {cost}",
@@ -105,7 +81,6 @@ class Finding:
             "data": f"{who} has {self.factor:.2f}x the attention work of its peers, {cost}",
             "experts": f"the experts of {who} get {self.factor:.2f}x the mean of all rows, {cost}",
             "pause": f"{who} paused for {1e3 * self.seconds:.0f} ms in {self.section}",
-            "memory": f"the memory of {who} grows: {self.factor:.2f}x within the last steps",
         }[self.kind] + f", {since}"
 
     def record(self) -> dict[str, Any]:
@@ -124,16 +99,11 @@ _ADVICE = {
     "experts": "raise the balance loss, or use the balancing bias (docs/routing.md)",
     "gc": "call gc.freeze() after the start, or gc.disable() and collect between steps",
     "pause": "look at what else runs on its machine at that time",
-    "memory": "something keeps tensors: losses without .item(), growing caches or lists",
 }
 
 
 class Detector:
-    """Looks at the rows of all ranks, step by step, and tells what is new.
-
-    Args:
-        shape: of the run.
-        thresholds: from where on a deviation is a finding.
+    """Looks at the rows of all ranks of a run, step by step, and tells what is new.
 
     Example:
         >>> import torch
@@ -148,20 +118,17 @@ class Detector:
         [('rank', (2,), 'forward')]
     """
 
-    def __init__(self, shape: RunShape, thresholds: Thresholds | None = None) -> None:
-        self.shape, self.thresholds = shape, thresholds or Thresholds()
-        window = self.thresholds.window
-        self._steps: deque[int] = deque(maxlen=window)
-        self._rows: deque[torch.Tensor] = deque(maxlen=window)
+    def __init__(self, shape: RunShape) -> None:
+        self.shape = shape
+        self._steps: deque[int] = deque(maxlen=_WINDOW)
+        self._rows: deque[torch.Tensor] = deque(maxlen=_WINDOW)
         self._seen = 0
         self._reported: dict[tuple[Any, ...], int] = {}
         self._usual: torch.Tensor | None = None  # rows of the first window: what was usual
-        self._first: list[torch.Tensor] = []
         # Pauses of the last step, which may turn out to last, and all ranks that were late then.
         self._standing: list[Finding] = []
         self._late: set[int] = set()
-        ranks = range(shape.ranks)
-        stages = torch.tensor([shape.stage_of(rank) for rank in ranks])
+        stages = torch.tensor([shape.stage_of(rank) for rank in range(shape.ranks)])
         self._stages = [(stages == stage).nonzero().flatten() for stage in range(shape.sizes["pp"])]
 
     def update(self, step: int, rows: torch.Tensor) -> list[Finding]:
@@ -172,23 +139,19 @@ class Detector:
             rows: float32 ``[ranks, fields]``.
         """
         self._seen += 1
-        if self._seen <= self.thresholds.warm_up:
+        if self._seen <= _WARM_UP:
             return []
         self._steps.append(step)
         self._rows.append(rows)
         findings = self._pauses(rows)
-        usual = self._usual
-        if usual is None:
-            self._first.append(rows)
-            if len(self._first) == self.thresholds.window:
-                self._usual = torch.stack(self._first).median(dim=0).values
-        if len(self._rows) >= self.thresholds.chronic:
-            window = torch.stack(list(self._rows))
+        if len(self._rows) >= _LASTS:
+            window, usual = torch.stack(list(self._rows)), self._usual
             findings += self._slow_ranks(window)
             if usual is not None:
                 findings += self._slow_stages(window, usual)
                 findings += self._slow_links(window, usual)
-                findings += self._growing_memory(window)
+            elif len(window) == _WINDOW:
+                self._usual = window.median(dim=0).values
         return self._new(findings)
 
     def _new(self, findings: list[Finding]) -> list[Finding]:
@@ -198,30 +161,26 @@ class Detector:
             key = (finding.kind, finding.ranks, finding.section)
             before = self._reported.get(key)
             self._reported[key] = finding.step
-            if before is None or finding.step - before > self.thresholds.window:
+            if before is None or finding.step - before > _WINDOW:
                 new.append(finding)
         return new
 
-    def _slow_ranks(self, window: torch.Tensor) -> list[Finding]:
-        findings = []
+    def _slow_ranks(self, window: torch.Tensor) -> Iterator[Finding]:
         own = window[:, :, _PEER_SECTIONS].sum(2)  # [W, R]
         for ranks in self._stages:
             if len(ranks) < 2:
                 continue
             of_peers = own[:, ranks]
             excess = of_peers / _lower_median(of_peers, 1) - 1
-            for place, since, median in self._lasting(self.thresholds.slow, excess):
-                findings.append(self._slow_rank(window, ranks, int(ranks[place]), since, median))
-        return findings
+            for place, since, median in self._lasting(_SLOW, excess):
+                yield self._slow_rank(window, ranks, int(ranks[place]), since, median)
 
     def _slow_rank(
         self, window: torch.Tensor, ranks: torch.Tensor, rank: int, since: int, excess: float
     ) -> Finding:
-        """Return why a rank is slower than its peers."""
         sections = window[:, :, _PEER_SECTIONS]
-        more = (
-            (sections[:, rank] - _lower_median(sections[:, ranks], 1).squeeze(1)).median(0).values
-        )
+        of_peers = _lower_median(sections[:, ranks], 1).squeeze(1)
+        more = (sections[:, rank] - of_peers).median(0).values
         section = REGULAR[int(more.argmax())]
         kind, factor = "rank", 1 + excess
         advice = {"data": "input", "optimizer": "optimizer"}.get(section, "rank")
@@ -231,37 +190,31 @@ class Detector:
         }
         for name, amount in work.items():
             share = amount[:, rank] / _lower_median(amount[:, ranks], 1).squeeze(1).clamp(min=1)
-            most = self.thresholds.imbalance if name == "experts" else 1 + self.thresholds.slow
+            most = _IMBALANCE if name == "experts" else 1 + _SLOW
             if section in ("forward", "backward") and float(share.median()) > most:
                 kind, factor, advice = name, float(share.median()), name
-        return self._chronic(
-            kind, (rank,), section, factor, since, excess, float(more.sum()), advice
-        )
+        seconds = float(more.sum())
+        return self._chronic(kind, (rank,), section, factor, since, excess, seconds, advice)
 
-    def _slow_stages(self, window: torch.Tensor, usual: torch.Tensor) -> list[Finding]:
-        """Return stages all of whose ranks are slower than before, other stages are not."""
+    def _slow_stages(self, window: torch.Tensor, usual: torch.Tensor) -> Iterator[Finding]:
+        """Yield stages all of whose ranks are slower than before, other stages are not."""
         if len(self._stages) < 2:
-            return []
+            return
         own = window[:, :, _PEER_SECTIONS]
         before = usual[:, _PEER_SECTIONS]
         times = torch.cat([_lower_median(own[:, ranks].sum(2), 1) for ranks in self._stages], 1)
         usually = torch.stack([before[ranks].sum(1).median() for ranks in self._stages])
         growth = times / usually  # [W, stages]
         excess = growth / _lower_median(growth, 1) - 1
-        findings = []
-        for stage, since, median in self._lasting(self.thresholds.slow, excess):
+        for stage, since, median in self._lasting(_SLOW, excess):
             ranks = self._stages[stage]
             more = own[:, ranks].median(1).values.median(0).values - before[ranks].median(0).values
             kind, section = "stage" if len(ranks) > 1 else "rank", REGULAR[int(more.argmax())]
             of_stage, seconds = tuple(ranks.tolist()), float(more.sum())
-            findings.append(
-                self._chronic(kind, of_stage, section, 1 + median, since, median, seconds, kind)
-            )
-        return findings
+            yield self._chronic(kind, of_stage, section, 1 + median, since, median, seconds, kind)
 
-    def _slow_links(self, window: torch.Tensor, usual: torch.Tensor) -> list[Finding]:
-        """Return groups whose transfers take longer than before, or than those of other groups."""
-        findings = []
+    def _slow_links(self, window: torch.Tensor, usual: torch.Tensor) -> Iterator[Finding]:
+        """Yield groups whose transfers take longer than before, or than those of other groups."""
         seconds = window[:, :, column("step")].median(1).values
         for name in GROUPS:
             if not bool(window[:, :, column(f"bytes_{name}")].any()):
@@ -272,33 +225,29 @@ class Detector:
             # What the last to arrive waits is the transfer.
             waits = window[:, :, column(f"blocked_{name}")]
             transfer = torch.stack([waits[:, group].min(1).values for group in groups], 1)
-            before = torch.stack(
-                [usual[group, column(f"blocked_{name}")].min() for group in groups]
-            )
+            usually = usual[:, column(f"blocked_{name}")]
+            before = torch.stack([usually[group].min() for group in groups])
             if len(groups) > 2:  # a link that was slow from the start is slower than others
                 before = torch.minimum(before, transfer.median(0).values.median())
             more = (transfer - before) / seconds[:, None]
-            for number, since, median in self._lasting(self.thresholds.link, more):
+            for number, since, median in self._lasting(_SLOW, more):
                 ranks, took = tuple(groups[number]), transfer[:, number]
                 extra = float((took - before[number]).median())
                 factor = float(took.median() / before[number].clamp(min=1e-6))
-                findings.append(
-                    self._chronic("link", ranks, name, factor, since, median, extra, "link")
-                )
-        return findings
+                yield self._chronic("link", ranks, name, factor, since, median, extra, "link")
 
     def _pauses(self, rows: torch.Tensor) -> list[Finding]:
         """Return ranks that stood still in the step before, and do not any more.
 
         By Python's collector, or by what nobody sees.
         """
-        if len(self._rows) <= self.thresholds.chronic:
+        if len(self._rows) <= _LASTS:
             return []
         step = self._steps[-1]
         window = torch.stack(list(self._rows)[:-1])
         seconds = float(window[:, :, column("step")].median())
         more = rows[:, _PEER_SECTIONS] - window[:, :, _PEER_SECTIONS].median(0).values
-        least = max(self.thresholds.pause * seconds, self.thresholds.pause_seconds)
+        least = max(_PAUSE * seconds, _PAUSE_SECONDS)
         late = more.sum(1) > least
         ended = [finding for finding in self._standing if not late[finding.ranks[0]]]
         self._standing = []
@@ -307,29 +256,11 @@ class Detector:
             lost = float(more[rank].sum())
             collected = float(rows[rank, column("gc")]) > lost / 2
             section = "gc" if collected else REGULAR[int(more[rank].argmax())]
-            severe = lost > self.thresholds.severe * seconds
-            advice = _ADVICE["gc" if collected else "pause"]
-            factor = 1 + lost / seconds
+            advice, share = _ADVICE["gc" if collected else "pause"], lost / seconds
             self._standing.append(
-                Finding(
-                    "pause", (rank,), section, factor, step, step + 1, False, severe, lost, advice
-                )
+                Finding("pause", (rank,), section, 1 + share, step, step + 1, True, lost, advice)
             )
         return ended
-
-    def _growing_memory(self, window: torch.Tensor) -> list[Finding]:
-        memory = window[:, :, column("memory")]
-        growth = memory[-1] / memory[0].clamp(min=1) - 1
-        rises = (memory.diff(dim=0) > 0).sum(0) >= len(memory) - 2
-        findings = []
-        for rank in ((growth > self.thresholds.memory) & rises).nonzero().flatten().tolist():
-            factor = 1 + float(growth[rank])
-            larger = memory[:, rank] > memory[0, rank] * (1 + 0.1 * float(growth[rank]))
-            since = self._steps[int(larger.nonzero()[0])]
-            findings.append(
-                self._chronic("memory", (rank,), "other", factor, since, math.inf, 0.0, "memory")
-            )
-        return findings
 
     def _chronic(
         self,
@@ -343,9 +274,8 @@ class Detector:
         advice: str,
     ) -> Finding:
         """Return a finding that lasts; a large excess is a warning."""
-        step, severe = self._steps[-1], excess > self.thresholds.severe
-        text = _ADVICE[advice]
-        return Finding(kind, ranks, section, factor, since, step, True, severe, seconds, text)
+        severe, text = excess > _SEVERE, _ADVICE[advice]
+        return Finding(kind, ranks, section, factor, since, self._steps[-1], severe, seconds, text)
 
     def _lasting(self, threshold: float, values: torch.Tensor) -> list[tuple[int, int, float]]:
         """Return the columns of ``[W, n]`` that are too large in most steps of the window.
@@ -359,9 +289,9 @@ class Detector:
         medians = values.median(0).values
         deviations = (values - medians).abs()
         noise = torch.maximum(deviations.median(0).values, deviations.median())
-        limits = (self.thresholds.noise * _NORMAL * noise).clamp(min=threshold)
+        limits = (_NOISE * _NORMAL * noise).clamp(min=threshold)
         late = values > limits
-        lasts = (medians > limits) & (late.sum(0) >= self.thresholds.chronic)
+        lasts = (medians > limits) & (late.sum(0) >= _LASTS)
         return [
             (number, self._steps[int(late[:, number].nonzero()[0])], float(medians[number]))
             for number in lasts.nonzero().flatten().tolist()
@@ -376,18 +306,11 @@ def find_all(timings: Timings) -> list[Finding]:
 
 
 def _lower_median(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the median along a dimension, which stays; of two the lower."""
-    return values.median(dim, keepdim=True).values
+    return values.median(dim, keepdim=True).values  # of two the lower
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return ranks as text, short where there are many.
-
-    Example:
-        >>> from fusedops.profiler.detection import listed
-        >>> listed((0, 1, 2, 3, 4, 5, 6, 7))
-        '0, 1, 2 ... 7'
-    """
+    """Return ranks as text, short where there are many: ``0, 1, 2 ... 7``."""
     if len(ranks) <= 5:
         return ", ".join(map(str, ranks))
     return f"{', '.join(map(str, ranks[:3]))} ... {ranks[-1]}"

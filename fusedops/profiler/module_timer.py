@@ -7,7 +7,6 @@ backward returns when the last bucket has arrived.
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +65,10 @@ class ModuleTimer:
         """
         several = dist.is_available() and dist.is_initialized()
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        hosts: list[Any] = [socket.gethostname()] * ranks
-        if several:
-            dist.all_gather_object(hosts, socket.gethostname())
         first = next(module.parameters(), None)
         kind = device or ("cpu" if first is None else first.device.type)
         sizes = {"pp": 1, "dp": ranks, "cp": 1, "tp": 1, "ep": 1}
-        shape = RunShape(sizes, device=kind, hosts=tuple(hosts))
+        shape = RunShape(sizes, device=kind)
         self._watch = RunWatch(self.folder, shape) if rank == 0 else None
         handler = None if self._watch is None else self._watch.look
         self._recorder = StepRecorder(shape, every=self.every, handler=handler)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -46,7 +44,6 @@ class _Step:
     row: list[float] = field(default_factory=lambda: [0.0] * len(FIELDS))
 
     def add(self, name: str, value: float) -> None:
-        """Add to a field."""
         self.row[column(name)] += value
 
 
@@ -127,7 +124,6 @@ class StepRecorder:
         assert step is not None, "begin was not called"
         step.number, step.end = self.number, self.moment()
         self._add_log(step, log)
-        step.add("memory", torch.cuda.memory_allocated() if self._on_gpu else resident_bytes())
         self._ended.append(step)
         gathers = self.number % self.every == 0
         self._compute_rows(len(self._ended) - self._on_gpu, waits=gathers)
@@ -203,9 +199,12 @@ class StepRecorder:
         if self.shape.ranks == 1:
             parts = [rows]
         else:
-            first = dist.get_rank() == 0
+            world, first = dist.group.WORLD, dist.get_rank() == 0
+            assert world is not None
             parts = [torch.empty_like(rows) for _ in range(self.shape.ranks)] if first else []
-            dist.gather(rows, parts or None, group=_host_group())
+            # On the hosts' network, where gathering waits for no GPU.
+            group = host_groups.host_group(world, torch.device("cuda")) or world
+            dist.gather(rows, parts or None, group=group)
         if parts and self.handler is not None:
             for step, of_ranks in zip(steps, torch.stack(parts, dim=1), strict=True):
                 self.handler(step, of_ranks)
@@ -260,7 +259,7 @@ def _row(step: _Step) -> list[float]:
     waits = [(kind, since(begin), since(end)) for kind, begin, end in step.waits]
     for kind, begin, end in waits:
         step.add(f"blocked_{kind}", end - begin)
-    own = own_seconds(spans, [(end, end - begin) for _, begin, end in waits])
+    own = own_seconds(spans, [(begin, end) for _, begin, end in waits])
     for name, value in own.items():
         step.add(name, value)
     blocked = sum(end - begin for _, begin, end in waits)
@@ -269,28 +268,14 @@ def _row(step: _Step) -> list[float]:
     return step.row
 
 
-def resident_bytes() -> int:
-    """Return the bytes of this process in memory; its peak where the system does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def own_seconds(
-    spans: list[tuple[str, float, float]], waits: list[tuple[float, float]]
+    spans: list[tuple[str, float, float]], waits: Iterable[tuple[float, float]]
 ) -> dict[str, float]:
     """Return the seconds of sections without waits and without the sections inside them.
 
     Args:
         spans: name, begin and end of each section, in the order of their begins.
-        waits: end and length of each wait.
-
-    Example:
-        >>> from fusedops.profiler.recorder import own_seconds
-        >>> own_seconds([("backward", 0.0, 8.0), ("forward", 1.0, 4.0)], [(3.0, 1.0), (7.5, 2.0)])
-        {'backward': 3.0, 'forward': 2.0}
+        waits: begin and end of each wait.
     """
     own: dict[str, float] = {}
     for number, (name, begin, end) in enumerate(spans):
@@ -298,11 +283,11 @@ def own_seconds(
         outer = _innermost(spans[:number], begin)
         if outer is not None:
             own[outer] -= end - begin
-    for end, seconds in waits:
+    for begin, end in waits:
         # A wait at the end of a section may end at the same moment.
-        inside = _innermost(spans, end - seconds / 2)
+        inside = _innermost(spans, (begin + end) / 2)
         if inside is not None:
-            own[inside] -= seconds
+            own[inside] -= end - begin
     return {name: max(0.0, seconds) for name, seconds in own.items()}
 
 
@@ -310,10 +295,3 @@ def _innermost(spans: list[tuple[str, float, float]], moment: float) -> str | No
     """Return the last section to begin of those that enclose a moment."""
     names = [name for name, begin, end in spans if begin <= moment < end]
     return names[-1] if names else None
-
-
-def _host_group() -> dist.ProcessGroup:
-    """Return a group of all ranks on the hosts' network: a gathering waits for no GPU."""
-    world = dist.group.WORLD
-    assert world is not None
-    return host_groups.host_group(world, torch.device("cuda")) or world

@@ -7,8 +7,7 @@ computing hides or does not, the bubble of a pipeline, input, and what is none o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -48,13 +47,6 @@ class RankTimes:
     def own(self) -> float:
         """Seconds in which the rank waits for no other."""
         return self.computing + self.preparing + self.free
-
-    def record(self) -> dict[str, Any]:
-        """Return its values by name."""
-        return asdict(self)
-
-
-COLUMNS = tuple(field.name for field in fields(RankTimes))
 
 
 @dataclass(frozen=True)
@@ -132,51 +124,35 @@ def group_times(timings: Timings) -> list[GroupTimes]:
 def what_if(
     shape: RunShape, ranks: Sequence[RankTimes], groups: Sequence[GroupTimes] = ()
 ) -> list[WhatIf]:
-    """Return what a step would take if a rank, a stage or a link were as fast as the median.
+    """Return what a step would take if a rank or a link were as fast as the median.
 
     The step lasts as long as the rank that computes longest; a rank that becomes faster than the
     next one saves no more than the difference of both. Those that save most come first.
     """
     step = max(times.step for times in ranks)
     own = torch.tensor([times.own for times in ranks], dtype=torch.float64)
-    usual = _usual(shape, own)
-    stages = [
-        [place for place, times in enumerate(ranks) if times.stage == stage]
-        for stage in range(shape.sizes["pp"])
-    ]
-    candidates: list[tuple[str, tuple[int, ...]]] = [
-        ("rank", (rank,)) for rank in range(len(ranks))
-    ]
-    if len(stages) > 1:
-        candidates += [("stage", tuple(stage)) for stage in stages]
-    results = []
-    for name, members in candidates:
+    usual, results = _usual(shape, own), []
+    for place, times in enumerate(ranks):
         faster = own.clone()
-        target = usual if name == "rank" else own.median().expand_as(own)
-        places = list(members)
-        faster[places] = torch.minimum(own[places], target[places])
+        faster[place] = torch.minimum(own[place], usual[place])
         saved = float(own.max() - faster.max())
-        numbers = tuple(ranks[place].rank for place in places)
-        results.append(WhatIf(name, numbers, step - saved, saved))
+        results.append(WhatIf("rank", (times.rank,), step - saved, saved))
     for kind in {group.kind for group in groups}:
         seconds = [group.seconds for group in groups if group.kind == kind]
-        median = float(torch.tensor(seconds).median())
+        typical = float(torch.tensor(seconds).median())
         for group in groups:
-            if group.kind == kind and group.seconds > median:
-                saved = group.seconds - median
+            if group.kind == kind and group.seconds > typical:
+                saved = group.seconds - typical
                 results.append(WhatIf(f"link ({kind})", group.ranks, step - saved, saved))
     results = [item for item in results if item.saved > 0.001 * step]
     return sorted(results, key=lambda item: -item.saved)
 
 
-def slowest(
-    shape: RunShape, ranks: Sequence[RankTimes], count: int
-) -> list[tuple[RankTimes, float]]:
-    """Return the ranks that are slowest by their peers' median, and how many times slower."""
+def slowest(shape: RunShape, ranks: Sequence[RankTimes]) -> list[tuple[RankTimes, float]]:
+    """Return the ranks with their own time by their peers' median, the slowest first."""
     own = torch.tensor([times.own for times in ranks], dtype=torch.float64)
     factors = (own / _usual(shape, own).clamp(min=1e-12)).tolist()
-    pairs = list(zip(ranks, factors, strict=True))
-    return sorted(pairs, key=lambda pair: -pair[1])[:count]
+    return sorted(zip(ranks, factors, strict=True), key=lambda pair: -pair[1])
 
 
 def _usual(shape: RunShape, own: torch.Tensor) -> torch.Tensor:

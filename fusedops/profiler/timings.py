@@ -25,7 +25,7 @@ from fusedops.launch.config_table import InputError
 from fusedops.parallel.sizes import Sizes
 
 FOLDER, HEADER, STEPS = "profile", "header.json", "steps.f32"
-VERSION = 1
+VERSION = 2
 # A rank's own seconds of a step, without what it waited for.
 SECTIONS = ("data", "forward", "backward", "optimizer", "other", "validation", "checkpoint")
 # Those of which every step has as much.
@@ -41,19 +41,12 @@ FIELDS = (
     "tokens",  # of the rank's sequences
     "pairs",  # of tokens that attention compares, in a layer and head
     "expert_rows",  # that the rank's experts computed, in all layers
-    "memory",  # bytes in use at the end of the step
 )
 _INDEX = {name: number for number, name in enumerate(FIELDS)}
 
 
 def column(name: str) -> int:
-    """Return the index of a field.
-
-    Example:
-        >>> from fusedops.profiler.timings import column
-        >>> column("step")
-        0
-    """
+    """Return the index of a field."""
     return _INDEX[name]
 
 
@@ -69,14 +62,10 @@ class RunShape:
     Attributes:
         sizes: of the mesh, by ``"pp"``, ``"dp"``, ``"cp"``, ``"tp"`` and ``"ep"``.
         device: ``"cpu"`` or ``"cuda"``.
-        hosts: name of each rank's machine; empty if it is not known.
-        tokens: of a step, on all ranks together.
     """
 
     sizes: dict[str, int]
     device: str = "cpu"
-    hosts: tuple[str, ...] = ()
-    tokens: int = 0
 
     @property
     def ranks(self) -> int:
@@ -186,7 +175,7 @@ def read_timings(folder: str | Path) -> Timings:
         raise InputError(
             f"{path} was written by another version of fusedops: read it with that one"
         )
-    shape = RunShape(**{**header, "hosts": tuple(header.get("hosts", ()))})
+    shape = RunShape(**header)
     width = 1 + shape.ranks * len(FIELDS)
     complete, rest = divmod(len(data), 4 * width)
     notes = [f"the last record is incomplete: {rest} bytes were ignored"] if rest else []

@@ -16,8 +16,6 @@ from typing import Any
 
 from fusedops.profiler.step_table import GroupTimes
 
-# Clocks that differ by less are not mentioned.
-_NOTABLE = 1e-3
 _BYTES = {"float": 4, "float32": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "int": 4}
 # Collectives of a trace that are kept: those of its first steps.
 _MOST = 600
@@ -49,11 +47,6 @@ class Collective:
     step: int = -1
 
     @property
-    def seconds(self) -> float:
-        """How long the rank was in it."""
-        return self.end - self.begin
-
-    @property
     def synchronizes(self) -> bool:
         """Whether all ranks leave it at the same moment."""
         return self.name in ("allreduce", "reducescatter", "allgather", "alltoall")
@@ -74,12 +67,12 @@ def collective_of(event: Mapping[str, Any], begin: float, end: float) -> Collect
     name = next((word for word in _WORDS if word in words), words)
     listed = str(arguments.get("Process Group Ranks", ""))
     ranks = tuple(int(number) for number in re.findall(r"\d+", listed))
-    size = _integer(arguments.get("Group size")) or len(ranks)
+    size = int(arguments.get("Group size") or len(ranks))
     if len(ranks) != size:  # long lists are cut: [0, 1, ..., 1023]
         ranks = ()
     item = _BYTES.get(str(arguments.get("dtype", "")).lower(), 1)
-    inside = item * _integer(arguments.get("In msg nelems"))
-    outside = item * _integer(arguments.get("Out msg nelems"))
+    inside = item * int(arguments.get("In msg nelems") or 0)
+    outside = item * int(arguments.get("Out msg nelems") or 0)
     share = (size - 1) / size if size else 0.0
     sent = {
         "allreduce": 2 * share * inside,
@@ -88,34 +81,16 @@ def collective_of(event: Mapping[str, Any], begin: float, end: float) -> Collect
         "alltoall": share * inside,
         "recv": 0.0,
     }.get(name, float(inside))
+    kind = str(arguments.get("Process Group Description", "")).removeprefix("mesh_")
     return Collective(
         f"{arguments.get('Process Group Name', '')} {listed}",
-        kind_of(str(arguments.get("Process Group Description", ""))),
+        "world" if kind in ("", "default_pg", "undefined") else kind,
         name,
         begin,
         end,
         sent,
         ranks,
     )
-
-
-def _integer(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        return 0
-
-
-def kind_of(description: str) -> str:
-    """Return a process group's kind by its description.
-
-    Example:
-        >>> from fusedops.profiler.trace_links import kind_of
-        >>> kind_of("mesh_tp"), kind_of("default_pg"), kind_of("")
-        ('tp', 'world', 'world')
-    """
-    word = description.removeprefix("mesh_")
-    return "world" if word in ("", "default_pg", "undefined") else word
 
 
 Matched = list[dict[int, Collective]]
@@ -170,19 +145,6 @@ def clock_offsets(together: Matched) -> dict[int, float]:
     return offsets
 
 
-def clock_notes(offsets: Mapping[int, float]) -> list[str]:
-    """Return a sentence if clocks differ by a millisecond or more."""
-    far = {rank: offset for rank, offset in offsets.items() if abs(offset) >= _NOTABLE}
-    if not far:
-        return []
-    rank = max(far, key=lambda rank: abs(far[rank]))
-    word = "ahead of" if far[rank] > 0 else "behind"
-    return [
-        f"the clocks of {len(far)} of {len(offsets)} ranks differ from rank {min(offsets)}'s, that "
-        f"of rank {rank} most: {abs(far[rank]):.3f} s {word} it; they were aligned by collectives"
-    ]
-
-
 def link_times(together: Matched) -> list[GroupTimes]:
     """Return the transfers of each process group in a step."""
     bytes_of: dict[tuple[str, tuple[int, ...]], float] = defaultdict(float)
@@ -191,7 +153,7 @@ def link_times(together: Matched) -> list[GroupTimes]:
         items = list(seen.values())
         key = items[0].kind, items[0].ranks or tuple(sorted(seen))
         bytes_of[key] += max(item.bytes for item in items)
-        seconds_of[key] += min(item.seconds for item in items)
+        seconds_of[key] += min(item.end - item.begin for item in items)
     steps = _steps(together)
     return [
         GroupTimes(kind, ranks, bytes_of[kind, ranks] / steps, seconds / steps)

@@ -11,8 +11,7 @@ import gzip
 import json
 import re
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,8 +62,7 @@ def read_traces(folder: str | Path, *, processes: int = 1) -> list[TraceFile]:
     Raises:
         InputError: there is no trace, or none that can be read.
     """
-    names = sorted(Path(folder).rglob("*.json")) + sorted(Path(folder).rglob("*.json.gz"))
-    files = [name for name in names if name.name not in ("header.json",)]
+    files = sorted(Path(folder).rglob("*.json")) + sorted(Path(folder).rglob("*.json.gz"))
     if not files:
         raise InputError(
             f"{folder} has no traces: torch.profiler writes them as *.json; "
@@ -116,9 +114,9 @@ def _rank_in(name: str, number: int) -> int:
 
 def _trace(rank: int, path: Path, events: Sequence[dict[str, Any]]) -> TraceFile:
     complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    numbered = steps_of(complete)
+    numbered = _steps_of(complete, "cpu")
     # Kernels run later than the host starts them: the annotations of the GPU enclose them.
-    on_device = steps_of(complete, device="gpu")
+    on_device = _steps_of(complete, "gpu")
     work = [event for event in complete if event.get("cat") in _KERNELS]
     if not work:
         work = _outermost([event for event in complete if event.get("cat") == "cpu_op"])
@@ -129,8 +127,6 @@ def _trace(rank: int, path: Path, events: Sequence[dict[str, Any]]) -> TraceFile
     if not numbered:
         spans = [_interval(event) for event in work]
         numbered = [(0, min(begin for begin, _ in spans), max(end for _, end in spans))]
-    steps = [(begin, end) for _, begin, end in numbered]
-    totals: Counter[str] = Counter()
     kernels: dict[str, tuple[float, int]] = {}
     kinds: dict[str, list[Interval]] = {"compute": [], "communication": [], "pair": [], "data": []}
     for event in complete:
@@ -148,22 +144,17 @@ def _trace(rank: int, path: Path, events: Sequence[dict[str, Any]]) -> TraceFile
         if _BETWEEN_TWO.search(word):
             kinds["pair"].append(span)
     unions = {kind: union(spans) for kind, spans in kinds.items()}
-    for step in steps:
-        _add_step(totals, step, unions)
-    mean = {kind: seconds / len(steps) for kind, seconds in totals.items()}
+    times = [_step_times((begin, end), unions) for _, begin, end in numbered]
+    mean = {name: sum(step[name] for step in times) / len(times) for name in times[0]}
     known = (collective_of(event, *_interval(event)) for event in work)
     collectives = with_steps([item for item in known if item is not None], on_device or numbered)
     return TraceFile(rank, RankTimes(rank=rank, stage=0, **mean), kernels, collectives, path)
 
 
-def steps_of(
-    events: Iterable[dict[str, Any]], *, device: str = "cpu"
-) -> list[tuple[int, float, float]]:
+def _steps_of(events: Iterable[dict[str, Any]], device: str) -> list[tuple[int, float, float]]:
     """Return number, begin and end of the steps that the profiler's schedule has marked.
 
-    Args:
-        events: of a trace.
-        device: ``"cpu"``, or ``"gpu"`` for the same annotations on the timeline of the kernels.
+    The same annotations are on the timelines of the host and of the kernels (``"gpu"``).
     """
     steps = []
     for event in events:
@@ -173,14 +164,14 @@ def steps_of(
     return steps
 
 
-def _add_step(totals: Counter[str], step: Interval, unions: dict[str, list[Interval]]) -> None:
+def _step_times(step: Interval, unions: dict[str, list[Interval]]) -> dict[str, float]:
     inside = {kind: clipped(spans, step) for kind, spans in unions.items()}
     compute, communication = inside["compute"], inside["communication"]
     exposed = minus(communication, compute)
     waiting = minus(inside["pair"], compute)
     preparing = minus(inside["data"], union([*compute, *communication]))
     busy = length(union([*compute, *communication])) + length(preparing)
-    values = {
+    return {
         "step": step[1] - step[0],
         "computing": length(compute),
         "communication": length(communication),
@@ -189,8 +180,6 @@ def _add_step(totals: Counter[str], step: Interval, unions: dict[str, list[Inter
         "preparing": length(preparing),
         "free": max(0.0, step[1] - step[0] - busy),
     }
-    for name, seconds in values.items():
-        totals[name] += seconds  # type: ignore[assignment]
 
 
 def _interval(event: dict[str, Any]) -> Interval:
@@ -211,13 +200,7 @@ def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def union(spans: Iterable[Interval]) -> list[Interval]:
-    """Return the same time as intervals that do not touch, in order.
-
-    Example:
-        >>> from fusedops.profiler.traces import union
-        >>> union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)])
-        [(0.0, 3.0), (5.0, 6.0)]
-    """
+    """Return the same time as intervals that do not touch, in order."""
     result: list[Interval] = []
     for begin, end in sorted(spans):
         if result and begin <= result[-1][1]:
@@ -228,13 +211,7 @@ def union(spans: Iterable[Interval]) -> list[Interval]:
 
 
 def minus(spans: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the time of disjoint intervals that none of the others covers; both in order.
-
-    Example:
-        >>> from fusedops.profiler.traces import length, minus
-        >>> length(minus([(50.0, 187.0)], [(0.0, 100.0)]))
-        87.0
-    """
+    """Return the time of disjoint intervals that none of the others covers; both in order."""
     result: list[Interval] = []
     place = 0
     for begin, end in spans:
@@ -262,3 +239,38 @@ def clipped(spans: Sequence[Interval], window: Interval) -> list[Interval]:
 def length(spans: Iterable[Interval]) -> float:
     """Return the sum of the lengths of disjoint intervals."""
     return sum(end - begin for begin, end in spans)
+
+
+def merged(traces: Sequence[TraceFile], offsets: Mapping[int, float]) -> dict[str, Any]:
+    """Return the traces of several ranks as one in Chrome's format, by the first rank's clock.
+
+    Args:
+        traces: whose files are read again; those that could not be read are left out.
+        offsets: seconds by which the clock of each rank is ahead; of others 0.
+    """
+    events: list[dict[str, Any]] = []
+
+    def name(rank: int, key: str, value: dict[str, Any], track: int = 0) -> None:
+        events.append({"ph": "M", "pid": rank, "tid": track, "name": key, "args": value})
+
+    for trace_file in traces:
+        if trace_file.times is None:
+            continue
+        rank = trace_file.rank
+        ahead = 1e6 * offsets.get(rank, 0.0)
+        record = load(trace_file.path)
+        source = record["traceEvents"] if isinstance(record, dict) else record
+        tracks: dict[tuple[Any, Any], int] = {}
+        name(rank, "process_name", {"name": f"rank {rank}"})
+        name(rank, "process_sort_index", {"sort_index": rank})
+        for event in source:
+            if event.get("ph") != "X" or "dur" not in event:
+                continue
+            # A process of the trace, such as a GPU, becomes some tracks of the rank.
+            place = event.get("pid"), event.get("tid")
+            if place not in tracks:
+                tracks[place] = len(tracks)
+                name(rank, "thread_name", {"name": " ".join(map(str, place))}, tracks[place])
+            moved = {"pid": rank, "tid": tracks[place], "ts": round(float(event["ts"]) - ahead, 3)}
+            events.append(event | moved)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fusedops.profiler.detection import Detector, Thresholds
+from fusedops.profiler.detection import Detector
 from fusedops.profiler.timings import RunShape, TimingsWriter
 
 FINDINGS = "findings.jsonl"
@@ -18,14 +18,13 @@ _log = logging.getLogger("fusedops")
 class RunWatch:
     """The handler of a ``StepRecorder`` that keeps the records of a run in its folder.
 
-    Each finding is a warning of the logger ``fusedops`` (below ``Thresholds.severe`` it is logged
-    at level INFO) and a line of ``findings.jsonl``. If the disk is full, one warning is logged, and
+    Each finding is a warning of the logger ``fusedops`` (a small deviation is logged at level INFO)
+    and a line of ``findings.jsonl``. If the disk is full, one warning is logged, and
     training continues without records.
 
     Args:
         folder: of the run.
         shape: of the run.
-        thresholds: from where on a deviation is a finding.
 
     Example:
         >>> import tempfile
@@ -40,11 +39,9 @@ class RunWatch:
         [1]
     """
 
-    def __init__(
-        self, folder: str | Path, shape: RunShape, thresholds: Thresholds | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, shape: RunShape) -> None:
         self._findings = Path(folder) / FINDINGS
-        self._detector = Detector(shape, thresholds)
+        self._detector = Detector(shape)
         self._writer: TimingsWriter | None = None
         try:
             self._writer = TimingsWriter(Path(folder), shape)

@@ -5,15 +5,15 @@
 
 In reading order: ``case`` (what is drawn), ``batches`` (workloads), ``arguments`` (checks),
 ``case_run`` (a case on one process and on ranks, compared), ``thread_scheduler``,
-``thread_collectives`` and ``threads`` (ranks as threads), ``processes`` (ranks on gloo),
-``shrink``, ``script`` and ``fuzzer``.
+``thread_collectives`` and ``threads`` (ranks as threads), ``processes`` (ranks on gloo) and
+``fuzzer``. Apart from these: ``cluster_step``, on a ``stand_in_device`` and its ``stand_in_cuda``.
 """
 
 from fusedops.testing.batches import WORKLOADS, token_batch
-from fusedops.testing.case import Case, Space
-from fusedops.testing.case_run import Difference, Parallel
+from fusedops.testing.case import Case
+from fusedops.testing.case_run import Parallel
 from fusedops.testing.cluster_step import ClusterStep, Communication, RankStep, cluster_step
-from fusedops.testing.fuzzer import Failure, ParityError, Report, replay, verify
+from fusedops.testing.fuzzer import ParityError, Report, replay, verify
 from fusedops.testing.ranks import RankError
 
 __all__ = [
@@ -21,14 +21,11 @@ __all__ = [
     "Case",
     "ClusterStep",
     "Communication",
-    "Difference",
-    "Failure",
     "Parallel",
     "ParityError",
     "RankError",
     "RankStep",
     "Report",
-    "Space",
     "cluster_step",
     "replay",
     "token_batch",

@@ -83,12 +83,6 @@ class Space:
     seq_lens: Sequence[int] = SEQ_LENS
     workloads: Sequence[str] = ("random",)
     dtypes: Sequence[torch.dtype] = (torch.float64,)
-    steps: Sequence[int] = (1, 2)
-    max_norms: Sequence[float | None] = (None, 0.1)
-
-    def combinations(self) -> int:
-        """How many combinations of model, mesh and options there are."""
-        return len(self.models) * len(self.meshes) * math.prod(map(len, self.options.values()))
 
     def draw(self, seed: int) -> Iterator[tuple[Case, random.Random]]:
         """Yield cases without end: each combination of model, mesh and options once, then again.
@@ -116,10 +110,32 @@ class Space:
             seq_len=rng.choice(self.seq_lens),
             workload=rng.choice(self.workloads),
             dtype=rng.choice(self.dtypes),
-            steps=rng.choice(self.steps),
-            max_norm=rng.choice(self.max_norms),
+            steps=rng.choice((1, 2)),
+            max_norm=rng.choice((None, 0.1)),
             seed=rng.randrange(1 << 16),
         )
+
+    def simpler(self, case: Case) -> Iterator[Case]:
+        """Yield cases that differ from one in one thing and are simpler, the simplest first."""
+        mesh, options, default = case.mesh, case.options, Case(mesh={})
+        changes: list[dict[str, Any]] = []
+        if len(mesh) > 1:
+            changes += [{"mesh": _without(mesh, axis)} for axis in mesh]
+        changes += [{"mesh": {**mesh, axis: n // 2}} for axis, n in mesh.items() if n > 2]
+        changes += [{"options": {**options, name: self.options[name][0]}} for name in options]
+        changes += [{"options": _without(options, name)} for name in options]
+        names = ("workload", "steps", "max_norm", "dtype")
+        changes += [{name: getattr(default, name)} for name in names]
+        changes.append({"model": self.models[0]})
+        for name, sizes in (("batch_size", self.batch_sizes), ("seq_len", self.seq_lens)):
+            changes += [{name: size} for size in sorted(sizes) if size < getattr(case, name)]
+        changes.append({"seed": 0})
+        for change in changes:
+            yield dataclasses.replace(case, **change)
+
+
+def _without(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key != name}
 
 
 def _shuffled(sizes: Sequence[int], rng: random.Random) -> Iterator[Sequence[int]]:

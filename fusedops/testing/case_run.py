@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -76,48 +76,38 @@ class Reference:
 
 def reference(subject: Subject, case: Case) -> Reference:
     """Train a case on this process, in its dtype and in float64."""
-    single = _steps(subject, case, alone(subject, subject.model(case)))
+    single = _steps(subject, case, data_parallel(subject, subject.model(case)))
     if case.dtype == torch.float64:
         return Reference(single, single)
-    return Reference(single, _steps(subject, case, alone(subject, subject.model(case).double())))
+    wide = data_parallel(subject, subject.model(case).double())
+    return Reference(single, _steps(subject, case, wide))
 
 
-def alone(subject: Subject, model: nn.Module) -> Parallel:
-    """Return a whole model with the training step of a single process."""
-
-    def forward_backward(batch: Batch) -> torch.Tensor:
-        total, count, *more = subject.loss(model, batch)
-        loss = sum(more, total / count.clamp_min(1))
-        loss.backward()
-        return loss.detach()
-
-    return Parallel(model, forward_backward)
-
-
-def data_parallel(subject: Subject, model: nn.Module, mesh: DeviceMesh) -> Parallel:
+def data_parallel(subject: Subject, model: nn.Module, mesh: DeviceMesh | None = None) -> Parallel:
     """Return a module with the usual training step over the mesh's axis ``dp``, if it has one.
 
     Each rank takes its share of the sequences and divides by the mean number of targets of a rank:
     exact where the module averages the gradients over ``dp``, as DDP and FSDP2 do.
     """
-    if "dp" not in (mesh.mesh_dim_names or ()):
-        return alone(subject, model)
-    axis = mesh["dp"]
-    size, rank = axis.size(), axis.get_local_rank()
+    axis = mesh["dp"] if mesh is not None and "dp" in (mesh.mesh_dim_names or ()) else None
+    size, rank = (1, 0) if axis is None else (axis.size(), axis.get_local_rank())
+
+    def summed(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        if axis is not None:
+            dist.all_reduce(tensor, group=axis.get_group())
+        return tensor
 
     def forward_backward(batch: Batch) -> torch.Tensor:
-        rows = len(next(iter(batch.values())))
-        if rows % size:
-            raise ValueError(f"verify: batch_size must be a multiple of dp={size}, got {rows}")
-        share = {name: tensor.chunk(size)[rank] for name, tensor in batch.items()}
-        total, count, *more = subject.loss(model, share)
-        count = count.clone()
-        dist.all_reduce(count, group=axis.get_group())
-        loss = sum(more, total * size / count.clamp_min(1))
+        if axis is not None:
+            rows = len(next(iter(batch.values())))
+            if rows % size:
+                raise ValueError(f"verify: batch_size must be a multiple of dp={size}, got {rows}")
+            batch = {name: tensor.chunk(size)[rank] for name, tensor in batch.items()}
+        total, count, *more = subject.loss(model, batch)
+        loss = sum(more, total * size / summed(count).clamp_min(1))
         loss.backward()
-        loss = loss.detach() / size
-        dist.all_reduce(loss, group=axis.get_group())
-        return loss
+        return summed(loss.detach() / size)
 
     return Parallel(model, forward_backward)
 
@@ -175,9 +165,7 @@ class RankComparison:
     """What one rank says."""
 
     differences: list[Difference]  # from the reference
-    # kinds, steps and names that it compared
-    compared: set[tuple[str, int, str]] = field(default_factory=set)
-    log: Any = None  # what it communicated, where that was recorded
+    compared: set[tuple[str, int, str]]  # kinds, steps and names
 
 
 def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> RankComparison:

@@ -7,16 +7,17 @@ communication each rank takes part in, which copies and streams there are. It me
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fusedops._core import checks
 from fusedops.testing import threads
 from fusedops.testing.stand_in_cuda import stand_in_cuda
-from fusedops.testing.stand_in_device import DeviceEvent, StandIn, StandInMemory, caller, current
+from fusedops.testing.stand_in_device import DeviceEvent, StandIn, caller, current, device_of
 from fusedops.testing.thread_collectives import ThreadCall
 
 _OP = "cluster_step"
@@ -35,7 +36,6 @@ class Communication:
         dtype: of the tensors.
         device: ``"cuda"``, or ``"cpu"`` for a message between hosts.
         where: ``file:line`` of the caller outside of torch.
-        is_first: whether it is the first one of the group on this rank.
     """
 
     kind: str
@@ -44,7 +44,6 @@ class Communication:
     dtype: str
     device: str
     where: str
-    is_first: bool
 
 
 @dataclass
@@ -230,17 +229,15 @@ def cluster_step(
     checks.integer(_OP, "ranks", ranks, least=1)
     checks.integer(_OP, "gpus_per_node", gpus_per_node, least=1)
     checks.integer(_OP, "warm_up", warm_up, least=0)
-    memory = StandInMemory()
     steps = {rank: RankStep(rank) for rank in range(ranks)}
     seen: dict[int, set[str]] = {rank: set() for rank in range(ranks)}  # names of groups
     unconnected: set[tuple[int, ...]] = set()
     is_recording: set[int] = set()
 
     def observe(rank: int, group: str, members: tuple[int, ...], call: ThreadCall) -> None:
-        is_first = group not in seen[rank]
-        seen[rank].add(group)
-        if is_first and call.kind in _TRANSFERS:
+        if group not in seen[rank] and call.kind in _TRANSFERS:
             unconnected.add(members)
+        seen[rank].add(group)
         if rank not in is_recording:
             return
         tensors = (call.outputs if call.kind == "recv" else call.inputs) or call.outputs
@@ -249,19 +246,14 @@ def cluster_step(
         device = current()
         on_device = (
             not buffers
-            or any(memory.device(buffer) is not None for buffer in buffers)
+            or any(device_of(buffer) is not None for buffer in buffers)
             or (device is not None and device.operator_device is not None)
         )
         where = caller()
-        made = Communication(
-            call.kind,
-            members,
-            sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-            "cuda" if on_device else "cpu",
-            where,
-            is_first,
-        )
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        place = "cuda" if on_device else "cpu"
+        made = Communication(call.kind, members, nbytes, dtype, place, where)
         steps[rank].communications.append(made)
         if not on_device:
             steps[rank].events.append(DeviceEvent("wait", f"{call.kind} of hosts", where))
@@ -271,7 +263,7 @@ def cluster_step(
             if rank in is_recording:
                 steps[rank].events.append(event)
 
-        with StandIn(rank % gpus_per_node, memory, record):
+        with StandIn(torch.device("cuda", rank % gpus_per_node), record):
             step = make()
             if not callable(step):
                 checks.fail_type(_OP, "what make returns", "a function", step)
@@ -283,7 +275,6 @@ def cluster_step(
             finally:
                 is_recording.discard(rank)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(stand_in_cuda(gpus_per_node))
+    with stand_in_cuda(gpus_per_node):
         threads.run(body, ranks, observe=observe)
     return ClusterStep(tuple(steps.values()), gpus_per_node, tuple(sorted(unconnected)))

@@ -1,4 +1,4 @@
-"""``verify``: draw cases, run each on ranks, compare, and shrink what fails."""
+"""``verify``: draw cases, run each on ranks, compare, and shrink the first that fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,60 +17,42 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.labels import IGNORE_INDEX
-from fusedops.testing import arguments, batches, case_run, script, standard, threads
+from fusedops.testing import arguments, batches, case_run, standard, threads
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import BATCH_SIZES, SEQ_LENS, Case, Space
 from fusedops.testing.case_run import Reference, Subject
 from fusedops.testing.processes import Processes
 from fusedops.testing.ranks import RankError
-from fusedops.testing.shrink import shrink
 
 RANKS = ("threads", "processes")
 # A case that is refused (sizes that do not divide) is drawn again with other sizes so many times.
 REDRAWS = 6
 # Lines of differences that a failure shows.
 SHOWN = 8
+_MOST_SHRINKS = 60  # cases that are tried to find a smaller one that fails
 
 
 class ParityError(AssertionError):
-    """A parallel run is not the run of a single process; the message ends with a script."""
-
-
-@dataclass
-class Failure:
-    """A case that is not as in a single process."""
-
-    case: Case  # the smallest that fails in this way
-    drawn: Case  # the case as it was drawn
-    kind: str  # ``"differs"``, or the name of the error
-    why: str  # the first differences, or the error
-    script: str  # Python code that runs it again
-
-    def __str__(self) -> str:
-        return f"{self.case} (drawn as {self.drawn})\n\n{self.script}"
+    """A parallel run is not the run of a single process; the message has the smallest such case."""
 
 
 @dataclass
 class Report:
-    """What ``verify`` has done."""
+    """What ``verify`` has done; it is true if cases passed."""
 
     passed: list[Case] = field(default_factory=list)  # cases that were as in a single process
     # Cases that all ranks refused, with the reason
     refused: list[tuple[Case, str]] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)  # the others, each smallest case once
-    seconds: float = 0.0  # how long it took
 
     def __bool__(self) -> bool:
-        return bool(self.passed) and not self.failures
+        return bool(self.passed)
 
     def __str__(self) -> str:
         lines = [
-            f"verify: {len(self.passed)} cases as in a single process, {len(self.failures)} not, "
-            f"{len(self.refused)} refused, in {self.seconds:.0f} s"
+            f"verify: {len(self.passed)} cases as in a single process, {len(self.refused)} refused"
         ]
         reasons = Counter(why for _, why in self.refused)
         lines += [f"  refused {count} x: {why}" for why, count in reasons.most_common(5)]
-        lines += [str(failure) for failure in self.failures]
         return "\n".join(lines)
 
 
@@ -91,15 +72,14 @@ def verify(
     cases: int = 32,
     seed: int = 0,
     ranks: str = "threads",
-    keep_going: bool = False,
 ) -> Report:
     """Train a model in parallel in many ways, and compare each with a single process.
 
     A case is a mesh, a choice of each option, sizes, a workload and a dtype. The whole model is
     made on every rank from the same seed and given to ``parallelize``; then loss, every gradient,
     the norm of the gradients where they are clipped, and the weights after one or two steps of the
-    optimizer must be those of one process that trains on the whole batch. A case that fails is made
-    as small as it gets, and printed as a script.
+    optimizer must be those of one process that trains on the whole batch. The first case that fails
+    is made as small as it gets; ``replay`` runs it again.
 
     Args:
         model_factory: returns the whole model, an ``nn.Module``, its weights drawn from torch's
@@ -126,13 +106,12 @@ def verify(
         cases: how many to run. Each combination of mesh and options comes before one comes twice.
         seed: of the draws.
         ranks: ``"threads"`` of this process, quick and deterministic, or gloo ``"processes"``.
-        keep_going: return all failures, instead of raising at the first.
 
     Returns:
-        A ``Report``; it is true if cases passed and none failed.
+        A ``Report`` of the cases that passed and of those that were refused.
 
     Raises:
-        ParityError: a case failed; or none could be run.
+        ParityError: a case failed, or none could be run.
         TypeError: an argument has the wrong type.
         ValueError: an axis, an option or a value is not known, or possible in no combination; this
             is found before anything runs.
@@ -151,7 +130,7 @@ def verify(
     subject = _subject(space, cases, seed, factories, parallelize, batch, loss, optimizer)
     if workloads is None:
         space = dataclasses.replace(space, workloads=_workloads(factories))
-    report, began = Report(), time.monotonic()
+    report = Report()
     with _runner(ranks, max(Case(mesh).ranks for mesh in meshes)) as run:
         for case, rng in itertools.islice(space.draw(seed), cases):
             outcome = _outcome(subject, case, run)
@@ -163,15 +142,10 @@ def verify(
             if outcome.kind == "refused":
                 report.refused.append((case, outcome.why))
             elif outcome.kind:
-                failure = _failure(case, outcome, space, subject, run, ranks)
-                if failure.case.code() not in {known.case.code() for known in report.failures}:
-                    report.failures.append(failure)
-                if not keep_going:
-                    break
+                raise ParityError(_failure(case, outcome, space, subject, run))
             else:
                 report.passed.append(case)
-    report.seconds = time.monotonic() - began
-    if not report and not keep_going:
+    if not report:
         raise ParityError(str(report))
     return report
 
@@ -233,9 +207,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, **standard.ADAMW)
 
 
-script.DEFAULTS.update((token_loss, adamw, standard.standard))
-
-
 def _factories(
     given: Callable[[], nn.Module] | Mapping[str, Callable[[], nn.Module]],
 ) -> tuple[Sequence[str], Mapping[str, Callable[[], nn.Module]]]:
@@ -292,21 +263,18 @@ Runner = Callable[..., list[case_run.RankComparison]]
 
 @contextlib.contextmanager
 def _runner(ranks: str, most: int) -> Iterator[Runner]:
+    """Return what runs a function on up to so many ranks."""
     if ranks == "threads":
-        yield lambda subject, case, known: threads.run(
-            case_run.on_rank, case.ranks, subject, case, known, seed=case.seed
-        )
+        yield threads.run
         return
     with Processes(most) as pool:
-        yield lambda subject, case, known: pool.run(
-            case_run.on_rank, case.ranks, subject, case, known
-        )
+        yield lambda *args, seed: pool.run(*args)  # processes have no order
 
 
 def _outcome(subject: Subject, case: Case, run: Runner) -> _Outcome:
     known: Reference = case_run.reference(subject, case)
     try:
-        verdicts = run(subject, case, known)
+        verdicts = run(case_run.on_rank, case.ranks, subject, case, known, seed=case.seed)
     except RankError as error:
         kinds = {type(raised).__name__ for raised in error.errors.values()}
         if kinds and len(error.errors) == case.ranks and kinds <= set(case_run.REFUSALS):
@@ -340,14 +308,32 @@ def _outcome(subject: Subject, case: Case, run: Runner) -> _Outcome:
     return _Outcome("differs", "\n".join(shown))
 
 
-def _failure(
-    case: Case, outcome: _Outcome, space: Space, subject: Subject, run: Runner, ranks: str
-) -> Failure:
+def _failure(case: Case, outcome: _Outcome, space: Space, subject: Subject, run: Runner) -> str:
+    """Return the message of a case that fails, made as small as it gets."""
+
     def fails(other: Case) -> bool:
         return _outcome(subject, other, run).kind == outcome.kind
 
     small = shrink(case, space, fails)
     last = _outcome(subject, small, run)
-    failed = last if last.kind else outcome
-    text = script.script(small, subject, ranks, failed.why)
-    return Failure(small, case, failed.kind, failed.why, text)
+    return (
+        f"{(last if last.kind else outcome).why}\n\n"
+        f"the smallest case that fails, drawn as {case}:\n\n    testing.{small}\n\n"
+        "fusedops.testing.replay runs it again, with the functions that verify was given"
+    )
+
+
+def shrink(case: Case, space: Space, fails: Callable[[Case], bool]) -> Case:
+    """Make a failing case simpler, one change at a time, while it fails in the same way."""
+    tried = {case.code()}
+    progress = True
+    while progress:
+        progress = False
+        for simpler in space.simpler(case):
+            if simpler.code() in tried or len(tried) > _MOST_SHRINKS:
+                continue
+            tried.add(simpler.code())
+            if fails(simpler):
+                case, progress = simpler, True
+                break
+    return case

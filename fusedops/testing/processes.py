@@ -16,7 +16,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +25,8 @@ from fusedops._core import env
 from fusedops.testing.ranks import RankError
 
 PATIENCE = 120.0
+# What a function returned; or its traceback and, where it pickles, what it raised.
+_Answer = tuple[Any, str, BaseException | None]
 # What a rank would import first: five seconds of each process, which the fork server spends once.
 PRELOADED = ("torch.distributed.tensor.debug", "torch.distributed.fsdp", "fusedops.testing")
 
@@ -36,17 +37,16 @@ class Processes:
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
-        self.size = size
+        self._size, self._context = size, context
         self._folder = tempfile.TemporaryDirectory()
         self._worlds = itertools.count()
         self._members: list[tuple[Any, Connection]] = []
-        self._context = context
 
     def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._close()
         self._folder.cleanup()
 
     def run(
@@ -79,22 +79,21 @@ class Processes:
                     within = "" if tracebacks else f" in {patience:.0f} s"
                     tracebacks[rank] = f"no answer{within}"
                     continue
-                answer: _Answer = connection.recv()
+                result, report, raised = connection.recv()
             except (EOFError, ConnectionResetError):
                 tracebacks[rank] = "the process has ended"
                 continue
-            results.append(answer.result)
-            if answer.report:
-                tracebacks[rank] = answer.report
-            if answer.error is not None:
-                errors[rank] = answer.error
+            results.append(result)
+            if report:
+                tracebacks[rank] = report
+            if raised is not None:
+                errors[rank] = raised
         if tracebacks:
-            self.close()
+            self._close()
             raise RankError("", tracebacks, errors)
         return results
 
-    def close(self) -> None:
-        """End the processes; the next run starts others."""
+    def _close(self) -> None:
         for process, connection in self._members:
             connection.close()
             process.kill()
@@ -103,7 +102,7 @@ class Processes:
 
     def _start(self) -> None:
         new = []
-        while len(self._members) < self.size:
+        while len(self._members) < self._size:
             mine, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -112,15 +111,6 @@ class Processes:
             new.append(mine)
         for connection in new:  # a busy machine may take long: no rank's patience pays for it
             connection.recv()
-
-
-@dataclass
-class _Answer:
-    """What a rank's function returned; or what it raised, with its traceback."""
-
-    result: Any = None
-    report: str = ""
-    error: BaseException | None = None
 
 
 def _serve(connection: Connection) -> None:
@@ -137,10 +127,9 @@ def _serve(connection: Connection) -> None:
         try:
             function, args = pickle.loads(job)
             with _world(store, rank, size, patience):
-                answer = _Answer(function(rank, *args))
+                answer: _Answer = function(rank, *args), "", None
         except BaseException as error:
-            pickled = error if _pickles(error) else None
-            answer = _Answer(report=traceback.format_exc(), error=pickled)
+            answer = None, traceback.format_exc(), error if _pickles(error) else None
         connection.send(answer)
 
 

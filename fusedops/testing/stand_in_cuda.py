@@ -90,18 +90,6 @@ class _Stream:
         _device().streams.pop()
 
 
-def _synchronize(device: Any = None) -> None:
-    _device().record("wait", "torch.cuda.synchronize")
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _zero(*_: Any, **__: Any) -> int:
-    return 0
-
-
 def _answers(gpus: int) -> dict[str, Any]:
     """Return what stands for the functions of ``torch.cuda`` on a node with so many GPUs."""
     default_streams: dict[torch.device, _Stream] = {}
@@ -117,14 +105,17 @@ def _answers(gpus: int) -> dict[str, Any]:
         sizes = {"total_memory": 80 << 30, "multi_processor_count": 132}
         return SimpleNamespace(name=name, uuid=name, major=9, minor=0, **sizes)
 
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: gpus,
         "current_device": lambda: _device().device.index,
-        "set_device": _nothing,
+        "set_device": nothing,
         "device": lambda device: contextlib.nullcontext(),
-        "synchronize": _synchronize,
+        "synchronize": lambda device=None: _device().record("wait", "torch.cuda.synchronize"),
         "current_stream": current_stream,
         "default_stream": current_stream,
         "Stream": _Stream,
@@ -134,13 +125,13 @@ def _answers(gpus: int) -> dict[str, Any]:
         "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "memory_allocated": _zero,
-        "max_memory_allocated": _zero,
-        "reset_peak_memory_stats": _nothing,
-        "empty_cache": _nothing,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": nothing,
+        "empty_cache": nothing,
         "memory_stats": lambda device=None: {},
         "is_current_stream_capturing": lambda: False,
-        "_lazy_init": _nothing,
+        "_lazy_init": nothing,
     }
 
 

@@ -23,7 +23,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -40,7 +39,6 @@ _SKIPPED = (
     os.path.join(_PACKAGE, "_core", "copy_engine.py"),
     "<",
 )
-_PURGE_AT = 10_000  # storages
 
 
 @dataclass(frozen=True)
@@ -62,48 +60,11 @@ class DeviceEvent:
     nbytes: int = 0
 
 
-class StandInMemory:
-    """Which storages are on which device; any other is in host memory. Shared by all ranks."""
+def _storage(tensor: torch.Tensor) -> Any:
+    """Return the storage of a tensor, of a DTensor that of its local shard.
 
-    def __init__(self) -> None:
-        # While a weak reference lives, no other storage gets the address.
-        self._devices: dict[int, tuple[StorageWeakRef, torch.device]] = {}
-        self._pinned: dict[int, StorageWeakRef] = {}
-        self._purge_at = _PURGE_AT
-
-    def device(self, tensor: torch.Tensor) -> torch.device | None:
-        """Return the device of a tensor, ``None`` for one in host memory."""
-        storage = _storage(tensor)
-        entry = None if storage is None else self._devices.get(storage._cdata)
-        return None if entry is None else entry[1]
-
-    def place(self, tensor: torch.Tensor, device: torch.device | None) -> None:
-        """Set the device of a tensor's memory; ``None`` is the host."""
-        storage = _storage(tensor)
-        if storage is None:
-            return
-        if device is None:
-            self._devices.pop(storage._cdata, None)
-            return
-        self._devices[storage._cdata] = StorageWeakRef(storage), device
-        if len(self._devices) > self._purge_at:
-            alive = {key: entry for key, entry in self._devices.items() if not entry[0].expired()}
-            self._devices = alive
-            self._purge_at = max(_PURGE_AT, 2 * len(alive))
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Make the memory of a host tensor count as pinned."""
-        storage = tensor.untyped_storage()
-        self._pinned[storage._cdata] = StorageWeakRef(storage)
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether the memory of a tensor is pinned."""
-        entry = self._pinned.get(tensor.untyped_storage()._cdata)
-        return entry is not None and not entry.expired()
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor, of a DTensor that of its local shard."""
+    It keeps what this file notes on it: ``stand_in_device`` and ``is_pinned_stand_in``.
+    """
     while is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         tensor = getattr(tensor, names[0])
@@ -112,27 +73,42 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage()
 
 
+def device_of(tensor: torch.Tensor) -> torch.device | None:
+    """Return the stand-in device of a tensor, ``None`` for one in host memory."""
+    return getattr(_storage(tensor), "stand_in_device", None)
+
+
+def _place(tensor: torch.Tensor, device: torch.device | None) -> None:
+    """Set the device of a tensor's memory; ``None`` is the host."""
+    storage = _storage(tensor)
+    if storage is not None:
+        storage.stand_in_device = device
+
+
+def _pin(tensor: torch.Tensor) -> None:
+    _storage(tensor).is_pinned_stand_in = True
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return getattr(_storage(tensor), "is_pinned_stand_in", False)
+
+
 class StandIn:
     """The device of one rank, as a context manager of the rank's thread.
 
     Args:
-        index: of the device, as in ``cuda:1``.
-        memory: of all ranks.
+        device: as ``torch.device("cuda", 1)``.
         record: called with each event.
 
     Attributes:
-        device: ``torch.device("cuda", index)``.
-        memory: as the argument.
+        device: as the argument.
         streams: those that are current, the innermost last.
         has_exchanged: whether an operator called Python code of the rank.
         operator_device: of the operands of the operator that runs; ``None`` on the host.
     """
 
-    def __init__(
-        self, index: int, memory: StandInMemory, record: Callable[[DeviceEvent], None]
-    ) -> None:
-        self.device = torch.device("cuda", index)
-        self.memory = memory
+    def __init__(self, device: torch.device, record: Callable[[DeviceEvent], None]) -> None:
+        self.device = device
         self.streams: list[Any] = []
         self.has_exchanged = False
         self.operator_device: torch.device | None = None
@@ -151,8 +127,7 @@ class StandIn:
 
     def copy_of(self) -> StandIn:
         """Return one for another thread of the rank."""
-        assert self.device.index is not None
-        return StandIn(self.device.index, self.memory, self._record)
+        return StandIn(self.device, self._record)
 
     def acting(self, callback: Callable[..., Any]) -> Callable[..., Any]:
         """Return a callback of torch that sees the device: torch calls it with the mode off."""
@@ -249,7 +224,7 @@ class _Operators(TorchDispatchMode):
                 return result
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and all(leaf is not x for x in operands):
-                    self._stand_in.memory.place(leaf, device)
+                    _place(leaf, device)
         return result
 
     def _checked(
@@ -265,7 +240,7 @@ class _Operators(TorchDispatchMode):
             in_backward = torch._C._current_graph_task_id() >= 0
             by_python = getattr(_thread, "calls", 0) > 0
             return self._stand_in.device if in_backward and not by_python else None
-        devices = [self._stand_in.memory.device(operand) for operand in operands]
+        devices = [device_of(operand) for operand in operands]
         device = next((place for place in devices if place is not None), None)
         if device is None:
             return None
@@ -286,13 +261,12 @@ class _Operators(TorchDispatchMode):
         non_blocking = kwargs.get("non_blocking", rest[0] if rest else False)
         if isinstance(targets, torch.Tensor):
             targets, sources = [targets], [sources]
-        memory = self._stand_in.memory
         for target, source in zip(targets, sources, strict=True):
-            to, of = memory.device(target), memory.device(source)
+            to, of = device_of(target), device_of(source)
             if source.numel() == 0 or (to is None) == (of is None):
                 continue
             what = "copy to host" if to is None else "copy to device"
-            is_pinned = memory.is_pinned(target if to is None else source)
+            is_pinned = _is_pinned(target if to is None else source)
             self._stand_in.transfer(what, source, is_async=non_blocking and is_pinned)
 
     def _record_index(self, name: str, args: Any) -> None:
@@ -300,7 +274,7 @@ class _Operators(TorchDispatchMode):
         has_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
         # One value is written where a mask is set, without the indices.
         is_fill = name != "aten::index" and args[2].numel() == 1
-        if any(self._stand_in.memory.device(index) is None for index in indices):
+        if any(device_of(index) is None for index in indices):
             self._stand_in.record("wait", f"{name} with indices in host memory")
         elif has_mask and not is_fill:
             self._stand_in.record("wait", f"{name} with a mask")
@@ -332,33 +306,16 @@ class _Functions(TorchFunctionMode):
         finally:
             _thread.calls -= 1
         if pin:
-            stand_in.memory.pin(result)
+            _pin(result)
         if is_placed:
             if func in (torch.tensor, torch.as_tensor) and device is not None:
-                is_there = isinstance(args[0], torch.Tensor) and stand_in.memory.device(args[0])
+                is_there = isinstance(args[0], torch.Tensor) and device_of(args[0])
                 if not is_there:
                     stand_in.record("wait", f"torch.{func.__name__} of host values on a device")
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
-                    stand_in.memory.place(leaf, device)
+                    _place(leaf, device)
         return result
-
-
-def _device(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> torch.device:
-    return stand_in.memory.device(tensor) or func(tensor)
-
-
-def _is_cuda(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
-    return stand_in.memory.device(tensor) is not None
-
-
-def _is_cpu(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
-    return stand_in.memory.device(tensor) is None and func(tensor)
-
-
-def _get_device(stand_in: StandIn, func: Any, tensor: torch.Tensor) -> int:
-    device = stand_in.memory.device(tensor)
-    return func(tensor) if device is None else device.index
 
 
 def _to(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -367,7 +324,7 @@ def _to(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs
     device: Any = kwargs.pop("device", None)
     if rest and isinstance(rest[0], torch.Tensor):
         other = rest.pop(0)
-        device = stand_in.memory.device(other) or other.device
+        device = device_of(other) or other.device
         rest.insert(0, other.dtype)
     elif rest and isinstance(rest[0], torch.device | str | int | None):
         device = rest.pop(0)
@@ -389,53 +346,37 @@ def _moved(
     if tensor.is_meta or (device is not None and torch.device(device).type == "meta"):
         is_stand_in = device is not None and stand_in.named(device) is not None
         return torch.Tensor.to(tensor, device=_CPU if is_stand_in else device, copy=copy, **kwargs)
-    of = stand_in.memory.device(tensor)
+    of = device_of(tensor)
     to = of if device is None else stand_in.named(device)
     moves = (to is None) != (of is None)
     if moves and tensor.numel() > 0:
         # An asynchronous copy to the host gets pinned memory from torch.
-        is_async = non_blocking and (to is None or stand_in.memory.is_pinned(tensor))
+        is_async = non_blocking and (to is None or _is_pinned(tensor))
         what = "copy to host" if to is None else "copy to device"
         stand_in.transfer(what, tensor, is_async=is_async)
     result = torch.Tensor.to(tensor, copy=copy or moves, **kwargs)
     if moves:
-        stand_in.memory.place(result, to)
+        _place(result, to)
     return result
 
 
-def _cuda(stand_in: StandIn, func: Any, tensor: torch.Tensor, device: Any = None, **kw: Any) -> Any:
-    return _moved(stand_in, tensor, "cuda" if device is None else device, **kw)
-
-
-def _cpu(stand_in: StandIn, func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
-    return _moved(stand_in, tensor, "cpu", **kwargs)
-
-
 def _pin_memory(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    if stand_in.memory.device(tensor) is not None:
+    if device_of(tensor) is not None:
         raise RuntimeError("pin_memory: the tensor must be in host memory, got one on a device")
     pinned = tensor.clone()
-    stand_in.memory.pin(pinned)
+    _pin(pinned)
     return pinned
 
 
-def _is_pinned(stand_in: StandIn, func: Any, tensor: torch.Tensor, *_: Any) -> bool:
-    return stand_in.memory.is_pinned(tensor)
-
-
 def _read(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if stand_in.memory.device(tensor) is not None:
+    if device_of(tensor) is not None:
         stand_in.record("wait", f"Tensor.{func.__name__}")
     return func(tensor, *args, **kwargs)
 
 
-def _record_stream(stand_in: StandIn, func: Any, tensor: torch.Tensor, stream: Any) -> None:
-    stand_in.record("stream", "Tensor.record_stream")
-
-
 def _deepcopy(stand_in: StandIn, func: Any, tensor: torch.Tensor, *args: Any) -> Any:
     result = func(tensor, *args)
-    stand_in.memory.place(result, stand_in.memory.device(tensor))
+    _place(result, device_of(tensor))
     return result
 
 
@@ -450,19 +391,20 @@ def _backward(
 
 
 _T: Any = torch.Tensor
+# Called with the stand-in device, the function, and its arguments.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
-    _T.device.__get__: _device,
-    _T.is_cuda.__get__: _is_cuda,
-    _T.is_cpu.__get__: _is_cpu,
-    _T.get_device: _get_device,
+    _T.device.__get__: lambda _, func, tensor, *__: device_of(tensor) or func(tensor),
+    _T.is_cuda.__get__: lambda _, func, tensor, *__: device_of(tensor) is not None,
+    _T.is_cpu.__get__: lambda _, func, tensor, *__: device_of(tensor) is None and func(tensor),
+    _T.get_device: lambda _, func, tensor: getattr(device_of(tensor), "index", func(tensor)),
     _T.to: _to,
-    _T.cuda: _cuda,
-    _T.cpu: _cpu,
+    _T.cuda: lambda self, _, tensor, device="cuda", **kw: _moved(self, tensor, device, **kw),
+    _T.cpu: lambda self, _, tensor, **kw: _moved(self, tensor, "cpu", **kw),
     _T.pin_memory: _pin_memory,
-    _T.is_pinned: _is_pinned,
+    _T.is_pinned: lambda _, func, tensor, *__: _is_pinned(tensor),
     _T.tolist: _read,
     _T.numpy: _read,
-    _T.record_stream: _record_stream,
+    _T.record_stream: lambda self, *_: self.record("stream", "Tensor.record_stream"),
     _T.__deepcopy__: _deepcopy,
     _T.backward: _backward,
 }

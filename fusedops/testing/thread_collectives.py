@@ -32,7 +32,7 @@ class CollectiveMismatchError(RuntimeError):
 class ThreadCall:
     """One rank's part of a communication."""
 
-    kind: str  # a name of ``KINDS``
+    kind: str  # of ``_results_of``
     inputs: Tensors  # what it gives
     outputs: Tensors  # where its results go
     detail: Any = None  # what must be the same for all: how to reduce, whose data
@@ -103,35 +103,42 @@ class ThreadCollective:
             call = self.calls[ranks[0]]
             kind = "send" if call.kind == "recv" else call.kind
             with torch.no_grad(), _unobserved():
-                given = KINDS[kind]([self.calls[member].inputs for member in ranks], call.detail)
-            self._results = dict(zip(ranks, given, strict=True))
+                given = _results_of(kind, [self.calls[rank].inputs for rank in ranks], call.detail)
+                # A rank may overwrite its input when it has its own result.
+                clones = [[tensor.clone() for tensor in tensors] for tensors in given]
+            self._results = dict(zip(ranks, clones, strict=True))
         return self._results[rank]
 
 
 class ThreadWork(dist.Work):
-    """One rank's handle of a collective."""
+    """One rank's handle of a collective, or of several: each with its number in the group."""
 
-    def __init__(self, scheduler: ThreadScheduler, collective: ThreadCollective, rank: int) -> None:
+    def __init__(
+        self, scheduler: ThreadScheduler, parts: Sequence[tuple[ThreadCollective, int]]
+    ) -> None:
         super().__init__()
-        self._scheduler, self._collective, self._rank = scheduler, collective, rank
+        self._scheduler, self.parts = scheduler, parts
         self._done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let other ranks run until all have come; then take the results."""
         if not self._done:
-            call = self._collective.calls[self._rank]
-            self._scheduler.wait(self._collective.full, f"waits for {call} of {call.where}")
+            for collective, rank in self.parts:
+                self._finish(collective, rank)
             self._done = True
-            results = self._collective.results(self._rank)
-            for output, result in zip(call.outputs, results, strict=True):
-                if output.numel() != result.numel() or output.dtype != result.dtype:
-                    raise CollectiveMismatchError(
-                        f"{call.where}, {call}: has room for {output.numel()} elements of "
-                        f"{output.dtype}, and gets {result.numel()} of {result.dtype}"
-                    )
-                with _unobserved():
-                    output.detach().copy_(result.reshape(output.shape))
         return True
+
+    def _finish(self, collective: ThreadCollective, rank: int) -> None:
+        call = collective.calls[rank]
+        self._scheduler.wait(collective.full, f"waits for {call} of {call.where}")
+        for output, result in zip(call.outputs, collective.results(rank), strict=True):
+            if output.numel() != result.numel() or output.dtype != result.dtype:
+                raise CollectiveMismatchError(
+                    f"{call.where}, {call}: has room for {output.numel()} elements of "
+                    f"{output.dtype}, and gets {result.numel()} of {result.dtype}"
+                )
+            with _unobserved():
+                output.detach().copy_(result.reshape(output.shape))
 
     def is_completed(self) -> bool:
         """Whether it has been waited for."""
@@ -141,29 +148,12 @@ class ThreadWork(dist.Work):
         """Wait, and return a future that has ended."""
         self.wait()
         future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self._collective.calls[self._rank].outputs)
+        outputs = [collective.calls[rank].outputs for collective, rank in self.parts]
+        future.set_result([output for of_part in outputs for output in of_part])
         return future
 
 
-class AllOf(dist.Work):
-    """Several communications as one."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for each."""
-        for work in self._works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether each has been waited for."""
-        return all(work.is_completed() for work in self._works)
-
-
-def _reduced(terms: Tensors, how: str) -> torch.Tensor:
+def _reduced(terms: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     """Return the reduction of the ranks' tensors, in the order of the ranks."""
     if how == "avg":
         return _reduced(terms, "sum") / len(terms)
@@ -176,64 +166,32 @@ def _reduced(terms: Tensors, how: str) -> torch.Tensor:
         "bor": torch.bitwise_or,
         "bxor": torch.bitwise_xor,
     }
-    return functools.reduce(operations[how], terms).clone()
+    return functools.reduce(operations[how], terms)
 
 
-def _all_reduce(given: list[Tensors], how: str) -> list[Tensors]:
-    return [[_reduced(list(terms), how) for terms in zip(*given, strict=True)] for _ in given]
-
-
-def _reduce(given: list[Tensors], how: tuple[str, int]) -> list[Tensors]:
-    reduced = _all_reduce(given, how[0])
-    return [reduced[rank] if rank == how[1] else [] for rank in range(len(given))]
-
-
-def _reduce_scatter(given: list[Tensors], how: str) -> list[Tensors]:
-    return [[_reduced([tensors[rank] for tensors in given], how)] for rank in range(len(given))]
-
-
-def _all_gather(given: list[Tensors], _: Any) -> list[Tensors]:
-    return [[tensors[0].clone() for tensors in given] for _ in given]
-
-
-def _gather(given: list[Tensors], root: int) -> list[Tensors]:
-    everything = [tensors[0].clone() for tensors in given]
-    return [everything if rank == root else [] for rank in range(len(given))]
-
-
-def _all_to_all(given: list[Tensors], _: Any) -> list[Tensors]:
-    return [[tensors[rank].clone() for tensors in given] for rank in range(len(given))]
-
-
-def _broadcast(given: list[Tensors], root: int) -> list[Tensors]:
-    return [
-        [] if rank == root else [tensor.clone() for tensor in given[root]]
-        for rank in range(len(given))
-    ]
-
-
-def _scatter(given: list[Tensors], root: int) -> list[Tensors]:
-    return [[tensor.clone()] for tensor in given[root]]
-
-
-def _send(given: list[Tensors], _: Any) -> list[Tensors]:
-    """``given[0]`` is the sender's."""
-    return [[], [tensor.clone() for tensor in given[0]]]
-
-
-def _barrier(given: list[Tensors], _: Any) -> list[Tensors]:
-    return [[] for _ in given]
-
-
-KINDS: dict[str, Callable[[list[Tensors], Any], list[Tensors]]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "scatter": _scatter,
-    "send": _send,
-    "barrier": _barrier,
-}
+def _results_of(kind: str, given: list[Tensors], detail: Any) -> list[Tensors]:
+    """Return what each rank gets of what all ranks give, both in the order of the ranks."""
+    ranks = range(len(given))
+    match kind:
+        case "all_reduce":
+            return [[_reduced(terms, detail) for terms in zip(*given, strict=True)]] * len(given)
+        case "reduce":
+            (how, root) = detail
+            reduced = [_reduced(terms, how) for terms in zip(*given, strict=True)]
+            return [reduced if rank == root else [] for rank in ranks]
+        case "reduce_scatter":
+            return [[_reduced([tensors[rank] for tensors in given], detail)] for rank in ranks]
+        case "all_gather":
+            return [[tensors[0] for tensors in given]] * len(given)
+        case "gather":
+            return [[tensors[0] for tensors in given] if rank == detail else [] for rank in ranks]
+        case "all_to_all":
+            return [[tensors[rank] for tensors in given] for rank in ranks]
+        case "broadcast":
+            return [[] if rank == detail else given[detail] for rank in ranks]
+        case "scatter":
+            return [[tensor] for tensor in given[detail]]
+        case "send":  # the sender is the first
+            return [[], given[0]]
+    assert kind == "barrier"
+    return [[] for _ in ranks]

@@ -37,7 +37,16 @@ class ThreadScheduler:
 
     @property
     def rank(self) -> int:
-        """The rank of the calling thread."""
+        """The rank of the calling thread.
+
+        Raises:
+            RuntimeError: the thread is one that a rank has started.
+        """
+        if not hasattr(self._local, "rank"):
+            raise RuntimeError(
+                "ranks that are threads communicate in their own thread alone, not in one that "
+                "they start: save a checkpoint with block=True"
+            )
         return self._local.rank
 
     def run(self, bodies: list[Callable[[], Any]], patience: float) -> None:

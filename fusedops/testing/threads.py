@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -28,13 +28,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusedops.testing.ranks import RankError
-from fusedops.testing.thread_collectives import (
-    AllOf,
-    Tensors,
-    ThreadCall,
-    ThreadCollective,
-    ThreadWork,
-)
+from fusedops.testing.thread_collectives import Tensors, ThreadCall, ThreadCollective, ThreadWork
 from fusedops.testing.thread_scheduler import StoppedError, ThreadScheduler
 
 PATIENCE = 120.0
@@ -67,15 +61,15 @@ class _Run:
         collective.join(rank, call)
         if collective.full():
             del self.pending[key]
-        return ThreadWork(self.scheduler, collective, rank)
+        return ThreadWork(self.scheduler, [(collective, rank)])
 
 
 # Typed so because torch gives these methods several signatures; what it calls are these.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-class ThreadGroup(_ProcessGroup):
-    """A process group of threads. Only ``run`` makes them."""
+class _ThreadGroup(_ProcessGroup):
+    """A process group of threads; its methods are those that ``torch.distributed`` calls."""
 
     def __init__(
         self, run: _Run, name: str, ranks: Sequence[int], rank: int, store: dist.Store
@@ -101,11 +95,9 @@ class ThreadGroup(_ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name that torch registers it by."""
         return self._key
 
     def get_group_store(self) -> dist.Store:
-        """Return where the ranks of the group can leave word for each other."""
         return self._store
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -118,79 +110,62 @@ class ThreadGroup(_ProcessGroup):
         return self
 
     def getBackendName(self) -> str:
-        """Return the name that torch's meshes know threads by."""
         return _NAME.lower()
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Reduce in place."""
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> ThreadWork:
         how = _how(opts or dist.AllreduceOptions())
-        return self._start("all_reduce", tensors, tensors, how, [t.numel() for t in tensors])
+        return self._start("all_reduce", tensors, tensors, how, _sizes(tensors))
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        """Reduce in place on one rank."""
+    def reduce(self, tensors: Tensors, opts: Any) -> ThreadWork:
         mine = tensors if self._mine == opts.rootRank else []
-        sizes = [tensor.numel() for tensor in tensors]
-        return self._start("reduce", tensors, mine, (_how(opts), opts.rootRank), sizes)
+        return self._start("reduce", tensors, mine, (_how(opts), opts.rootRank), _sizes(tensors))
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
-        """Copy one rank's tensors to all."""
+    def broadcast(self, tensors: Tensors, opts: Any) -> ThreadWork:
         given, got = (tensors, []) if self._mine == opts.rootRank else ([], tensors)
-        sizes = [tensor.numel() for tensor in tensors]
-        return self._start("broadcast", given, got, opts.rootRank, sizes)
+        return self._start("broadcast", given, got, opts.rootRank, _sizes(tensors))
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Give all ranks each rank's tensor."""
-        works = [
-            self._start("all_gather", [given], got)
-            for got, given in zip(outputs, inputs, strict=True)
-        ]
-        return works[0] if len(works) == 1 else AllOf(works)
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> ThreadWork:
+        return self._start("all_gather", inputs, outputs[0])
 
     def all_gather_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
-    ) -> dist.Work:
-        """Give all ranks each rank's tensor, one behind the other."""
+    ) -> ThreadWork:
         return self._start("all_gather", [given], _even(output, self.size()), None, [given.numel()])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        """Do several ``all_gather_single``."""
-        pairs = zip(outputs, inputs, strict=True)
-        return AllOf([self.all_gather_single(output, given) for output, given in pairs])
+    ) -> ThreadWork:
+        return self._together(map(self.all_gather_single, outputs, inputs))
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        """Give one rank each rank's tensor."""
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> ThreadWork:
         got = outputs[0] if self._mine == opts.rootRank else []
         return self._start("gather", inputs, got, opts.rootRank)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        """Give each rank one of a rank's tensors."""
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> ThreadWork:
         given = inputs[0] if self._mine == opts.rootRank else []
         return self._start("scatter", given, outputs, opts.rootRank)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        """Reduce, and give each rank one part."""
-        sizes = [tensor.numel() for tensor in inputs[0]]
-        return self._start("reduce_scatter", inputs[0], outputs, _how(opts), sizes)
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> ThreadWork:
+        return self._start("reduce_scatter", inputs[0], outputs, _how(opts), _sizes(inputs[0]))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any
-    ) -> dist.Work:
-        """Reduce, and give each rank an equal part."""
+    ) -> ThreadWork:
         return self.reduce_scatter([output], [_even(given, self.size())], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any
-    ) -> dist.Work:
-        """Do several ``reduce_scatter_single``."""
+    ) -> ThreadWork:
         pairs = zip(outputs, inputs, strict=True)
-        return AllOf([self.reduce_scatter_single(output, given, opts) for output, given in pairs])
+        return self._together(self.reduce_scatter_single(*pair, opts) for pair in pairs)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Give each rank the tensor meant for it."""
+    def _together(self, works: Iterable[ThreadWork]) -> ThreadWork:
+        parts = [part for work in works for part in work.parts]
+        return ThreadWork(self._run.scheduler, parts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ThreadWork:
         return self._start("all_to_all", inputs, outputs)
 
     def all_to_all_single(
@@ -200,33 +175,28 @@ class ThreadGroup(_ProcessGroup):
         output_sizes: list[int],
         input_sizes: list[int],
         opts: Any = None,
-    ) -> dist.Work:
-        """Give each rank the rows meant for it."""
+    ) -> ThreadWork:
         size = self.size()
         got = list(output.split(output_sizes)) if output_sizes else _even(output, size)
         sent = list(given.split(input_sizes)) if input_sizes else _even(given, size)
         return self._start("all_to_all", sent, got)
 
-    def send(self, tensors: Tensors, to: int, tag: int) -> dist.Work:
-        """Send to a rank of the group; ends when that one receives."""
+    def send(self, tensors: Tensors, to: int, tag: int) -> ThreadWork:
         return self._pair("send", tensors, self._mine, to, tag)
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
-        """Receive from a rank of the group."""
+    def recv(self, tensors: Tensors, source: int, tag: int) -> ThreadWork:
         return self._pair("recv", tensors, source, self._mine, tag)
 
-    def _pair(self, kind: str, tensors: Tensors, source: int, to: int, tag: int) -> dist.Work:
+    def _pair(self, kind: str, tensors: Tensors, source: int, to: int, tag: int) -> ThreadWork:
         self._count[kind, source, to, tag] += 1
         key = (self._key, self._ranks, source, to, tag, self._count[kind, source, to, tag])
         arrow = f"from rank {self._ranks[source]} to rank {self._ranks[to]}"
         given, got = (tensors, []) if kind == "send" else ([], tensors)
-        sizes = tuple(tensor.numel() for tensor in tensors)
-        call = ThreadCall(kind, given, got, None, sizes, arrow)
+        call = ThreadCall(kind, given, got, None, _sizes(tensors), arrow)
         # The sender is the first of the two, whatever their ranks are.
         return self._run.join(key, self._ranks, 2, 0 if kind == "send" else 1, call)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for all."""
+    def barrier(self, opts: Any = None) -> ThreadWork:
         return self._start("barrier", [], [])
 
     # Their names in torch before 2.13.
@@ -242,10 +212,12 @@ def _how(opts: Any) -> str:
     return str(getattr(op, "op", op)).rpartition(".")[2].lower()
 
 
+def _sizes(tensors: Tensors) -> tuple[int, ...]:
+    return tuple(tensor.numel() for tensor in tensors)
+
+
 def _even(given: torch.Tensor, parts: int) -> Tensors:
-    return list(given.detach().view(-1).split(max(1, given.numel() // parts)))[:parts] or [
-        given.detach().view(-1) for _ in range(parts)
-    ]
+    return list(given.detach().view(-1).tensor_split(parts))
 
 
 def run(
@@ -308,19 +280,32 @@ def run(
 
 @contextlib.contextmanager
 def _world(run: _Run) -> Iterator[None]:
-    """Each thread has groups of its own, made by us."""
+    """Each rank has groups of its own, made by us whatever backend is asked for."""
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-    def create(options: Any, _: Any) -> ThreadGroup:
+    class Worlds(threaded.ThreadLocalWorld):
+        def _get_world(self) -> Any:
+            _ = run.scheduler.rank  # raises in another thread, which has no groups
+            return super()._get_world()
+
+    def create(options: Any, _: Any) -> _ThreadGroup:
         ranks = options.global_ranks_in_group or list(range(options.group_size))
-        return ThreadGroup(run, options.group_id, ranks, options.group_rank, options.store)
+        return _ThreadGroup(run, options.group_id, ranks, options.group_rank, options.store)
+
+    @functools.wraps(c10d.new_group)
+    def new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        return make_group(*args, **kwargs)
+
+    make_group = c10d.new_group
 
     plugin = type(c10d.Backend._plugins[_NAME])(create, True)
     library: Any = torch._C._distributed_c10d  # whose stubs do not have it
     isolated = library._set_thread_isolation_mode
     with (
         mock.patch.dict(c10d.Backend._plugins, {_NAME: plugin}),
-        mock.patch.object(c10d, "_world", threaded.ThreadLocalWorld()),
+        mock.patch.object(c10d, "_world", Worlds()),
+        mock.patch.object(c10d, "new_group", new_group),
+        mock.patch.object(dist, "new_group", new_group),
         mock.patch.object(sys, "excepthook", sys.excepthook),  # torch puts the rank before it
     ):
         isolated(True)

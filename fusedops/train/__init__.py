@@ -4,8 +4,7 @@ from fusedops.launch.config_table import InputError
 from fusedops.launch.processes import launch
 from fusedops.train.config import Config, load_config
 from fusedops.train.loop import train
-from fusedops.train.progress import ProgressLines
-from fusedops.train.result import ProgressCallback, TrainResult
+from fusedops.train.progress import ProgressCallback, ProgressLines, TrainResult
 
 __all__ = [
     "Config",

@@ -49,8 +49,6 @@ from fusedops.train.precision import LossScale
 # Vocabularies are rounded up, so that tensor parallelism can divide them.
 _ROWS = 64
 
-_FORMER_NO_DECAY = ("*bias", "*norm*")  # the default before it was "vectors"
-
 
 @dataclass
 class Run:
@@ -100,7 +98,7 @@ class Run:
     def resume_from(self, restored: Restored) -> None:
         """Go on from what a checkpoint restored."""
         self.step, self.position = restored.step, restored.data["sequences"]
-        self.skipped = restored.extra.get("skipped", 0)  # older checkpoints do not say
+        self.skipped = restored.extra["skipped"]
         # The checkpoint's options came back with its states; those of this configuration hold.
         for group in self.optimizer.param_groups:
             group.update(_options(self.config))
@@ -343,8 +341,7 @@ def _check_no_decay(patterns: tuple[str, ...], model: Any, ranks: Ranks) -> None
     mine = [name for name, _ in model.named_parameters()]
     names = sorted({name for of_rank in ranks.gathered(mine) for name in of_rank})
     for pattern in patterns:
-        # Files that were written with the former default are for all models.
-        if pattern in _FORMER_NO_DECAY or fnmatch.filter(names, pattern):
+        if fnmatch.filter(names, pattern):
             continue
         near = difflib.get_close_matches(pattern.strip("*"), names, cutoff=0.0)
         raise InputError(
@@ -362,21 +359,13 @@ def _options(config: Config) -> dict[str, Any]:
 def _sequences(corpus: corpora.Corpus, config: Config) -> tuple[Sequences, Sequences | None]:
     """Return the sequences of training, and those of validation if there are any."""
     data = config.data
-    end = corpus.end if data.documents else None
     of_train, of_validation = (None if part is None else part.at for part in corpus.domains)
-    train = Sequences(
-        corpus.train,
-        data.seq_len,
-        seed=config.seed,
-        shuffle=data.shuffle,
-        end=end,
-        domains=of_train,
-    )
-    if not config.validation.sequences or (
-        not data.validation and len(corpus.validation) <= data.seq_len
-    ):
+    given: dict[str, Any] = {"end": corpus.end if data.documents else None}
+    order: dict[str, Any] = {"seed": config.seed, "shuffle": data.shuffle}
+    train = Sequences(corpus.train, data.seq_len, domains=of_train, **order, **given)
+    if not config.validation.sequences or len(corpus.validation) <= data.seq_len:
         return train, None
-    return train, Sequences(corpus.validation, data.seq_len, seed=0, end=end, domains=of_validation)
+    return train, Sequences(corpus.validation, data.seq_len, domains=of_validation, **given)
 
 
 def _peak(config: Config, ranks: Ranks) -> float:

@@ -1,6 +1,6 @@
 """Configuration of a training run: one dataclass per table of the configuration file.
 
-``docs/training.md`` explains each key; ``example.py`` writes a commented file.
+``docs/training.md`` explains the keys, and ``example.py`` writes a file with a comment for each.
 """
 
 from __future__ import annotations
@@ -28,25 +28,7 @@ SPIKES = ("skip", "rollback", "stop", "go")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from.
-
-    Attributes:
-        train: text files, folders, patterns (``"books/**/*.txt"``), or a file of tokens (``.bin``).
-        validation: the same; none: the last ``validation_share`` of the training tokens.
-        validation_share: of the training tokens that are kept for validation.
-        seq_len: tokens of a sequence.
-        tokenizer: ``"bytes"``, or a ``tokenizer.json``; files of tokens need none.
-        end_of_text: the token of a given tokenizer that stands between two files.
-        token_dtype: of files of tokens.
-        cache: folder for the tokens of text; ``cache`` in the run's folder by default.
-        shuffle: whether sequences come in a random order, another in each epoch.
-        errors: what is done about text that is not UTF-8: ``"strict"``: it is an error; ``"skip"``:
-            such files are left out; ``"replace"``: the bytes become U+FFFD.
-        documents: whether tokens attend only those of their own file (of a file of tokens: those
-            between two ``end_of_text``), where a sequence holds parts of several.
-        domains: whether each entry of ``train`` (and of ``validation``) is a domain, for a model
-            with ``domain_experts``, which has as many.
-    """
+    """The corpus: text, or one file of tokens; where it comes from, and how it is cut."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...] = ()
@@ -104,14 +86,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How the learning rate goes: up over ``warmup`` steps, then as ``kind`` says.
-
-    Attributes:
-        kind: one of ``SCHEDULES``.
-        warmup: steps.
-        final: the last learning rate, as a share of the largest.
-        decay: steps of the decay of ``"stable-decay"``; 0: a tenth of all.
-    """
+    """How the learning rate goes (``schedule.learning_rate``)."""
 
     kind: str = "cosine"
     warmup: int = 0
@@ -127,17 +102,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """In which dtype weights are used and gradients are summed; masters are float32.
-
-    Attributes:
-        param: dtype of the weights in forward and backward, and so of activations and products;
-            ``"auto"``: bfloat16 on a GPU that computes in it, else float32.
-        reduce: dtype in which gradients are accumulated over micro-batches and summed over ranks.
-        compute: autocast instead: dtype of the products of float32 weights; ``"auto"``: ``param``.
-        loss_scale: first factor of the loss under float16, a power of two; it halves where a
-            gradient overflows and doubles after ``growth`` good steps.
-        growth: steps.
-    """
+    """Dtypes of weights and of sums of gradients, or autocast; float16's loss scale."""
 
     param: str = AUTO
     reduce: str = "float32"
@@ -205,26 +170,9 @@ class GuardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is written of the steps.
-
-    Attributes:
-        every: steps between two lines on a terminal's or a file's log.
-        csv: also write ``metrics.csv``.
-        tensorboard: also write events for TensorBoard, which must be installed.
-        wandb: a project of Weights & Biases that also gets the metrics; empty: none.
-        mlflow: an experiment of MLflow that also gets them; empty: none.
-        peak_tflops: what the device reaches at best, for the share of it that is used (MFU);
-            0: measured at the start by a matrix product.
-        timings: steps between two gatherings of where the ranks' time went (docs/observe.md);
-            0: it is not recorded.
-        memory_step: a step of which each rank records what it allocates, by layer and kind, for
-            ``fusedops report``; at least 2. 0: none.
-        memory_snapshot: record the history of CUDA's allocator, and write it to the run's folder
-            when memory is exhausted.
-    """
+    """What is recorded of the steps, and which loggers get it."""
 
     every: int = 10
-    csv: bool = False
     tensorboard: bool = False
     wandb: str = ""
     mlflow: str = ""
@@ -274,7 +222,7 @@ class Config:
         model: ``load`` alone, or ``preset`` and sizes (``fusedops.models.TransformerConfig``).
         parallel: ``fusedops.models.ParallelConfig``; ``dp`` is what the processes leave for it.
 
-    The other fields are tables, which their classes describe.
+    The other fields are tables, whose keys ``fusedops train --example`` explains.
     """
 
     out: str

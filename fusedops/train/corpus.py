@@ -28,9 +28,7 @@ from fusedops.train.config import DataConfig
 
 BYTES = "bytes"
 TOKENS = ".bin"
-_VERSION = 4
-# How the identity of a corpus begins that follows from its contents; older ones had files' times.
-CONTENT = "content-"
+_VERSION = 5
 _SAMPLES, _SAMPLE = 64, 1 << 16
 _log = logging.getLogger(__name__)
 _DTYPES = {"uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
@@ -70,9 +68,8 @@ class Corpus:
     validation: torch.Tensor  # ``[tokens]``, maybe empty
     vocab_size: int | None  # ids are less than this; ``None``: files of tokens do not say
     end: int | None  # the token that ends each document; ``None``: likewise
-    description: str  # for people
     identity: str  # changes when the tokens do
-    # Of the tokens of ``train``, then ``validation``; ``None``: nobody asked
+    # Of the tokens of ``train``, then ``validation``; ``None`` without ``data.domains``
     domains: tuple[Domains | None, Domains | None] = (None, None)
 
 
@@ -97,25 +94,22 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
     Raises:
         InputError: what it is made of is not there, or too short.
     """
-    train, description, identity = _open(data, data.train, cache)
-    of_train = _domains(data, data.train, cache) if data.domains else None
+    train, identity, of_train = _open(data, data.train, cache)
     if data.validation:
-        validation, *_ = _open(data, data.validation, cache)
-        of_validation = _domains(data, data.validation, cache) if data.domains else None
+        validation, _, of_validation = _open(data, data.validation, cache)
     else:
         kept = len(train) - int(len(train) * data.validation_share)
         train, validation = train[:kept], train[kept:]
         of_validation = None if of_train is None else replace(of_train, first=kept)
-    if len(train) <= data.seq_len:
-        raise InputError(
-            f"the corpus is too short: {len(train)} tokens to train on, and a sequence with its "
-            f"last target takes {data.seq_len + 1}: give more text, or make data.seq_len smaller"
-        )
-    if data.validation and len(validation) <= data.seq_len:
-        raise InputError(
-            f"data.validation is too short: {len(validation)} tokens, and a sequence with its last "
-            f"target takes {data.seq_len + 1}: give more text, or make data.seq_len smaller"
-        )
+    parts = [("the corpus is too short", train, "tokens to train on")]
+    if data.validation:
+        parts.append(("data.validation is too short", validation, "tokens"))
+    for what, tokens, kind in parts:
+        if len(tokens) <= data.seq_len:
+            raise InputError(
+                f"{what}: {len(tokens)} {kind}, and a sequence with its last target takes "
+                f"{data.seq_len + 1}: give more text, or make data.seq_len smaller"
+            )
     given = _are_tokens(_expand(data.train)) and data.tokenizer == BYTES
     if given and data.documents:
         raise InputError(
@@ -124,8 +118,7 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
         )
     tokenizer = None if given else tokenizer_of(data)
     size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
-    domains = of_train, of_validation
-    return Corpus(train, validation, size, end, description, identity, domains)
+    return Corpus(train, validation, size, end, identity, (of_train, of_validation))
 
 
 def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) -> None:
@@ -145,48 +138,49 @@ def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) 
                 )
 
 
-def _open(data: DataConfig, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, str, str]:
-    files = _expand(paths)
+def _open(
+    data: DataConfig, entries: Sequence[str], cache: Path
+) -> tuple[torch.Tensor, str, Domains | None]:
+    """Return the tokens that entries became, their identity, and their domains if asked for."""
+    files, domains = _expand(entries), None
     if _are_tokens(files):
         if len(files) > 1:
             raise InputError(
                 f"one file of tokens must be given, got {len(files)}: {files[0]} ...; "
                 "concatenate them"
             )
+        if data.domains:
+            raise InputError("data.domains must be false for a file of tokens, which has no files")
         dtype, path = _DTYPES[data.token_dtype], files[0]
-        description, identity = str(path), _sampled(path)
+        identity = _sampled(path)
     else:
         tokenizer = tokenizer_of(data)
-        path = _stem(files, tokenizer, data, cache)
-        dtype = _dtype_for(tokenizer.size)
+        stem = _stem(files, tokenizer, data, cache)
+        dtype, path = _dtype_for(tokenizer.size), stem.with_suffix(TOKENS)
         try:
-            record = json.loads(path.with_suffix(".json").read_text())
-            path = path.with_suffix(TOKENS)
-            size = path.stat().st_size
+            record = json.loads(stem.with_suffix(".json").read_text())
+            is_complete = path.stat().st_size == record["tokens"] * dtype.itemsize
         except (OSError, ValueError):
+            is_complete = False
+        if not is_complete:
             raise InputError(
                 f"the tokens in {cache} are missing or incomplete: all processes must see that "
                 "folder; remove it to tokenize again"
-            ) from None
-        description = f"{record['files']} files, {record['bytes'] / 1e6:.1f} MB"
+            )
         identity = record["identity"]
-        if size != record["tokens"] * dtype.itemsize:
-            raise InputError(f"{path} is incomplete; remove it to tokenize again")
-    tokens, odd = divmod(path.stat().st_size, dtype.itemsize)
-    if odd or not tokens:
+        domains = _domains(entries, record["ends"]) if data.domains else None
+    size, odd = divmod(path.stat().st_size, dtype.itemsize)
+    if odd or not size:
         raise InputError(
             f"{path} must hold one or more tokens of {dtype.itemsize} bytes each "
             f"({str(dtype).removeprefix('torch.')}), got {path.stat().st_size} bytes"
         )
     # Private: mapped, and never written.
-    return torch.from_file(str(path), shared=False, size=tokens, dtype=dtype), description, identity
+    return torch.from_file(str(path), shared=False, size=size, dtype=dtype), identity, domains
 
 
-def _domains(data: DataConfig, entries: Sequence[str], cache: Path) -> Domains:
-    """Return the domains of the tokens that the entries became: each entry is one."""
-    files = _expand(entries)
-    if _are_tokens(files):
-        raise InputError("data.domains must be false for a file of tokens, which has no files")
+def _domains(entries: Sequence[str], ends: Sequence[tuple[str, int]]) -> Domains:
+    """Return the domains of the tokens of files, given where they end: each entry is one."""
     number: dict[str, int] = {}
     for domain, entry in enumerate(entries):
         for path in _expand([entry]):
@@ -195,10 +189,8 @@ def _domains(data: DataConfig, entries: Sequence[str], cache: Path) -> Domains:
                     f"data.domains: {path} must be of one entry of the corpus, got "
                     f"{entries[number[str(path)]]} and {entry}"
                 )
-    stem = _stem(files, tokenizer_of(data), data, cache)
-    record = json.loads(stem.with_suffix(".json").read_text())
-    ends = torch.tensor([end for _, end in record["ends"]])
-    return Domains(ends, torch.tensor([number[name] for name, _ in record["ends"]]))
+    names, places = zip(*ends, strict=True)
+    return Domains(torch.tensor(places), torch.tensor([number[name] for name in names]))
 
 
 def _expand(paths: Iterable[str]) -> list[Path]:
@@ -219,8 +211,7 @@ def _expand(paths: Iterable[str]) -> list[Path]:
             root = path
             while glob.has_magic(str(root)):
                 root = root.parent
-            names = sorted(glob.glob(str(path), recursive=True))
-            files = _without_outputs([Path(name) for name in names], root)
+            files = _matching(str(path), root)
         if not files:
             why = "holds no files" if path.is_dir() else "does not exist"
             raise InputError(f"the corpus {entry} {why}: correct data.train or data.validation")
@@ -229,12 +220,12 @@ def _expand(paths: Iterable[str]) -> list[Path]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    names = sorted(Path(name) for name in glob.glob("**", root_dir=folder, recursive=True))
-    return _without_outputs([folder / name for name in names], folder)
+    return _matching(f"{glob.escape(str(folder))}/**", folder)
 
 
-def _without_outputs(paths: list[Path], root: Path) -> list[Path]:
-    """Return the files among paths, without caches of tokens and runs' folders below ``root``."""
+def _matching(pattern: str, root: Path) -> list[Path]:
+    """Return the files of a pattern, without caches of tokens and runs' folders below ``root``."""
+    paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
     folders = {path.parent for path in paths}
     above = {folder: [folder, *folder.parents] for folder in folders}
     runs = {place for places in above.values() for place in places if root in place.parents}
@@ -320,12 +311,6 @@ def _dtype_for(vocab_size: int) -> torch.dtype:
     return torch.uint16 if vocab_size <= 1 << 16 else torch.int32
 
 
-def _stamp(files: list[Path]) -> str:
-    """Return what changes when a file does, without reading it."""
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
-
-
 def _sampled(path: Path) -> str:
     """Return what changes with the contents of a file of tokens: its size, and parts of it."""
     size = path.stat().st_size
@@ -334,25 +319,26 @@ def _sampled(path: Path) -> str:
         for part in range(_SAMPLES):
             file.seek(part * max(0, size - _SAMPLE) // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE))
-    return f"{CONTENT}{digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def _stem(files: list[Path], tokenizer: Tokenizer, data: DataConfig, cache: Path) -> Path:
-    key = f"{_VERSION} {_stamp(files)} {tokenizer.identity} {data.errors}"
+    """Return the path, without suffix, of what becomes of files; another when one has changed."""
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = f"{_VERSION} {stats} {tokenizer.identity} {data.errors}"
     return cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def _write_tokens(files: list[Path], tokenizer: Tokenizer, errors: str, stem: Path) -> None:
     """Write tokens and then the record that says that they are complete."""
     dtype = _dtype_for(tokenizer.size)
-    ordered, size = [], 0
+    ordered = []
     for path in files:
         content = _read(path, errors)
         if content is None:
             _log.warning("%s is left out: it is not UTF-8", path)
         elif content.strip():
             ordered.append((hashlib.sha256(content.encode()).hexdigest(), path))
-            size += len(content.encode())
     if not ordered:
         raise InputError(
             f"the corpus is empty: no text in {len(files)} files, such as {files[0]}; "
@@ -375,10 +361,8 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, errors: str, stem: Pa
                     ends.append((str(path), count))
         aside.rename(stem.with_suffix(TOKENS))
         contents = f"{tokenizer.identity} {[digest for digest, _ in ordered]}"
-        identity = f"{CONTENT}{hashlib.sha256(contents.encode()).hexdigest()}"
-        record = {"tokens": count, "files": len(ordered), "bytes": size, "ends": ends}
-        record["identity"] = identity
-        aside.write_text(json.dumps(record))
+        identity = hashlib.sha256(contents.encode()).hexdigest()
+        aside.write_text(json.dumps({"tokens": count, "ends": ends, "identity": identity}))
         aside.rename(stem.with_suffix(".json"))
     except OSError as error:
         raise InputError(

@@ -6,14 +6,9 @@ It runs on the corpus of the demo, the source of the installed sympy package, wh
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
-from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 from fusedops.launch.config_table import InputError
-from fusedops.train.config import Config
 
 _TEXT = """\
 # fusedops train NAME                   one process
@@ -45,10 +40,10 @@ intermediate_size = 704
 # vocab_size                  by default the tokenizer's, rounded up to a multiple of 64
 
 [data]
-train = ["{corpus}"]
+train = ["CORPUS"]
 validation = []               # the same; none: the last validation_share of the tokens above
 validation_share = 0.05
-seq_len = 128                 # default: {data.seq_len}
+seq_len = 128                 # default: 256
 tokenizer = "bytes"           # or a tokenizer.json; files of tokens (.bin) need none
 end_of_text = "<|endoftext|>" # of a tokenizer.json: stands between two files
 token_dtype = "uint16"        # of files of tokens: uint16, int32, int64
@@ -59,7 +54,7 @@ documents = false             # true: tokens attend only those of their own file
 domains = false               # true: each entry of train is a domain (model.domain_experts)
 
 [optimizer]                   # fusedops.optim.AdamW
-lr = 3e-3                     # default: {optimizer.lr}
+lr = 3e-3                     # default: 0.0003
 betas = [0.9, 0.95]
 eps = 1e-8
 weight_decay = 0.1
@@ -69,7 +64,7 @@ state_dtype = "float32"       # bfloat16 halves the moments, rounded at random
 
 [schedule]
 kind = "cosine"               # constant, linear, cosine, stable-decay
-warmup = 20                   # steps; default: {schedule.warmup}
+warmup = 20                   # steps; default: 0
 final = 0.1                   # last learning rate, as a share of the largest
 decay = 0                     # stable-decay: steps of the decay; 0: a tenth of all
 
@@ -95,12 +90,12 @@ recompute = "none"            # norm, activation, selective, full: what the back
 offload = []                  # "optimizer", "activations", "experts": to the host's memory
 
 [checkpoint]
-every = 50                    # steps; 0: at the end only; default: {checkpoint.every}
+every = 50                    # steps; 0: at the end only; default: 500
 keep = 3
 
 [validation]
-every = 50                    # default: {validation.every}
-sequences = 32                # 0: none; default: {validation.sequences}
+every = 50                    # default: 250
+sequences = 32                # 0: none; default: 64
 
 [guard]                       # docs/checkpoint.md
 on_nonfinite = "skip"         # skip, rollback, stop
@@ -112,7 +107,6 @@ max_rollbacks = 2
 
 [log]
 every = 10                    # steps between lines; metrics.jsonl has all
-csv = false                   # also metrics.csv
 tensorboard = false
 wandb = ""                    # a project of Weights & Biases; "": none
 mlflow = ""                   # an experiment of MLflow; "": none
@@ -132,10 +126,4 @@ def example(name: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         raise InputError("the example's corpus is the source of sympy: pip install sympy")
     folder = Path(next(iter(spec.submodule_search_locations)))
-    text = re.sub(r"\{(\w+)\.(\w+)\}", lambda key: _default(key[1], key[2]), _TEXT)
-    return text.replace("NAME", name).replace("{corpus}", str(folder / "**" / "*.py"))
-
-
-def _default(table: str, key: str) -> str:
-    kind = get_type_hints(Config)[table]
-    return json.dumps(next(field.default for field in fields(kind) if field.name == key))
+    return _TEXT.replace("NAME", name).replace("CORPUS", str(folder / "**" / "*.py"))

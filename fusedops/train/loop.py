@@ -23,10 +23,8 @@ from fusedops.parallel.tensor.layers import local
 from fusedops.train import metrics
 from fusedops.train.builder import Run, build_run
 from fusedops.train.config import Config, load_config
-from fusedops.train.curves import CURVES, draw_curves
 from fusedops.train.export import export
-from fusedops.train.progress import ProgressLines
-from fusedops.train.result import ProgressCallback, TrainResult
+from fusedops.train.progress import ProgressCallback, ProgressLines, TrainResult
 from fusedops.train.step import StepResult, backward, evaluate, update
 
 _log = logging.getLogger(__name__)
@@ -136,12 +134,6 @@ def _loop(
     if finished and config.export:
         watchdog.set_phase(run.step, "the export after step")
         export(run.parallel, config, first=run.ranks.rank == 0)
-    if run.metrics is not None:
-        folder = Path(config.out)
-        try:
-            draw_curves(folder / metrics.FILE, folder / CURVES)
-        except (OSError, ValueError) as error:  # a full disk, a damaged line
-            _log.warning("cannot draw %s: %s", folder / CURVES, error)
     return TrainResult(run.step, finished, loss, validation, Path(config.out))
 
 
@@ -217,7 +209,7 @@ def _communication(run: Run, log: Log, seconds: float) -> float | None:
     On a GPU, where the host does not wait, it is that of an earlier step, which the recorder has.
     """
     if run.ranks.device.type != "cuda":
-        return metrics.communication_share(log, seconds)
+        return sum(event.blocked for event in log.events) / seconds
     return None if run.recorder is None else run.recorder.blocked_share()
 
 

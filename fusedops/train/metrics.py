@@ -17,7 +17,6 @@ import torch
 from fusedops.launch.config_table import InputError
 from fusedops.models import TransformerConfig
 from fusedops.ops.baddbmm import baddbmm
-from fusedops.parallel.comm.collectives import Log
 from fusedops.train.loggers import Logger
 
 FILE = "metrics.jsonl"
@@ -33,8 +32,7 @@ class Metrics:
     Args:
         folder: of the run.
         step: that the run resumes from: lines of later steps, which an ended run had written after
-            its last checkpoint, are removed. Lines count from 1, the first step that was done; a
-            file that counts from 0, as older versions did, is rewritten.
+            its last checkpoint, are removed. Lines count from 1, the first step that was done.
         loggers: that get each line, too.
 
     Raises:
@@ -49,29 +47,7 @@ class Metrics:
             self._file = self._path.open("a+b")
         except OSError as error:
             raise InputError(self._cannot(error)) from None
-        self._count_from_one()
         self.rewind(step)
-
-    def _count_from_one(self) -> None:
-        """Rewrite a file whose first line is step 0."""
-        self._file.seek(0)
-        lines = self._file.readlines()
-        if not lines or not lines[0].endswith(b"\n") or self._step_of(lines[0], 1) != 0:
-            return
-        aside = self._path.with_suffix(".part")
-        try:
-            with aside.open("wb") as file:
-                for number, line in enumerate(lines, 1):
-                    if not line.endswith(b"\n"):
-                        break
-                    step = self._step_of(line, number) + 1
-                    record = json.loads(line) | {"step": step}
-                    file.write(_line(record))
-            aside.replace(self._path)
-            self._file.close()
-            self._file = self._path.open("a+b")
-        except OSError as error:
-            raise InputError(self._cannot(error)) from None
 
     def rewind(self, step: int) -> None:
         """Remove the lines of all steps after this one.
@@ -114,7 +90,7 @@ class Metrics:
             try:
                 logger.log(record)
             except Exception as error:  # a service that does not answer is no reason to stop
-                self._warn(f"{type(logger).__name__}: {error}")
+                self._warn(f"log.{logger.name}: {error}")
 
     def close(self) -> None:
         """Close the files."""
@@ -126,7 +102,7 @@ class Metrics:
             try:
                 logger.close()
             except Exception as error:  # the run itself is complete
-                _log.warning("%s: %s", type(logger).__name__, error)
+                _log.warning("log.%s: %s", logger.name, error)
 
     def _warn(self, text: str) -> None:
         if not self._warned:
@@ -157,14 +133,9 @@ def flops_per_token(model: TransformerConfig, seq_len: int) -> float:
     weights = model.output(own_weight=True).total
     products = 12 * model.query_width * seq_len * (0.5 if model.causal else 1.0)
     total = 0.0
-    for index, count in model.kinds(range(model.depth)).items():
+    for index, count in model.kinds(range(model.num_layers)).items():
         total += count * (6 * model.used_weights(index) + products)
     return total + 6 * weights
-
-
-def communication_share(log: Log, seconds: float) -> float:
-    """Return the share of a step in which the host waited for communications."""
-    return sum(event.blocked for event in log.events) / seconds
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

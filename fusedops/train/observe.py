@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,12 +38,8 @@ def recording(config: Config, parallel: TrainEngine, ranks: Ranks) -> Iterator[S
         yield None
         return
     layout = parallel.config
-    shape = RunShape(
-        {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep")},
-        device=ranks.device.type,
-        hosts=tuple(ranks.gathered(socket.gethostname())),
-        tokens=config.batch * config.data.seq_len,
-    )
+    sizes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep")}
+    shape = RunShape(sizes, device=ranks.device.type)
     mesh = parallel.mesh
     names = {} if mesh is None else {kind: mesh.group(n).group_name for kind, n in _GROUPS.items()}
     with contextlib.ExitStack() as resources:

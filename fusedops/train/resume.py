@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def load_last_good(checkpointer: Checkpointer) -> tuple[Restored | None, list[st
 
 
 def _is_good(restored: Restored) -> bool:
-    return restored.confirmed or restored.extra.get("finite", True)  # older ones do not say
+    return restored.confirmed or restored.extra["finite"]
 
 
 def versions() -> dict[str, str]:
@@ -129,14 +129,11 @@ def changes(
         facts: of this run, as ``facts`` returns them.
     """
     saved, notes = restored.extra, []
-    if saved["corpus"].startswith(corpora.CONTENT) and saved["corpus"] != corpus:
+    if saved["corpus"] != corpus:
         notes.append("the corpus is not the one that the run was saved with")
-    before, now = saved.get("config"), asdict(config)
-    if before is None:  # older checkpoints do not say
-        return notes
+    before, now = saved["config"], asdict(config)
     changed = _changed_keys(
-        config_table.flat(before) | saved.get("facts", {}),
-        config_table.flat(now) | dict(facts),
+        config_table.flat(before) | saved["facts"], config_table.flat(now) | dict(facts)
     )
     changed += [text for name, text in _model_changes(saved, model) if name in _ONLY_IN_TRAINING]
     if changed:
@@ -160,7 +157,7 @@ def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 def _model_changes(saved: Mapping[str, Any], model: TransformerConfig) -> list[tuple[str, str]]:
     """Return the fields of the model that differ, each with its values in a text."""
-    before, now = saved.get("model", {}), asdict(model)
+    before, now = saved["model"], asdict(model)
     return [
         (name, f"model.{name} {before[name]} -> {now[name]}")
         for name in now
@@ -174,8 +171,6 @@ def _listed(value: Any) -> Any:
 
 
 def _learning_rate(step: int, table: Mapping[str, Any]) -> float:
-    """Return the learning rate of a step under a configuration that may be an older one."""
-    names = [field.name for field in fields(ScheduleConfig)]
-    given = {name: value for name, value in table["schedule"].items() if name in names}
-    lr = table["optimizer"]["lr"]
-    return learning_rate(step, table["steps"], lr, ScheduleConfig(**given))
+    """Return the learning rate of a step under a configuration."""
+    schedule = ScheduleConfig(**table["schedule"])
+    return learning_rate(step, table["steps"], table["optimizer"]["lr"], schedule)

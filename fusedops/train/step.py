@@ -12,7 +12,7 @@ from fusedops._core.device_tensors import device_tensor, to_device
 from fusedops._core.generators import seed_generators
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.checkpoint import Restored
-from fusedops.models.parallelization.microbatch import MicroBatch
+from fusedops.models.inputs import MicroBatch
 from fusedops.optim.norms import clip_coefficient
 from fusedops.train.builder import Run
 from fusedops.train.data import TokenBatch

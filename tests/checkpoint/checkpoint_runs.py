@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
+from one_process import full_tensor
 from process_pool import on_fresh_ranks
 from torch import nn
 
@@ -97,8 +98,7 @@ class Run:
         drawn = [torch.rand(4), torch.tensor([random.random(), float(numpy.random.rand())])]
         generators.restore(now)
         for tensor in [*tensors, *drawn]:
-            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            found.update(tensor.detach().contiguous().numpy().tobytes())
+            found.update(full_tensor(tensor).contiguous().numpy().tobytes())
         return found.hexdigest()
 
 

@@ -33,6 +33,7 @@ def test_the_command_writes_a_device_that_predicts_its_own_steps(
     assert "fusedops plan --device" in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_errors_are_those_of_the_fitted_device(monkeypatch: pytest.MonkeyPatch) -> None:
     case = (SmallModel("gpt2", 64, 2, 128), 2, 16, 2)
     other = (SmallModel("gpt2", 64, 1, 128), 1, 16, 1)

@@ -27,6 +27,7 @@ def test_waiting_processes_are_stopped(tmp_path: Path) -> None:
         assert set(states[-20:]) == {"T"}
 
 
+@pytest.mark.ci
 def test_stopped_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, bench_team_steps.__file__, str(tmp_path)]
     parent = subprocess.Popen(command, start_new_session=True)

@@ -120,8 +120,6 @@ def test_the_models_are_listed() -> None:
         (("--model", "gpt2", "--ep", "8"), "ep must be 1 for a model without experts, got 8"),
         (("--model", "gpt2", "--recompute", ","), "--recompute is empty; known: none, selective"),
         (("--model", "gpt2", "--tp", ","), "--tp is empty"),
-        (("--evaluate", "a.csv", "--out", "b.csv"), "--evaluate is now bench/planner/evaluate.py"),
-        (("--model", "gpt2", "--mode", "recursive_programming"), "bench/planner/recursive_search"),
         (("--model", "gpt2", "--zero", ""), "--zero is empty"),
         (("--model", "gpt2", "--tp", "9" * 5000), "--tp must be numbers from 1 to 65536"),
         (("--model", __file__), "is no configuration: its name must end in .json"),

@@ -109,7 +109,7 @@ BAD = {
     ),
     "corpus": (["data.train=['nothing.txt']"], "the corpus nothing.txt does not exist"),
     "tokenizer": (["data.tokenizer=nothing.json"], "nothing.json cannot be read: No such file"),
-    "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs TensorBoard"),
+    "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs the package tensorboard"),
 }
 
 

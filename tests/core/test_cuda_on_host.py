@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 import torch
 
 import fusedops
-from fusedops._core import backends
+from fusedops._core import backends, extension
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import (
     ComparisonResult,
@@ -31,8 +30,9 @@ from fusedops.specs.comparison import (
 )
 from fusedops.specs.make import randn
 
-SCHEMAS = (native.CSRC / "cuda" / "schemas.cpp").read_text()
-OPS = [name for name in re.findall(r'"(\w+)\(Tensor', SCHEMAS) if not name.endswith("_backward")]
+OPS = [name for name in cuda_on_host.kernel_names() if not name.endswith("_backward")]
+# The compilation of all kernels takes half a minute.
+pytestmark = pytest.mark.ci
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FORWARD, BACKWARD, DRAWN = 0, 1, 2  # orders of threads and blocks
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def host(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host
         if backend != "cuda":
             return usual(kernels, backend, backward)
         name = kernels.name + "_backward" * backward
-        return getattr(torch.ops.fusedops_cuda_on_host, name).default
+        return extension.private_operator("fusedops_cuda_on_host", name)
 
     monkeypatch.setattr(backends, "_unsupported", lambda *_: None)
     monkeypatch.setattr(backends, "_implementation", implementation)
@@ -114,7 +114,6 @@ def assert_matches_float64(
         assert_same_bits(again.outputs + again.grads, actual.outputs + actual.grads)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(
     ("op", "name"), [(op, name) for op in OPS for name in samples(op, torch.float32)]
@@ -173,7 +172,6 @@ def each_norm() -> Any:
     return pytest.mark.parametrize(("op", "rows", "columns", "dtype"), chosen)
 
 
-@pytest.mark.ci
 @each_norm()
 def test_norms_of_every_kernel(
     host: Host, op: str, rows: int, columns: int, dtype: torch.dtype

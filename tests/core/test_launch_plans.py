@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
-from fusedops._core import backends, env, extension, launch_plans, tuning
+from fusedops._core import backends, env, extension, launch_plans
 from fusedops.specs import all_specs
 from fusedops.specs.comparison import fresh, run
 
@@ -310,20 +310,6 @@ def test_a_launch_of_no_programs_is_skipped(
         torch.ops.fusedops.gelu(x, "none")
         assert len(gpu.launches()) == 1
     assert sum(torch.ops.fusedops_native.planned_counts("gelu")) == 1
-
-
-def test_another_tuning_table_forgets_the_plans(gpu: stand_in_cuda.Gpu) -> None:
-    x = torch.randn(5, 32, dtype=torch.bfloat16)
-    for _ in range(3):
-        torch.ops.fusedops.gelu(x, "none")
-    key = tuning.key("gelu", (x,))
-    entry = tuning.Entry(*key, "torch", None, {}, 1.0, ())
-    with backends.use_tuning(torch.device("cpu"), {key: entry}):
-        gpu.clear()
-        torch.ops.fusedops.gelu(x, "none")
-        assert gpu.launches() == []
-    torch.ops.fusedops.gelu(x, "none")
-    assert len(gpu.launches()) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 
+import cuda_on_host
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -16,8 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops._core import backends, extension
-from fusedops._core.checks import UnsupportedError
 from fusedops._core.library import Gradient, define_op
+
+needs_cpu_library = pytest.mark.skipif(
+    extension.cpu_library() is not None, reason="needs the C++ kernels"
+)
 
 
 def _leaves() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,13 +118,70 @@ def test_unknown_op_is_named_with_the_nearest() -> None:
         fusedops.resolve("layernorm", torch.ones(1))
 
 
-def test_kernel_without_a_schema_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = backends.Kernels("no_schema", torch.abs, None, None)
-    monkeypatch.setitem(backends._KERNELS, "no_schema", kernels)
-    registered = torch.library.Library("fusedops_cpp", "IMPL")
-    registered.impl("no_schema", torch.abs, "CPU")
-    with pytest.raises(UnsupportedError, match="fusedops_cpp::no_schema .* no line in schemas.cpp"):
-        backends.run("no_schema", (torch.ones(1),))
+@needs_cpu_library
+def test_every_compiled_kernel_is_that_of_an_op() -> None:
+    """A kernel without an op has no schema, and nothing calls it."""
+    dangling = [line for line in torch._C._dispatch_find_dangling_impls() if "fusedops_" in line]
+    assert not dangling, "registered with m.impl, but define_op does not know the name"
+
+
+def test_every_cuda_kernel_is_that_of_an_op() -> None:
+    names = cuda_on_host.kernel_names()
+    assert "layer_norm" in names
+    for name in names:
+        assert hasattr(torch.ops.fusedops, name), f"csrc/cuda registers {name}: no op has the name"
+
+
+@needs_cpu_library
+def test_kernels_have_the_schemas_of_their_ops() -> None:
+    for name in ("layer_norm", "layer_norm_backward", "adamw", "moe_mlp_add_gradients"):
+        private, op = (
+            getattr(getattr(torch.ops, namespace), name).default._schema
+            for namespace in ("fusedops_cpp", "fusedops")
+        )
+        assert str(private) == str(op).replace("fusedops::", "fusedops_cpp::")
+
+
+def test_a_kernel_that_is_registered_after_its_op_gets_the_schema_when_it_is_called() -> None:
+    printed = _run(
+        """
+        import torch, fusedops
+        from fusedops._core import library
+        library.define_op(
+            "late",
+            "(Tensor input, int times) -> (Tensor output)",
+            contract={"input, output": "T [*shape]"},
+            reference=lambda input, times: input * times,
+        )
+        x = torch.ones(2)
+        print(fusedops.resolve("late", x, 3).backend, torch.ops.fusedops.late(x, 3).tolist())
+        registered = torch.library.Library("fusedops_cpp", "IMPL")
+        registered.impl("late", lambda input, times: input + times, "CPU")
+        print(fusedops.resolve("late", x, 3).backend, torch.ops.fusedops.late(x, 3).tolist())
+        """
+    )
+    assert printed.splitlines() == ["torch [3.0, 3.0]", "cpp [4.0, 4.0]"]
+
+
+@needs_cpu_library
+def test_a_kernel_with_other_arguments_than_its_op_is_an_error() -> None:
+    printed = _run(
+        """
+        import torch, fusedops
+        from fusedops._core import extension
+        torch.ops.load_library(extension.library_path("libfusedops_cpu.so"))
+        try:
+            extension.declare("fusedops_cpp", "gelu", "(Tensor input) -> (Tensor output)")
+        except RuntimeError as error:
+            print(error)
+        extension.declare("fusedops_cpp", "gelu", "(Tensor input, str form) -> (Tensor output)")
+        print(torch.ops.fusedops_cpp.gelu(torch.zeros(1), "none").item())
+        """,
+        FUSEDOPS_DISABLE_NATIVE="1",
+    )
+    refusal, value = printed.splitlines()
+    assert "fusedops_cpp::gelu does not fit the schema (Tensor input) -> (Tensor output)" in refusal
+    assert value == "0.0"
 
 
 @pytest.mark.parametrize(
@@ -338,17 +399,3 @@ def test_a_check_given_to_define_op_is_asked_wherever_no_compiled_kernel_refuses
     compiled = torch.compile(fusedops.layer_norm, backend="eager")
     with pytest.raises(ValueError, match=words):
         compiled(torch.ones(3, 8), (8,), weight)
-
-
-@pytest.mark.skipif(extension.cpu_library() is not None, reason="needs the C++ kernels")
-def test_compiled_kernels_with_a_check_refuse_by_themselves() -> None:
-    x, kernel = torch.ones(3, 8), torch.ops.fusedops_cpp.layer_norm
-    for shape, weight in (((8,), torch.ones(7)), ((9,), None), ((), None), ((1, 3, 8), None)):
-        with pytest.raises(ValueError, match="layer_norm: "):
-            kernel(x, shape, weight, None, 1e-5)
-    numbers = (-100, 0.0, 0.0, 0.0, "mean", torch.float32)
-    for logits, target in ((x, torch.zeros(2).long()), (x[:, :0], torch.zeros(3).long())):
-        with pytest.raises(ValueError, match="cross_entropy: "):
-            torch.ops.fusedops_cpp.cross_entropy(logits, target, *numbers)
-    with pytest.raises(TypeError, match="int64"):
-        torch.ops.fusedops_cpp.cross_entropy(x, torch.zeros(3).int(), *numbers)

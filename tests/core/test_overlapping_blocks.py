@@ -1,4 +1,4 @@
-"""Blocks of ``use_backend`` and ``use_tuning`` that overlap: nothing remains of any of them."""
+"""Blocks of ``use_backend`` that overlap: nothing remains of any of them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,17 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 
 import fusedops
-from fusedops._core import backends, tuning
-
-CPU = torch.device("cpu")
-
-
-def tuned(backend: str) -> AbstractContextManager[None]:
-    key = ("layer_norm", torch.float32, 5)
-    return backends.use_tuning(
-        CPU, {key: tuning.Entry("layer_norm", "float32", 5, backend, None, {backend: 1.0}, 1.0)}
-    )
-
-
-KINDS: dict[str, Callable[[str], AbstractContextManager[None]]] = {
-    "use_backend": fusedops.use_backend,
-    "use_tuning": tuned,
-}
-each_kind = pytest.mark.parametrize("use", KINDS.values(), ids=KINDS)
+from fusedops._core import backends
 
 
 def state() -> tuple[Any, ...]:
-    return backends.requested(), backends._mistake, dict(backends.tuning_in_force(CPU).entries)
+    return backends.requested(), backends._mistake
 
 
 def runs_on() -> str:
@@ -51,10 +34,9 @@ def nothing_remains() -> Iterator[None]:
     assert runs_on() == usual
 
 
-@each_kind
-def test_blocks_that_end_in_the_order_they_began(use: Any) -> None:
+def test_blocks_that_end_in_the_order_they_began() -> None:
     usual = runs_on()
-    first, second = use("torch"), use("cpp")
+    first, second = fusedops.use_backend("torch"), fusedops.use_backend("cpp")
     first.__enter__()
     assert runs_on() == "torch"
     second.__enter__()
@@ -65,9 +47,8 @@ def test_blocks_that_end_in_the_order_they_began(use: Any) -> None:
     assert runs_on() == usual
 
 
-@each_kind
-def test_the_newest_block_that_is_open_counts(use: Any) -> None:
-    blocks = [use(name) for name in ("torch", "cpp", "torch")]
+def test_the_newest_block_that_is_open_counts() -> None:
+    blocks = [fusedops.use_backend(name) for name in ("torch", "cpp", "torch")]
     for block in blocks:
         block.__enter__()
     for closed, left in ((2, "cpp"), (0, "cpp")):
@@ -90,10 +71,9 @@ def test_generators_that_are_dropped_leave_nothing() -> None:
     assert backends.requested() is None
 
 
-@each_kind
-def test_tasks_that_take_turns(use: Any) -> None:
+def test_tasks_that_take_turns() -> None:
     async def work(name: str, steps: int) -> None:
-        with use(name):
+        with fusedops.use_backend(name):
             for _ in range(steps):
                 await asyncio.sleep(0)
 
@@ -103,21 +83,20 @@ def test_tasks_that_take_turns(use: Any) -> None:
     asyncio.run(all_of_them())
 
 
-@each_kind
-def test_threads_that_take_turns(use: Any) -> None:
+def test_threads_that_take_turns() -> None:
     inside = threading.Barrier(2, timeout=60)
     left = threading.Event()
     seen = []
 
     def first() -> None:
-        with use("torch"):
+        with fusedops.use_backend("torch"):
             inside.wait()
             inside.wait()
         left.set()
 
     def second() -> None:
         inside.wait()
-        with use("cpp"):
+        with fusedops.use_backend("cpp"):
             inside.wait()
             assert left.wait(60)
             seen.append(runs_on())
@@ -126,12 +105,11 @@ def test_threads_that_take_turns(use: Any) -> None:
     assert seen == ["cpp"]
 
 
-@each_kind
-def test_many_threads_leave_nothing(use: Any) -> None:
+def test_many_threads_leave_nothing() -> None:
     def work(seed: int) -> None:
         draw = random.Random(seed)
         for _ in range(50):
-            with use(draw.choice(["torch", "cpp"])):
+            with fusedops.use_backend(draw.choice(["torch", "cpp"])):
                 fusedops.gelu(torch.ones(2))
 
     run_all([lambda seed=seed: work(seed) for seed in range(8)])

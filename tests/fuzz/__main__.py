@@ -26,15 +26,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: of the clock")
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--patience", type=float, default=20.0, help="seconds until a call hangs")
     parser.add_argument("--only", help="part of an op's name")
     parser.add_argument(
         "--data-only", action="store_true", help="operators: change values, no shapes and dtypes"
     )
-    parser.add_argument("--findings", type=int, default=1000, help="stop after so many")
-    parser.add_argument("--out", type=Path, default=Path("out/fuzz"))
-    parser.add_argument("--show", type=int, default=3, help="findings that are printed whole")
     asked = parser.parse_args()
     given = {"data_only": True} if asked.data_only else {}
     fuzzer = FUZZERS[asked.fuzzer](asked.only, **given)
@@ -42,15 +37,12 @@ def main() -> int:
         fuzzer,
         seed=int(time.time()) if asked.seed is None else asked.seed,
         calls=asked.calls,
-        folder=asked.out,
+        folder=Path("out/fuzz"),
         processes=asked.processes,
         first=asked.first,
-        seconds=asked.seconds,
-        patience=asked.patience,
-        most_findings=asked.findings,
         progress=True,
     )
-    for finding in report.findings[: asked.show]:
+    for finding in report.findings[:3]:
         print(f"--- {finding.op}: {finding.outcome}; again: {finding.again}")
         print(f"{finding.snippet}\n{finding.log}")
     print(report)

@@ -172,9 +172,7 @@ def _laid_out(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
         longer = torch.cat((tensor, tensor.new_full((3, *tensor.shape[1:]), -1)))
         return longer[: tensor.shape[0]]
     if kind == 3 and tensor.is_floating_point() and tensor.numel():
-        return (
-            tensor.narrow(rng.randrange(tensor.dim()), 0, 1).expand(tensor.shape)
-            if (tensor.dim())
-            else tensor
-        )
+        if not tensor.dim():
+            return tensor
+        return tensor.narrow(rng.randrange(tensor.dim()), 0, 1).expand(tensor.shape)
     return tensor.clone()

@@ -9,33 +9,13 @@ from typing import Any
 import torch
 
 DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.bool,
-    torch.float16,
-    torch.uint8,
+    *(torch.float32, torch.bfloat16, torch.float64, torch.int64),
+    *(torch.int32, torch.bool, torch.float16, torch.uint8),
 )
 CODES = (*DTYPES, torch.complex64, torch.int8, torch.float8_e4m3fn, torch.quint8)
 INTEGERS = (
-    -1,
-    0,
-    1,
-    2,
-    3,
-    7,
-    -2,
-    -7,
-    64,
-    2**15,
-    2**31 - 1,
-    -(2**31),
-    2**31,
-    2**40,
-    2**62,
-    -(2**63),
+    *(-1, 0, 1, 2, 3, 7, -2, -7, 64, 2**15, 2**31 - 1),
+    *(-(2**31), 2**31, 2**40, 2**62, -(2**63)),
 )
 NUMBERS = (0.0, 1.0, -1.0, 0.5, 2.0, 1e-30, -1e30, 1e300, float("nan"), float("inf"), -float("inf"))
 STRINGS = ("", "none", "mean", "gelu", "tanh", "torch", "softmax", "x" * 300, "\0")
@@ -80,10 +60,7 @@ def is_plain(given: torch.Tensor) -> bool:
 
 def filled(given: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """Return the values of a tensor, over and over, in memory of its own of another shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    flat = given.reshape(-1)
+    count, flat = math.prod(shape), given.reshape(-1)
     if flat.numel() == 0:
         return given.new_zeros(shape)
     if flat.numel() < count:
@@ -100,10 +77,7 @@ def _resized(rng: random.Random, given: torch.Tensor) -> Any:
     shape[dim] = rng.choice((0, 1, n - 1, n + 1, n // 2, 2 * n, n + rng.randrange(1, 70)))
     if shape[dim] < 0:
         shape[dim] = 3
-    count = 1
-    for size in shape:
-        count *= size
-    return filled(given, shape) if count < 200_000 else given
+    return filled(given, shape) if math.prod(shape) < 200_000 else given
 
 
 def _other_rank(rng: random.Random, given: torch.Tensor) -> Any:
@@ -125,10 +99,6 @@ def _permuted(rng: random.Random, given: torch.Tensor) -> Any:
     rng.shuffle(order)
     turned = given.permute(order)
     return turned if rng.random() < 0.5 else turned.contiguous()
-
-
-def _cast(rng: random.Random, given: torch.Tensor) -> Any:
-    return given.to(rng.choice(DTYPES))
 
 
 def _expanded(rng: random.Random, given: torch.Tensor) -> Any:
@@ -169,29 +139,18 @@ def _values(rng: random.Random, given: torch.Tensor) -> Any:
     return changed
 
 
-def _meta(rng: random.Random, given: torch.Tensor) -> Any:
-    return given.to("meta")
-
-
-def _nothing(rng: random.Random, given: torch.Tensor) -> Any:
-    return None
-
-
-def _empty(rng: random.Random, given: torch.Tensor) -> Any:
-    return given.new_zeros(rng.choice(((0,), (0, 3), (3, 0), (0, 0, 0), ())))
-
-
+_EMPTY = ((0,), (0, 3), (3, 0), (0, 0, 0), ())
 _TENSOR_CHANGES = (
     *(_resized,) * 6,
     *(_other_rank,) * 3,
     *(_permuted,) * 2,
-    *(_cast,) * 3,
+    *(lambda rng, given: given.to(rng.choice(DTYPES)),) * 3,
     *(_values,) * 4,
-    *(_nothing,) * 2,
+    *(lambda rng, given: None,) * 2,
     _expanded,
     _strided,
-    _meta,
-    _empty,
+    lambda rng, given: given.to("meta"),
+    lambda rng, given: given.new_zeros(rng.choice(_EMPTY)),
 )
 
 

@@ -52,7 +52,6 @@ def test_tokens_without_a_cache_are_the_same(dtype: torch.dtype) -> None:
     model = made(TINY["tiny-llama"], sliding_window=6).to(dtype)
     found = fusedops.generate(model, PROMPTS, tokens=12)
     if dtype == torch.float64:
-        assert fusedops.generate(model, PROMPTS, tokens=12, cache=False) == found
         for prompt, each in zip(PROMPTS, found, strict=True):
             assert each.tokens == recomputed(model, prompt, each.tokens)
     # Rounding decides between tokens that are almost alike; alone it rounds in the same way.
@@ -102,18 +101,21 @@ class _Counted(TorchDispatchMode):
 
 def test_the_work_of_a_token_does_not_depend_on_those_before_it() -> None:
     model = made(TINY["tiny-llama"], seq_len=128)
-    decoder = Decoder(model, 128, capacity=128)
+    decoder = Decoder(model, 128)
     logits = decoder.prefill([torch.tensor(prompt) for prompt in PROMPTS])
     counts = []
     for _ in range(100):
+        capacity = decoder.cache.capacity
         with _Counted() as counted:
             logits = decoder.step(logits.argmax(-1))
-        counts.append((counted.calls, counted.numbers))
+        if decoder.cache.capacity == capacity:  # else the cache has grown
+            counts.append((counted.calls, counted.numbers))
+    assert len(counts) == 99
     assert all(count == counts[0] for count in counts)
     assert counts[0][0]["fusedops.attention_decode.default"] == model.config.num_layers
 
 
-def test_a_cache_that_grows_copies_less_than_twice_what_it_holds() -> None:
+def test_a_cache_grows_by_half_of_what_it_holds() -> None:
     model = made(TINY["tiny-gpt2"], num_layers=1, seq_len=300)
     decoder = Decoder(model, 300)
     logits, capacities = decoder.prefill([torch.tensor([1]), torch.tensor([2])]), set()
@@ -121,9 +123,6 @@ def test_a_cache_that_grows_copies_less_than_twice_what_it_holds() -> None:
         logits = decoder.step(logits.argmax(-1))
         capacities.add(decoder.cache.capacity)
     assert capacities == {64, 128, 256, 300}
-    config = model.config
-    held = 2 * config.num_layers * 2 * config.key_width * 300
-    assert 0 < decoder.cache.copied < 2 * held
 
 
 def test_what_ends_a_sequence() -> None:
@@ -198,11 +197,6 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "fractions": (lambda: go(torch.ones(2)), TypeError, "prompt 0"),
     "past the positions": (lambda: go([1] * 60, tokens=5), ValueError, "at most 4 tokens more"),
     "a prompt past them": (lambda: go([1] * 64), ValueError, "the prompt alone is too long"),
-    "a small cache": (
-        lambda: go([1] * 8, tokens=9, cache_size=15),
-        ValueError,
-        "cache_size must have room for 8 tokens of the prompt and 9 more, but the last, got 15: at",
-    ),
     "an encoder": (
         lambda: fusedops.generate(Transformer(TINY["tiny-bert"]), [1]),
         ValueError,
@@ -235,15 +229,10 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "seed must be an int, or one of",
     ),
     "no function": (lambda: go([1], until="."), TypeError, "until must be callable, got str"),
-    "no room for no cache": (
-        lambda: go([1], cache=False, cache_size=8),
-        ValueError,
-        "cache_size must be None without a cache",
-    ),
     "a power past all numbers": (
         lambda: go([1], beams=2, tokens=20, length_penalty=-1e6),
         ValueError,
-        "length_penalty must be between -234 and 234 with 20 tokens",
+        "length_penalty must be between -16 and 16",
     ),
     "too many samples": (
         lambda: go([1], temperature=1.0, samples=2**40),
@@ -332,13 +321,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "max_seq_len must be at most 64, the model's table of positions, got 65",
     ),
-    "past what a row may come to, in a larger cache": (
-        lambda: Decoder(gpt2(), 4, 8).prefill([torch.arange(5)]),
-        ValueError,
-        "max_seq_len must be at least 5, the tokens of a row, got 4",
-    ),
     "no room": (lambda: Decoder(gpt2(), 0), ValueError, "max_seq_len must be at least 1"),
-    "no cache": (lambda: Decoder(gpt2(), 4, 0), ValueError, "capacity must be at least 1"),
     "an encoder": (lambda: Decoder(Transformer(TINY["tiny-bert"]), 4), ValueError, "a decoder"),
 }
 
@@ -352,4 +335,3 @@ def test_wrong_calls_of_a_decoder_are_refused(what: str) -> None:
 
 def test_room_that_just_suffices_is_enough() -> None:
     assert len(go([1] * 60, tokens=4)[0].tokens) == 4
-    assert len(go([1] * 8, tokens=9, cache_size=16)[0].tokens) == 9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def folders(tmp_path_factory: Any) -> tuple[str, str]:
 @pytest.mark.ci
 def test_text_goes_on_from_what_was_trained(folders: tuple[str, str]) -> None:
     run, export = folders
-    done = invoke(run, "--prompt", PROMPT, "--compare")
+    done = invoke(run, "--prompt", PROMPT)
     assert done.exit_code == 0, done.output
     # As many tokens as there are positions for.
     count = 64 - len(PROMPT)
@@ -58,7 +57,6 @@ def test_text_goes_on_from_what_was_trained(folders: tuple[str, str]) -> None:
     assert done.stdout == f"{PROMPT}{bytes(tokens).decode(errors='replace')}\n"
     assert f"{run}, step 30, 1 process on cpu" in done.stderr
     assert f"{count} tokens, " in done.stderr
-    assert f"without the cache: {count} of {count} tokens are the same" in done.stderr
     for more in ([], ["--tokenizer", "bytes"]):
         assert invoke(export, "--prompt", PROMPT, *more).stdout == done.stdout
 
@@ -86,7 +84,6 @@ BAD = {
     "a prompt past the positions": (["{run}", "--prompt", "a" * 64], "prompt alone is too long"),
     "too many tokens": (["{run}", "--prompt", "abcd", "--tokens", "61"], "at most 60 tokens more"),
     "no tokens": (["{run}", "--tokens", "0"], "tokens must be"),
-    "a small cache": (["{run}", "--cache-size", "4"], "cache_size must have room for 9 tokens"),
     "a step that was not kept": (["{run}", "--step", "7"], "no whole checkpoint of step 7"),
     "too many processes": (["{run}", "--set", "parallel.tp=2"], "tp"),
     "another table": (["{run}", "--set", "model.seq_len=2"], "--set must be of [parallel]"),
@@ -102,7 +99,6 @@ BAD = {
         "--stop does not work with --beams",
     ),
     "more tokens than an int": (["{run}", "--tokens", str(2**70)], "tokens must be an int of 64 b"),
-    "no cache": (["{run}", "--cache-size", "0"], "cache_size must be at least 1, got 0"),
     "samples without end": (
         ["{run}", "--samples", str(2**40), "--temperature", "1"],
         "samples must be at most 65536",
@@ -199,22 +195,6 @@ def test_a_space_between_prompt_and_text_stays(tmp_path: Path) -> None:
     words = TextStream(text, [" ti"], tokens[:2])
     assert [words.feed(token) for token in tokens[2:]] == [False, True]
     assert words.take() == " a"
-
-
-def test_beams_are_compared_with_the_same_search(tmp_path: Path) -> None:
-    torch.manual_seed(2)
-    model = Transformer(replace(preset("tiny-gpt2"), initializer_range=0.2)).eval()
-    save_huggingface(model, tmp_path)
-    # With fewer tokens another beam would be the best: how many there may be must be the same.
-    given: dict[str, Any] = {"beams": 2, "stop": [218]}
-    best = fusedops.generate(model, list(PROMPT.encode()), tokens=20, **given)[0].tokens
-    fewer = fusedops.generate(model, list(PROMPT.encode()), tokens=len(best), **given)[0].tokens
-    assert best != fewer
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [218]}')
-    asked = ["--tokenizer", "bytes", "--prompt", PROMPT, "--beams", "2", "--tokens", "20"]
-    done = invoke(str(tmp_path), *asked, "--compare")
-    count = len(best)
-    assert f"cache: {count} of {count} tokens are the same" in done.stderr, done.output
 
 
 def test_configurations_that_name_no_tokens_are_refused(tmp_path: Path) -> None:

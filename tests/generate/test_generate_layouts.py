@@ -155,7 +155,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no prompt": (["--no-prompt"], "--prompt TEXT"),
     "a prompt past the positions": (["--prompt", "a" * 64], "prompt alone is too long"),
     "too many tokens": (["--tokens", "61"], "at most 55 tokens more"),
-    "a small cache": (["--cache-size", "4"], "cache_size must have room for 9 tokens"),
     "no tokens": (["--tokens", "0"], "tokens must be"),
     "more beams than words": (["--beams", "300"], "beams must be at most the 256 words, got 300"),
     "draws of beams": (["--beams", "2", "--temperature", "1"], "with beams"),

@@ -26,7 +26,6 @@ BROKEN = 123  # the word whose embedding is not finite: what follows it is not
 PROMPTS = [[5, 17, 3], [7, 8], [200, BROKEN, 30, 8]]
 CALLS: tuple[dict[str, Any], ...] = (
     {},
-    {"cache": False},
     {"repetition_penalty": 1.2},
     {"temperature": 0.8, "samples": 2},
     {"temperature": 0.8, "top_k": 4},

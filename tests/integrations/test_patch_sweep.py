@@ -14,11 +14,12 @@ import fusedops
 
 pytest.importorskip("transformers")
 
-FIRST = (
-    *("causal llama", "causal gemma2", "causal gpt2", "causal bloom", "causal mixtral"),
-    *("causal gpt_oss", "masked bert", "masked distilbert", "seq2seq t5", "image vit"),
+FIRST = ("causal llama", "causal gpt2", "causal gpt_oss", "masked bert")
+AT_A_PUSH = (
+    *("causal gemma2", "causal bloom", "causal mixtral", "masked distilbert", "seq2seq t5"),
+    "image vit",
 )
-# In the second tier.
+# In the slow tier.
 OTHERS = (
     *("causal llama eager", "causal gemma", "causal gemma3_text", "causal mistral"),
     *("causal qwen2", "causal qwen3", "causal phi", "causal phi3", "causal gpt_neox"),
@@ -69,7 +70,12 @@ def kind_of(name: str) -> ModelType:
 
 
 @pytest.mark.parametrize(
-    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+    "name",
+    [
+        *FIRST,
+        *(pytest.param(name, marks=pytest.mark.ci) for name in AT_A_PUSH),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_every_change_is_followed(name: str) -> None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from command_runs import free_port, write_config
 from typer.testing import CliRunner
 
 from fusedops._core import env
@@ -79,32 +80,19 @@ def test_without_several_tasks_of_srun_a_process_is_alone(given: dict[str, str])
     assert job.from_slurm(given) == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("gpu1", ["gpu1"]),
-        ("a,b-2,c", ["a", "b-2", "c"]),
-        ("gpu[1-3]", ["gpu1", "gpu2", "gpu3"]),
-        ("gpu[098-101,7],login", ["gpu098", "gpu099", "gpu100", "gpu101", "gpu7", "login"]),
-        ("r[1-2]n[01-02].x", ["r1n01.x", "r1n02.x", "r2n01.x", "r2n02.x"]),
-        ("127.0.0.[1-2]", ["127.0.0.1", "127.0.0.2"]),
-    ],
-)
-def test_lists_of_nodes(text: str, names: list[str]) -> None:
-    assert job.node_names(text) == names
-
-
-@pytest.mark.parametrize("text", ["", "gpu[1-", "gpu[a-b]", "gpu1]"])
-def test_a_list_of_nodes_in_another_notation_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match=re.escape("SLURM_STEP_NODELIST must be as in gpu[08-10")):
-        job.node_names(text)
-
-
-def test_numbers_of_tasks() -> None:
-    assert job.tasks_per_node("1") == [1]
-    assert job.tasks_per_node("2(x3),1,4(x2)") == [2, 2, 2, 1, 4, 4]
-    with pytest.raises(InputError, match=r"must be as in 2\(x3\),1, got '2\(3\)'"):
-        job.tasks_per_node("2(3)")
+def test_the_first_of_a_list_of_nodes() -> None:
+    for text, name in {
+        "gpu1": "gpu1",
+        "a,b-2,c": "a",
+        "gpu[1-3]": "gpu1",
+        "gpu[098-101,7],login": "gpu098",
+        "r[1-2]n[01-02].x": "r1n01.x",
+        "127.0.0.[1-2]": "127.0.0.1",
+    }.items():
+        assert job.first_node(text) == name
+    for text in ("", "gpu[1-", "gpu[a-b]", "gpu1]"):
+        with pytest.raises(InputError, match=r"NODELIST must be as in gpu\[08-10"):
+            job.first_node(text)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +101,8 @@ def test_numbers_of_tasks() -> None:
         ({"SLURM_PROCID": "4"}, "SLURM_PROCID=4 contradicts SLURM_STEP_NUM_TASKS=4"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID must be an integer of at least 0, got 'x'"),
         ({"SLURM_STEP_NUM_TASKS": "3"}, "Slurm's variables contradict each other: SLURM_STEP_NUM"),
-        ({"SLURM_STEP_NODELIST": "gpu08"}, "SLURM_STEP_NODELIST=gpu08; start the processes with"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "srun started 3, 1 processes on the nodes gpu08, "),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2"}, "SLURM_STEP_TASKS_PER_NODE=2; start the processes"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "srun started 3,1 processes on the nodes gpu[08-09"),
         ({"SLURM_NODEID": "0"}, "give srun --distribution=block"),
         ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID must be an integer"),
     ],
@@ -156,14 +144,8 @@ def test_a_variable_of_slurm_that_is_missing_is_named() -> None:
 def test_a_mistake_of_the_launcher_is_one_line_of_the_command(
     tmp_path: Path, given: dict[str, str], message: str
 ) -> None:
-    (tmp_path / "text.txt").write_text("abc " * 400)
-    config = tmp_path / "train.toml"
-    config.write_text(
-        f"out = '{tmp_path}/run'\nsteps = 1\nbatch = 1\ndevice = 'cpu'\n"
-        f"[model]\npreset = 'tiny-gpt2'\n[data]\ntrain = ['{tmp_path}/text.txt']\nseq_len = 8\n"
-    )
     os.environ.update(given)
-    done = CliRunner().invoke(app, ["train", str(config)])
+    done = CliRunner().invoke(app, ["train", str(write_config(tmp_path, 1))])
     assert done.exit_code == 2, done.output
     (line,) = done.stderr.splitlines()
     assert line.startswith("fusedops: error: ") and message in line
@@ -171,22 +153,14 @@ def test_a_mistake_of_the_launcher_is_one_line_of_the_command(
 
 
 @pytest.mark.usefixtures("alone")
-def test_only_the_first_task_reports(tmp_path: Path) -> None:
-    os.environ.update(SLURM | {"SLURM_PROCID": "1"})
-    config = tmp_path / "train.toml"
-    config.touch()
-    done = CliRunner().invoke(app, ["train", str(config), "--processes", "2"])
-    assert done.exit_code == 2 and not done.stderr
-
-
-@pytest.mark.usefixtures("alone")
-def test_processes_of_a_launcher_start_no_processes(tmp_path: Path) -> None:
-    os.environ.update(SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"})
-    config = tmp_path / "train.toml"
-    config.touch()
-    done = CliRunner().invoke(app, ["train", str(config), "--processes", "2"])
-    assert done.exit_code == 2
-    assert "the launcher has started 4 already" in done.stderr
+def test_processes_of_a_launcher_start_no_processes_and_the_first_reports(tmp_path: Path) -> None:
+    words = ["train", str(write_config(tmp_path, 1)), "--processes", "2"]
+    for task in ({"SLURM_PROCID": "1"}, {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}):
+        os.environ.update(SLURM | task)
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2
+        said = "the launcher has started 4 already" in done.stderr
+        assert said == (task["SLURM_PROCID"] == "0") == bool(done.stderr)
 
 
 def test_a_stop_code_is_none_of_an_error() -> None:
@@ -207,26 +181,27 @@ def test_a_port_in_use_is_named() -> None:
     assert str(caught.value) == message
 
 
+def _connect(monkeypatch: pytest.MonkeyPatch, rank: int, address: str, seconds: float) -> None:
+    """Wait for the other of two processes, which never comes."""
+    monkeypatch.setattr(processes, "_CONNECTION", timedelta(seconds=seconds))
+    port = str(free_port())
+    os.environ.update(RANK=f"{rank}", WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=port)
+    with report_errors_once(), initialize_distributed("cpu"):
+        pass
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "no-such-machine.invalid"])
 @pytest.mark.usefixtures("alone")
 def test_a_rank_0_that_cannot_be_reached_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
 ) -> None:
-    monkeypatch.setattr(processes, "_CONNECTION", timedelta(seconds=2))
     monkeypatch.setattr(processes, "_UNTOLD_SECONDS", 60.0)  # a busy machine takes longer than 5
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=str(port))
-    with (
-        pytest.raises(SystemExit) as caught,
-        report_errors_once(),
-        initialize_distributed("cpu"),
-    ):
-        pass
+    with pytest.raises(SystemExit) as caught:
+        _connect(monkeypatch, 1, address, 2)
     (line,) = capsys.readouterr().err.splitlines()
-    start = f"fusedops: error: process 1 cannot reach rank 0 at {address}:{port}: "
-    assert caught.value.code == 1 and line.startswith(start)
+    named = f"{address}:{os.environ['MASTER_PORT']}: "
+    assert line.startswith(f"fusedops: error: process 1 cannot reach rank 0 at {named}")
+    assert caught.value.code == 1
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(0, "the other processes"), (1, "rank 0")])
@@ -234,31 +209,16 @@ def test_a_rank_0_that_cannot_be_reached_is_named(
 def test_a_process_that_waits_for_others_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, waits: str
 ) -> None:
-    monkeypatch.setattr(processes, "_CONNECTION", timedelta(seconds=3))
     monkeypatch.setattr(processes, "_UNTOLD_SECONDS", 0.1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(given | {"MASTER_PORT": str(port)})
-    with pytest.raises(job.RendezvousError), initialize_distributed("cpu"):
-        pass
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"fusedops: rank {rank} of 2 waits for {waits} at 127.0.0.1:{port}, for")
+    with pytest.raises(SystemExit):
+        _connect(monkeypatch, rank, "127.0.0.1", 3)
+    line, error = capsys.readouterr().err.splitlines()
+    named = f"127.0.0.1:{os.environ['MASTER_PORT']}"
+    assert line.startswith(f"fusedops: rank {rank} of 2 waits for {waits} at {named}, for")
     assert f"RANK={rank}, WORLD_SIZE=2, " in line
     assert line.endswith("to run on one process: unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT")
-
-
-@pytest.mark.usefixtures("alone")
-def test_rank_0_reports_that_others_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_CONNECTION", timedelta(seconds=1))
-    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost")
-    with socket.socket() as free:
-        free.bind(("", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    message = "not all of 2 processes came to localhost:.* within 1 seconds"
-    with pytest.raises(job.RendezvousError, match=message), initialize_distributed("cpu"):
-        pass
+    if rank == 0:
+        assert f"not all of 2 processes came to {named} within 3 seconds" in error
 
 
 @pytest.mark.usefixtures("alone")

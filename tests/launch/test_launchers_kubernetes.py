@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from command_runs import assert_same_end, num_steps, run_uninterrupted, write_config
+from command_runs import (
+    assert_same_end,
+    ended,
+    free_port,
+    run_uninterrupted,
+    wait_for_steps,
+    write_config,
+)
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "examples" / "launchers" / "jobset.yaml"
-PATIENCE_SECONDS = 300.0
 STEPS = 60
 RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -110,20 +114,8 @@ def start_pod(jobset: dict[str, Any], index: int, config: Path, port: int) -> An
 
 
 def start_pods(jobset: dict[str, Any], config: Path) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [start_pod(jobset, index, config, port) for index in range(2)]
-
-
-def ended(pods: list[Any]) -> tuple[list[int], str]:
-    """Return the exit codes of pods, which must not hang, and what they reported."""
-    try:
-        reports = [pod.communicate(timeout=PATIENCE_SECONDS)[1] for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-    return [pod.returncode for pod in pods], "".join(reports)
 
 
 @pytest.mark.slow
@@ -133,15 +125,13 @@ def test_a_pod_that_is_evicted_stops_all_and_the_next_pods_resume(
 ) -> None:
     config = write_config(tmp_path, STEPS)
     pods = start_pods(jobset, config)
-    end = time.monotonic() + PATIENCE_SECONDS
-    while num_steps(tmp_path / "run") < 15:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for_steps(tmp_path / "run", 15)
     pods[1].send_signal(signal.SIGTERM)
-    codes, report = ended(pods)
-    assert codes == [75, 75] and "stopped at step " in report and "Traceback" not in report, report
-    codes, report = ended(start_pods(jobset, config))
-    assert codes == [0, 0] and "resumes from step " in report, report
+    codes, reports = ended(*pods)
+    assert codes == [75, 75] and "stopped at step " in reports[0], reports
+    assert not any("Traceback" in report for report in reports), reports
+    codes, reports = ended(*start_pods(jobset, config))
+    assert codes == [0, 0] and "resumes from step " in reports[0], reports
     assert_same_end(tmp_path / "run", run_uninterrupted(config, "reference"), STEPS)
 
 
@@ -154,6 +144,6 @@ def test_a_mistake_is_the_exit_code_that_the_manifest_does_not_restart(
     (rule,) = job["podFailurePolicy"]["rules"]
     config = write_config(tmp_path, STEPS)
     config.write_text(config.read_text().replace("steps =", "stepz ="))
-    codes, report = ended(start_pods(jobset, config))
+    codes, reports = ended(*start_pods(jobset, config))
     assert codes == [2, 2] and rule["onExitCodes"]["values"] == [2]
-    assert "did you mean 'steps'?" in report
+    assert "did you mean 'steps'?" in "".join(reports)

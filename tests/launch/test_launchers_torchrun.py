@@ -6,19 +6,24 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import network_namespaces
 import psutil
 import pytest
-from command_runs import assert_same_end, num_steps, run_uninterrupted, write_config
+from command_runs import (
+    assert_same_end,
+    ended,
+    num_steps,
+    run_uninterrupted,
+    wait_for_steps,
+    write_config,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "launchers" / "torchrun.sh"
-PATIENCE_SECONDS = 300.0
 STEPS = 60
 
 
@@ -58,23 +63,6 @@ def start(
     ]
 
 
-def wait_for_steps(config: Path, count: int) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while num_steps(config.parent / "run") < count:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def ended(agents: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Return the exit codes and messages of both machines, which must not hang."""
-    try:
-        messages = [agent.communicate(timeout=PATIENCE_SECONDS)[1] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    return [(agent.returncode, text) for agent, text in zip(agents, messages, strict=True)]
-
-
 def kill_rank_1(agents: list[subprocess.Popen[str]]) -> None:
     for child in psutil.Process(agents[1].pid).children(recursive=True):
         if child.environ().get("RANK") == "1":
@@ -94,15 +82,15 @@ def test_a_run_on_two_machines_that_is_interrupted_ends_with_the_same_bits(
 ) -> None:
     config = write_config(tmp_path, STEPS)
     agents = start(two_machines, config)
-    wait_for_steps(config, 15)
+    wait_for_steps(tmp_path / "run", 15)
     interrupt(agents)
-    reports = ended(agents)
+    codes, reports = ended(*agents)
     if interrupt is stop_both:
-        assert "stopped at step " in reports[0][1], reports
+        assert "stopped at step " in reports[0], reports
         assert num_steps(tmp_path / "run") < STEPS
-        reports = ended(start(two_machines, config))
-    assert [code for code, _ in reports] == [0, 0], reports
-    assert "resumes from step " in reports[0][1] and f"done: {STEPS} steps" in reports[0][1]
+        codes, reports = ended(*start(two_machines, config))
+    assert codes == [0, 0], reports
+    assert "resumes from step " in reports[0] and f"done: {STEPS} steps" in reports[0]
     assert_same_end(tmp_path / "run", run_uninterrupted(config, "reference"), STEPS)
 
 
@@ -110,12 +98,8 @@ def test_unlike_numbers_of_processes_are_one_line(
     two_machines: list[list[str]], tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, STEPS)
-    reports = ended(start(two_machines, config, (1, 2)))
-    lines = [
-        line
-        for _, text in reports
-        for line in text.splitlines()
-        if line.startswith("fusedops: error: ")
-    ]
+    _, reports = ended(*start(two_machines, config, (1, 2)))
+    lines = "".join(reports).splitlines()
+    lines = [line for line in lines if line.startswith("fusedops: error: ")]
     assert lines and all("every node must have as many processes, got 1 on" in x for x in lines)
     assert not (tmp_path / "run").exists()

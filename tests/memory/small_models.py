@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import fusedops
+from fusedops import memory
 from fusedops._core.peak import peak_bytes
 
 VOCAB = 256
+CHECKED = memory.OffloadSettings(least_bytes=1, check=True)
 
 
 def gpt2(*, patched: bool = True, layers: int = 4, hidden: int = 64, **options: Any) -> nn.Module:
@@ -51,9 +53,9 @@ def language_loss(model: nn.Module) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-def encoder_loss(model: nn.Module) -> torch.Tensor:
+def encoder_loss(model: nn.Module, size: int = 0) -> torch.Tensor:
     """Return a loss of ``encoder`` on fixed numbers."""
-    size = next(model.parameters()).shape[-1]
+    size = size or next(model.parameters()).shape[-1]
     x = torch.randn(2, 16, size, generator=torch.Generator().manual_seed(1))
     return (model(x) * x.roll(1, -1)).mean()
 
@@ -92,3 +94,23 @@ def assert_same_bits(
         found = actual[name]
         assert (found is None) == (wanted is None), name
         assert wanted is None or (found is not None and torch.equal(found, wanted)), name
+
+
+def assert_keeps_bits(
+    model: nn.Module,
+    loss: Callable[[nn.Module], torch.Tensor],
+    rules: Sequence[Any],
+    *,
+    steps: int = 1,
+    settings: memory.OffloadSettings = CHECKED,
+) -> None:
+    """Give a model a policy and compare its steps with the one before, to the bit."""
+    expected = results(model, loss)
+    memory.apply(model, memory.Policy(*rules), offload_settings=settings)
+    for _ in range(steps):
+        assert_same_bits(results(model, loss), expected)
+
+
+def squared(x: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
+    """Return a loss of models of ``x``."""
+    return lambda model: model(x).square().sum()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedops import UnsupportedError
 from fusedops._core import host_module
 from fusedops.cli.main import app
 from fusedops.memory import arena
@@ -146,21 +147,19 @@ def test_alignment_and_pinned_offsets_are_kept() -> None:
     assert found.height >= 1024 + buffers[2][7]
 
 
-def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "load", lambda: "it is not built")
-    buffers = cut(0, 60)  # one order alone leaves gaps
-    found = arena.place(*buffers, capacity=1 << 12)
+def test_what_does_not_fit_is_said() -> None:
+    buffers = cut(0, 400)
+    found = arena.place(*buffers, capacity=1 << 12, seconds=0.0)
     assert_valid(buffers, found)
     assert not found.fits and not found.exact and found.gap > 0
 
 
-def test_without_the_library_placements_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_module, "load", lambda: "it is not built")
-    buffers = drawn(5, 60)
-    found = arena.place(*buffers, pinned={3: 5}, capacity=10_000)
-    assert_valid(buffers, found)
-    assert found.offsets[3] == 5 and found.fits
-    assert arena.place([], [], []).height == 0
+    with pytest.raises(
+        UnsupportedError, match=r"arena\.place: it needs the compiled library: it is"
+    ):
+        arena.place(*drawn(5, 60))
 
 
 def test_nothing_and_empty_buffers_have_places() -> None:

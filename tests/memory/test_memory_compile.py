@@ -144,7 +144,6 @@ def test_policies_of_compiled_models_keep_gradients_and_save_less(
         ([whole, memory.offload(layers)], 0.4),
         ([memory.recompute(layers, mp_comm_recompute=False)], 0.4),
         ([memory.recompute(ops=_CHEAP)], 1.1),
-        ([memory.lower(layers)], 1.0),
     ):
         torch._dynamo.reset()  # past its limit of recompilations a model runs in eager mode
         if applied_first:
@@ -161,8 +160,8 @@ def test_policies_of_compiled_models_keep_gradients_and_save_less(
             torch.testing.assert_close(mine, wanted)
 
 
-@pytest.mark.parametrize("rule", [memory.offload("*"), memory.lower("0")], ids=str)
-def test_a_rule_that_compiled_code_does_not_follow_is_told(rule: Any) -> None:
+def test_a_rule_that_compiled_code_does_not_follow_is_told() -> None:
+    rule = memory.offload("*")
     model = encoder(layers=2, dropout=0.0)
     memory.apply(model, memory.Policy(rule))
     run = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import encoder, encoder_loss, gpt2, language_loss
+from small_models import CHECKED, encoder, encoder_loss, gpt2, language_loss
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
@@ -33,7 +40,6 @@ POLICIES: dict[str, Callable[[], memory.Policy]] = {
         memory.recompute("*", parallel_optimizer_comm_recompute=False)
     ),
 }
-SETTINGS = memory.OffloadSettings(least_bytes=1, check=True)
 
 
 class Count(TorchDispatchMode):
@@ -58,6 +64,12 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
+def _assert_equal(found: list[list[torch.Tensor]], plain: list[list[torch.Tensor]]) -> None:
+    """Compare the gradients of all ranks, to the bit."""
+    for mine, wanted in zip(found, plain, strict=True):
+        assert len(mine) == len(wanted) and all(map(torch.equal, mine, wanted))
+
+
 def _steps(wrapped: nn.Module, world: Any) -> list[torch.Tensor]:
     torch.manual_seed(world.rank)
     for _ in range(2):
@@ -66,26 +78,22 @@ def _steps(wrapped: nn.Module, world: Any) -> list[torch.Tensor]:
 
 
 def under_ddp(world: Any, policy: str | None) -> list[torch.Tensor]:
-    from torch.nn.parallel import DistributedDataParallel
-
     model = encoder()
     if policy is not None:
-        memory.apply(model, POLICIES[policy](), offload_settings=SETTINGS)
+        memory.apply(model, POLICIES[policy](), offload_settings=CHECKED)
     return _steps(DistributedDataParallel(model), world)
 
 
 def under_fsdp(world: Any, policy: str | None, first: bool) -> list[torch.Tensor]:
-    from torch.distributed.fsdp import fully_shard
-
     model = encoder()
     if policy is not None and first:
-        memory.apply(model, POLICIES[policy](), offload_settings=SETTINGS)
+        memory.apply(model, POLICIES[policy](), offload_settings=CHECKED)
     for layer in model:
         # A layer's last norm is read by the next one: made again, it needs its weights then.
         fully_shard(layer, reshard_after_forward=policy != "by op")
     fully_shard(model)
     if policy is not None and not first:
-        memory.apply(model, POLICIES[policy](), offload_settings=SETTINGS)
+        memory.apply(model, POLICIES[policy](), offload_settings=CHECKED)
     return _steps(model, world)
 
 
@@ -93,10 +101,7 @@ def under_fsdp(world: Any, policy: str | None, first: bool) -> list[torch.Tensor
 def test_gradients_keep_their_bits_under_ddp(
     on_two_ranks: Callable[..., list[Any]], policy: str
 ) -> None:
-    plain = on_two_ranks(under_ddp, None)
-    found = on_two_ranks(under_ddp, policy)
-    for mine, wanted in zip(found, plain, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+    _assert_equal(on_two_ranks(under_ddp, policy), on_two_ranks(under_ddp, None))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["applied before", "applied after"])
@@ -104,16 +109,11 @@ def test_gradients_keep_their_bits_under_ddp(
 def test_gradients_keep_their_bits_under_fsdp(
     on_two_ranks: Callable[..., list[Any]], policy: str, first: bool
 ) -> None:
-    plain = on_two_ranks(under_fsdp, None, True)
-    found = on_two_ranks(under_fsdp, policy, first)
-    for mine, wanted in zip(found, plain, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+    _assert_equal(on_two_ranks(under_fsdp, policy, first), on_two_ranks(under_fsdp, None, True))
 
 
 def patched_under_fsdp(world: Any, policy: str | None) -> list[torch.Tensor]:
     """Return the gradients of a patched GPT-2, cut by FSDP2, under autocast."""
-    from torch.distributed.fsdp import fully_shard
-
     model = gpt2(layers=2)
     for block in model.transformer.h:
         fully_shard(block)
@@ -125,7 +125,7 @@ def patched_under_fsdp(world: Any, policy: str | None) -> list[torch.Tensor]:
             "selective": [memory.recompute(name), memory.save(ops="attention")],
             "by op": [memory.recompute(ops=["layer_norm", "add_layer_norm"])],
         }
-        memory.apply(model, memory.Policy(*rules[policy]), offload_settings=SETTINGS)
+        memory.apply(model, memory.Policy(*rules[policy]), offload_settings=CHECKED)
     torch.manual_seed(world.rank)
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
@@ -138,16 +138,13 @@ def patched_under_fsdp(world: Any, policy: str | None) -> list[torch.Tensor]:
 def test_a_patched_gpt2_keeps_its_bits_under_fsdp_and_autocast(
     on_two_ranks: Callable[..., list[Any]], policy: str
 ) -> None:
-    plain = on_two_ranks(patched_under_fsdp, None)
-    for mine, wanted in zip(on_two_ranks(patched_under_fsdp, policy), plain, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
-        assert any(bool(each.any()) for each in mine)
+    found = on_two_ranks(patched_under_fsdp, policy)
+    _assert_equal(found, on_two_ranks(patched_under_fsdp, None))
+    assert all(any(bool(each.any()) for each in gradients) for gradients in found)
 
 
 def gathers(world: Any, again: bool) -> int:
     """Return how many gathers of weights a step under FSDP2 makes."""
-    from torch.distributed.fsdp import fully_shard
-
     model = encoder(layers=3)
     rule = memory.recompute("*", parallel_optimizer_comm_recompute=again)
     memory.apply(model, memory.Policy(rule))
@@ -168,14 +165,6 @@ def test_weights_are_gathered_again_in_the_backward_or_not(
 
 def sharded_report(world: Any, layout: str) -> dict[str, Any]:
     """Return what ``report`` and ``fit`` find of a model that is cut, and what is there."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
     model = nn.Sequential(*layers)
@@ -294,7 +283,7 @@ def test_collectives_of_a_region_run_again_or_their_results_are_kept(
         assert sums == [LAYERS, 2 * LAYERS, LAYERS]
         assert kept[rank][2] == again[rank][2] + LAYERS * ROWS
         for run in (again, kept):
-            assert all(torch.equal(a, b) for a, b in zip(run[rank][3], plain[rank][3], strict=True))
+            _assert_equal([run[rank][3]], [plain[rank][3]])
 
 
 def test_a_rank_keeps_its_slice_of_a_region_s_input_and_gathers_it(
@@ -307,13 +296,11 @@ def test_a_rank_keeps_its_slice_of_a_region_s_input_and_gathers_it(
         # The first layer's input is the caller's, who keeps it; its slice is one more.
         assert whole[rank][2] == (LAYERS - 1) * ROWS
         assert sliced[rank][2] == LAYERS * ROWS // 2
-        assert all(torch.equal(a, b) for a, b in zip(sliced[rank][3], whole[rank][3], strict=True))
+        _assert_equal([sliced[rank][3]], [whole[rank][3]])
 
 
 def another_block_reads(_: Any) -> str:
     """Return what a backward says that wants a norm again whose weights FSDP2 has freed."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     norm = nn.Sequential(nn.Linear(8, 8), fusedops.nn.LayerNorm(8))
     model = nn.Sequential(norm, nn.Linear(8, 8), nn.Linear(8, 8))

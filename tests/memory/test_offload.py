@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import assert_same_bits, encoder, encoder_loss, results
+from small_models import assert_keeps_bits, assert_same_bits, encoder, encoder_loss, results
 from stepped_engine import SteppedEngine
 
 from fusedops import memory
@@ -62,6 +62,14 @@ def schedule(seed: int, *, loses: float = 0.0) -> None:
                     held.append((away, value))
                 del found
             del away
+
+
+def offloading(**settings: Any) -> torch.nn.Module:
+    """Return a model of which all is offloaded."""
+    model = encoder()
+    options = memory.OffloadSettings(**{"least_bytes": 1} | settings)
+    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=options)
+    return model
 
 
 def test_what_comes_back_is_what_left_under_any_schedule() -> None:
@@ -143,25 +151,16 @@ def test_a_buffer_is_used_again_after_its_copies_only() -> None:
 def test_a_model_trains_alike_however_late_the_copies_are(
     delay: Callable[[int], float | None],
 ) -> None:
-    model = encoder(dropout=0.2)
-    expected = results(model, encoder_loss)
     settings = memory.OffloadSettings(
         check=True, least_bytes=1, engine=lambda device: HostCopyEngine(workers=3, delay=delay)
     )
-    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
-    for _ in range(3):
-        assert_same_bits(results(model, encoder_loss), expected)
+    rules = [memory.offload("*")]
+    assert_keeps_bits(encoder(dropout=0.2), encoder_loss, rules, steps=3, settings=settings)
 
 
 def test_a_copy_that_never_finishes_is_an_error_that_names_it() -> None:
-    model = encoder()
-    settings = memory.OffloadSettings(
-        least_bytes=1,
-        in_flight_bytes=0,
-        timeout=0.05,
-        engine=lambda device: HostCopyEngine(delay=lambda n: None if n == 5 else 0.0),
-    )
-    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
+    engine = HostCopyEngine(delay=lambda n: None if n == 5 else 0.0)
+    model = offloading(in_flight_bytes=0, timeout=0.05, engine=lambda device: engine)
     with pytest.raises(CopyTimeoutError, match=r"0.05 s \(on the way out, module '0'"):
         results(model, encoder_loss)
 
@@ -176,11 +175,7 @@ def test_a_copy_back_that_never_finishes_is_an_error() -> None:
                 self._delay = lambda number: None
             return super().copy(source, target, to_host=to_host, after=after)
 
-    model = encoder()
-    settings = memory.OffloadSettings(
-        least_bytes=1, in_flight_bytes=0, timeout=0.05, engine=lambda device: LosesTheWayBack()
-    )
-    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
+    model = offloading(in_flight_bytes=0, timeout=0.05, engine=lambda device: LosesTheWayBack())
     with pytest.raises(CopyTimeoutError, match="on the way back"):
         results(model, encoder_loss)
     assert made
@@ -214,9 +209,7 @@ def test_the_layer_before_is_fetched_while_one_runs_backward() -> None:
 
 
 def test_buffers_are_used_again_by_the_next_step() -> None:
-    model = encoder()
-    settings = memory.OffloadSettings(least_bytes=1, in_flight_bytes=0, check=True)
-    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
+    model = offloading(in_flight_bytes=0, check=True)
     sizes = []
     for _ in range(4):
         results(model, encoder_loss)
@@ -226,18 +219,14 @@ def test_buffers_are_used_again_by_the_next_step() -> None:
 
 
 def test_too_little_host_memory_is_told_before_it_is_taken() -> None:
-    model = encoder()
-    settings = memory.OffloadSettings(least_bytes=1, host_bytes=20_000)
-    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
+    model = offloading(host_bytes=20_000)
     with pytest.raises(MemoryError, match="more are wanted, and host_bytes allows 20000"):
         results(model, encoder_loss)
 
 
 def test_more_than_the_host_has_is_told_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "available_bytes", lambda: 5000)
-    model = encoder()
-    settings = memory.OffloadSettings(least_bytes=1)
-    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
+    model = offloading()
     with pytest.raises(MemoryError, match="bytes of host memory are wanted, and 5000 are"):
         results(model, encoder_loss)
     # The same model trains where there is room: nothing was left half done.
@@ -246,15 +235,14 @@ def test_more_than_the_host_has_is_told_before_it_is_taken(monkeypatch: pytest.M
 
 
 def test_a_graph_that_is_dropped_gives_its_buffers_back() -> None:
-    model = encoder()
-    settings = memory.OffloadSettings(least_bytes=1, check=True)
-    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
+    model = offloading(check=True)
     encoder_loss(model)
     gc.collect()
     until = time.monotonic() + 10
     offloader = next(iter(policy_state_of(model).offloaders.values()))
     before = offloader.host_bytes
-    while time.monotonic() < until and offloader.in_flight:
+    while time.monotonic() < until and (offloader._offloads or offloader._prefetches):
+        offloader._release_done()
         time.sleep(0.01)
     encoder_loss(model)
     assert offloader.host_bytes == before
@@ -269,30 +257,21 @@ def test_a_model_on_a_gpu_trains_alike_through_pinned_memory(policy: str) -> Non
         x = torch.randn(8, 128, 256, generator=torch.Generator().manual_seed(1)).cuda()
         return (model(x) * x.roll(1, -1)).mean()
 
-    expected = results(model, loss)
     rules = [memory.offload("*")] + [memory.recompute("*")] * (policy == "both")
-    settings = memory.OffloadSettings(least_bytes=1, check=True)
-    memory.apply(model, memory.Policy(*rules), offload_settings=settings)
-    for _ in range(5):
-        assert_same_bits(results(model, loss), expected)
+    assert_keeps_bits(model, loss, rules, steps=5)
     (offloader,) = policy_state_of(model).offloaders.values()
     assert offloader.moved_bytes > 0
 
 
 @pytest.mark.parametrize("check", [False, True])
 def test_an_empty_tensor_leaves_and_comes_back(check: bool) -> None:
-    settings = memory.OffloadSettings(check=check, least_bytes=0)
-    offloader = Offloader(CPU, settings)
+    offloader = Offloader(CPU, memory.OffloadSettings(check=check, least_bytes=0))
     for _ in range(2):
         away = offloader.put(torch.empty(0, 3))
         away.waiting += 1
         assert away.get().nbytes == 0
         del away
-    model = encoder()
-    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
+    model = offloading(check=check, least_bytes=0)
     model(torch.empty(0, 16, 32)).sum().backward()
-    assert all(
-        not bool(parameter.grad.any())
-        for parameter in model.parameters()
-        if parameter.grad is not None
-    )
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert not any(bool(grad.any()) for grad in gradients if grad is not None)

@@ -6,32 +6,30 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import assert_same_bits, encoder, encoder_loss, gpt2, language_loss, results
+from small_models import (
+    CHECKED,
+    assert_keeps_bits,
+    encoder,
+    encoder_loss,
+    gpt2,
+    language_loss,
+    results,
+)
 from torch import nn
 
 import fusedops
 from fusedops import memory
+from fusedops.memory.policy import MemoryRule
 
-POLICIES = {
-    "whole": [memory.recompute("*")],
-    "selective": [memory.recompute("*"), memory.save(ops=["attention", "aten::addmm", "aten::mm"])],
-    "offload": [memory.offload("*")],
-    "both": [memory.recompute("*"), memory.offload("*")],
+POLICIES: dict[str, Callable[[str], list[MemoryRule]]] = {
+    "whole": lambda modules: [memory.recompute(modules)],
+    "selective": lambda modules: [
+        memory.recompute(modules),
+        memory.save(ops=["attention", "aten::addmm", "aten::mm"]),
+    ],
+    "offload": lambda modules: [memory.offload(modules)],
+    "both": lambda modules: [memory.recompute(modules), memory.offload(modules)],
 }
-SETTINGS = memory.OffloadSettings(least_bytes=1, check=True)
-
-
-def _policy(name: str, modules: str) -> memory.Policy:
-    rules = {
-        "whole": [memory.recompute(modules)],
-        "selective": [
-            memory.recompute(modules),
-            memory.save(ops=["attention", "aten::addmm", "aten::mm"]),
-        ],
-        "offload": [memory.offload(modules)],
-        "both": [memory.recompute(modules), memory.offload(modules)],
-    }
-    return memory.Policy(*rules[name])
 
 
 class Experts(nn.Module):
@@ -47,19 +45,37 @@ class Experts(nn.Module):
         return x + self.dropout(out[0] if isinstance(out, tuple) else out)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_experts_and_dropout_replay_to_the_bit(policy: str) -> None:
+def experts() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(Experts(), Experts())
-    expected = results(model, encoder_loss_of_32)
-    memory.apply(model, _policy(policy, "*"), offload_settings=SETTINGS)
-    for _ in range(2):
-        assert_same_bits(results(model, encoder_loss_of_32), expected)
+    return nn.Sequential(Experts(), Experts())
 
 
-def encoder_loss_of_32(model: nn.Module) -> torch.Tensor:
-    x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
-    return (model(x) * x.roll(1, -1)).mean()
+def under_autocast(model: nn.Module) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return language_loss(model)
+
+
+def of_two_batches(model: nn.Module) -> torch.Tensor:
+    return encoder_loss(model) + 2 * encoder_loss(model)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor], str]] = {
+    "experts and dropout": (experts, lambda model: encoder_loss(model, 32), "*"),
+    "patched under autocast": (lambda: gpt2(layers=2), under_autocast, "transformer.h.*"),
+    "stock under autocast": (
+        lambda: gpt2(patched=False, layers=2),
+        under_autocast,
+        "transformer.h.*",
+    ),
+    "several batches": (encoder, of_two_batches, "*"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_second_forward_replays_to_the_bit(case: str, policy: str) -> None:
+    make, loss, modules = CASES[case]
+    assert_keeps_bits(make(), loss, POLICIES[policy](modules), steps=2)
 
 
 def test_routing_cannot_flip_in_the_second_forward() -> None:
@@ -88,32 +104,6 @@ def test_routing_cannot_flip_in_the_second_forward() -> None:
     assert torch.equal(*seen)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
-def test_gpt2_under_autocast_gives_the_same_bits(policy: str, patched: bool) -> None:
-    model = gpt2(patched=patched, layers=2)
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return language_loss(model)
-
-    expected = results(model, loss)
-    memory.apply(model, _policy(policy, "transformer.h.*"), offload_settings=SETTINGS)
-    assert_same_bits(results(model, loss), expected)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_of_several_batches_add_up(policy: str) -> None:
-    model = encoder()
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        return encoder_loss(model) + 2 * encoder_loss(model)
-
-    expected = results(model, loss)
-    memory.apply(model, _policy(policy, "*"), offload_settings=SETTINGS)
-    assert_same_bits(results(model, loss), expected)
-
-
 def test_a_forward_without_gradients_runs_as_it_did() -> None:
     model = encoder(dropout=0.0)
     with torch.no_grad():
@@ -134,7 +124,7 @@ def test_second_derivatives_are_those_of_the_plain_model(policy: Callable[..., o
 
     model = nn.Sequential(nn.Linear(32, 32), fusedops.nn.LayerNorm(32), nn.Tanh())
     expected = results(model, penalty)
-    memory.apply(model, memory.Policy(policy), offload_settings=SETTINGS)
+    memory.apply(model, memory.Policy(policy), offload_settings=CHECKED)
     found = results(model, penalty)
     for name, wanted in expected.items():
         assert wanted is not None and found[name] is not None

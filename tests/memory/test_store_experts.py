@@ -84,12 +84,8 @@ def test_training_is_that_of_experts_that_stay(case: str) -> None:
 
 
 def test_copies_that_come_late_are_waited_for() -> None:
-    torch.manual_seed(0)
-    kept = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2, bias=True)
-    stored = copy.deepcopy(kept)
-    engine = HostCopyEngine(workers=3, delay=lambda number: 0.02 * (number % 2))
-    settings = memory.OffloadSettings(engine=lambda device: engine, check=True)
-    memory.store_experts(stored, "cpu", settings=settings)
+    late = HostCopyEngine(workers=3, delay=lambda number: 0.02 * (number % 2))
+    kept, stored, _ = _pair(late, check=True)
     again = copy.deepcopy(stored)
     x = torch.randn(2, 16)
     outputs = [layer(x) for layer in (kept, stored, again)]
@@ -97,8 +93,7 @@ def test_copies_that_come_late_are_waited_for() -> None:
         output.square().sum().backward()
     for layer, output in zip((stored, again), outputs[1:], strict=True):
         assert torch.equal(output, outputs[0])
-        for mine, theirs in zip(layer.parameters(), kept.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad)
+        _assert_same_gradients(layer, kept)
 
 
 def test_resting_experts_have_no_gradient_in_memory() -> None:
@@ -136,20 +131,26 @@ class _Watched(HostCopyEngine):
         return sum(each.nbytes() for each in self._memory.values())
 
 
-def _pair(**options: Any) -> tuple[fusedops.nn.MoE, fusedops.nn.MoE, _Watched]:
+def _stored(kept: Any, engine: HostCopyEngine, **settings: Any) -> Any:
+    """Return a model like another one, whose experts are stored and copied by an engine."""
+    stored = copy.deepcopy(kept)
+    options = memory.OffloadSettings(engine=lambda device: engine, **settings)
+    memory.store_experts(stored, "cpu", settings=options)
+    return stored
+
+
+def _pair(engine: Any = None, *, router: bool = True, **settings: Any) -> Any:
     """Return a layer, one like it whose experts are stored, and what copies them."""
     torch.manual_seed(0)
-    kept = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2, bias=True, **options)
-    stored, engine = copy.deepcopy(kept), _Watched()
-    memory.store_experts(
-        stored, "cpu", settings=memory.OffloadSettings(engine=lambda device: engine)
-    )
-    return kept, stored, engine
+    kept = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2, bias=True, router=router)
+    engine = engine or _Watched()
+    return kept, _stored(kept, engine, **settings), engine
 
 
 def _assert_same_gradients(one: Any, other: Any) -> None:
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
@@ -159,10 +160,9 @@ def test_experts_are_on_the_device_while_their_node_runs(trained: bool) -> None:
     kept = torch.nn.Sequential(*(fusedops.nn.MoE(16, 32, 6, 2) for _ in range(3)))
     for layer in kept:
         layer.experts.requires_grad_(trained)
-    stored, engine = copy.deepcopy(kept), _Watched()
-    settings = memory.OffloadSettings(engine=lambda device: engine)
-    memory.store_experts(stored, "cpu", settings=settings)
+    engine = _Watched()
     seen: list[int] = []
+    stored = _stored(kept, engine)
     for layer in stored:
         layer.register_full_backward_hook(lambda *_: seen.append(engine.nbytes))
     x = torch.randn(5, 16, requires_grad=True)
@@ -172,9 +172,7 @@ def test_experts_are_on_the_device_while_their_node_runs(trained: bool) -> None:
         for again in (True, False):
             loss.backward(retain_graph=again)
     assert seen == [0] * 6 and engine.nbytes == 0
-    for mine, theirs in zip(kept.parameters(), stored.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None)
-        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+    _assert_same_gradients(kept, stored)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

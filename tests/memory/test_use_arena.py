@@ -108,7 +108,6 @@ def test_steps_keep_their_bits(name: str, options: dict[str, bool]) -> None:
     report = arena.report()
     assert report.plans == 1 and not report.note
     assert report.block_bytes <= 1.02 * report.bound_bytes
-    assert report.bound_bytes <= report.allocator_bytes
     # The test itself keeps copies of losses and gradients; all else is in the block.
     assert report.outside_bytes["occupied"] == report.outside_bytes["kept"] == 0
     assert report.served_bytes > 0.5 * report.step_bytes
@@ -490,7 +489,6 @@ POLICIES: dict[str, Any] = {
     "recompute": lambda: memory.Policy(memory.recompute("*")),
     "offload": lambda: memory.Policy(memory.offload("*")),
     "both": lambda: memory.Policy(memory.recompute("*"), memory.offload("*")),
-    "lower": lambda: memory.Policy(memory.lower("*", dtype=torch.bfloat16)),
     "by op": lambda: memory.Policy(memory.recompute(ops=["layer_norm", "add_layer_norm"])),
 }
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 import fusedops
-from fusedops import models
 from fusedops.models import (
     ParallelConfig,
     TrainEngine,
     Transformer,
     initialize,
     parallelize,
-    parallelized,
     preset,
     save_huggingface,
 )
@@ -73,20 +71,8 @@ def test_the_model_does_not_know_its_engine() -> None:
     assert engine.model is model and set(model.__dict__) == before
 
 
-def test_former_names_warn_and_return_the_engine() -> None:
-    engine = parallelize(_model(), ParallelConfig(), seed=0)
-    with pytest.warns(DeprecationWarning, match="parallelize returns the TrainEngine now"):
-        assert parallelized(engine) is engine
-    with pytest.warns(DeprecationWarning, match="parallelize returns the TrainEngine now"):
-        assert parallelized(engine.model).model is engine.model
-    with pytest.warns(DeprecationWarning, match="Parallelized is now TrainEngine"):
-        assert models.Parallelized is TrainEngine
-
-
 def _refused(rank: int) -> None:
     engine = parallelize(_model(), ParallelConfig(tp=2), seed=0)
-    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="must be what paralleli"):
-        parallelized(engine.model)
     with pytest.raises(ValueError, match="model must be the TrainEngine that parallelize returned"):
         fusedops.generate(engine.model, [[1, 2]], tokens=2)
 
@@ -113,17 +99,4 @@ def test_each_step_of_a_layout_is_logged(caplog: pytest.LogCaptureFixture) -> No
     text = "\n".join(caplog.messages)
     assert "parallelize: ParallelConfig(dp=1, tp=2" in text
     assert "parallelize: tp: 2 modules layers.*.attention.query: ColumnLinear.of {'seq" in text
-    assert "parallelize: tp: 1 modules norm: replicate_norm" in text
-
-
-def test_what_parallelize_returned_before_still_works_as_a_model() -> None:
-    engine = parallelize(_model(), ParallelConfig(), seed=0)
-    tokens = torch.arange(8)[None]
-    with pytest.warns(DeprecationWarning, match=r"call engine\.model"):
-        logits = engine(tokens)
-    assert torch.equal(logits, engine.model(tokens))
-    with pytest.warns(DeprecationWarning, match=r"engine\.model\.parameters") as record:
-        assert len(list(engine.parameters())) == len(list(engine.model.parameters()))
-    assert record[0].filename == __file__
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = engine.nothing
+    assert "parallelize: tp: 1 modules norm: sum_gradients" in text

@@ -147,28 +147,6 @@ def test_hashed_experts_follow_from_token_domain_and_layer() -> None:
     assert torch.equal(chosen[0], first.reshape(2, 32).flip(1).flatten())
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "gate": ({"shared_gate": True}, "shared_gate must be False without shared_size"),
-    "dense": ({"num_experts": 0, "shared_size": 8}, "shared_size must be 0 without num_experts"),
-    "router": ({"router": "hashed"}, "did you mean 'hash'"),
-    "losses": ({"router": "hash"}, "balance_loss must be 0.0 with router 'hash'"),
-    "domains": ({"domain_experts": (2, 2)}, "router must be 'hash' with domain_experts"),
-    "sum": ({**HASH, "domain_experts": (2, 3)}, "numbers that add up to 4, the experts"),
-    "few": ({**HASH, "domain_experts": (1, 3)}, "domain_experts must be at least top_k, 2, each"),
-    "groups": ({"num_groups": 3, "topk_groups": 1}, "num_groups must be"),
-    "policy": ({"drop_policy": "positions"}, "did you mean 'position'"),
-    "rate": ({"balance_rate": -1.0}, "balance_rate must be at least 0"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_choices_of_experts_that_exclude_each_other_are_told(case: str) -> None:
-    changes, says = BAD[case]
-    with pytest.raises(ValueError) as error:
-        replace(preset("tiny-mixtral"), **changes)
-    assert says in str(error.value)
-
-
 def test_domains_are_asked_for_where_they_decide_and_only_there() -> None:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="domains must be None without domain_experts"):

@@ -15,61 +15,73 @@ from fusedops.models import ParallelConfig, preset
 from fusedops.models.parallelization.config import check_stages
 from fusedops.parallel.pipeline.schedules import SCHEDULES
 
+PP2 = {"pp": 2}
+REFUSED: list[tuple[type[Exception], dict[str, Any], str]] = [
+    (ValueError, {"dp": 0}, "ParallelConfig: dp must be at least 1, got 0"),
+    (ValueError, {"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),
+    (ValueError, {"dp": 2, "ep": 4}, "ep must be a divisor of dp x cp = 2"),
+    (ValueError, {"context": "rings"}, "did you mean 'ring'"),
+    (ValueError, {"mode": "dat"}, "did you mean 'data'"),
+    (ValueError, {"mode": "data", "tp": 2}, "tp must be 1 with mode 'data'"),
+    (ValueError, {"recompute": "ful"}, "did you mean 'full'"),
+    (ValueError, {"recompute": "full+norm"}, "none or full alone"),
+    (ValueError, {"recompute_layers": 2}, "None with recompute 'none'"),
+    (ValueError, {"recompute": "full", "recompute_layers": 0}, "recompute_layers must be at least"),
+    (ValueError, {"recompute_slice_activation": True}, "False unless recompute is 'full'"),
+    (
+        ValueError,
+        {"recompute_slice_activation": True, "recompute": "full", "sp": True},
+        "False with sp",
+    ),
+    (ValueError, {"offload": "optimiser"}, "did you mean 'optimizer'"),
+    (ValueError, {"bucket_layers": (4, 2)}, "layers in ascending order"),
+    (ValueError, {"bucket_layers": (-1, 2)}, "layers in ascending order"),
+    (ValueError, {"bucket_layers": ()}, "layers in ascending order"),
+    (ValueError, {"shard_ranks": 2}, "None with zero 0"),
+    (ValueError, {"ep_chunks": 2}, "ep_chunks must be 1 with ep 1"),
+    (ValueError, {"dp": 2, "ep": 2, "ep_chunks": 9}, "ep_chunks must be from 1 to 8, got 9"),
+    (ValueError, {"dp": 4, "ep": 4, "ep_nodes": 3}, "ep_nodes must be a divisor of ep, 4, got 3"),
+    (ValueError, {"dp": 3, "ep": 3, "ep_deterministic": True}, "ep must be a power of two with"),
+    (ValueError, {"pipeline_virtual": 2}, "pipeline_virtual must be None or 1 with pp 1, got 2"),
+    (TypeError, {"tp": 2.0}, "tp must be an int, got float"),
+    (TypeError, {"bucket_bytes": None}, "bucket_bytes must be an int, got NoneType"),
+    (TypeError, {"sp": 1}, "sp must be a bool, got int"),
+    (TypeError, {"offload": 3}, "offload must be a word or several, got 3"),
+    (TypeError, {"recompute": None}, "recompute must be a str, got NoneType"),
+    (
+        ValueError,
+        PP2 | {"pipeline_schedule": "zb"},
+        "pipeline_schedule must be one of 'gpipe'.*did you mean 'zbv'",
+    ),
+    (
+        ValueError,
+        PP2 | {"pipeline_schedule": "interleaved", "microbatches": 5},
+        r"microbatches must be a multiple of pp = 2, .* got 5 \(3, 4, 6, 8 would fit",
+    ),
+    (
+        ValueError,
+        PP2 | {"pipeline_schedule": "dualpipev", "microbatches": 3},
+        "microbatches must be at least 4, the stages of 'dualpipev' on pp = 2 ranks, got 3",
+    ),
+    (
+        ValueError,
+        PP2 | {"pipeline_schedule": "zbv", "pipeline_virtual": 3, "microbatches": 4},
+        r"pipeline_virtual must be 2 with pipeline_schedule 'zbv', got 3 \(interleaved, looped_bfs",
+    ),
+    (ValueError, PP2 | {"pipeline_balance": "even"}, "pipeline_balance must be"),
+    (UnsupportedError, PP2 | {"mode": "manual"}, "pp must be 1 with mode 'manual', got 2: only"),
+]
+
 
 @pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"dp": 0}, "ParallelConfig: dp must be at least 1, got 0"),
-        ({"zero": 4}, "zero must be 0, 1, 2 or 3, got 4"),
-        ({"dp": 2, "ep": 4}, "ep must be a divisor of dp x cp = 2"),
-        ({"context": "rings"}, "did you mean 'ring'?"),
-        ({"mode": "dat"}, "did you mean 'data'?"),
-        ({"mode": "data", "tp": 2}, "tp must be 1 with mode 'data'"),
-        ({"recompute": "ful"}, "did you mean 'full'?"),
-        ({"recompute": "full+norm"}, "none or full alone"),
-        ({"recompute_layers": 2}, "None with recompute 'none'"),
-        (
-            {"recompute": "full", "recompute_layers": 0},
-            "recompute_layers must be at least 1",
-        ),
-        ({"recompute_slice_activation": True}, "False unless recompute is 'full'"),
-        (
-            {"recompute_slice_activation": True, "recompute": "full", "sp": True},
-            "False with sp",
-        ),
-        ({"offload": "optimiser"}, "did you mean 'optimizer'?"),
-        ({"bucket_layers": (4, 2)}, "layers in ascending order"),
-        ({"shard_ranks": 2}, "None with zero 0"),
-        ({"ep_chunks": 2}, "ep_chunks must be 1 with ep 1"),
-        ({"dp": 2, "ep": 2, "ep_chunks": 9}, "ep_chunks must be from 1 to 8, got 9"),
-        ({"dp": 4, "ep": 4, "ep_nodes": 3}, "ep_nodes must be a divisor of ep, 4, got 3"),
-        (
-            {"dp": 3, "ep": 3, "ep_deterministic": True},
-            "ep must be a power of two with ep_deterministic",
-        ),
-    ],
+    ("error", "values", "says"),
+    REFUSED,
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_values_without_a_meaning_are_told_with_what_would_have_one(
-    values: dict[str, Any], says: str
+    error: type[Exception], values: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(ValueError) as error:
-        ParallelConfig(**values)
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"tp": 2.0}, "tp must be an int, got float"),
-        ({"sp": 1}, "sp must be a bool, got int"),
-        ({"offload": 3}, "offload must be a word or several, got 3"),
-        ({"recompute": None}, "recompute must be a str, got NoneType"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_values_of_another_type_are_type_errors(values: dict[str, Any], says: str) -> None:
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(error, match=says):
         ParallelConfig(**values)
 
 
@@ -84,51 +96,24 @@ def test_in_mode_data_all_processes_are_data_parallel() -> None:
     assert ParallelConfig(mode="data", zero=2).for_ranks(6).sizes.dp == 6
 
 
-PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
-    "schedule": (
-        {"pipeline_schedule": "zb"},
-        "pipeline_schedule must be one of 'gpipe'.*did you mean 'zbv'",
-    ),
-    "microbatches": (
-        {"pipeline_schedule": "interleaved", "microbatches": 5},
-        r"microbatches must be a multiple of pp = 2, .* got 5 \(3, 4, 6, 8 would fit",
-    ),
-    "few": (
-        {"pipeline_schedule": "dualpipev", "microbatches": 3},
-        "microbatches must be at least 4, the stages of 'dualpipev' on pp = 2 ranks, got 3",
-    ),
-    "virtual": (
-        {"pipeline_schedule": "zbv", "pipeline_virtual": 3, "microbatches": 4},
-        r"pipeline_virtual must be 2 with pipeline_schedule 'zbv', got 3 \(interleaved, looped_bfs",
-    ),
-    "balance": ({"pipeline_balance": "even"}, "pipeline_balance must be"),
-    "manual": ({"mode": "manual"}, "pp must be 1 with mode 'manual', got 2"),
-}
-
-
-@pytest.mark.parametrize("case", PIPELINES)
-def test_a_pipeline_that_cannot_be_is_told_with_what_can(case: str) -> None:
-    values, says = PIPELINES[case]
-    with pytest.raises((ValueError, UnsupportedError), match=says):
-        ParallelConfig(pp=2, **values)
-
-
-STAGES: dict[str, tuple[dict[str, Any], str]] = {
-    "layers": ({"pp": 4}, r"must be at most the 3 layers, got 4 \(pp 3 would fit\)"),
-    "virtual": (
-        {"pp": 2, "microbatches": 4, "pipeline_schedule": "zbv"},
-        r"must be at most the 3 layers, got 4 \(pipeline_schedule '1f1b' would fit\)",
-    ),
-    "cuts": (
-        {"pp": 2, "pipeline_cuts": (3,)},
-        r"pipeline_cuts must be 1 first layers between 1 and 2.* got \(3,\) \(\(1,\) would fit",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", STAGES)
-def test_layers_that_do_not_make_the_stages_are_told_with_what_would(case: str) -> None:
-    values, says = STAGES[case]
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"pp": 4}, r"must be at most the 3 layers, got 4 \(pp 3 would fit\)"),
+        (
+            {"pp": 2, "microbatches": 4, "pipeline_schedule": "zbv"},
+            r"must be at most the 3 layers, got 4 \(pipeline_schedule '1f1b' would fit\)",
+        ),
+        (
+            {"pp": 2, "pipeline_cuts": (3,)},
+            r"pipeline_cuts must be 1 first layers between 1 and 2.* got \(3,\) \(\(1,\) would fit",
+        ),
+    ],
+    ids=["layers", "virtual", "cuts"],
+)
+def test_layers_that_do_not_make_the_stages_are_told_with_what_would(
+    values: dict[str, Any], says: str
+) -> None:
     model = replace(preset("tiny-llama"), num_layers=3)
     with pytest.raises(ValueError, match=says):
         check_stages("parallelize", model, ParallelConfig(**values))
@@ -156,7 +141,6 @@ def test_what_a_message_says_would_fit_does(name: str) -> None:
 
 
 def test_selective_recomputation_is_norms_and_activations() -> None:
-    assert ParallelConfig(recompute="selective").recomputed == {"norm", "activation"}
-    assert ParallelConfig(recompute="norm").recomputed == {"norm"}
-    assert ParallelConfig(recompute="full").recomputed == {"layer"}
-    assert ParallelConfig().recomputed == set()
+    meanings = {"none": set(), "norm": {"norm"}, "full": {"layer"}}
+    for word, parts in (meanings | {"selective": {"norm", "activation"}}).items():
+        assert ParallelConfig(recompute=word).recomputed == parts

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 import fusedops
-from fusedops import UnsupportedError
 from fusedops._core import dtypes
 from fusedops.models import (
     PRESETS,
@@ -24,8 +23,7 @@ from fusedops.models import (
     initialize,
     preset,
 )
-from fusedops.models.attention_core import attend
-from fusedops.models.positions import alibi_slopes
+from fusedops.models.attention_core import alibi_slopes, attend
 
 
 def _tokens(config: TransformerConfig, *shape: int) -> torch.Tensor:
@@ -252,25 +250,12 @@ def test_creation_on_meta_is_creation_with_the_same_seed() -> None:
     assert torch.equal(whole(tokens), later(tokens))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PRESETS | TINY)
 def test_a_preset_builds_with_as_many_parameters_as_it_says(name: str) -> None:
     # The counts of whole models are held to the published ones by the planner's tests.
-    if PRESETS[name].encoder_layers:
-        with pytest.raises(UnsupportedError, match="encoder_layers must be 0"):
-            Transformer(PRESETS[name], device="meta")
-        return
-    config = replace(PRESETS[name], num_layers=2)
+    config = replace(preset(name), num_layers=2)
     model = Transformer(config, device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters().total
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), [("pangu-2.6b", 2.625), ("pangu-13b", 12.80), ("codegeex-13b", 12.869)]
-)
-def test_whole_models_have_the_published_numbers_of_parameters(name: str, count: float) -> None:
-    model = Transformer(preset(name), device="meta")
-    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
-    assert round(billions, 3 if name != "pangu-13b" else 2) == count
 
 
 @pytest.mark.parametrize(
@@ -292,21 +277,34 @@ def test_wrong_inputs_are_refused(call: Any, says: str) -> None:
         call(Transformer(TINY["tiny-gpt2"]), torch.arange(8)[None])
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"rotary": True, "alibi": True}, "alibi must be False with rotary"),
-        ({"query_layer": True}, "position_tables must be 2 with query_layer"),
-        ({"sliding_window": 4, "causal": False}, "sliding_window must be None unless causal"),
-        ({"dropout": 1.5}, r"dropout must be a probability in \[0, 1\]"),
-        ({"rotary": True, "head_dim": 7}, "head_dim must be even"),
-        ({"router_score": "softmin"}, "did you mean 'softmax'"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
-)
-def test_choices_that_exclude_each_other_are_refused(change: dict[str, Any], says: str) -> None:
+HASH: dict[str, Any] = {"router": "hash", "balance_loss": 0.0}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("tiny-llama", {"rotary": True, "alibi": True}, "alibi must be False with rotary"),
+    ("tiny-llama", {"query_layer": True}, "position_tables must be 2 with query_layer"),
+    ("tiny-llama", {"sliding_window": 4, "causal": False}, "sliding_window must be None unless"),
+    ("tiny-llama", {"dropout": 1.5}, r"dropout must be a probability in \[0, 1\]"),
+    ("tiny-llama", {"rotary": True, "head_dim": 7}, "head_dim must be even"),
+    ("tiny-llama", {"router_score": "softmin"}, "did you mean 'softmax'"),
+    ("tiny-llama", {"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
+    ("tiny-mixtral", {"shared_gate": True}, "shared_gate must be False without shared_size"),
+    ("tiny-mixtral", {"num_experts": 0, "shared_size": 8}, "shared_size must be 0 without num_exp"),
+    ("tiny-mixtral", {"router": "hashed"}, "did you mean 'hash'"),
+    ("tiny-mixtral", {"router": "hash"}, "balance_loss must be 0.0 with router 'hash'"),
+    ("tiny-mixtral", {"domain_experts": (2, 2)}, "router must be 'hash' with domain_experts"),
+    ("tiny-mixtral", HASH | {"domain_experts": (2, 3)}, "numbers that add up to 4, the experts"),
+    ("tiny-mixtral", HASH | {"domain_experts": (1, 3)}, "domain_experts must be at least top_k, 2"),
+    ("tiny-mixtral", {"num_groups": 3, "topk_groups": 1}, "num_groups must be"),
+    ("tiny-mixtral", {"drop_policy": "positions"}, "did you mean 'position'"),
+    ("tiny-mixtral", {"balance_rate": -1.0}, "balance_rate must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "says"), WRONG, ids=[says[:24] for *_, says in WRONG])
+def test_choices_that_exclude_each_other_are_refused(
+    name: str, change: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
-        replace(TINY["tiny-llama"], **change)
+        replace(TINY[name], **change)
 
 
 @contextmanager
@@ -351,29 +349,10 @@ def test_a_whole_model_compiles_to_one_graph() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_a_context_decides_what_a_forward_computes() -> None:
+def test_logits_of_some_tokens_are_those_of_all() -> None:
     torch.manual_seed(0)
     model = Transformer(TINY["tiny-llama"]).eval()
     tokens = _tokens(model.config, 2, 9)
     logits = model(tokens)
-    assert torch.equal(model(tokens, context=model.make_context(tokens)), logits)
     some = torch.tensor([2, 8])
     torch.testing.assert_close(model(tokens, logits_to_keep=some), logits[:, some])
-    with pytest.raises(TypeError, match="positions must not be given with context"):
-        model(tokens, context=model.make_context(tokens), positions=torch.arange(9))
-
-
-def test_the_former_attribute_of_attention_still_works() -> None:
-    torch.manual_seed(0)
-    model = Transformer(TINY["tiny-llama"]).eval()
-    tokens = _tokens(model.config, 1, 5)
-    calls = []
-
-    def core(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        calls.append(len(tensors))
-        return attend(*tensors, **options)
-
-    expected = model(tokens)
-    with pytest.warns(DeprecationWarning, match=r"Attention.core is now an argument"):
-        model.layers["0"].attention.core = core
-    assert torch.equal(model(tokens), expected) and calls == [3]

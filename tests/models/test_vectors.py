@@ -26,11 +26,7 @@ def _vectors(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters() if _is_vector(name)}
 
 
-# A Transformer has an encoder or a decoder: a model with both is only planned.
-MODELS = [name for name, config in PRESETS.items() if not config.encoder_layers]
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_patterns_match_exactly_the_vectors(name: str) -> None:
     model = Transformer(preset(name), device="meta")
     patterns = vector_patterns(model)

@@ -1,7 +1,7 @@
 """The configurations that users run, against float64: on a GPU all, in the interpreter some.
 
 A hot sample launches the tiles that the static report has on record, with descriptors where these
-are used, three blocks deep in each direction (``tools/hot_samples``). The generic tests of an op
+are used, three blocks deep in each direction (``tests/hot_samples``). The generic tests of an op
 have small and odd calls, which launch other configurations.
 """
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from offload_testing import TinyModel
 from optim_testing import parameters, set_gradients
 from process_pool import World
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -192,138 +189,6 @@ def ddp_steps(world: World, kind: str, options: dict[str, Any]) -> Any:
         wrapped(torch.randn(4, 13, generator=made)).square().mean().backward()
         optimizer.step()
     return outcome(optimizer)
-
-
-class Branches(nn.Module):
-    """Layers of which each rank uses some, and nobody the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        made = torch.Generator().manual_seed(2)
-        self.first, self.left, self.right, self.idle = (nn.Linear(13, 13) for _ in range(4))
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.randn(param.shape, generator=made) / 4)
-
-    def forward(self, x: torch.Tensor, left: bool = True) -> torch.Tensor:
-        return (self.left if left else self.right)(self.first(x).tanh())
-
-
-@dataclass
-class Followed:
-    """How DDP is used while the optimizer follows it, and how much then begins in the backward.
-
-    Attributes:
-        begins: share of the buckets of a step after the first that are begun in the backward and
-            not made again.
-        wrapper: options of DDP.
-        passes: backwards before a step; the first ones under ``no_sync``, if ``skips``.
-        skips: see ``passes``.
-        hook: communication hook.
-        dtype: of the model.
-        branches: use ``Branches``.
-        between: what happens to gradients before the step.
-    """
-
-    begins: float = 1.0
-    wrapper: dict[str, Any] = field(default_factory=dict)
-    passes: int = 1
-    skips: bool = False
-    hook: Any = None
-    dtype: torch.dtype = torch.float32
-    branches: bool = False
-    between: Any = None
-
-
-def _halve(model: nn.Module) -> None:
-    for param in model.parameters():
-        assert param.grad is not None
-        param.grad.mul_(0.5)
-
-
-FOLLOWED = {
-    "plain": Followed(),
-    "bucket views": Followed(wrapper={"gradient_as_bucket_view": True}),
-    "static graph": Followed(wrapper={"static_graph": True}),
-    "several passes": Followed(passes=2),
-    "no_sync": Followed(passes=2, skips=True),
-    "bfloat16": Followed(dtype=torch.bfloat16),
-    "compressed": Followed(hook=default_hooks.fp16_compress_hook),
-    # DDP reduces the zeros of `idle`, too; it has no gradient then, and its step is dropped.
-    "branches": Followed(wrapper={"find_unused_parameters": True}, branches=True),
-    "changed": Followed(0.0, between=_halve),
-}
-
-
-def followed(world: World, name: str) -> Any:
-    """Train under DDP on three ranks, with a synchronous optimizer and one that follows DDP.
-
-    Returns both outcomes, and the share of buckets that were begun in the backward and counted.
-    """
-    group = torch.distributed.new_group([0, 1, 2])
-    if world.rank > 2:
-        return None
-    use = FOLLOWED[name]
-    outcomes: list[Any] = []
-    for kind in ("adamw", "overlapped"):
-        model: Any = Branches() if use.branches else TinyModel(use.dtype).layers
-        ddp = nn.parallel.DistributedDataParallel(
-            model, process_group=group, bucket_cap_mb=5e-4, **use.wrapper
-        )
-        optimizer = make(kind, ddp.named_parameters(), max_norm=1e6, master_weights=True)
-        state = group if use.hook is not None else None
-        begun = _Begun(optimizer) if isinstance(optimizer, OffloadedAdamW) else None
-        if isinstance(optimizer, OffloadedAdamW):
-            optimizer.follow(ddp, use.hook, state)
-        elif use.hook is not None:
-            ddp.register_comm_hook(state, use.hook)
-        for step in range(4):
-            optimizer.zero_grad()
-            for index in range(use.passes):
-                made = torch.Generator().manual_seed(100 * step + 10 * index + world.rank)
-                batch = torch.randn(4, 13, generator=made).to(use.dtype)
-                silent = use.skips and index < use.passes - 1
-                with ddp.no_sync() if silent else contextlib.nullcontext():
-                    left = {"left": world.rank == 0} if use.branches else {}
-                    ddp(batch, **left).float().square().mean().backward()
-            if use.between is not None:
-                use.between(ddp)
-            if begun is not None:
-                begun.backward_ends()
-            optimizer.step()
-            if begun is not None:
-                begun.step_ends()
-        outcomes.append(outcome(optimizer))
-        assert len(outcomes[-1][0]) == (6 if use.branches else 8)
-    assert begun is not None
-    return *outcomes, begun.share
-
-
-class _Begun:
-    """Counts the buckets that an optimizer begins: in the backward, and in the step."""
-
-    def __init__(self, optimizer: OffloadedAdamW) -> None:
-        self._buckets = len(optimizer._buckets)
-        self._count, self._shares = 0, []
-        begin = optimizer._begin
-
-        def note(*args: Any, **kwargs: Any) -> None:
-            self._count += 1
-            begin(*args, **kwargs)
-
-        optimizer._begin = note  # type: ignore[method-assign]
-
-    def backward_ends(self) -> None:
-        self._early, self._count = self._count, 0
-
-    def step_ends(self) -> None:
-        self._shares.append((self._early - self._count) / self._buckets if self._early else 0.0)
-        self._count = 0
-
-    @property
-    def share(self) -> float:
-        """Of the last step: what was begun in the backward and not made again."""
-        return self._shares[-1]
 
 
 def checkpoint(world: World, kind: str, folder: str) -> Any:

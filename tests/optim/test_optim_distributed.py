@@ -58,13 +58,6 @@ def test_ddp_steps_with_the_reduced_gradients(on_ranks: OnRanks) -> None:
             assert_same(answer, expected)
 
 
-@pytest.mark.parametrize("name", optim_ranks.FOLLOWED)
-def test_steps_begin_as_ddp_reduces_and_keep_every_bit(on_ranks: OnRanks, name: str) -> None:
-    for synchronous, overlapped, share in on_ranks(optim_ranks.followed, name)[:3]:
-        assert_same(overlapped, synchronous)
-        assert share == optim_ranks.FOLLOWED[name].begins
-
-
 @each_kind
 def test_a_patched_model_under_fsdp2_gives_the_bits_of_one_process(
     on_ranks: OnRanks, kind: str

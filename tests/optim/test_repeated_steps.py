@@ -1,7 +1,7 @@
 """Steps like the one before: what the host copies and looks at, and what a CUDA graph may keep.
 
 No GPU is needed: the tensors are on the CPU, and what is launched is a function that reads the
-tables (``tools/adamw_host_time.py``). ``test_graphs.py`` has the same on a GPU.
+tables (``adamw_launches.py``). ``test_graphs.py`` has the same on a GPU.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import copy
 import dataclasses
 import gc
 import pickle
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +26,7 @@ from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.optim._repeated import RepeatedStep
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools"))
-import adamw_host_time
+import adamw_launches
 
 from fusedops.kernels import _pointer_table
 
@@ -80,7 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(_pointer_table, "_staging", counted_staging)
     monkeypatch.setattr(_pointer_table, "capturing", lambda device: made.captured)
     monkeypatch.setattr(_pointer_table, "_copies", type(_pointer_table._copies)())
-    with adamw_host_time.stand_in(adamw_host_time.Launches(made.launched)):
+    with adamw_launches.stand_in(adamw_launches.Launches(made.launched)):
         yield made
 
 
@@ -179,14 +176,6 @@ def test_a_gradient_that_moves_gets_another_table(gpu: Gpu) -> None:
     assert changed == [[3, 1]]
 
 
-def change_data(optimizer: AdamW, param: nn.Parameter) -> None:
-    param.data = torch.zeros_like(param)
-
-
-def change_state(optimizer: AdamW, param: nn.Parameter) -> None:
-    optimizer.state[param]["exp_avg"] = torch.ones_like(param)
-
-
 def exchange_state(optimizer: AdamW, param: nn.Parameter) -> Any:
     """Return the state before, which goes on to exist."""
     before = optimizer.state[param]
@@ -202,61 +191,50 @@ def exchange_param(optimizer: AdamW, param: nn.Parameter) -> Any:
     return param
 
 
-def change_state_in_place(optimizer: AdamW, param: nn.Parameter) -> None:
-    optimizer.state[param]["exp_avg"].data = torch.ones_like(param)
-
-
-def change_step(optimizer: AdamW, param: nn.Parameter) -> None:
-    optimizer.state[param]["step"] = torch.tensor(7.0)
-
-
-def change_decay(optimizer: AdamW, param: nn.Parameter) -> None:
-    optimizer.param_groups[0]["weight_decay"] = 0.5
-
-
-def change_policy(optimizer: AdamW, param: nn.Parameter) -> None:
-    optimizer.policy = dataclasses.replace(optimizer.policy, max_norm=0.5)
-
-
-def load(optimizer: AdamW, param: nn.Parameter) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def drop_gradient(optimizer: AdamW, param: nn.Parameter) -> None:
-    param.grad = None
-
-
 def add_group(optimizer: AdamW, param: nn.Parameter) -> None:
     other = nn.Parameter(torch.zeros(3))
     other.grad = torch.ones(3)
     optimizer.add_param_group({"params": [other]})
 
 
-CHANGES: list[Callable[[AdamW, nn.Parameter], Any]] = [
-    change_data,
-    change_state,
-    exchange_state,
-    exchange_param,
-    change_state_in_place,
-    change_step,
-    change_decay,
-    change_policy,
-    load,
-    drop_gradient,
-    add_group,
-]
+def set_state(
+    name: str, value: torch.Tensor | None = None
+) -> Callable[[AdamW, nn.Parameter], None]:
+    """Return what replaces an entry of a state, by ones or by a value."""
+    return lambda optimizer, param: optimizer.state[param].update(
+        {name: torch.ones_like(param) if value is None else value}
+    )
+
+
+CHANGES: dict[str, Callable[[AdamW, nn.Parameter], Any]] = {
+    "data": lambda optimizer, param: setattr(param, "data", torch.zeros_like(param)),
+    "state": set_state("exp_avg"),
+    "exchanged state": exchange_state,
+    "exchanged parameter": exchange_param,
+    "state in place": lambda optimizer, param: setattr(
+        optimizer.state[param]["exp_avg"], "data", torch.ones_like(param)
+    ),
+    "step": set_state("step", torch.tensor(7.0)),
+    "decay": lambda optimizer, param: optimizer.param_groups[0].update(weight_decay=0.5),
+    "policy": lambda optimizer, param: setattr(
+        optimizer, "policy", dataclasses.replace(optimizer.policy, max_norm=0.5)
+    ),
+    "loaded": lambda optimizer, param: optimizer.load_state_dict(
+        copy.deepcopy(optimizer.state_dict())
+    ),
+    "no gradient": lambda optimizer, param: setattr(param, "grad", None),
+    "another group": add_group,
+}
 
 
 @needs_library
-@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
-def test_whatever_else_changes_is_seen(
-    gpu: Gpu, change: Callable[[AdamW, nn.Parameter], Any]
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_else_changes_is_seen(gpu: Gpu, change: str) -> None:
     params = model()
     optimizer = AdamW(params)
     optimizer.step()
     optimizer.step()
-    still_there = change(optimizer, params[2])
+    still_there = CHANGES[change](optimizer, params[2])
     gpu.reset()
     optimizer.step()
     del still_there

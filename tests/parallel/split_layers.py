@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,18 +24,30 @@ def part_of(tensor: torch.Tensor, world: World, ranks: int, dim: int) -> torch.T
     return tensor.chunk(ranks, dim)[world.rank]
 
 
+def parts_of(
+    results: dict[str, torch.Tensor], world: World, ranks: int, names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return results with this rank's part of the sequence, of those of the names."""
+    names = set(names)
+    return {
+        name: part_of(result, world, ranks, 1) if name in names else result
+        for name, result in results.items()
+    }
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a parameter or gradient as one process has it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def run(
-    module: nn.Module, input: torch.Tensor, grad: torch.Tensor, *more: Any
+    module: nn.Module, input: torch.Tensor, grad: torch.Tensor | float, *more: Any
 ) -> dict[str, torch.Tensor]:
     """Return the output, and the gradients of the input and of each parameter by name."""
     input = input.detach().clone().requires_grad_()
+    module.zero_grad()
     output = module(input, *more)
-    output.backward(grad)
+    output.backward(grad if isinstance(grad, torch.Tensor) else torch.full_like(output, grad))
     grads = {name: whole(parameter.grad) for name, parameter in module.named_parameters()}
     return {"output": output.detach(), "input": input.grad, **grads}
 

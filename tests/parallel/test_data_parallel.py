@@ -64,9 +64,11 @@ def _assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
             torch.testing.assert_close(full_tensor(grad), wanted, msg=name)
 
 
-def _train(model: nn.Module, data: GradientSync, rank: int) -> collectives.Log:
+def _train(
+    model: nn.Module, data: GradientSync, rank: int, dtype: torch.dtype = torch.float64
+) -> collectives.Log:
     with collectives.recorded() as log:
-        for i, batch in enumerate(_batches(rank)):
+        for i, batch in enumerate(_batches(rank, dtype)):
             data.begin(last=i == MICROBATCHES - 1)
             _loss(model, batch).backward()
     return log
@@ -229,7 +231,7 @@ def test_a_step_after_a_backward_that_raised_is_that_of_one_process(
 
 
 def _sharded(world: World, stage: int) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
+    mesh = init_device_mesh("cpu", (RANKS,))
     model = _model()
     ignored = {model[4].bias, model.unused}
     blocks = [[model[0], model[2]], model]
@@ -260,7 +262,7 @@ def _offloaded(world: World, stage: int) -> None:
         model = _model(torch.float32)
         data = GradientSync(stage=stage)
         if stage:
-            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
+            mesh = init_device_mesh("cpu", (RANKS,))
             shard([model], mesh, stage=stage)
             data.sharded = [model]
         else:
@@ -269,9 +271,7 @@ def _offloaded(world: World, stage: int) -> None:
             ]
         optimizer = kind(model.parameters(), lr=0.1, eps=1e-3, master_weights=True)
         for _ in range(2):
-            for i, batch in enumerate(_batches(world.rank, torch.float32)):
-                data.begin(last=i == MICROBATCHES - 1)
-                _loss(model, batch).backward()
+            _train(model, data, world.rank, torch.float32)
             clip_grad_norm_(model.parameters(), 1.0)  # after steps have begun
             optimizer.step()
             optimizer.zero_grad()
@@ -288,7 +288,7 @@ def test_offloaded_states_step_to_the_same_bits(on_ranks: OnRanks, stage: int) -
 
 
 def _unsharded(world: World) -> None:
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
+    mesh = init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(0)
     model: Any = nn.Linear(4 * RANKS, 4 * RANKS, dtype=torch.float64)
     weight = model.weight.detach().clone()
@@ -368,10 +368,7 @@ def _mixed(rank: int, stage: int, reduce_dtype: torch.dtype | None) -> None:
         reduce_dtype=reduce_dtype,
     )
     data = GradientSync(sharded=[model], stage=stage)
-    with collectives.recorded() as log:
-        for i, batch in enumerate(_batches(rank, torch.float32)):
-            data.begin(last=i == MICROBATCHES - 1)
-            _loss(model, batch).backward()
+    log = _train(model, data, rank, torch.float32)
     numbers = sum(parameter.numel() for parameter in rounded.parameters())
     gathers = [e for e in log.events if e.kind == "all_gather" and e.phase == "start"]
     assert 2 * numbers // ranks <= gathers[0].bytes < 2 * numbers // ranks + 64

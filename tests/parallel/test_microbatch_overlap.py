@@ -137,16 +137,29 @@ def test_communication_of_one_half_runs_beside_products_of_the_other(case: str) 
             assert [each.is_hidden for each in windows].count(False) == bare, windows
 
 
+def test_gradients_of_norms_and_biases_are_summed_with_their_layer() -> None:
+    """Not after all layers: buckets of data parallelism would wait for them."""
+    values = {"tp": 2, "sp": True, "overlap_microbatches": True}
+    with MARKS["backward_marked"]():
+        logs = threads.run(_recorded, 2, "tiny-gpt2", values)
+    for _, backward in logs:
+        sums = [window for window in _windows(backward) if window.kind == "all_reduce"]
+        assert len(sums) == 4 * LAYERS
+
+
 def test_without_overlap_nothing_runs_beside_communication() -> None:
     """The test above can fail."""
     for log in threads.run(_recorded, 2, "tiny-gpt2", {"tp": 2})[0]:
         assert not log.overlapped() and log.counts()["all_reduce"] >= 2 * LAYERS
 
 
+def _pair(name: str, **values: Any) -> list[TrainEngine]:
+    """Return engines without overlap and with it."""
+    return [_engine(name, **values, overlap_microbatches=overlaps) for overlaps in (False, True)]
+
+
 def _both(rank: int, name: str, values: dict[str, Any]) -> None:
-    found, expected = (
-        _engine(name, **values, overlap_microbatches=overlaps) for overlaps in (True, False)
-    )
+    expected, found = _pair(name, **values)
     assert torch.equal(_step(found)[0], _step(expected)[0])
     words, plain = (whole(each.model.embedding.tokens.weight.grad) for each in (found, expected))
     assert torch.equal(words, plain)
@@ -170,11 +183,7 @@ def test_the_loss_and_gradients_of_activations_keep_their_bits(case: str) -> Non
 
 def _rounded(rank: int) -> dict[str, float]:
     """Return which part of a weight's gradient has other bits with overlap."""
-    given: dict[str, Any] = {"dtype": torch.bfloat16, "dp": 2, "ep": 2}
-    models = [
-        _engine("tiny-mixtral", layers=1, **given, overlap_microbatches=overlaps)
-        for overlaps in (False, True)
-    ]
+    models = _pair("tiny-mixtral", layers=1, dtype=torch.bfloat16, dp=2, ep=2)
     for model in models:
         _step(model)
     one, two = ({n: whole(p.grad) for n, p in each.model.named_parameters()} for each in models)
@@ -190,8 +199,8 @@ def test_gradients_of_experts_are_added_in_float32() -> None:
 
 def _gathered(rank: int, values: dict[str, Any]) -> list[tuple[dict[str, int], int]]:
     found = []
-    for overlaps in (False, True):
-        logs = _step(_engine("tiny-mixtral", layers=1, **values, overlap_microbatches=overlaps))[1:]
+    for engine in _pair("tiny-mixtral", layers=1, **values):
+        logs = _step(engine)[1:]
         weights = [e for log in logs for e in log.calls if e.label in ("weights", "gradients")]
         found.append((len(weights), sum(weight.bytes for weight in weights)))
     return found
@@ -298,36 +307,34 @@ def test_compiled_code_takes_the_batch_whole(on_two_ranks: Callable[..., Any], n
     on_two_ranks(_compiled, name)
 
 
-def _with_a_policy(rank: int, name: str) -> str:
-    engine = _engine("tiny-mixtral", tp=2, overlap_microbatches=True)
-    memory.apply(engine.model, memory.Policy(memory.recompute(f"layers.*.{name}")))
-    engine.model(torch.arange(4)[None])  # one sequence is not split
+def _refused(rank: int, name: str, policy: str | None) -> str:
+    """Return how many sequences ran as a batch, and the error of the next batch."""
+    ran = 0
     try:
-        engine.model(torch.arange(8).reshape(2, 4))
+        engine = _engine(name, tp=2, overlap_microbatches=True)
+        if policy is not None:
+            memory.apply(engine.model, memory.Policy(memory.recompute(policy)))
+        for sequences in (1, 2):
+            engine.model(torch.arange(4 * sequences).reshape(-1, 4))
+            ran = sequences
     except UnsupportedError as error:
-        return str(error)
+        return f"{ran}: {error}"
     return ""
 
 
-@pytest.mark.parametrize("name", ["attention", "feed_forward"])
-def test_a_policy_for_a_module_that_runs_in_phases_is_refused(name: str) -> None:
-    """Its recomputation would be left out without a word."""
-    for error in threads.run(_with_a_policy, 2, name):
-        assert f"layers.0.{name} must not be named by a mem" in error
-
-
-def _refused(rank: int, name: str) -> str:
-    try:
-        _engine(name, tp=2, overlap_microbatches=True)
-    except UnsupportedError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(("name", "field"), [("tiny-bert", "post_norm"), ("tiny-pangu", "query")])
-def test_other_layers_than_pre_norm_are_refused(name: str, field: str) -> None:
-    for error in threads.run(_refused, 2, name):
-        assert f"overlap_microbatches must be False for a model with {field}" in error
+@pytest.mark.parametrize(
+    ("name", "policy", "message"),
+    [
+        ("tiny-mixtral", "layers.*.attention", "layers.0.attention must not be named by a mem"),
+        ("tiny-mixtral", "layers.*.feed_forward", "layers.0.feed_forward must not be named by a"),
+        ("tiny-bert", None, "overlap_microbatches must be False for a model with post_norm"),
+        ("tiny-pangu", None, "overlap_microbatches must be False for a model with query"),
+    ],
+)
+def test_what_phases_cannot_run_is_refused(name: str, policy: str | None, message: str) -> None:
+    """A policy for a module whose parts run in phases has no effect; one sequence is not split."""
+    for error in threads.run(_refused, 2, name, policy):
+        assert message in error and error.startswith("0: " if policy is None else "1: ")
 
 
 def test_what_has_no_halves_is_refused() -> None:

@@ -157,7 +157,7 @@ CALLS: dict[str, Call] = {
     ),
     "norm": lambda run, shards: run.norm(),
     "state_dict": lambda run, shards: run.model.state_dict(),
-    "checkpoint": lambda run, shards: State(run.model, ()).content(flat=False),
+    "checkpoint": lambda run, shards: State(run.model, ()).content(),
     "generate": lambda run, shards: generate(run, [[3, 1]], tokens=2),
 }
 

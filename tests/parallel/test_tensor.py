@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from process_pool import World
-from split_layers import assert_same, mesh_of, one_process, part_of, run
+from split_layers import assert_same, mesh_of, one_process, part_of, parts_of, run, whole
 from torch import nn
 
-from fusedops.nn import MLP, GatedMLP, LinearAct
+from fusedops.nn import MLP, AddLayerNorm, AddRMSNorm, GatedMLP, LayerNorm, LinearAct, RMSNorm
+from fusedops.ops import linear_act
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.tensor.layers import (
     ColumnLinear,
     ParallelGatedMLP,
     ParallelMLP,
     RowLinear,
+    from_tensor_parallel,
+    local,
     reduce_in_place,
+    replicated,
+    to_tensor_parallel,
 )
+from fusedops.parallel.tensor.replicated import allreduce_gradients
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
-B, S, H, F = 2, 8, 12, 16
+B, S, H, F = 2, 12, 20, 24
 
 
 class _Pair(nn.Module):
@@ -78,16 +85,8 @@ def _layers(world: World, ranks: int, dtype: torch.dtype) -> None:
                 assert_same(run(layer, input, grad), eager, truth, F)
                 continue
             mine = part_of(input, world, ranks, 1), part_of(grad, world, ranks, 1)
-            here = [_parts(each, world, ranks) for each in (eager, truth)]
+            here = [parts_of(each, world, ranks, ("output", "input")) for each in (eager, truth)]
             assert_same(run(layer, *mine), *here, F)
-
-
-def _parts(results: dict[str, torch.Tensor], world: World, ranks: int) -> dict[str, torch.Tensor]:
-    """Return them with this rank's part of the sequence, of what has one."""
-    return {
-        name: part_of(result, world, ranks, 1) if name in ("output", "input") else result
-        for name, result in results.items()
-    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
@@ -187,3 +186,152 @@ def _memory_of_reduction(world: World) -> list[bool]:
 
 def test_row_parallel_layers_reduce_in_the_memory_of_the_product(on_ranks: OnRanks) -> None:
     assert on_ranks(_memory_of_reduction)[:2] == [[True, True]] * 2
+
+
+BLOCKS: dict[str, tuple[Any, Callable[..., Any], int, int]] = {
+    "column": (lambda: LinearAct(H, F, activation="gelu"), ColumnLinear.of, H, F),
+    "column_linear": (lambda: LinearAct(H, F, False, activation="identity"), ColumnLinear.of, H, F),
+    "row": (lambda: LinearAct(F, H, activation="identity"), RowLinear.of, F, H),
+    "mlp": (lambda: MLP(H, F), ParallelMLP.of, H, H),
+    "gated": (lambda: GatedMLP(H, F), ParallelGatedMLP.of, H, H),
+}
+
+
+class _TwoProducts(nn.Module):
+    """An MLP as two products: ``fusedops.mlp`` rounds and adds up in other places."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        for name, parameter in layer.named_parameters():
+            self.register_parameter(name, parameter)
+        self.layer = [layer]  # not a child
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        (layer,) = self.layer
+        w1, b1, w2 = (local(each) for each in (layer.w1, layer.b1, layer.w2))
+        hidden = linear_act(
+            to_tensor_parallel(input, layer.group, sequence=True),
+            w1,
+            b1,
+            activation=layer.activation,
+        )
+        output = from_tensor_parallel(
+            linear_act(hidden, w2, activation="identity"), layer.group, sequence=True
+        )
+        return output + replicated(layer.b2, layer.group, partial_grad=True)
+
+
+def _block_results(world: World, ranks: int, dtype: torch.dtype) -> Any:
+    if not world.member(ranks):
+        return None
+    mesh, found = mesh_of(world, ranks), {}
+    for name, (make, split, inputs, outputs) in BLOCKS.items():
+        module = make().to(dtype)
+        x, grad = torch.randn(B, S, inputs).to(dtype), torch.randn(B, S, outputs).to(dtype)
+        # Of a column the input is a part of the sequence, of a row the output; features the rest.
+        mine = part_of(x, world, ranks, 2 if name == "row" else 1)
+        incoming = part_of(grad, world, ranks, 2 if name.startswith("column") else 1)
+        plain, cut = (split(module, mesh, sequence=True, overlap=each) for each in (False, True))
+        if name == "mlp":
+            plain = _TwoProducts(plain)
+        with collectives.recorded() as log:
+            expected = run(plain, mine, incoming)
+        with collectives.recorded() as blocks:
+            results = run(cut, mine, incoming)
+        assert results.keys() == expected.keys()
+        for key, value in results.items():
+            assert torch.equal(value, expected[key]), f"{name}: {key} has other bits"
+        again = (ranks - 1) * mine.numel() * mine.element_size() if name != "row" else 0
+        assert blocks.bytes() == log.bytes() + again, name
+        found[name] = blocks.overlapped()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_blocks_give_the_same_bits_beside_communication(
+    on_ranks: OnRanks, ranks: int, dtype: torch.dtype
+) -> None:
+    """The input is gathered once more in the backward, where a whole product keeps it."""
+    for rank, answer in enumerate(on_ranks(_block_results, ranks, dtype)[:ranks]):
+        ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
+        for name in ("column", "column_linear", "mlp", "gated"):
+            assert (f"block {behind} comes", f"block {rank}") in answer[name]
+            after = f"gradient of block {(ahead + 1) % ranks}"
+            assert (f"block {ahead} leaves", after) in answer[name]
+            assert ("input comes again", f"gradient of block {ahead}") in answer[name]
+        for name in ("row", "mlp", "gated"):
+            assert (f"block {ahead} leaves", f"block {(ahead + 1) % ranks}") in answer[name]
+            assert (f"block {behind} comes", f"gradient of block {rank}") in answer[name]
+
+
+def _bad_input(world: World) -> None:
+    if not world.member(2):
+        return
+    mesh = mesh_of(world, 2)
+    with pytest.raises(ValueError, match="ParallelMLP: overlap must be False without sequence"):
+        ParallelMLP.of(MLP(H, F), mesh, overlap=True)
+    with pytest.raises(ValueError, match="overlap must be False where the module recomputes"):
+        ParallelMLP.of(MLP(H, F, recompute=True), mesh, sequence=True, overlap=True)
+    layer = RowLinear.of(LinearAct(F, H, activation="identity"), mesh, sequence=True, overlap=True)
+    with pytest.raises(ValueError, match="size of dim -2 must be a multiple of the 2 ranks"):
+        layer(torch.zeros(3, F // 2))
+
+
+def test_bad_input_names_what_is_wrong(on_ranks: OnRanks) -> None:
+    on_ranks(_bad_input)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: LayerNorm(H),
+    "layer_without_bias": lambda: LayerNorm(H, bias=False),
+    "plain": lambda: LayerNorm(H, elementwise_affine=False),
+    "rms": lambda: RMSNorm(H, 1e-5, weight_offset=1.0, rounding="hf"),
+    "add_layer": lambda: AddLayerNorm(H),
+    "add_rms": lambda: AddRMSNorm(H),
+}
+
+
+def _norm_results(
+    norm: nn.Module, inputs: tuple[torch.Tensor, ...], grad: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    inputs = tuple(each.detach().clone().requires_grad_() for each in inputs)
+    outputs = norm(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [grad] * len(outputs))
+    found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    found |= {f"input {i}": each.grad for i, each in enumerate(inputs)}
+    return found | {name: whole(parameter.grad) for name, parameter in norm.named_parameters()}
+
+
+def _norms(world: World, ranks: int, dtype: torch.dtype) -> Any:
+    if not world.member(ranks):
+        return None
+    mesh, counts = mesh_of(world, ranks), {}
+    x, residual, grad = (torch.randn(B, S, H).to(dtype) for _ in range(3))
+    for name, make in NORMS.items():
+        plain = make().to(dtype)
+        inputs = (x, residual) if name.startswith("add") else (x,)
+        for parameter in plain.parameters():
+            nn.init.normal_(parameter)
+        allreduce_gradients(split := deepcopy(plain), mesh)
+        assert list(split.state_dict()) == list(plain.state_dict())
+        eager = _norm_results(plain, inputs, grad)
+        plain.zero_grad()
+        wide = (each.double() for each in inputs)
+        truth = _norm_results(plain.double(), tuple(wide), grad.double())
+        mine = tuple(part_of(each, world, ranks, 1) for each in inputs)
+        with collectives.recorded() as log:
+            found = _norm_results(split, mine, part_of(grad, world, ranks, 1))
+        counts[name] = log.counts()
+        names = [key for key in found if key[-1].isdigit()]
+        assert_same(found, *(parts_of(each, world, ranks, names) for each in (eager, truth)), B * S)
+    return counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_norms_of_parts_equal_those_of_the_whole(on_ranks: OnRanks, dtype: torch.dtype) -> None:
+    """One all-reduce adds up the gradients of weight and bias."""
+    counts = on_ranks(_norms, 2, dtype)[0]
+    for name, count in counts.items():
+        assert count == ({} if name == "plain" else {"all_reduce": 1}), name

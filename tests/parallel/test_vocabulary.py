@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from process_pool import World
-from split_layers import assert_same, mesh_of, part_of, whole
+from split_layers import assert_same, mesh_of, part_of, parts_of, run, whole
 from torch import nn
 
 from fusedops._core import dtypes
 from fusedops.nn import LinearCrossEntropyLoss
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
+from fusedops.parallel.tensor.layers import distribute, local, to_tensor_parallel
+from fusedops.parallel.tensor.vocabulary import (
+    VocabParallelProjection,
+    VocabularyEmbedding,
+    vocab_parallel_cross_entropy,
+)
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -30,14 +35,32 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _results(
-    loss_of: nn.Module, hidden: torch.Tensor, target: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    hidden = hidden.detach().clone().requires_grad_()
-    loss = loss_of(hidden, target)
-    loss.backward(torch.ones_like(loss) / 3)
-    grads = {name: whole(parameter.grad) for name, parameter in loss_of.named_parameters()}
-    return {"loss": loss.detach(), "hidden": hidden.grad, **grads}
+class _SplitLoss(nn.Module):
+    """A loss whose vocabulary is split over ranks."""
+
+    def __init__(
+        self, plain: LinearCrossEntropyLoss, mesh: Any, sequence: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence, self.options = mesh.get_group(), sequence, options
+        self.weight, self.bias = (
+            distribute("loss", name, getattr(plain, name), mesh, 0, uneven=True)
+            for name in ("weight", "bias")
+        )
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = to_tensor_parallel(hidden, self.group, sequence=self.sequence)
+        weight, bias = local(self.weight), local(self.bias)
+        return vocab_parallel_cross_entropy(
+            x, weight, target, self.group, bias, vocab_size=V, **self.options
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        projection = VocabParallelProjection(self.group, V)
+        x = to_tensor_parallel(hidden, self.group, sequence=self.sequence)
+        logits = projection.gather_logits(projection.local_logits(x, self.weight, self.bias))
+        softcap = self.options.get("softcap")
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _losses(world: World, ranks: int, dtype: torch.dtype) -> None:
@@ -54,33 +77,22 @@ def _losses(world: World, ranks: int, dtype: torch.dtype) -> None:
                 plain.bias += 1e6
         labels = target.clone()
         labels[1, :2] = plain.ignore_index
-        eager = _results(plain, hidden, labels)
-        plain.zero_grad()
-        wide = torch.float64
-        exact = _copy(plain, options).to(wide)
-        truth = _results(exact, hidden.to(wide), labels)
+        exact = LinearCrossEntropyLoss(H, V, dtype=dtype, **options)
+        exact.load_state_dict(plain.state_dict())
+        exact.double()
+        eager, truth = run(plain, hidden, 1 / 3, labels), run(exact, hidden.double(), 1 / 3, labels)
         for sequence in (False, True):
-            split = VocabularyCrossEntropy.of(plain, mesh, sequence=sequence)
-            mine, here, rough = hidden, truth, eager
-            if sequence:
-                mine = part_of(hidden, world, ranks, 1)
-                here, rough = (
-                    {**each, "hidden": part_of(each["hidden"], world, ranks, 1)}
-                    for each in (truth, eager)
-                )
-            found = _results(split, mine, labels)
-            assert found["loss"].dtype == dtypes.statistics_dtype(dtype)
-            assert_same(found, rough, here, V)
+            given = {name: value for name, value in options.items() if name != "bias"}
+            split = _SplitLoss(plain, mesh, sequence, **given)
+            mine = part_of(hidden, world, ranks, 1) if sequence else hidden
+            parts = ["input"] if sequence else []
+            found = run(split, mine, 1 / 3, labels)
+            assert found["output"].dtype == dtypes.statistics_dtype(dtype)
+            assert_same(found, *(parts_of(each, world, ranks, parts) for each in (eager, truth)), V)
             logits = split.logits(mine)
             if not sequence:
                 expected = plain.logits(hidden)
-                assert_same({"": logits}, {"": expected}, {"": exact.logits(hidden.to(wide))}, H)
-
-
-def _copy(plain: LinearCrossEntropyLoss, options: dict[str, Any]) -> LinearCrossEntropyLoss:
-    other = LinearCrossEntropyLoss(H, V, dtype=plain.weight.dtype, **options)
-    other.load_state_dict(plain.state_dict())
-    return other
+                assert_same({"": logits}, {"": expected}, {"": exact.logits(hidden.double())}, H)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -126,7 +138,7 @@ def _loss_traffic(world: World) -> Any:
     if not world.member(2):
         return None
     head = LinearCrossEntropyLoss(H, V)
-    split = VocabularyCrossEntropy.of(head, mesh_of(world, 2))
+    split = _SplitLoss(head, mesh_of(world, 2))
     hidden = torch.randn(B, S, H, requires_grad=True)
     with collectives.recorded() as forward:
         loss = split(hidden, torch.zeros(B, S, dtype=torch.int64))
@@ -147,7 +159,7 @@ def _bad_input(world: World) -> None:
     if not world.member(2):
         return
     mesh = mesh_of(world, 2)
-    head = VocabularyCrossEntropy.of(LinearCrossEntropyLoss(H, V), mesh)
+    head = _SplitLoss(LinearCrossEntropyLoss(H, V), mesh)
     target = torch.zeros(B, S, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"target must be in \[0, 23\) .* got 23 at row 1"):
         target[0, 1] = V

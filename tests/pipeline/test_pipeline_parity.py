@@ -39,49 +39,41 @@ def assert_stage(
 
 def _assert_stages(name: str, values: dict[str, Any], **changes: Any) -> None:
     """Compare all ranks; their parts make the complete model."""
+    values = {"pp": 2, "microbatches": 4} | values
     ranks = ParallelConfig(**values).sizes.ranks
     parts = threads.run(assert_stage, ranks, name, values, changes)
     parameters = dict(Transformer(_config(name, **changes)).named_parameters())
     assert {name for part in parts for name in part} == parameters.keys()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_schedule_computes_what_one_process_does(schedule: str) -> None:
-    values = {"pp": 2, "microbatches": 4, "pipeline_schedule": schedule}
-    _assert_stages("tiny-gpt2", values)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_losses_of_routers_count_once_on_each_stage(schedule: str) -> None:
-    _assert_stages("tiny-mixtral", {"pp": 2, "microbatches": 4, "pipeline_schedule": schedule})
-
-
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "cuts": ("tiny-llama", {"pp": 2, "microbatches": 2, "pipeline_cuts": (3,)}),
-    "dp-zero1": ("tiny-llama", {"pp": 2, "dp": 2, "zero": 1, "microbatches": 2}),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{schedule: ("tiny-gpt2", {"pipeline_schedule": schedule}) for schedule in SCHEDULES},
+    # Losses of routers count once on each stage.
+    "routers": ("tiny-mixtral", {}),
+    "routers-zbv": ("tiny-mixtral", {"pipeline_schedule": "zbv"}),
+    "cuts": ("tiny-llama", {"microbatches": 2, "pipeline_cuts": (3,)}),
+    "dp-zero1": ("tiny-llama", {"dp": 2, "zero": 1, "microbatches": 2}),
     "dp-split-backward": (
         "tiny-gpt2",
-        {"pp": 2, "dp": 2, "microbatches": 2, "pipeline_schedule": "zero_bubble"},
+        {"dp": 2, "microbatches": 2, "pipeline_schedule": "zero_bubble"},
     ),
-    "tp-sp": ("tiny-gpt2", {"pp": 2, "tp": 2, "sp": True, "microbatches": 2}),
+    "tp-sp": ("tiny-gpt2", {"tp": 2, "sp": True, "microbatches": 2}),
     "recompute-split-backward": (
         "tiny-llama",
-        {"pp": 2, "microbatches": 4, "pipeline_schedule": "zbv", "recompute": "full"},
+        {"pipeline_schedule": "zbv", "recompute": "full"},
     ),
-    "zero1-split-backward": (
-        "tiny-gpt2",
-        {"pp": 2, "dp": 2, "zero": 1, "microbatches": 4, "pipeline_schedule": "zbv"},
-    ),
+    "zero1-split-backward": ("tiny-gpt2", {"dp": 2, "zero": 1, "pipeline_schedule": "zbv"}),
     "zero3-split-backward": (
         "tiny-mixtral",
-        {"pp": 2, "dp": 2, "zero": 3, "microbatches": 4, "pipeline_schedule": "zero_bubble"},
+        {"dp": 2, "zero": 3, "pipeline_schedule": "zero_bubble"},
     ),
 }
 
 
-@pytest.mark.parametrize("case", MORE)
-def test_it_goes_with_the_other_modes(case: str) -> None:
-    _assert_stages(*MORE[case])
+@pytest.mark.parametrize("case", CASES)
+def test_stages_compute_what_one_process_does(case: str) -> None:
+    name, values = CASES[case]
+    _assert_stages(name, values)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +105,7 @@ def test_the_norm_of_a_stage_without_gradients_is_on_the_device_of_its_parameter
 
 
 def _query_layer(rank: int) -> None:
-    values = {"pp": 2, "microbatches": 2, "pipeline_balance": "measured"}
+    values = {"pp": 2, "microbatches": 2, "pipeline_balance": "layers"}
     assert_stage(
         rank, "tiny-gpt2", values, {"query_layer": True, "position_tables": 2, "tied": False}
     )
@@ -131,7 +123,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tp-sp": {"tp": 2, "sp": True},
     "zero2": {"dp": 2, "zero": 2},
     "zero3": {"dp": 2, "zero": 3},
-    "measured": {"pipeline_balance": "measured"},
+    "layers": {"pipeline_balance": "layers"},
 }
 
 
@@ -140,15 +132,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_goes_with_every_mode(schedule: str, option: str, name: str) -> None:
-    values = {"pp": 2, "microbatches": 4, "pipeline_schedule": schedule, **OPTIONS[option]}
-    _assert_stages(name, values)
+    _assert_stages(name, {"pipeline_schedule": schedule, **OPTIONS[option]})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_experts_are_shared_beside_stages(schedule: str) -> None:
-    values = {"pp": 2, "dp": 2, "ep": 2, "microbatches": 4, "pipeline_schedule": schedule}
-    _assert_stages("tiny-mixtral", values)
+    _assert_stages("tiny-mixtral", {"dp": 2, "ep": 2, "pipeline_schedule": schedule})
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from fusedops.models import preset
-from fusedops.models.parallelization.stage_costs import by_operations, measured
+from fusedops.models.parallelization.stage_costs import by_operations
 from fusedops.parallel import timeline
 from fusedops.parallel.comm.collectives import Log
 from fusedops.parallel.pipeline.schedules import SCHEDULES, Action, ScheduleTable, table
@@ -52,28 +52,20 @@ def test_each_stage_does_each_microbatch_once(order: ScheduleTable) -> None:
     for one in range(order.ranks):
         for other in range(order.ranks):
             if one != other:
-                assert _sent(order, lists[one], other) == _received(order, lists[other], one)
+                sent = _transfers(order, "send", lists[one], other)
+                assert sent == _transfers(order, "receive", lists[other], one)
 
 
-def _sent(order: ScheduleTable, actions: tuple[Action, ...], to: int) -> list[tuple[str, int, int]]:
-    found = []
-    for kind, stage, microbatch in actions:
-        if kind.startswith("send"):
-            target = stage + 1 if kind.endswith("F") else stage - 1
-            if order.rank_of(target) == to:
-                found.append((kind[-1], target, microbatch))
-    return found
-
-
-def _received(
-    order: ScheduleTable, actions: tuple[Action, ...], source: int
+def _transfers(
+    order: ScheduleTable, way: str, actions: tuple[Action, ...], peer: int
 ) -> list[tuple[str, int, int]]:
+    """Return what is sent to a rank or received from it: kind, stage that uses it, micro-batch."""
     found = []
     for kind, stage, microbatch in actions:
-        if kind.startswith("receive"):
-            made_by = stage - 1 if kind.endswith("F") else stage + 1
-            if order.rank_of(made_by) == source:
-                found.append((kind[-1], stage, microbatch))
+        if kind.startswith(way):
+            other = stage + (1 if kind.endswith("F") == (way == "send") else -1)
+            if order.rank_of(other) == peer:
+                found.append((kind[-1], other if way == "send" else stage, microbatch))
     return found
 
 
@@ -158,30 +150,24 @@ def test_no_split_of_few_layers_has_a_shorter_step(name: str) -> None:
 
 def test_what_counts_is_the_rank_where_it_has_several_stages() -> None:
     """GPT-2's head is on the rank that has the first stage, too."""
-    costs = by_operations(preset("gpt2"))
+    layers, head = by_operations(preset("gpt2"))
     order = table("zbv", 2, 8)
-    runs = shortest(costs.layers, order, last=costs.last)
-    even = balanced(costs.layers, 4, last=costs.last)
+    runs = shortest(layers, order, last=head)
+    even = balanced(layers, 4, last=head)
 
     def end(runs: list[range]) -> float:
-        stages = [costs.layers[0] * len(each) for each in runs]
-        return timeline(order, stages=[*stages[:-1], stages[-1] + costs.last]).end
+        stages = [layers[0] * len(each) for each in runs]
+        return timeline(order, stages=[*stages[:-1], stages[-1] + head]).end
 
     assert end(runs) < 0.995 * end(even)
     assert [each for run in runs for each in run] == list(range(12))
 
 
 def test_a_head_takes_the_place_of_layers() -> None:
-    costs = by_operations(preset("gpt2"))
-    assert len(set(costs.layers)) == 1
+    layers, head = by_operations(preset("gpt2"))
+    assert len(set(layers)) == 1
     # 39 million weights of the head beside 7 million of a layer, and its scores.
-    assert 4.0 < costs.last / costs.layers[0] < 5.5
-    runs = balanced(costs.layers, 4, first=costs.first, last=costs.last)
+    assert 4.0 < head / layers[0] < 5.5
+    runs = balanced(layers, 4, last=head)
     assert sorted(map(len, runs)) == [1, 3, 4, 4]
     assert len(runs[-1]) == 1
-
-
-def test_costs_can_be_measured() -> None:
-    costs = measured(preset("tiny-mixtral"), seq_len=16)
-    assert len(costs.layers) == preset("tiny-mixtral").num_layers
-    assert min(*costs.layers, costs.first, costs.last) > 0

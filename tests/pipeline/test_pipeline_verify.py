@@ -51,45 +51,35 @@ def test_all_schedules_with_what_they_keep() -> None:
     _verified(list(SCHEDULES), 63, offload=offload, recompute=recompute)
 
 
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "intermediate_size": 16}
+SMALL |= {"num_heads": 2, "vocab_size": 19, "seq_len": 16}
+
+
 def gpt2() -> Transformer:
-    sizes = {"num_layers": 2, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2}
-    return Transformer(replace(preset("tiny-gpt2"), vocab_size=19, seq_len=16, **sizes))
+    return Transformer(replace(preset("tiny-gpt2"), **SMALL))
 
 
 def mixtral() -> Transformer:
-    sizes = {"num_layers": 2, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2}
     experts = {"num_kv_heads": None, "num_experts": 2, "moe_layers": None, "capacity_factor": None}
     losses = {"balance_loss": 0.0, "z_loss": 0.1}  # a balance is not a sum over micro-batches
-    config = replace(preset("tiny-mixtral"), vocab_size=19, seq_len=16, **sizes)
-    return Transformer(replace(config, **experts, **losses))
+    return Transformer(replace(preset("tiny-mixtral"), **SMALL, **experts, **losses))
 
 
 Result = tuple[torch.Tensor | None, torch.Tensor]
 Compute = Callable[[int, int, torch.Tensor | None], Result]
 
 
-def dropped(compute: Compute, parts: int) -> Compute:
-    def run(stage: int, microbatch: int, given: torch.Tensor | None) -> Result:
-        passed, share = compute(stage, microbatch, given)
-        return passed, share * (microbatch != 1)
+def sharing(change: Callable[..., torch.Tensor]) -> Callable[[Compute, int], Compute]:
+    """Change the share of the loss, of what is passed on, the micro-batch and their number."""
 
-    return run
+    def changed(compute: Compute, parts: int) -> Compute:
+        def run(stage: int, microbatch: int, given: torch.Tensor | None) -> Result:
+            passed, share = compute(stage, microbatch, given)
+            return passed, change(share, passed, microbatch, parts)
 
+        return run
 
-def scaled(compute: Compute, parts: int) -> Compute:
-    def run(stage: int, microbatch: int, given: torch.Tensor | None) -> Result:
-        passed, share = compute(stage, microbatch, given)
-        return passed, share / parts
-
-    return run
-
-
-def only_last(compute: Compute, parts: int) -> Compute:
-    def run(stage: int, microbatch: int, given: torch.Tensor | None) -> Result:
-        passed, share = compute(stage, microbatch, given)
-        return passed, share if passed is None else share * 0
-
-    return run
+    return changed
 
 
 def out_of_order(compute: Compute, parts: int) -> Compute:
@@ -116,9 +106,11 @@ def one_buffer(compute: Compute, parts: int) -> Compute:
 
 
 COMPUTES = {
-    "a micro-batch without gradient": dropped,
-    "loss divided by micro-batches": scaled,
-    "routers' losses of the last stage": only_last,
+    "a micro-batch without gradient": sharing(lambda share, _, part, parts: share * (part != 1)),
+    "loss divided by micro-batches": sharing(lambda share, _, part, parts: share / parts),
+    "routers' losses of the last stage": sharing(
+        lambda share, passed, *_: share if passed is None else share * 0
+    ),
     "micro-batches out of order": out_of_order,
     "one buffer for all": one_buffer,
 }

@@ -7,6 +7,7 @@ to a loss and to the tensors that are compared.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,88 +39,29 @@ def unequal_labels(tokens: torch.Tensor) -> torch.Tensor:
     return labels
 
 
-def gpt2() -> Made:
+def _language_model(model: str, config: str, **sizes: Any) -> Made:
     import transformers
 
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=1, n_head=4, vocab_size=VOCAB, n_positions=16, use_cache=False
-    )
     tokens = ids()
     inputs = {"input_ids": tokens, "labels": unequal_labels(tokens)}
-    return transformers.GPT2LMHeadModel(config).eval(), inputs, language_loss
+    made = getattr(transformers, model)(getattr(transformers, config)(vocab_size=VOCAB, **sizes))
+    return made.eval(), inputs, language_loss
 
 
-def bert() -> Made:
-    import transformers
-
-    config = transformers.BertConfig(**_SIZES, intermediate_size=64, vocab_size=VOCAB)
-    tokens = ids()
-    mask = torch.ones_like(tokens)
+def _bert() -> Made:
+    model, inputs, loss_of = _language_model(
+        "BertForMaskedLM", "BertConfig", **_SIZES, intermediate_size=64
+    )
+    mask = torch.ones_like(inputs["input_ids"])
     mask[1, 5:] = 0
-    inputs = {"input_ids": tokens, "attention_mask": mask, "labels": unequal_labels(tokens)}
-    return transformers.BertForMaskedLM(config).eval(), inputs, language_loss
+    return model, inputs | {"attention_mask": mask}, loss_of
 
 
-def llama() -> Made:
+def _image_model(name: str, **sizes: Any) -> Made:
     import transformers
 
-    config = transformers.LlamaConfig(
-        **{**_SIZES, "num_hidden_layers": 2},
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=VOCAB,
-        use_cache=False,
-    )
-    tokens = ids()
-    inputs = {"input_ids": tokens, "labels": unequal_labels(tokens)}
-    return transformers.LlamaForCausalLM(config).eval(), inputs, language_loss
-
-
-def t5() -> Made:
-    import transformers
-
-    config = transformers.T5Config(
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=1,
-        num_heads=4,
-        vocab_size=VOCAB,
-        use_cache=False,
-        decoder_start_token_id=0,
-    )
-    tokens = ids()
-    inputs = {"input_ids": tokens, "labels": unequal_labels(tokens)}
-    return transformers.T5ForConditionalGeneration(config).eval(), inputs, language_loss
-
-
-def vit() -> Made:
-    import transformers
-
-    config = transformers.ViTConfig(
-        **_SIZES, intermediate_size=64, image_size=16, patch_size=8, num_labels=4
-    )
-    model = transformers.ViTForImageClassification(config).eval()
-    return model, {"pixel_values": torch.randn(BATCH, 3, 16, 16)}, class_loss
-
-
-def resnet() -> Made:
-    import transformers
-
-    config = transformers.ResNetConfig(
-        embedding_size=32, hidden_sizes=[32, 64], depths=[1, 1], layer_type="basic", num_labels=4
-    )
-    model = transformers.ResNetForImageClassification(config).eval()
-    return model, {"pixel_values": torch.randn(BATCH, 3, 16, 16)}, class_loss
-
-
-def convnext() -> Made:
-    import transformers
-
-    config = transformers.ConvNextConfig(
-        hidden_sizes=[32, 64], depths=[1, 1], num_stages=2, patch_size=4, num_labels=4
-    )
-    model = transformers.ConvNextForImageClassification(config).eval()
+    config = getattr(transformers, f"{name}Config")(**sizes, num_labels=4)
+    model = getattr(transformers, f"{name}ForImageClassification")(config).eval()
     return model, {"pixel_values": torch.randn(BATCH, 3, 16, 16)}, class_loss
 
 
@@ -157,21 +99,27 @@ def timm_convnext() -> Made:
     return model, {"x": torch.randn(BATCH, 3, 64, 64)}, class_loss
 
 
+_STAGES = {"hidden_sizes": [32, 64], "depths": [1, 1]}
+_LLAMA = _SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+_GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+_T5 |= {"decoder_start_token_id": 0}
 MODELS: dict[str, Callable[[], Made]] = {
-    made.__name__: made
-    for made in (
-        gpt2,
-        bert,
-        llama,
-        t5,
-        vit,
-        resnet,
-        convnext,
-        encoder,
-        torchvision_vit,
-        torchvision_resnet,
-        timm_convnext,
-    )
+    "gpt2": partial(_language_model, "GPT2LMHeadModel", "GPT2Config", **_GPT2, use_cache=False),
+    "bert": _bert,
+    "llama": partial(_language_model, "LlamaForCausalLM", "LlamaConfig", **_LLAMA, use_cache=False),
+    "t5": partial(
+        _language_model, "T5ForConditionalGeneration", "T5Config", **_T5, use_cache=False
+    ),
+    "vit": partial(
+        _image_model, "ViT", **_SIZES, intermediate_size=64, image_size=16, patch_size=8
+    ),
+    "resnet": partial(_image_model, "ResNet", embedding_size=32, layer_type="basic", **_STAGES),
+    "convnext": partial(_image_model, "ConvNext", num_stages=2, patch_size=4, **_STAGES),
+    "encoder": encoder,
+    "torchvision_vit": torchvision_vit,
+    "torchvision_resnet": torchvision_resnet,
+    "timm_convnext": timm_convnext,
 }
 LIBRARIES = {"torchvision_vit": "torchvision", "torchvision_resnet": "torchvision"}
 LIBRARIES["timm_convnext"] = "timm"

@@ -69,8 +69,8 @@ def _compared(name: str, mesh: Any, mode: str, activations: float = 0.0) -> tupl
     plain = copy.deepcopy(model)
     limit = int(activations + 0.8 * _states(model)) if mode == "auto" else None
     plan = fusedops.auto_parallel(model, mesh, inputs, mode=mode, memory_limit=limit)
-    assert limit is None or plan.totals.memory <= limit
-    others = plan.totals.memory - _states(model)
+    assert limit is None or plan.memory <= limit
+    others = plan.memory - _states(model)
     planned = plan.apply(model)
     loss, outputs = loss_of(planned(**inputs))
     expected_loss, expected_outputs = loss_of(plain(**inputs))
@@ -90,7 +90,8 @@ def _compared(name: str, mesh: Any, mode: str, activations: float = 0.0) -> tupl
             expected[parameter_name].grad,
             msg=lambda text, name=parameter_name: f"{name}: {text}",
         )
-    return sum(any(isinstance(place, Shard) for place in plan[name]) for name in plan), others
+    sharded = [any(isinstance(p, Shard) for p in places) for places in plan.placements.values()]
+    return sum(sharded), others
 
 
 def _on_two_ranks(rank: int, name: str) -> tuple[int, int]:
@@ -192,66 +193,21 @@ class _Normalized(nn.Module):
         return self.norm(self.conv(x)).mean()
 
 
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 16, num_layers=2, batch_first=True)
-        self.gru = nn.GRU(16, 8)
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, _ = self.lstm(x)
-        h, _ = self.gru(h.transpose(0, 1))
-        return self.fc(h[-1])
-
-
-def _recurrent(rank: int) -> None:
-    torch.manual_seed(5)
-    model, x = _Recurrent(), torch.randn(4, 3, 8)
-    plain = copy.deepcopy(model)
-    plan = fusedops.auto_parallel(model, _mesh([2], ["dp"]), (x,))
-    assert not plan.replicated_calls
-    planned = plan.apply(model)
-    planned(x).square().mean().backward()
-    plain(x).square().mean().backward()
-    for name, parameter in plain.named_parameters():
-        gradient: Any = planned.get_parameter(name).grad
-        torch.testing.assert_close(gradient.full_tensor(), parameter.grad)
-
-
-@pytest.mark.distributed
-def test_recurrent_layers_keep_the_batch_sharded(ranks: Ranks) -> None:
-    ranks(_recurrent, 2)
-
-
-def _without_graph(rank: int) -> None:
+def _batch_norm(rank: int) -> None:
     mesh = _mesh([2], ["data"])
     torch.manual_seed(2)
-    model, x = _BranchOnData(), torch.rand(4, 8)
-    plain = copy.deepcopy(model)
-    planned = fusedops.auto_parallel(model, mesh, (x,), mode="data").apply(model)
-    (planned(x) ** 2).mean().backward()
-    (plain(x) ** 2).mean().backward()
-    torch.testing.assert_close(planned.fc.weight.grad.full_tensor(), plain.fc.weight.grad)
-
-    norm, image = _Normalized(), torch.randn(4, 3, 6, 6)
-    plain_norm = copy.deepcopy(norm)
-    plan = fusedops.auto_parallel(norm, mesh, (image,), mode="data")
-    loss = plan.apply(norm)(image)
-    halves = [copy.deepcopy(plain_norm)(rows) for rows in image.chunk(2)]  # as DDP: local rows
-    torch.testing.assert_close(loss, torch.stack(halves).mean())
-
+    image = torch.randn(4, 3, 6, 6)
     norm, plain_norm = _Normalized(), _Normalized()
     norm.load_state_dict(plain_norm.state_dict())
-    plan = fusedops.auto_parallel(norm, mesh, (image,))  # with a graph: statistics of all rows
+    plan = fusedops.auto_parallel(norm, mesh, (image,), mode="data")
     torch.testing.assert_close(plan.apply(norm)(image), plain_norm(image))
     torch.testing.assert_close(norm.norm.running_var, plain_norm.norm.running_var)
     assert norm.norm.num_batches_tracked == 1
 
 
 @pytest.mark.distributed
-def test_data_mode_needs_no_graph(ranks: Ranks) -> None:
-    ranks(_without_graph, 2)
+def test_statistics_of_batch_norm_are_those_of_all_rows(ranks: Ranks) -> None:
+    ranks(_batch_norm, 2)
 
 
 def _fused(rank: int) -> None:
@@ -419,39 +375,31 @@ def test_bytes_are_those_that_autograd_saves(fake_mesh: Callable[..., Any]) -> N
         model(**inputs)
     nbytes = sum(t.untyped_storage().nbytes() for p, t in saved.items() if p not in kept)
     plan = fusedops.auto_parallel(model, fake_mesh([1], ["dp"]), inputs, mode="data")
-    assert plan.totals.memory - _states(model) == pytest.approx(nbytes, rel=0.25)
+    assert plan.memory - _states(model) == pytest.approx(nbytes, rel=0.25)
 
 
 def test_both_mesh_dimensions_may_shard_parameters(fake_mesh: Callable[..., Any]) -> None:
     from torch.distributed.tensor import Shard
 
     mesh, inputs = fake_mesh([2, 2], ["a", "b"]), (torch.randn(64, 8),)
-    least = fusedops.auto_parallel(_mlp(), mesh, inputs).totals.memory
+    least = fusedops.auto_parallel(_mlp(), mesh, inputs).memory
     plan = fusedops.auto_parallel(_mlp(), mesh, inputs, memory_limit=int(0.6 * least))
     placements = plan.placements.values()
     assert any(all(isinstance(place, Shard) for place in places) for places in placements)
 
 
-def test_plan_can_be_printed_edited_saved_and_loaded(
-    fake_mesh: Callable[..., Any], tmp_path: Any
-) -> None:
+def test_plan_can_be_printed_and_edited(fake_mesh: Callable[..., Any]) -> None:
     from torch.distributed.tensor import Replicate, Shard
-
-    from fusedops.planner import ShardingPlan
 
     mesh = fake_mesh([2, 2], ["dp", "tp"])
     plan = fusedops.auto_parallel(_mlp(), mesh, (torch.randn(64, 8),), mode="data")
-    before = plan.totals.memory
+    before = plan.memory
     plan["*.1.weight"] = (Replicate(), Shard(0))
-    assert plan.totals.memory < before
+    assert plan.memory < before
     text = str(plan)
     assert "*.*.weight  2      64 x 16  R, S(0)" in text
     assert "R, S(0)" in text
     assert "sent per step and rank: all-reduce" in text
-    plan.save(tmp_path / "plan.json")
-    loaded = ShardingPlan.load(tmp_path / "plan.json", mesh)
-    assert str(loaded) == text
-    assert loaded.placements == plan.placements
     with pytest.raises(KeyError, match=r"did you mean"):
         plan["*.1.wieght"] = (Replicate(), Shard(0))
     with pytest.raises(ValueError, match="one placement for each of the mesh dimensions dp, tp"):
@@ -460,61 +408,61 @@ def test_plan_can_be_printed_edited_saved_and_loaded(
         plan["1.1.weight"] = (Replicate(), Shard(2))
     with pytest.raises(TypeError, match="needs placements such as"):
         plan["1.1.weight"] = "tp"
-    with pytest.raises(ValueError, match="for a mesh"):
-        ShardingPlan.load(tmp_path / "plan.json", fake_mesh([4], ["tp"]))
-    (tmp_path / "no.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no plan"):
-        ShardingPlan.load(tmp_path / "no.json")
-    with pytest.raises(ValueError, match="that the plan lacks"):
+    with pytest.raises(ValueError, match="differ in weight: \\(3, 3\\) and no such parameter"):
         plan.apply(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="has the shape"):
+    with pytest.raises(ValueError, match="differ in 1.1.weight: \\(32, 16\\) and \\(64, 16\\)"):
         plan.apply(_mlp(hidden=32))
 
 
 def test_wrong_requests_are_one_sentence(fake_mesh: Callable[..., Any]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, model, inputs = fake_mesh([2, 2], ["dp", "tp"]), _mlp(), (torch.randn(64, 8),)
-    cases: list[tuple[Any, type[Exception], str]] = [
-        ({"mode": "atuo"}, ValueError, "did you mean 'auto'"),
-        ({"mode": "hybrid"}, ValueError, "needs marked placements"),
-        ({"marked": {"0.weight": Shard(0)}}, ValueError, "ignores marked"),
-        ({"memory_limit": 1000}, ValueError, r"the least that mode 'auto' needs per rank is"),
-        ({"memory_limit": 1000, "mode": "data"}, ValueError, 'mode "auto", which shards'),
-        (
-            {"mode": "hybrid", "marked": {"1.1.wieght": (Replicate(), Shard(0))}},
-            KeyError,
-            "did you mean",
-        ),
-        (
-            {"mode": "hybrid", "marked": {"1.1.weight": (Shard(0),)}},
-            ValueError,
-            "one placement for each of the mesh dimensions",
-        ),
-    ]
-    for options, error, message in cases:
-        with pytest.raises(error, match=message) as caught:
-            fusedops.auto_parallel(model, mesh, inputs, **options)
-        assert len(str(caught.value).splitlines()) == 1
-    with pytest.raises(ValueError, match="a batch of 63 cannot be divided by the 2 ranks of 'dp'"):
-        fusedops.auto_parallel(model, mesh, (torch.randn(63, 8),))
-    with pytest.raises(ValueError, match="12 elements in dim 0, which 4 ranks do not divide|dim 0"):
-        fusedops.auto_parallel(
-            nn.Linear(8, 6), mesh, inputs, mode="hybrid", marked={"weight": (Shard(0), Shard(0))}
-        )
-    with pytest.raises(ValueError, match='mode "data" needs a mesh dimension named dp or data'):
-        fusedops.auto_parallel(model, fake_mesh([4], ["tp"]), inputs, mode="data")
-    with pytest.raises(ValueError, match="mesh must be of one or two named dimensions"):
-        from torch.distributed.device_mesh import init_device_mesh
 
-        fusedops.auto_parallel(model, init_device_mesh("cpu", (4,)), inputs)
-    with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):
-        fusedops.auto_parallel(model, None, inputs)
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
-        fusedops.auto_parallel(torch.relu, mesh, inputs)
-    with pytest.raises(ValueError, match="no tensor with the batch in dim 0"):
-        fusedops.auto_parallel(model, mesh, ())
-    with pytest.raises(UnsupportedError, match=r"cannot trace .*_BranchOnData.*mode \"data\"") as e:
-        fusedops.auto_parallel(_BranchOnData(), mesh, inputs)
+    def of(*args: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: fusedops.auto_parallel(*args, **options)
+
+    sharded = {"1.1.wieght": (Replicate(), Shard(0))}
+    one, two = {"1.1.weight": (Shard(0),)}, {"weight": (Shard(0), Shard(0))}
+    own = (model, mesh, inputs)
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (of(*own, mode="atuo"), ValueError, "did you mean 'auto'"),
+        (of(*own, mode="hybrid"), ValueError, "needs marked placements"),
+        (of(*own, marked={"0.weight": Shard(0)}), ValueError, "ignores marked"),
+        (of(*own, memory_limit=1000), ValueError, "the least that mode 'auto' needs per rank is"),
+        (of(*own, memory_limit=1000, mode="data"), ValueError, 'mode "auto", which shards'),
+        (of(*own, mode="hybrid", marked=sharded), KeyError, "did you mean"),
+        (of(*own, mode="hybrid", marked=one), ValueError, "one placement for each of the mesh dim"),
+        (
+            of(model, mesh, (torch.randn(63, 8),)),
+            ValueError,
+            "a batch of 63 cannot be divided by the 2 ranks of 'dp'",
+        ),
+        (
+            of(nn.Linear(8, 6), mesh, inputs, mode="hybrid", marked=two),
+            ValueError,
+            "12 elements in dim 0, which 4 ranks do not divide|dim 0",
+        ),
+        (
+            of(model, fake_mesh([4], ["tp"]), inputs, mode="data"),
+            ValueError,
+            'mode "data" needs a mesh dimension named dp or data',
+        ),
+        (
+            of(model, init_device_mesh("cpu", (4,)), inputs),
+            ValueError,
+            "mesh must be of one or two named dimensions",
+        ),
+        (of(model, None, inputs), TypeError, "mesh must be a DeviceMesh"),
+        (of(torch.relu, mesh, inputs), TypeError, r"model must be a torch\.nn\.Module"),
+        (of(model, mesh, ()), ValueError, "no tensor with the batch in dim 0"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message) as caught:
+            call()
+        assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(UnsupportedError, match=r"trace .*_BranchOnData.*DistributedData") as e:
+        fusedops.auto_parallel(_BranchOnData(), mesh, inputs, mode="data")
     assert len(str(e.value).splitlines()) == 1
     assert "test_auto_parallel.py" in str(e.value)

@@ -11,11 +11,17 @@ import torch
 
 pytest.importorskip("transformers")
 
+from fusedops import models
 from fusedops._core.copy_engine import HostCopyEngine
 from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, MeasuredStep, build, measure
 from fusedops.models import TransformerConfig
-from fusedops.planner import Layout, estimate, from_config, saved_tensors
+from fusedops.planner import Layout, estimate, saved_tensors
 from fusedops.planner.memory import layer_bytes
+
+
+def sizes_of(config: Any) -> TransformerConfig:
+    return models.from_config(config, sizes_only=True)
+
 
 # What was promised of peaks; what was kept is a sum of known tensors.
 PEAK, KEPT = 0.10, 0.015
@@ -108,7 +114,7 @@ def assert_estimate_matches(found: MeasuredStep) -> None:
     wide = 4 if found.kernels == "stock" and found.family != "bert" else item
     # The loss keeps the log-softmax, or the logits and a number per row.
     loss = batch * seq_len * (vocabulary * wide + (4 if found.kernels == "fused" else 0))
-    model = from_config(build(found.family, hidden, layers, seq_len, vocabulary).config)
+    model = sizes_of(build(found.family, hidden, layers, seq_len, vocabulary).config)
     layout = Layout.of(
         micro_batch=batch,
         kernels=found.kernels,
@@ -120,7 +126,7 @@ def assert_estimate_matches(found: MeasuredStep) -> None:
 
 def saved_bytes(model: TransformerConfig, layout: Layout) -> float:
     """Return what one forward of the model keeps for its backward, without the logits."""
-    layers = sum(layer_bytes(model, layout, index) for index in range(model.depth))
+    layers = sum(layer_bytes(model, layout, index) for index in range(model.num_layers))
     outside = [*saved_tensors.before(model, layout), *saved_tensors.after(model, layout)]
     per_token = sum(tensor.bytes_per_token(layout) for tensor in outside)
     return layers + per_token * layout.tokens(model)
@@ -133,7 +139,7 @@ def test_the_static_bytes_are_those_of_the_tensors(family: str) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    found = estimate(from_config(model.config), Layout.of(precision="float32"))
+    found = estimate(sizes_of(model.config), Layout.of(precision="float32"))
     states = [state for each in optimizer.state.values() for state in each.values()]
     assert found.weights == found.gradients == sum(each.nbytes for each in model.parameters())
     assert found.states == sum(each.nbytes for each in states if each.numel() > 1)
@@ -143,9 +149,9 @@ def test_configurations_are_read_from_files(tmp_path: Path) -> None:
     model = build("qwen3", 64, 2, 32, 512)
     path = tmp_path / "config.json"
     model.config.to_json_file(path, use_diff=False)
-    assert from_config(path) == from_config(model.config) == from_config(model.config.to_dict())
+    assert sizes_of(path) == sizes_of(model.config) == sizes_of(model.config.to_dict())
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert from_config(path).parameters().total == count
+    assert sizes_of(path).parameters().total == count
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,7 @@ def test_configurations_are_read_from_files(tmp_path: Path) -> None:
 )
 def test_configurations_that_are_not_known_are_told(config: Any, says: str) -> None:
     with pytest.raises(ValueError) as error:
-        from_config(config)
+        sizes_of(config)
     assert says in str(error.value)
 
 
@@ -169,9 +175,9 @@ def test_a_file_that_is_no_configuration_is_told(tmp_path: Path) -> None:
     for text, says in (("{", "is not valid JSON"), ("[1]", "is no configuration of a model")):
         path.write_text(text)
         with pytest.raises(ValueError, match=says):
-            from_config(path)
+            sizes_of(path)
     path.write_text(json.dumps({"model_type": 3}))
     with pytest.raises(ValueError, match="model_type must be one of"):
-        from_config(path)
+        sizes_of(path)
     with pytest.raises(TypeError, match="config must be a configuration of transformers"):
-        from_config(3)
+        sizes_of(3)

@@ -22,7 +22,6 @@ from fusedops.models.parallelization.config import check_split, check_stages
 from fusedops.planner import (
     Device,
     Layout,
-    TimedRanking,
     check,
     estimate,
     fastest,
@@ -75,22 +74,11 @@ def brute_force(
                 if zero and dp * cp == 1:
                     continue
                 try:
-                    layout = Layout.of(
-                        dp=dp,
-                        tp=tp,
-                        pp=pp,
-                        cp=cp,
-                        ep=ep,
-                        sp=tp > 1,
-                        micro_batch=rows,
-                        microbatches=batch // (dp * rows),
-                        pipeline_schedule=name,
-                        pipeline_virtual=stages,
-                        zero=zero,
-                        recompute=words,
-                        recompute_layers=layers,
-                        offload=offload,
-                    )
+                    options = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "sp": tp > 1}
+                    options |= {"micro_batch": rows, "microbatches": batch // (dp * rows)}
+                    options |= {"pipeline_schedule": name, "pipeline_virtual": stages}
+                    options |= {"recompute": words, "recompute_layers": layers}
+                    layout = Layout.of(**options, zero=zero, offload=offload)
                     check(model, layout, devices)
                 except ValueError:
                     continue
@@ -110,7 +98,7 @@ def test_the_first_row_is_the_fastest_of_all_that_fit(
     memory = int(gib * 2**30)
     plan = fastest(model, devices, H100, batch, memory=memory)
     expected = brute_force(model, devices, H100, batch, memory)
-    assert plan.rows and plan.gap == 0.0
+    assert plan.rows
     assert plan.rows[0].seconds == pytest.approx(expected, rel=1e-12)
     assert all(row.estimate.peak <= memory for row in plan.rows)
 
@@ -141,7 +129,7 @@ def test_thousands_of_devices_take_seconds(
 ) -> None:
     begin = time.process_time()
     plan = fastest(model, devices, H100, batch)
-    assert plan.rows and plan.gap == 0.0
+    assert plan.rows
     assert time.process_time() - begin < 10
 
 
@@ -151,7 +139,7 @@ def test_as_few_layers_recompute_as_fit() -> None:
     choices = sizes | {"offload": ((),), "recompute": ("full",)}
     row = fastest(model, 8, H100, 128, **choices).rows[0]
     count = row.layout.parallel.recompute_layers
-    assert count is not None and 1 < count < model.depth
+    assert count is not None and 1 < count < model.num_layers
     assert row.estimate.peak <= memory
     fewer = row.layout.replace(recompute_layers=count - 1)
     assert estimate(model, fewer).peak > memory
@@ -164,7 +152,7 @@ def test_the_head_is_a_load_of_the_last_stage() -> None:
     model = preset("llama3-8b")
     row = fastest(model, 4, H100, 64, tp=(1,), pp=(4,), schedule=("1f1b",)).rows[0]
     runs = row.layout.runs(model)
-    assert len(runs[3]) < len(runs[0]) and sum(map(len, runs)) == model.depth
+    assert len(runs[3]) < len(runs[0]) and sum(map(len, runs)) == model.num_layers
     equal = row.layout.replace(pipeline_cuts=(8, 16, 24))
     assert row.seconds < step_time(step_shape(model, equal), H100).seconds
     assert row.layout.parallel.pipeline_cuts == tuple(run.start for run in runs[1:])
@@ -274,24 +262,6 @@ def test_what_cannot_run_is_counted_with_its_reason() -> None:
     assert not none.rows and sum(none.refused.values()) and "tp" in next(iter(none.refused))
 
 
-@pytest.mark.parametrize(
-    ("changes", "argument"),
-    [
-        ({"devices": 0}, "devices"),
-        ({"global_batch": 0}, "global_batch"),
-        ({"memory": 0}, "memory"),
-        ({"tp": (0,)}, "tp"),
-        ({"zero": (4,)}, "zero"),
-        ({"recompute": ("all",)}, "recompute"),
-        ({"schedule": ("1f2b",)}, "schedule"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(changes: dict[str, Any], argument: str) -> None:
-    arguments = {"devices": 4, "global_batch": 8} | changes
-    with pytest.raises(ValueError, match=argument):
-        fastest(SMALL, device=H100, **arguments)
-
-
 def test_a_mixture_of_dense_and_sparse_layers_lies_between_both() -> None:
     dense, sparse, mixed = (
         step_shape(model, Layout.of(dp=2, microbatches=4))
@@ -330,19 +300,8 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 
 
 def test_the_command_explains_its_first_row(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(
-        capsys,
-        *(
-            "--global-batch",
-            "64",
-            "--explain",
-            "--diff",
-            "1,2",
-            "--tokens",
-            "1e12",
-            "--scaling",
-        ),
-    )
+    options = "--global-batch 64 --explain --diff 1,2 --tokens 1e12 --scaling"
+    text = run(capsys, *options.split())
     for words in ("exposed communication", "bytes at the peak", "difference", "device-hours"):
         assert words in text
     assert "strong scaling" in text and "weak scaling" in text
@@ -402,8 +361,3 @@ def test_a_wrong_call_is_one_sentence(
     with pytest.raises(SystemExit):
         app(["plan", "--model", "gpt2", "--devices", "2", *options], standalone_mode=False)
     assert sentence in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_plan_without_rows_is_no_gap() -> None:
-    plan = fastest(preset("llama3-70b"), 1, H100, 1)
-    assert isinstance(plan, TimedRanking) and plan.gap == 0.0

@@ -17,7 +17,7 @@ from fusedops.testing import threads
 ROWS, TOKENS = 8, 32
 GPT2, LLAMA = preset("tiny-gpt2"), preset("tiny-llama")
 MIXTRAL = preset("tiny-mixtral")
-DEEP = replace(LLAMA, num_layers=5)
+DEEP, DEEP_GPT2 = replace(LLAMA, num_layers=5), replace(GPT2, num_layers=4)
 
 
 def recorded(model: TransformerConfig, config: ParallelConfig) -> list[collectives.Log]:
@@ -59,6 +59,13 @@ EXACT: list[tuple[TransformerConfig, dict[str, Any]]] = [
     (GPT2, {"tp": 2, "microbatches": 2}),
     (LLAMA, {"tp": 4}),
     (LLAMA, {"tp": 2, "overlap_microbatches": True}),
+    (GPT2, {"tp": 4, "sp": True}),
+    (GPT2, {"tp": 4, "sp": True, "overlap": False}),
+    (GPT2, {"tp": 2, "sp": True, "overlap_microbatches": True}),
+    (GPT2, {"cp": 4, "context": "all_to_all"}),
+    (DEEP_GPT2, {"pp": 2, "microbatches": 4, "pipeline_schedule": "interleaved"}),
+    (DEEP_GPT2, {"pp": 2, "microbatches": 4, "pipeline_schedule": "zbv"}),
+    (replace(DEEP, num_layers=4), {"pp": 2, "microbatches": 4, "pipeline_schedule": "zbv"}),
     (GPT2, {"tp": 2, "sp": True, "microbatches": 2}),
     (LLAMA, {"tp": 2, "sp": True, "overlap": False}),
     (LLAMA, {"cp": 2, "context": "all_to_all", "microbatches": 2}),

@@ -14,7 +14,7 @@ from fusedops.profiler.timings import FIELDS, REGULAR, SECTIONS, column
 # Seconds of the sections of a step without noise.
 USUAL = {"data": 0.01, "forward": 0.10, "backward": 0.20, "optimizer": 0.03, "other": 0.005}
 TRANSFER = {"tp": 0.02, "cp": 0.01, "ep": 0.02, "pp": 0.004, "dp": 0.03, "world": 0.001}
-KINDS = ("rank", "stage", "link", "data", "experts", "pause", "memory")
+KINDS = ("rank", "stage", "link", "data", "experts", "pause")
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,6 @@ def draw_fault(draw: random.Random, shape: RunShape, kind: str) -> Fault:
         return Fault(kind, tuple(draw.choice(shape.groups(name))), name, since, share)
     if kind == "pause":
         return Fault(kind, (rank,), draw.choice(("gc", "forward")), since, draw.choice((0.5, 2.0)))
-    if kind == "memory":
-        return Fault(kind, (rank,), "other", since, draw.choice((0.01, 0.03)))
     return Fault(kind, (rank,), section, since, max(share, 0.15))
 
 
@@ -78,7 +76,6 @@ def steps(
     lasting = 1 + 0.5 * noise * torch.randn(ranks, generator=generator)
     stages = torch.tensor([1 + 0.1 * (shape.stage_of(rank) % 2) for rank in range(ranks)])
     usual = sum(USUAL.values())
-    memory = 8e9 * (1 + 0.01 * torch.rand(ranks, generator=generator))
     for step in range(1, count + 1):
         rows = torch.zeros(ranks, len(FIELDS))
         first = 3.0 if step <= 2 else 1.0  # kernels are tuned, caches fill
@@ -94,12 +91,6 @@ def steps(
         if fault is not None and step >= fault.since:
             _plant(fault, step, rows, transfer, usual)
         _wait(shape, rows, transfer, generator, noise)
-        grown = 1.0
-        if fault is not None and fault.kind == "memory" and step >= fault.since:
-            grown = (1 + fault.share) ** (step - fault.since + 1)
-        rows[:, column("memory")] = memory * (1 + 0.002 * torch.randn(ranks, generator=generator))
-        if grown > 1:
-            rows[list(fault.ranks), column("memory")] = memory[list(fault.ranks)] * grown
         yield step, rows
 
 
@@ -113,7 +104,7 @@ def _plant(
         if step == fault.since:
             rows[ranks, column("forward")] += more
             rows[ranks, column("gc")] = more if fault.section == "gc" else 0.0
-    elif fault.kind != "memory":
+    else:
         rows[ranks, column(fault.section)] += more
         if fault.kind == "data":
             rows[ranks, column("pairs")] *= 1 + 3 * fault.share

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from fusedops.cli.main import app
 from fusedops.profiler import RunShape, TimingsWriter
-from fusedops.profiler.step_table import COLUMNS
+from fusedops.profiler.timings import memory_file
 from tests.profiler.simulated import Fault, steps
 
 SHAPE = RunShape({"pp": 2, "dp": 4, "cp": 1, "tp": 2, "ep": 1})
@@ -50,25 +49,32 @@ def test_the_json_says_what_a_step_could_take(
 ) -> None:
     record = json.loads(run(capsys, str(slow_run), "--json", "-"))
     best = record["what_if"][0]
-    assert best["ranks"] in ([11], list(range(8, 16)))
+    assert (best["name"], best["ranks"]) == ("rank", [11])
     usual = json.loads(run(capsys, str(recorded(tmp_path, None)), "--json", "-"))
     step = max(times["step"] for times in usual["ranks"])
     assert best["seconds"] == pytest.approx(step, rel=0.1)
     assert {group["kind"] for group in record["groups"]} == {"tp", "dp", "pp", "world"}
 
 
-def test_files_have_all_ranks(
+def test_the_memory_of_the_rank_that_allocates_most_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recorded(tmp_path, None)
+    for rank in (0, 5):
+        layers = {"": {"gradient": 1 << 19}, "layers.0": {"activation": (rank + 1) << 20}}
+        record = {"step": 3, "rank": rank, "dynamic": rank << 20, "layers": layers}
+        memory_file(folder, rank).write_text(json.dumps(record))
+    memory_file(folder, 7).write_text('{"rank": 7, "lay')
+    text = run(capsys, str(folder))
+    assert "of step 3, rank 5" in text and "(outside)" in text and "6.0" in text
+
+
+def test_a_trace_of_recorded_steps_is_refused(
     slow_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table, trace = tmp_path / "ranks.csv", tmp_path / "trace.json"
-    text = run(capsys, str(slow_run), "--csv", str(table), "--trace", str(trace))
-    assert f"wrote {table}" in text
-    rows = list(csv.DictReader(table.open()))
-    assert len(rows) == 16 and tuple(rows[0]) == COLUMNS
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == set(range(16))
-    of_step = [event for event in events if event.get("name") == "step 20"]
-    assert len(of_step) == 16 and len({event["ts"] for event in of_step}) == 1
+    with pytest.raises(SystemExit):
+        run(capsys, str(slow_run), "--trace", str(tmp_path / "trace.json"))
+    assert "merges traces of torch.profiler" in " ".join(capsys.readouterr().err.split())
 
 
 def test_two_runs_are_compared(

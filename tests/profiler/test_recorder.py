@@ -23,7 +23,7 @@ ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1, "ep": 1}
 
 def test_a_section_has_neither_its_waits_nor_the_sections_inside_it() -> None:
     spans = [("data", 0.0, 1.0), ("backward", 1.0, 9.0), ("forward", 2.0, 5.0)]
-    waits = [(4.0, 0.5), (8.0, 2.0), (20.0, 3.0)]
+    waits = [(3.5, 4.0), (6.0, 8.0), (17.0, 20.0)]
     assert own_seconds(spans, waits) == {"data": 1.0, "backward": 3.0, "forward": 2.5}
 
 
@@ -55,7 +55,6 @@ def test_the_sections_of_a_step_are_its_time() -> None:
     other = float(rows[0, column("other")])
     assert other >= 0.005
     assert sum(found.values()) + other == pytest.approx(float(rows[0, column("step")]), rel=1e-3)
-    assert float(rows[0, column("memory")]) > 1e6
 
 
 def test_the_pauses_of_the_collector_are_counted() -> None:
@@ -108,7 +107,6 @@ def job(
     shape = RunShape(sizes)
     detector = Detector(shape)
     found: list[Finding] = []
-    kept: list[torch.Tensor] = []
 
     def reduce(delay: float) -> None:
         pending = collectives.all_reduce(torch.ones(1000), group)
@@ -134,8 +132,6 @@ def job(
             time.sleep(0.02 if slow else 0.01)
         if here and kind == "pause" and step == FAULT_STEP:
             time.sleep(0.3)
-        if here and kind == "memory":
-            kept.append(torch.ones(20_000_000))
         if name == "backward":
             recorder.count(pairs=3e6 if here and kind == "data" else 1e6)
             recorder.count(expert_rows=3e3 if here and kind == "experts" else 1e3)
@@ -183,7 +179,6 @@ def assert_named(found: list[Finding], kind: str, ranks: tuple[int, ...], sectio
         ("rank", 0, "data"),
         ("link", 0, "dp"),
         ("pause", 1, "forward"),
-        ("memory", 0, "forward"),
     ],
 )
 def test_on_processes_the_cause_is_named_not_the_one_that_waits(
@@ -192,7 +187,7 @@ def test_on_processes_the_cause_is_named_not_the_one_that_waits(
     found, others = on_two_ranks(job, kind, (late,), section, ONE | {"dp": 2})
     assert others == []
     ranks = (0, 1) if kind == "link" else (late,)
-    assert_named(found, kind, ranks, "other" if kind == "memory" else section)
+    assert_named(found, kind, ranks, section)
 
 
 @pytest.mark.parametrize(
@@ -225,4 +220,4 @@ def test_on_processes_nothing_is_found_in_a_healthy_job(
     on_two_ranks: Callable[..., list[Any]],
 ) -> None:
     found, _ = on_two_ranks(job, "none", (), "forward", ONE | {"dp": 2})
-    assert not [finding for finding in found if finding.kind in ("link", "memory", "stage")]
+    assert not [finding for finding in found if finding.kind in ("link", "stage")]

@@ -25,9 +25,9 @@ import torch
 
 from fusedops.cli.main import app
 from fusedops.cli.report import make_server
+from fusedops.cli.report_page import page, page_data
 from fusedops.launch.config_table import InputError
 from fusedops.profiler import RunShape, TimingsWriter, read_timings
-from fusedops.profiler.report import page, page_data
 from fusedops.profiler.timings import memory_file
 from tests.profiler.simulated import Fault, steps
 
@@ -75,7 +75,7 @@ def test_the_numbers_of_the_page_are_those_of_the_records(run: Path) -> None:
     overview = dict(data["overview"])
     assert overview["steps"] == "60" and overview["loss"] == f"{lines[-1]['loss']:.6g}"
     assert overview["seconds per step, median"] == "0.403" and overview["MFU, median"] == "41.00 %"
-    for name in ("backward", "blocked_dp", "memory"):
+    for name in ("backward", "blocked_dp"):
         expected = timings.of(name).double()
         error = (unpacked(data["timings"], name) - expected).abs().max()
         assert error <= expected.max() / 65535, name

@@ -12,7 +12,7 @@ from fusedops.launch.config_table import InputError
 from fusedops.profiler import RunShape, TimingsWriter, read_timings
 from fusedops.profiler.timings import FIELDS, FOLDER, HEADER, STEPS, column
 
-SHAPE = RunShape({"pp": 2, "dp": 2, "cp": 1, "tp": 1, "ep": 1}, hosts=("a", "a", "b", "b"))
+SHAPE = RunShape({"pp": 2, "dp": 2, "cp": 1, "tp": 1, "ep": 1})
 
 
 def rows(step: int) -> torch.Tensor:

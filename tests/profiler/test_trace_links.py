@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fusedops.cli.main import app
-from fusedops.profiler.perfetto import merged
 from fusedops.profiler.trace_links import (
     clock_offsets,
     collective_of,
@@ -23,7 +22,7 @@ from fusedops.profiler.trace_links import (
     link_times,
     matched,
 )
-from fusedops.profiler.traces import TraceFile, read_traces
+from fusedops.profiler.traces import TraceFile, merged, read_traces
 
 RANKS, STEPS, PER_STEP = 8, 3, 12
 ELEMENTS = 1 << 20

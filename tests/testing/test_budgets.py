@@ -1,4 +1,7 @@
-"""A training step communicates as much as ``parallel/budgets.py`` declares, and no more."""
+"""What a step sends that the planner does not predict exactly: seeds, experts, parts of a backward.
+
+Every other layout is compared with ``parallel/budgets.py`` in ``tests/planner/test_traffic.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,12 @@ from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel import budgets
 from fusedops.parallel.budgets import Budget
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.pipeline.schedules import table
 from fusedops.testing import Case, threads, token_batch
 from fusedops.testing.case_run import Subject
 from fusedops.testing.fuzzer import adamw, token_loss
 from fusedops.testing.standard import standard
 
-BATCH, TOKENS, HIDDEN, WORDS, BYTES = 2, 16, 16, 19, 8  # of float64
-ACTIVATION = BATCH * TOKENS * HIDDEN * BYTES
-STATISTICS = BATCH * TOKENS * 4 * BYTES
+TOKENS, HIDDEN, WORDS, BYTES = 16, 16, 19, 8  # of float64
 
 
 def recorded(rank: int, subject: Subject, case: Case) -> collectives.Log:
@@ -38,7 +38,7 @@ def logs(
     layers: int,
     mesh: dict[str, int],
     record: Any = recorded,
-    batch_size: int = BATCH,
+    batch_size: int = 2,
     dropout: float = 0.0,
     **options: Any,
 ) -> list[Any]:
@@ -51,35 +51,6 @@ def logs(
     return threads.run(record, case.ranks, subject, case)
 
 
-def size_of(module: nn.Module) -> int:
-    return BYTES * sum(parameter.numel() for parameter in module.parameters())
-
-
-def said(ranks: int) -> Budget:
-    return budgets.all_reduces(ranks, [BYTES, 2 * BYTES])
-
-
-def assert_within_budget(
-    found: list[collectives.Log], budget: Budget, *, exact: bool = True
-) -> None:
-    for log in found:
-        assert not budget.exceeded(log), (budget.exceeded(log), log.counts())
-        assert log.counts() == dict(budget.calls)
-        if exact:
-            assert log.bytes() == budget.bytes
-    # No slack: the fullest rank sends most of it.
-    assert max(log.bytes() for log in found) > 0.6 * budget.bytes
-
-
-@pytest.mark.parametrize(("ranks", "halves"), [(2, 1), (4, 1), (2, 2)])
-def test_tensor_parallel(ranks: int, halves: int) -> None:
-    ends = budgets.vocabulary_ends(ranks, ACTIVATION, STATISTICS, sequence=False)
-    layer = budgets.tensor_layer(ranks, ACTIVATION, halves=halves)
-    assert_within_budget(
-        logs("tiny-gpt2", 3, {"tp": ranks}, overlap_microbatches=halves == 2), layer * 3 + ends
-    )
-
-
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"cp": 2}], ids=str)
 def test_dropout_sends_one_seed_a_step(mesh: dict[str, int]) -> None:
     without, seeded = (
@@ -89,46 +60,6 @@ def test_dropout_sends_one_seed_a_step(mesh: dict[str, int]) -> None:
     for rank, (log, other) in enumerate(zip(seeded, without, strict=True)):
         assert log.counts() == other.counts() | {"broadcast": 1}
         assert log.bytes() - other.bytes() == (16 if rank == 0 else 0)
-
-
-def test_heads_that_ranks_share_add_up_their_gradients() -> None:
-    width = HIDDEN // 4 * 2  # two heads of keys
-    shared = budgets.all_reduces(4, [width * HIDDEN * BYTES] * 2)
-    layer = budgets.tensor_layer(4, ACTIVATION) + shared
-    ends = budgets.vocabulary_ends(4, ACTIVATION, STATISTICS, sequence=False)
-    assert_within_budget(logs("tiny-llama", 2, {"tp": 4}), layer * 2 + ends)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "overlap", "halves"),
-    [(2, True, 1), (4, True, 1), (2, False, 1), (4, False, 1), (2, True, 2)],
-)
-def test_sequence_parallel(ranks: int, overlap: bool, halves: int) -> None:
-    """Gradients of norms and biases are summed once for all halves."""
-    vector = HIDDEN * BYTES
-    norms = budgets.all_reduces(ranks, [2 * vector] * 2)  # weight and bias at once
-    biases = budgets.all_reduces(ranks, [vector] * 2)
-    ends = budgets.vocabulary_ends(ranks, ACTIVATION, STATISTICS, sequence=True)
-    ends += budgets.all_reduces(ranks, [2 * vector, 64 * vector])  # norm, table of positions
-    layer = budgets.sequence_layer(ranks, ACTIVATION, overlap=overlap, halves=halves)
-    options: Any = {"sp": True, "overlap": overlap, "overlap_microbatches": halves == 2}
-    assert_within_budget(
-        logs("tiny-gpt2", 3, {"tp": ranks}, **options), (layer + norms + biases) * 3 + ends
-    )
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
-def test_context_parallel(kind: str, ranks: int) -> None:
-    model = parity_models.small("tiny-gpt2", num_layers=3)
-    layer = {
-        "ring": budgets.ring_layer(ranks, 2 * ACTIVATION),
-        "all_to_all": budgets.all_to_all_layer(ranks, ACTIVATION, 2 * ACTIVATION),
-    }[kind]
-    marks = BYTES * len(list(model.parameters()))
-    sums = budgets.replicas(ranks, size_of(model), marks, buckets=1)
-    found = logs("tiny-gpt2", 3, {"cp": ranks}, context=kind)
-    assert_within_budget(found, layer * 3 + sums + said(ranks), exact=kind != "ring")
 
 
 def add_up(counts: torch.Tensor, gate: nn.Module, given: Any, made: Any) -> None:
@@ -167,21 +98,10 @@ def test_expert_parallel(ranks: int, halves: int) -> None:
         words = budgets.expert_layer(ranks, 0, 0, row=0, result=0, halves=halves)
         tokens = budgets.all_reduces(ranks, [8] * layers)  # how many there are: the router's loss
         assert [call.label for call in log.calls].count("router loss") == layers
-        assert_within_budget([log], exchange + words * (layers - 1) + tokens + sums + said(ranks))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_data_parallel(stage: int) -> None:
-    model = parity_models.small("tiny-gpt2", num_layers=3)
-    layers = size_of(model.layers)
-    rest = size_of(model) - layers + HIDDEN * BYTES  # 19 words are 20 rows over two ranks
-    budget = budgets.divided(2, [layers, rest], again=[layers] if stage == 3 else [])
-    if stage == 0:
-        marks = BYTES * len(list(model.parameters()))
-        budget = budgets.replicas(2, size_of(model), marks, buckets=1)
-    assert_within_budget(
-        logs("tiny-gpt2", 3, {"dp": 2}, zero=stage), budget + said(2), exact=stage == 0
-    )
+        loss = budgets.all_reduces(ranks, [BYTES, 2 * BYTES])
+        budget = exchange + words * (layers - 1) + tokens + sums + loss
+        assert not budget.exceeded(log) and log.bytes() == budget.bytes, log.counts()
+        assert log.counts() == dict(budget.calls)
 
 
 def second_step(rank: int, subject: Subject, case: Case) -> collectives.Log:
@@ -192,21 +112,6 @@ def second_step(rank: int, subject: Subject, case: Case) -> collectives.Log:
     with collectives.recorded() as log:
         parallel.forward_backward(batch)
     return log
-
-
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])  # with and without a tied head
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-def test_pipeline_parallel(schedule: str, name: str) -> None:
-    parts, layers = 4, 4
-    order = table(schedule, 2, parts)
-    given: dict[str, Any] = {"microbatches": parts, "pipeline_schedule": schedule}
-    found = logs(name, layers, {"pp": 2}, second_step, batch_size=2 * parts, **given)
-    # The V has the first and the last stage on one rank.
-    shared = name == "tiny-gpt2" and schedule != "zbv"
-    words = WORDS * HIDDEN * BYTES if shared else 0
-    for rank, log in enumerate(found):
-        budget = budgets.pipeline(order.boundaries(rank), parts, ACTIVATION, words=words)
-        assert_within_budget([log], budget + budgets.all_reduces(2, [2 * BYTES]))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -11,73 +11,39 @@ from parity_models import MODELS, small
 import fusedops
 from fusedops import testing
 
-# Model, mesh, options, and sizes of the batch: one sequence, odd numbers, documents.
-STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
-    "one-sequence": ("llama", {"tp": 2}, {}, {"batch_size": 1, "workload": "documents"}),
-    "three": ("gpt2", {"tp": 2}, {"sp": True, "recompute": "full"}, {"batch_size": 3}),
-    "one-sequence-of-experts": (
-        "mixtral",
-        {"dp": 2, "tp": 2},
-        {"ep": 2, "sp": True},
-        {"batch_size": 2, "workload": "documents"},
-    ),
-    "one-sequence-on-a-ring": (
-        "mixtral",
-        {"cp": 2},
-        {"ep": 2},
-        {"batch_size": 1, "workload": "documents"},
-    ),
+DOCUMENTS = {"workload": "documents"}
+RECOMPUTED = {"ep": 2, "zero": 3, "recompute": "full", "microbatches": 2}
+SLICED = {"recompute": "full", "recompute_slice_activation": True}
+OFFLOADED = {"sp": True, "offload": ("activations", "optimizer")}
+TWO_PASSES = {"pipeline_schedule": "zero_bubble", "microbatches": 2, "sp": True}
+# Model, mesh, options, sequences of the batch, and what else is special about it.
+STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], int, dict[str, Any]]] = {
+    "one-sequence": ("llama", {"tp": 2}, {}, 1, DOCUMENTS),
+    "three": ("gpt2", {"tp": 2}, {"sp": True, "recompute": "full"}, 3, {}),
+    "one-sequence-of-experts": ("mixtral", {"dp": 2, "tp": 2}, {"ep": 2, "sp": True}, 2, DOCUMENTS),
+    "one-sequence-on-a-ring": ("mixtral", {"cp": 2}, {"ep": 2}, 1, DOCUMENTS),
     "one-sequence-of-heads": (
         "mixtral",
         {"cp": 2},
         {"ep": 2, "context": "all_to_all"},
-        {"batch_size": 1, "workload": "documents"},
+        1,
+        DOCUMENTS,
     ),
-    "experts-on-nodes": (
-        "mixtral",
-        {"dp": 4},
-        {"ep": 4, "ep_nodes": 2, "ep_chunks": 2},
-        {"batch_size": 8},
-    ),
-    "experts-recomputed-zero3": (
-        "mixtral",
-        {"dp": 4},
-        {"ep": 2, "zero": 3, "recompute": "full", "microbatches": 2},
-        {"batch_size": 24},
-    ),
-    "sliced": (
-        "gpt2",
-        {"tp": 2},
-        {"recompute": "full", "recompute_slice_activation": True},
-        {"batch_size": 2},
-    ),
-    "offloaded": (
-        "gpt2",
-        {"tp": 2, "cp": 2},
-        {"sp": True, "offload": ("activations", "optimizer")},
-        {"batch_size": 2},
-    ),
-    "selective": ("llama", {"dp": 2, "tp": 2}, {"recompute": "selective"}, {"batch_size": 4}),
-    "pipeline-in-two-passes": (
-        "llama",
-        {"pp": 2, "tp": 2},
-        {"pipeline_schedule": "zero_bubble", "microbatches": 2, "sp": True},
-        {"batch_size": 4},
-    ),
-    "pipeline-experts": (
-        "mixtral",
-        {"pp": 2, "dp": 2},
-        {"ep": 2, "microbatches": 2},
-        {"batch_size": 8},
-    ),
+    "experts-on-nodes": ("mixtral", {"dp": 4}, {"ep": 4, "ep_nodes": 2, "ep_chunks": 2}, 8, {}),
+    "experts-recomputed-zero3": ("mixtral", {"dp": 4}, RECOMPUTED, 24, {}),
+    "sliced": ("gpt2", {"tp": 2}, SLICED, 2, {}),
+    "offloaded": ("gpt2", {"tp": 2, "cp": 2}, OFFLOADED, 2, {}),
+    "selective": ("llama", {"dp": 2, "tp": 2}, {"recompute": "selective"}, 4, {}),
+    "pipeline-in-two-passes": ("llama", {"pp": 2, "tp": 2}, TWO_PASSES, 4, {}),
+    "pipeline-experts": ("mixtral", {"pp": 2, "dp": 2}, {"ep": 2, "microbatches": 2}, 8, {}),
 }
 
 
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_is_that_of_one_process(case: str) -> None:
-    name, mesh, options, more = STEPS[case]
+    name, mesh, options, batch_size, more = STEPS[case]
     given = {"mesh": mesh, "options": {"overlap_microbatches": True, **options}, "seq_len": 8}
-    testing.replay(testing.Case(**given, **more), MODELS[name])
+    testing.replay(testing.Case(batch_size=batch_size, **given, **more), MODELS[name])
 
 
 def _mean_of_halves(layer: Any, halves: Any, context: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -151,22 +152,36 @@ def test_gloo_processes() -> None:
     assert report, report
 
 
+def assert_all_verified(model: str, mesh: dict[str, int], **chosen: list[Any]) -> None:
+    """Verify every combination of the options of a mesh, of which some have these values alone."""
+    combined = options(mesh) | {"recompute": ["none"], **chosen}
+    cases = math.prod(map(len, combined.values()))
+    report = fusedops.verify(MODELS[model], [mesh], options=combined, cases=cases, **SIZES)
+    print(report)
+    assert len(report.passed) == cases, report
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_all_combinations(mesh: dict[str, int], model: str) -> None:
-    everything = options(mesh) | {"microbatches": [1], "recompute": ["none"]}
-    wanted = testing.Space([mesh], everything).combinations()
-    report = fusedops.verify(MODELS[model], [mesh], options=everything, cases=wanted, **SIZES)
-    print(report)
-    assert len(report.passed) == wanted, report
+    assert_all_verified(model, mesh, microbatches=[1])
+
+
+def in_every_way(mesh: dict[str, int]) -> dict[str, list[Any]]:
+    """Return the values with which a mesh communicates in all ways, without offload."""
+    chosen: dict[str, list[Any]] = {"offload": [()], "microbatches": [1]}
+    if "pp" in mesh:
+        chosen |= {"microbatches": [2], "pipeline_schedule": ["1f1b", "zero_bubble"]}
+        chosen |= {"zero": [0, 3]} if "zero" in options(mesh) else {}
+    return chosen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", STAGES, ids=name)
 def test_all_combinations_with_stages(mesh: dict[str, int], model: str) -> None:
-    everything(MODELS[model], mesh)
+    assert_all_verified(model, mesh, **in_every_way(mesh))
 
 
 @pytest.mark.slow
@@ -174,18 +189,4 @@ def test_all_combinations_with_stages(mesh: dict[str, int], model: str) -> None:
     "mesh", [each for each in MESHES + STAGES if each.keys() & {"dp", "cp"}], ids=name
 )
 def test_all_combinations_with_shared_experts(mesh: dict[str, int]) -> None:
-    everything(MODELS["mixtral"], mesh, ep=[2])
-
-
-def everything(factory: Any, mesh: dict[str, int], **more: list[Any]) -> None:
-    """Train in every way that changes what is communicated."""
-    chosen = options(mesh) | {"recompute": ["none"], "offload": [()], **more}
-    chosen["microbatches"] = [2] if "pp" in mesh else [1]
-    if "pp" in mesh:
-        chosen["pipeline_schedule"] = ["1f1b", "zero_bubble"]
-        if "zero" in chosen:
-            chosen["zero"] = [0, 3]
-    wanted = testing.Space([mesh], chosen).combinations()
-    report = fusedops.verify(factory, [mesh], options=chosen, cases=wanted, **SIZES)
-    print(report)
-    assert len(report.passed) == wanted, report
+    assert_all_verified("mixtral", mesh, **in_every_way(mesh), ep=[2])

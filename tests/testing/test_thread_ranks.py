@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import exchanges
 import pytest
 import torch
 
+from fusedops.checkpoint import Checkpointer
 from fusedops.testing import RankError, threads
 from fusedops.testing.processes import Processes
 
@@ -79,3 +81,20 @@ def test_a_process_that_raises_is_told_and_others_take_its_place(pool: Processes
     with pytest.raises(RankError, match="the one that failed"):
         pool.run(exchanges.raises, 2, patience=10.0)
     assert [each.tolist() for _, each in pool.run(exchanges.early, 2)] == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_ranks_that_are_threads_save_in_their_own_thread_alone(tmp_path: Path, block: bool) -> None:
+    def save(rank: int) -> str:
+        with Checkpointer(tmp_path, torch.nn.Linear(2, 2)) as checkpointer:
+            checkpointer.save(3, block=block)
+            checkpointer.wait()
+            restored = checkpointer.load()
+        assert restored is not None and restored.step == 3
+        return restored.folder.name
+
+    if block:
+        assert threads.run(save, 2) == ["step-0000000003.0"] * 2
+    else:
+        with pytest.raises(RankError, match="in their own thread .* save a checkpoint with block="):
+            threads.run(save, 2, patience=20.0)

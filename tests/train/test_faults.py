@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ import network_namespaces
 import psutil
 import pytest
 import torch
+from command_runs import command, ended, wait_for_steps, write_config
 from process_pool import CONTEXT, start_process
 from torch import distributed as dist
-from train_runs import Died, Watching, config, die, same_bits, whole
+from train_runs import Died, Watching, around_backward, config, die, same_bits, whole
 from typer.testing import CliRunner
 
 from fusedops.checkpoint import CheckpointError
@@ -39,57 +41,52 @@ from fusedops.launch.processes import Ranks, initialize_distributed
 from fusedops.launch.watchdog import Watchdog, find_stragglers
 from fusedops.models import Transformer, preset, save_huggingface
 from fusedops.parallel.comm import collectives
-from fusedops.train import loop, train
+from fusedops.train import train
 from fusedops.train.builder import Run
 
 HANGING_SECONDS = 15.0
 # What a process that hangs gets to end by itself, after the others have.
 LEFT_SECONDS = 20.0
 PATIENCE_SECONDS = 300.0
-CONFIG = """
-out = "{folder}/run"
-steps = 100000
-batch = 4
-device = "cpu"
-tune_host = false
-model = {{ preset = "tiny-gpt2" }}
-data = {{ train = ["{folder}/text.txt"], seq_len = 32 }}
-checkpoint = {{ every = 5 }}
-log = {{ peak_tflops = 1.0 }}
-faults = {{ timeout = {timeout} }}
-"""
 
 
 def record(rank: int, waits: str | None = None, *, step: int = 3, **groups: int) -> FlightRecord:
     return FlightRecord(rank, "host", 100 + rank, step, "step", waits, groups, "")
 
 
-def test_who_waits_for_nobody_is_to_blame() -> None:
-    waits = "all_reduce 7 of the group default_pg"
-    found = {0: record(0, waits, a=7), 1: record(1, a=6), 2: record(2, waits, a=7)}
-    blamed, told = find_stragglers(found, 3, [])
-    assert blamed == [1] and told == "process 1 is hanging in step 3, waiting for nobody"
+IN_7 = "all_reduce 7 of the group a"
+# Records by rank, ranks, those that are slow, who is to blame, and what is told.
+BLAMED: dict[str, tuple[dict[int, FlightRecord], int, list[int], list[int], str]] = {
+    "waits for nobody": (
+        {0: record(0, IN_7, a=7), 1: record(1, a=6), 2: record(2, IN_7, a=7)},
+        *(3, [], [1], "process 1 is hanging in step 3, waiting for nobody"),
+    ),
+    "silent before slow": ({0: record(0, IN_7, a=7)}, 3, [2], [1], "process 1 is silent: stopped"),
+    "slow": (
+        {0: record(0, IN_7, a=7)},
+        *(2, [1], [1], "process 1 is still at work, and the others wait"),
+    ),
+    "behind": (
+        {0: record(0, IN_7, a=7), 1: record(1, "wait", a=6, b=2)},
+        *(2, [], [1], f"process 1 is behind the others, and all wait: process 0 in {IN_7}; "),
+    ),
+    "all wait": (
+        {rank: record(rank, IN_7, a=7) for rank in (0, 1)},
+        *(2, [], [], "all wait for each other, as where a link is cut: "),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BLAMED)
+def test_who_is_to_blame(case: str) -> None:
+    records, size, slow, blamed, told = BLAMED[case]
+    found, text = find_stragglers(records, size, slow)
+    assert found == blamed and text.startswith(told)
 
 
 def test_frames_of_collectives_are_known_as_waiting() -> None:
     for module in (collectives, dist.distributed_c10d):
         assert any(part in str(module.__file__) for part in flight_record._WAITING)
-
-
-def test_who_says_nothing_is_to_blame_before_who_is_slow() -> None:
-    found = {0: record(0, "all_reduce 7 of the group default_pg", a=7)}
-    assert find_stragglers(found, 3, [2])[0] == [1]
-    blamed, told = find_stragglers(found, 2, [1])
-    assert blamed == [1] and told == "process 1 is still at work, and the others wait"
-
-
-def test_among_those_that_wait_who_is_behind_is_to_blame() -> None:
-    found = {0: record(0, "all_reduce 7 of the group a", a=7), 1: record(1, "wait", a=6, b=2)}
-    blamed, told = find_stragglers(found, 2, [])
-    assert blamed == [1] and "process 0 in all_reduce 7 of the group a; process 1 in wait" in told
-    both = {rank: record(rank, "all_reduce 7 of the group a", a=7) for rank in (0, 1)}
-    blamed, told = find_stragglers(both, 2, [])
-    assert blamed == [] and "a link is cut" in told
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
@@ -135,12 +132,9 @@ def test_a_run_goes_on_without_a_checkpoint_and_fails_without_the_last(
     # A command that finds no good checkpoint ends, and begins nothing anew.
     for each in kept:
         (each / "rank-00000.pt").write_bytes(b"")
-    lines = ["out = 'run'", "steps = 20", "batch = 4", "device = 'cpu'", "tune_host = false"]
-    lines += ["model = {preset = 'tiny-gpt2', dropout = 0.1, attention_dropout = 0.1}"]
-    lines += ["data = {train = ['text.txt'], seq_len = 32}", "log = {peak_tflops = 1.0}"]
-    (tmp_path / "train.toml").write_text("\n".join(lines))
+    file = write_config(tmp_path, 20)
     monkeypatch.chdir(tmp_path)
-    for words in (["train", "train.toml"], ["generate", "run", "--prompt", "1"]):
+    for words in (["train", str(file), "--set", "out=run"], ["generate", "run", "--prompt", "1"]):
         done = CliRunner().invoke(app, words)
         *_, last = done.stderr.splitlines()
         assert done.exit_code == 1, done.output
@@ -159,7 +153,6 @@ def _suspended(connection: Any, folder: str) -> None:
     connection.send("ends")
 
 
-@pytest.mark.ci
 class _CountingStore:
     """A store in memory that counts the requests of one process."""
 
@@ -198,7 +191,10 @@ def test_one_of_a_thousand_stuck_processes_reads_the_records(
 ) -> None:
     size = 1024
     waits = "all_reduce 7 of the group default_pg"
-    values = {f"record-{rank}": record(rank, waits, a=7).text().encode() for rank in range(size)}
+    values = {
+        f"record-{rank}": json.dumps(asdict(record(rank, waits, a=7))).encode()
+        for rank in range(size)
+    }
     values |= {f"beat-{rank}": b"1" for rank in range(size)}
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
     monkeypatch.setattr(Watchdog, "_grace", 0.01)
@@ -215,6 +211,7 @@ def test_one_of_a_thousand_stuck_processes_reads_the_records(
     assert "process 0 is behind the others" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_time_in_which_a_process_was_suspended_does_not_count(tmp_path: Path) -> None:
     process, mine = start_process(_suspended, str(tmp_path))
     assert [mine.recv() for _ in range(3)] == [0, 1, 2]
@@ -238,19 +235,7 @@ def test_without_a_timeout_nobody_watches(tmp_path: Path) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("".join(f"{n} and {n} is {2 * n}.\n" for n in range(900)))
-    path = tmp_path / "train.toml"
-    path.write_text(CONFIG.format(folder=tmp_path, timeout=HANGING_SECONDS))
-    return path
-
-
-def ended(started: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return the exit code of a command, which must not hang, and what it told."""
-    try:
-        _, told = started.communicate(timeout=PATIENCE_SECONDS)
-    finally:
-        started.kill()
-    return started.returncode, told
+    return write_config(tmp_path, 100000, f"faults = {{ timeout = {HANGING_SECONDS} }}\n")
 
 
 def sleep_on() -> None:
@@ -282,15 +267,13 @@ def _started(rank: int, port: int, folder: str) -> None:
 def _faulty(rank: int, port: int, folder: str, kind: str) -> None:
     """Run the command as one of two ranks; something happens to the second in step 7."""
     _started(rank, port, folder)
-    plain = loop.backward
 
-    def backward(run: Run) -> tuple[float, float]:
+    def fail(run: Run) -> None:
         if rank == 1 and run.step == 6:
             KINDS[kind]()
-        return plain(run)
 
-    loop.backward = backward
-    app(["train", f"{folder}/train.toml"], prog_name="fusedops")
+    with around_backward(before=fail):
+        app(["train", f"{folder}/train.toml"], prog_name="fusedops")
 
 
 def _killed_while_generating(rank: int, port: int, folder: str) -> None:
@@ -356,24 +339,15 @@ def test_a_rank_that_holds_the_lock_of_the_interpreter_is_named_with_its_stack(f
     assert records(file.parent).keys() == {0}
 
 
-def has_steps(folder: Path, count: int, started: subprocess.Popen[str]) -> None:
-    """Wait until a run has made so many steps."""
-    metrics = folder / "run" / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= count):
-        assert started.poll() is None
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_is_stopped_is_named_and_the_command_ends(file: Path) -> None:
-    given = [sys.executable, "-m", "fusedops", "train", str(file), "--processes", "2"]
-    started = subprocess.Popen(given, stderr=subprocess.PIPE, text=True)
-    has_steps(file.parent, 6, started)
+    started = subprocess.Popen(command(file), stderr=subprocess.PIPE, text=True)
+    wait_for_steps(file.parent / "run", 6, started)
     for child in psutil.Process(started.pid).children():
         if child.environ().get("RANK") == "1":
             child.send_signal(signal.SIGSTOP)
-    code, told = ended(started)
+    (code,), (told,) = ended(started)
     assert code == 1 and "process 1 is silent" in told and "Traceback" not in told
     assert records(file.parent).keys() == {0}
 
@@ -418,9 +392,9 @@ def test_a_link_that_is_cut_is_an_error_on_all_ranks(
         given += ["-m", "fusedops", "train", str(file)]
         network = os.environ | {"GLOO_SOCKET_IFNAME": "link0"}
         started.append(subprocess.Popen(given, stderr=subprocess.PIPE, text=True, env=network))
-    has_steps(file.parent, 6, started[0])
+    wait_for_steps(file.parent / "run", 6, started[0])
     subprocess.run([*two_machines[0], "ip", "link", "set", "link0", "down"], check=True)
-    for number, (code, told) in enumerate(map(ended, started)):
+    for number, (code, told) in enumerate(zip(*ended(*started), strict=True)):
         assert code == 1, told
         named = f"process {number} waits in vain, and cannot reach the others"
         assert named in told or "process 1 is silent" in told, told

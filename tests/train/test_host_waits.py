@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from train_runs import config
 
 from fusedops.checkpoint import Guard, guard
 from fusedops.train import step, train
@@ -36,22 +37,9 @@ class Waits(TorchFunctionMode):
 
 
 def test_a_step_waits_once(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("abc " * 400)
+    changes = {"parallel": {"microbatches": 2}, "validation": {"sequences": 0}}
     with Waits() as waits:
-        result = train(
-            {
-                "out": str(tmp_path / "run"),
-                "steps": 3,
-                "batch": 4,
-                "device": "cpu",
-                "model": {"preset": "tiny-gpt2"},
-                "parallel": {"microbatches": 2},
-                "validation": {"sequences": 0},
-                "log": {"peak_tflops": 1.0},
-                "data": {"train": [str(text)], "seq_len": 16},
-            }
-        )
+        result = train(config(tmp_path, steps=3, **changes))
     assert result.finished and list(waits.lines.values()) == [3]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import command_runs
 import psutil
 import pytest
-from command_runs import assert_same_end, num_steps, write_config
+from command_runs import assert_same_end, wait_for_steps, write_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS = 40
@@ -24,8 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def command(file: Path, out: str, *more: str) -> list[str]:
-    chosen = ["--processes", "2", "--set", f"out={file.parent}/{out}"]
-    return [sys.executable, "-m", "fusedops", "train", str(file), *chosen, *more]
+    return command_runs.command(file, "--set", f"out={file.parent}/{out}", *more)
 
 
 def interrupted(
@@ -36,9 +35,7 @@ def interrupted(
     The second checkpoint, after step 14, waits for the first to be whole.
     """
     started = subprocess.Popen(command(file, out, *more), stderr=subprocess.PIPE, text=True)
-    while num_steps(file.parent / out) < 15:
-        assert started.poll() is None
-        time.sleep(0.05)
+    wait_for_steps(file.parent / out, 15, started)
     action(psutil.Process(started.pid))
     _, told = started.communicate()
     return started.returncode, told

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from process_pool import on_fresh_ranks
-from train_runs import Watching, config
+from train_runs import Watching, around_backward, config
 
 from fusedops._core import dtypes
 from fusedops.checkpoint import GuardError
 from fusedops.models import Transformer
 from fusedops.models.parallelization.engine import TrainEngine
-from fusedops.train import InputError, loop, train
+from fusedops.train import InputError, train
 from fusedops.train.builder import Run
 
 SPOILT_STEP = 3
@@ -61,31 +61,26 @@ def test_a_run_without_a_good_checkpoint_does_not_resume(tmp_path: Path) -> None
 @pytest.mark.parametrize("compute", ["float32", "float16"])
 @pytest.mark.parametrize("bad", [1, 2])
 def test_a_run_whose_last_steps_were_skipped_is_not_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str, bad: int
+    tmp_path: Path, compute: str, bad: int
 ) -> None:
-    plain = loop.backward
-
-    def backward(run: Run) -> tuple[float, float]:
-        losses = plain(run)
+    def spoil(run: Run) -> None:
         if run.step >= STEPS - bad:
             next(run.parallel.model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
-        return losses
 
     export = tmp_path / "export"
     given = config(tmp_path, steps=STEPS, checkpoint={"every": 2}, export=str(export))
     given |= {"precision": {"compute": compute}, "model": {"preset": "tiny-gpt2"}}
-    monkeypatch.setattr(loop, "backward", backward)
-    if bad == 1:
-        assert train(given).finished and list(export.iterdir())
-        return
-    # Also where the steps are of two starts.
-    stopping = Watching(STEPS - bad, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train(given, callback=stopping).step == STEPS - 1
-    for _ in range(2):  # the same command does not find it done
-        with pytest.raises(GuardError, match="after step 5 with 2 skipped steps, .*0000002.0"):
-            train(given)
+    with around_backward(after=spoil):
+        if bad == 1:
+            assert train(given).finished and list(export.iterdir())
+            return
+        # Also where the steps are of two starts.
+        stopping = Watching(STEPS - bad, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(given, callback=stopping).step == STEPS - 1
+        for _ in range(2):  # the same command does not find it done
+            with pytest.raises(GuardError, match="after step 5 with 2 skipped steps, .*0000002.0"):
+                train(given)
     assert not list(export.iterdir())
-    monkeypatch.setattr(loop, "backward", plain)
     resumed = Watching()
     assert train(given, callback=resumed).finished and resumed.first == 2
 
@@ -99,26 +94,19 @@ def test_steps_that_are_never_good_end_the_run(tmp_path: Path) -> None:
 
 def _spoiling(rank: int, folder: str, changes: dict[str, Any], rank_of_nan: int) -> Any:
     """Train while gradients of one rank become NaN after the backward of a step."""
-    plain, runs = loop.backward, []
 
-    def backward(run: Run) -> tuple[float, float]:
-        found = plain(run)
-        runs.append(run)
+    def spoil(run: Run) -> None:
         if rank == rank_of_nan and run.step + 1 == SPOILT_STEP:
             # The last one: words that two stages share are in the norm of the first alone.
             grad: Any = list(run.parallel.model.parameters())[-1].grad
             (grad.to_local() if hasattr(grad, "to_local") else grad)[0] = torch.nan
-        return found
 
-    loop.backward = backward
-    try:
-        watching = Watching()
-        given = config(Path(folder), out=f"{folder}/{len(changes)}-{rank_of_nan}", **changes)
-        # A large eps: AdamW does not make roundings of tiny gradients as large as its steps.
-        more = ["model.dropout=0.0", "model.attention_dropout=0.0", "optimizer.eps=1e-3"]
+    watching = Watching()
+    given = config(Path(folder), out=f"{folder}/{len(changes)}-{rank_of_nan}", **changes)
+    # A large eps: AdamW does not make roundings of tiny gradients as large as its steps.
+    more = ["model.dropout=0.0", "model.attention_dropout=0.0", "optimizer.eps=1e-3"]
+    with around_backward(after=spoil) as runs:
         train(given, more, callback=watching)
-    finally:
-        loop.backward = plain
     run = runs[0]
     events = [(event.step, event.action) for event in run.guard.events]
     return events, run.scale.value, _weights(run.parallel), [dict(e) for e in watching.records]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from fusedops.train import train
+from fusedops.train import loop, train
 from fusedops.train.builder import Run
 
 STEPS = 12
@@ -79,6 +81,25 @@ class Died(BaseException):
 def die() -> None:
     """End a run as nothing in it expects."""
     raise Died
+
+
+@contextlib.contextmanager
+def around_backward(
+    before: Callable[[Run], None] = lambda run: None,
+    after: Callable[[Run], None] = lambda run: None,
+) -> Iterator[list[Run]]:
+    """Do something before or after each backward; give the run, once for each."""
+    plain, runs = loop.backward, []
+
+    def backward(run: Run) -> torch.Tensor:
+        runs.append(run)
+        before(run)
+        losses = plain(run)
+        after(run)
+        return losses
+
+    with mock.patch.object(loop, "backward", backward):
+        yield runs
 
 
 def digest(run: Run) -> str:

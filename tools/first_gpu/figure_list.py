@@ -6,18 +6,10 @@ a share of the measured limit of the machine, or how many times faster than a ri
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
-COLUMNS = (
-    *("figure", "op", "direction", "backend", "ours_us", "rival", "baseline_us", "ratio"),
-    *("others_us", "tflop_per_s", "gb_per_s", "of_limit", "mark", "of_mark", "notes"),
-)
 
 
 @dataclass(frozen=True)
@@ -116,22 +108,12 @@ def _all() -> list[Figure]:
 FIGURES = {figure.name: figure for figure in _all()}
 
 
-def groups(ops: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the names of the figures of each group, in order; of some ops if they are named."""
-    found: dict[str, list[str]] = {}
+def groups() -> dict[str, list[str]]:
+    """Return the names of the figures of each group, in order."""
+    names: dict[str, list[str]] = {}
     for figure in FIGURES.values():
-        if not ops or figure.op in ops:
-            found.setdefault(figure.group.replace(" ", "-"), []).append(figure.name)
-    return found
-
-
-def write(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write all rows so far as ``figures.csv`` and ``figures.json``."""
-    (folder / "figures.json").write_text(json.dumps(rows, indent=1))
-    with (folder / "figures.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+        names.setdefault(figure.group, []).append(figure.name)
+    return names
 
 
 def words(row: dict[str, Any]) -> str:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from first_gpu import protocol, stand_in
 from first_gpu.figure_list import BACKWARD, FIGURES, FORWARD, Figure
+from first_gpu.plugin import error_of_context
 from fusedops._core.timer import Clock, CpuClock, Timing, TimingPlan, Variant, clock_for, measure
 from fusedops.bench.cases import variant_of
 from fusedops.bench.contenders import Contender, ContenderCall, backend_of, reason_against
@@ -36,52 +36,39 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Measure each item."""
+    """Measure the figures that are asked for, and write a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ceilings", type=Path, required=True, help="file of the limits")
-    options = protocol.options(parser)
-    stand_in.install_if_asked()
-    rehearsed = stand_in.present()
-    device = torch.device("cpu" if rehearsed else "cuda")
-    events = protocol.Events(options.events)
+    parser.add_argument("figures", nargs="+", choices=sorted(FIGURES), metavar="FIGURE")
+    parser.add_argument("--limits", type=Path, required=True, help="file of the machine's limits")
+    parser.add_argument("--rows", type=Path, required=True, help="file that gets lines of JSON")
+    options = parser.parse_args()
+    device = torch.device("cuda")
     clock = clock_for(device)
-    limits = _limits(options.ceilings, device, clock)
-    for item in json.loads(options.items.read_text()):
-        events.start(item)
-        figure = smaller(FIGURES[item]) if rehearsed else FIGURES[item]
-        backend = "triton" if rehearsed else None
-        try:
-            if figure.op == "optimizer":
-                rows = measure_optimizer(figure, device, clock, limits)
-            else:
-                rows = measure_op(figure, device, clock, limits, backend)
-        except Exception as error:
-            text = protocol.shortened(traceback.format_exc())
-            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            dead = _dead_context()
-            events.end(item, "crashed" if dead else "failed", error=dead or why, text=text)
-            if dead:
-                return protocol.DEAD_CONTEXT
-            continue
-        events.end(item, "passed", rows=[{**row, "figure": item} for row in rows])
-        if not rehearsed:
-            torch.cuda.empty_cache()
+    limits = _limits(options.limits, device, clock)
+    for name in options.figures:
+        result = measured(FIGURES[name], device, clock, limits)
+        with options.rows.open("a") as file:
+            file.write(json.dumps({"test": name, **result}) + "\n")
+        if error_of_context():
+            return 1
+        torch.cuda.empty_cache()
     return 0
 
 
-def _dead_context() -> str | None:
-    from first_gpu.worker import error_of_context
-
-    return error_of_context()
-
-
-def smaller(figure: Figure) -> Figure:
-    """Return the figure at a size for the rehearsal."""
-    small = [
-        max(16, value // 512) if isinstance(value, int) and value > 64 else value
-        for value in figure.sizes
-    ]
-    return replace(figure, sizes=tuple(small))
+def measured(
+    figure: Figure, device: torch.device, clock: Clock, limits: Limits, backend: str | None = None
+) -> Row:
+    """Return the outcome of a figure, with its rows or with the reason why there are none."""
+    try:
+        if figure.op == "optimizer":
+            rows = measure_optimizer(figure, device, clock, limits)
+        else:
+            rows = measure_op(figure, device, clock, limits, backend)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        text = traceback.format_exc()[-4096:]
+        return {"outcome": "failed", "error": error_of_context() or reason, "text": text}
+    return {"outcome": "passed", "rows": [{**row, "figure": figure.name} for row in rows]}
 
 
 def _limits(path: Path, device: torch.device, clock: Clock) -> Limits:
@@ -177,8 +164,6 @@ def _rivals(figure: Figure, spec: Spec) -> list[Contender]:
         "bare": lambda: _products_alone,
         "grouped_mm": lambda: _experts_by_grouped_mm,
     }
-    if stand_in.present():
-        del known["compile"]  # minutes of a processor
     chosen = [Contender(name, known[name]()) for name in figure.rivals if name in known]
     for name, peer in spec.peers().items():
         if name != "naive" and (name in figure.rivals or not figure.host):

@@ -88,7 +88,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
   const Rows rows(hidden, target, classes, ignore_index, all_classes);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
   const auto kind = reduction_of(reduction);
-  TORCH_CHECK_VALUE(kind != Reduction::mean, "linear_cross_entropy: reduction is 'sum' or 'none'");
   auto shape = target.sizes().vec();
   shape.push_back(keep_logits ? classes : 0);
   // Rows that are ignored are 0 there.

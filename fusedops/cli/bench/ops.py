@@ -1,4 +1,4 @@
-"""The command lines of ``fusedops bench``, ``bench compare`` and ``bench tune``."""
+"""The command lines of ``fusedops bench`` and ``bench compare``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _DefaultGroup(typer.core.TyperGroup):
 app = typer.Typer(
     cls=_DefaultGroup,
     add_completion=False,
-    help="Measure ops and whole models, compare two measurements, tune.",
+    help="Measure ops and whole models, compare two measurements.",
 )
 app.command(cls=models.Command)(models.models)
 app.command()(memory.memory)
@@ -57,9 +57,8 @@ app.command()(generation.generate)
 
 
 @app.command(
-    epilog="Also `fusedops bench models` (whole models), `fusedops bench compare BEFORE.json "
-    "AFTER.json` (which rows became slower) and `fusedops bench tune` (a table of the fastest "
-    "backends here); all have --help."
+    epilog="Also `fusedops bench models` (whole models) and `fusedops bench compare BEFORE.json "
+    "AFTER.json` (which rows became slower); all have --help."
 )
 def run(
     ops: Annotated[
@@ -172,39 +171,6 @@ def compare(
         )
     _show_verdict(verdict, allowed)
     raise typer.Exit(1 if verdict.slower else 0)
-
-
-@app.command(epilog="docs/tuning.md explains tables.")
-def tune(
-    ops: Annotated[str, typer.Option(help="Comma-separated ops to measure; default: all.")] = "",
-    dtype: options.Dtypes = "float32,bfloat16",
-    device: options.Device = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; default: ARCHITECTURE.json here.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Two sizes, few samples: to try the command.")
-    ] = False,
-    seconds: options.SecondsPerSize = 1.5,
-    threads: options.Threads = 0,
-    allocator: options.Allocator = "tuned",
-) -> None:
-    """Measure which backend wins per op, dtype and size on this device, and write it to a table.
-
-    FUSEDOPS_TUNING=FILE uses the table: a choice then costs a dictionary lookup.
-    """
-    with files.one_line_errors():
-        files.check_environment()
-        conditions = options.conditions(dtype, device, seconds, threads, allocator, quick=quick)
-        from fusedops._core.architecture import architecture
-        from fusedops.bench import tuner
-        from fusedops.specs import all_specs
-
-        specs = _specs(options.words(ops, all_specs(), "ops") if ops else [])
-        path = out or Path(f"{architecture(conditions.device)}.json")
-        files.check_writable(path)
-        table, notes = tuner.measure_table(_cases(specs, "", not quick, quick), conditions)
-        tuner.deliver(table, notes, path)
 
 
 def _specs(ops: list[str]) -> list[Spec]:

@@ -7,7 +7,6 @@ hardly larger than what is alive at its fullest moment. The smallest block is an
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, host_module
+from fusedops._core.checks import UnsupportedError
 
 _MOST = 2**63 - 1
 _FREE = -1  # as csrc/host/arena.h
@@ -87,6 +87,7 @@ def place(
         TypeError: a number is no integer.
         ValueError: lengths differ, a lifetime is empty, a size is negative, sizes together exceed
             2**63 - 1, the capacity is below the bound, or pinned buffers overlap.
+        UnsupportedError: the compiled library is missing.
 
     Example:
         >>> from fusedops.memory import arena
@@ -113,9 +114,7 @@ def place(
         checks.fail("arena.place", "capacity", expected, capacity)
     module = host_module.load()
     if isinstance(module, str):
-        placed = _place_in_python(lowers, uppers, aligned, offsets)
-        height = max((at + nbytes for at, nbytes in zip(placed, aligned, strict=True)), default=0)
-        return Placement(tuple(placed), height, bound, capacity)
+        raise UnsupportedError(f"arena.place: it needs the compiled library: {module}")
     limit = _FREE if capacity is None else capacity
     result = module.place(
         lowers, uppers, aligned, pinned=offsets, capacity=limit, seconds=float(seconds)
@@ -184,27 +183,3 @@ def most_alive(lowers: Iterable[int], uppers: Iterable[int], sizes: Sequence[int
         alive += change
         most = max(most, alive)
     return most
-
-
-def _place_in_python(
-    lowers: list[int], uppers: list[int], sizes: list[int], offsets: list[int]
-) -> list[int]:
-    """Place the largest buffers first, each in the lowest gap: without the compiled library."""
-    placed = list(offsets)
-    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], lowers[index]))
-    occupied: list[tuple[int, int]] = sorted(  # offsets and indices of those that are placed
-        (offset, index) for index, offset in enumerate(offsets) if offset != _FREE
-    )
-    for index in order:
-        if placed[index] != _FREE:
-            continue
-        top = 0
-        for offset, other in occupied:
-            if lowers[other] >= uppers[index] or lowers[index] >= uppers[other]:
-                continue
-            if offset - top >= sizes[index]:
-                break
-            top = max(top, offset + sizes[other])
-        placed[index] = top
-        bisect.insort(occupied, (top, index))
-    return placed

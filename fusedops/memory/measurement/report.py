@@ -103,17 +103,11 @@ class MemoryReport:
         """Return the report for a JSON file.
 
         Args:
-            points: of the timeline, about. Changes by less than so small a part of its largest
-                value are left out.
+            points: of the timeline, about: each is the largest of several changes.
         """
         names = ("model", "weights", "gradients", "states", "dynamic", "named", "phase", "layer")
-        least = max((nbytes for nbytes, _, _ in self.timeline), default=0) / points
-        timeline: list[tuple[int, str, str]] = []
-        for point in self.timeline:
-            if not timeline or abs(point[0] - timeline[-1][0]) >= least:
-                timeline.append(point)
-        width = max(1, -(-len(timeline) // points))
-        parts = (timeline[i : i + width] for i in range(0, len(timeline), width))
+        width = max(1, -(-len(self.timeline) // points))
+        parts = (self.timeline[i : i + width] for i in range(0, len(self.timeline), width))
         order = list(dict.fromkeys(layer for _, layer, _ in self.timeline))
         return {name: getattr(self, name) for name in names} | {
             "layers": {layer: self.layers[layer] for layer in order if layer in self.layers},

@@ -153,12 +153,6 @@ class Offloader:
         """The bytes of host memory in the pool."""
         return self._pool.nbytes
 
-    @property
-    def in_flight(self) -> int:
-        """The number of copies that are not known to be done."""
-        self._release_done()
-        return len(self._offloads) + len(self._prefetches)
-
     def new_group(self) -> None:
         """Begin another layer."""
         if self._group.members:

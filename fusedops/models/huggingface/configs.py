@@ -1,23 +1,23 @@
 """What a transformer is, from a configuration of transformers, and the other way.
 
 Only what ``TransformerConfig`` describes exactly is taken; the tests compare each family's
-parameters with those of the modules. Sizes and choices stand apart: the planner asks for sizes
-alone, of models too whose choices nothing here computes.
+parameters with those of the modules. The planner asks for sizes alone, of models too whose choices
+nothing here computes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
 from fusedops.models.config import RopeScaling, TransformerConfig, describe
+from fusedops.models.huggingface.families import FAMILIES, Family
 
 Values = Mapping[str, Any]
-Entries = dict[str, tuple[str, Any]]  # by our field: name of the entry, and its default
 
 # transformers' names of activations, by ours.
 _ACTIVATIONS = {
@@ -29,6 +29,15 @@ _ACTIVATIONS = {
     "silu": "silu",
 }
 _SCALING_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
+# Fields whose entry may be null, which means its default.
+_NULLABLE = ("activation", "head_dim", "intermediate_size")
+# Fields on which no size depends.
+_CHOICES = (
+    *("norm_eps", "dropout", "attention_dropout", "pad_token_id", "initializer_range"),
+    *("sliding_window", "balance_loss", "router_normalize"),
+)
+# Computed entries on which sizes depend.
+_SIZING = ("attention_bias", "mlp_bias", "mlp_only_layers", "decoder_sparse_step")
 
 
 def from_config(config: Any, *, sizes_only: bool = False) -> TransformerConfig:
@@ -54,14 +63,13 @@ def from_config(config: Any, *, sizes_only: bool = False) -> TransformerConfig:
         141056
     """
     values = config_values(config)
-    family = values.get("model_type")
-    checks.choice("from_config", "model_type", family, _FAMILIES)
-    assert isinstance(family, str)
+    name: Any = values.get("model_type")
+    checks.choice("from_config", "model_type", name, FAMILIES)
     try:
-        fields = _sizes(values, _FAMILIES[family])
-        if not sizes_only:
-            fields |= _choices(values, family, has_rotations="rotary" in fields)
-        return TransformerConfig(**fields)
+        if name == "qwen3_moe" and "num_experts" not in values:
+            # The name in files; objects of transformers 5.17 and newer have that of Mixtral.
+            values = {**values, "num_experts": values["num_local_experts"]}
+        return TransformerConfig(**_fields(values, FAMILIES[name], sizes_only=sizes_only))
     except KeyError as error:
         raise ValueError(f"from_config: the configuration has no {error.args[0]}") from None
 
@@ -86,194 +94,33 @@ def config_values(config: Any) -> Values:
     return values
 
 
-_REQUIRED: Any = object()
-
-
-def _required(**names: str) -> Entries:
-    return {ours: (theirs, _REQUIRED) for ours, theirs in names.items()}
-
-
-_TIED: Entries = {"tied": ("tie_word_embeddings", True)}
-_GPT2_SIZES = _TIED | _required(
-    hidden_size="n_embd",
-    num_layers="n_layer",
-    num_heads="n_head",
-    vocab_size="vocab_size",
-    seq_len="n_positions",
-)
-_GPT2_SIZES |= {
-    "intermediate_size": ("n_inner", None),
-    "activation": ("activation_function", "gelu_new"),
-}
-_COMMON = _required(
-    hidden_size="hidden_size",
-    num_layers="num_hidden_layers",
-    num_heads="num_attention_heads",
-    intermediate_size="intermediate_size",
-    seq_len="max_position_embeddings",
-    vocab_size="vocab_size",
-)
-_BERT_SIZES = (
-    _COMMON | _TIED | {"token_types": ("type_vocab_size", 2), "activation": ("hidden_act", "gelu")}
-)
-_LLAMA_SIZES = _COMMON | {
-    "num_kv_heads": ("num_key_value_heads", None),
-    "head_dim": ("head_dim", None),
-    "activation": ("hidden_act", "silu"),
-    "tied": ("tie_word_embeddings", False),
-}
-_MISTRAL_SIZES = _LLAMA_SIZES | {"num_kv_heads": ("num_key_value_heads", 8)}
-_QWEN3_SIZES = _LLAMA_SIZES | {
-    "num_kv_heads": ("num_key_value_heads", 32),
-    "head_dim": ("head_dim", 128),
-}
-_MIXTRAL_SIZES = _MISTRAL_SIZES | _required(
-    num_experts="num_local_experts", top_k="num_experts_per_tok"
-)
-_QWEN3_MOE_SIZES = _LLAMA_SIZES | _required(
-    num_experts="num_experts",
-    top_k="num_experts_per_tok",
-    intermediate_size="moe_intermediate_size",
-)
-_QWEN3_MOE_SIZES |= {"num_kv_heads": ("num_key_value_heads", 4)}
-_LLAMA = {"rotary": True, "norm": "rms", "gated": True, "bias": False}
-_NO_BIAS = {"attention_bias": False, "mlp_bias": False}
-# Fields whose entry may be null, which means its default.
-_NULLABLE = ("activation", "head_dim", "intermediate_size")
-
-
-@dataclass(frozen=True)
-class _Family:
-    """A family of transformers."""
-
-    architecture: str  # the class of its models with a head
-    # Fields on which sizes depend: name of the entry of each, and its default unless required
-    sizes: Entries
-    shared: dict[str, Any]  # fields with the same value in all models of the family
-    choices: Entries  # other fields
-    # Entries of which ``Transformer`` computes one value, with that value
-    computed: dict[str, Any] = field(default_factory=dict)
-    checked: dict[str, Any] = field(default_factory=dict)  # the same, on which sizes depend
-    causal: bool = True  # whether a token attends only itself and what is before it
-    rope_theta: float = 10000.0  # where the configuration has none
-
-
-_INITIALIZER = {"initializer_range": ("initializer_range", 0.02)}
-_GPT2_CHOICES = {
-    "norm_eps": ("layer_norm_epsilon", 1e-5),
-    "dropout": ("resid_pdrop", 0.1),
-    "attention_dropout": ("attn_pdrop", 0.1),
-}
-_BERT_CHOICES = {
-    "norm_eps": ("layer_norm_eps", 1e-12),
-    "dropout": ("hidden_dropout_prob", 0.1),
-    "attention_dropout": ("attention_probs_dropout_prob", 0.1),
-    "pad_token_id": ("pad_token_id", 0),
-}
-_LLAMA_CHOICES: Entries = _INITIALIZER | {
-    "norm_eps": ("rms_norm_eps", 1e-6),
-    "attention_dropout": ("attention_dropout", 0.0),
-    "pad_token_id": ("pad_token_id", None),
-}
-_MISTRAL_CHOICES = _LLAMA_CHOICES | {"sliding_window": ("sliding_window", 4096)}
-_BALANCE = {"balance_loss": ("router_aux_loss_coef", 0.001)}
-_MIXTRAL_CHOICES = (
-    _LLAMA_CHOICES
-    | _BALANCE
-    | {"norm_eps": ("rms_norm_eps", 1e-5), "sliding_window": ("sliding_window", None)}
-)
-_MOE_CHOICES = _LLAMA_CHOICES | _BALANCE | {"router_normalize": ("norm_topk_prob", False)}
-_FAMILIES = {
-    "gpt2": _Family(
-        "GPT2LMHeadModel",
-        _GPT2_SIZES,
-        {"position_tables": 1},
-        _GPT2_CHOICES | _INITIALIZER,
-        computed={
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
-    ),
-    "bert": _Family(
-        "BertForMaskedLM",
-        _BERT_SIZES,
-        {"position_tables": 1, "post_norm": True, "head": "masked"},
-        _BERT_CHOICES | _INITIALIZER,
-        computed={
-            "is_decoder": False,
-            "add_cross_attention": False,
-            "position_embedding_type": "absolute",
-        },
-        causal=False,
-    ),
-    "llama": _Family("LlamaForCausalLM", _LLAMA_SIZES, _LLAMA, _LLAMA_CHOICES, checked=_NO_BIAS),
-    "mistral": _Family(
-        "MistralForCausalLM", _MISTRAL_SIZES, _LLAMA, _MISTRAL_CHOICES, checked=_NO_BIAS
-    ),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM",
-        _QWEN3_SIZES,
-        _LLAMA | {"qk_norm": True},
-        _LLAMA_CHOICES,
-        {"use_sliding_window": False},
-        _NO_BIAS,
-    ),
-    "mixtral": _Family(
-        "MixtralForCausalLM",
-        _MIXTRAL_SIZES,
-        _LLAMA,
-        _MIXTRAL_CHOICES,
-        {"router_jitter_noise": 0.0},
-        _NO_BIAS,
-        rope_theta=1e6,
-    ),
-    "qwen3_moe": _Family(
-        "Qwen3MoeForCausalLM",
-        _QWEN3_MOE_SIZES,
-        _LLAMA | {"qk_norm": True},
-        _MOE_CHOICES,
-        {"use_sliding_window": False},
-        _NO_BIAS | {"mlp_only_layers": [], "decoder_sparse_step": 1},
-    ),
-}
-
-
-def _sizes(values: Values, family: _Family) -> dict[str, Any]:
-    """Return the fields on which sizes depend."""
-    for name, expected in family.checked.items():
-        if values.get(name) not in (None, expected):
-            checks.fail("from_config", name, json.dumps(expected), checks.shown(values[name]))
-    if family.architecture.startswith("Qwen3Moe") and "num_experts" not in values:
-        # The name in files; objects of transformers 5.17 and newer have that of Mixtral.
-        values = {**values, "num_experts": values["num_local_experts"]}
-    fields = dict(family.shared)
-    for ours, (theirs, default) in family.sizes.items():
-        fields[ours] = values[theirs] if default is _REQUIRED else values.get(theirs, default)
-        if fields[ours] is None and ours in _NULLABLE:
-            fields[ours] = default
-    if fields["intermediate_size"] is None:  # of GPT-2
-        fields["intermediate_size"] = 4 * fields["hidden_size"]
-    checks.choice("from_config", family.sizes["activation"][0], fields["activation"], _ACTIVATIONS)
-    return fields | {"activation": _ACTIVATIONS[fields["activation"]]}
-
-
-def _choices(values: Values, family: str, *, has_rotations: bool) -> dict[str, Any]:
-    """Return the fields that no size depends on; raise for what is not computed here."""
-    entries = _FAMILIES[family]
-    choices = {ours: values.get(*entry) for ours, entry in entries.choices.items()}
-    computed = entries.computed | {"quantization_config": None}
-    if family == "gpt2":  # two entries of one dropout
-        computed["embd_pdrop"] = choices["dropout"]
+def _fields(values: Values, family: Family, *, sizes_only: bool) -> dict[str, Any]:
+    """Return the fields of a model; raise for entries that ``Transformer`` does not compute."""
+    computed = {"quantization_config": None, **family.computed}
+    if family.architecture == "GPT2LMHeadModel":  # it has two entries of one dropout
+        values = {"embd_pdrop": 0.1, **values}
+        computed["embd_pdrop"] = values.get("resid_pdrop", 0.1)
     for name, expected in computed.items():
-        given = values.get(name, 0.1 if name == "embd_pdrop" else expected)
-        if given != expected:
-            checks.fail("from_config", name, repr(expected), checks.shown(given))
-    padding = choices.get("pad_token_id")
+        given = values.get(name, expected)
+        is_same = given == expected or not (given or expected)  # null is false, zero or nothing
+        if not is_same and (name in _SIZING or not sizes_only):
+            checks.fail("from_config", name, json.dumps(expected), checks.shown(given))
+    fields = dict(family.shared)
+    for ours, entry in family.entries.items():
+        fields[ours] = values[entry] if isinstance(entry, str) else values.get(*entry)
+        if fields[ours] is None and ours in _NULLABLE and not isinstance(entry, str):
+            fields[ours] = entry[1]
+    if fields["intermediate_size"] is None and "n_inner" in family.entries["intermediate_size"]:
+        fields["intermediate_size"] = 4 * fields["hidden_size"]
+    entry = family.entries["activation"][0]
+    checks.choice("from_config", entry, fields["activation"], _ACTIVATIONS)
+    fields["activation"] = _ACTIVATIONS[fields["activation"]]
+    if sizes_only:
+        return {name: value for name, value in fields.items() if name not in _CHOICES}
+    padding = fields.get("pad_token_id")
     if padding is not None and padding < 0:  # from the end, as torch.nn.Embedding counts
-        choices["pad_token_id"] = padding + values["vocab_size"]
-    rotations = _rotations(values, entries.rope_theta) if has_rotations else {}
-    return choices | rotations | {"causal": entries.causal}
+        fields["pad_token_id"] = padding + fields["vocab_size"]
+    return fields | (_rotations(values, family.rope_theta) if "rotary" in fields else {})
 
 
 def _rotations(values: Values, default_theta: float) -> dict[str, Any]:
@@ -308,11 +155,14 @@ def to_config(config: TransformerConfig) -> dict[str, Any]:
         UnsupportedError: no family of transformers computes the same.
     """
     name = _family(config)
-    family, fields = _FAMILIES[name], describe(config)
-    values = {theirs: fields[ours] for ours, (theirs, _) in (family.sizes | family.choices).items()}
+    family, fields = FAMILIES[name], describe(config)
+    values = {
+        entry if isinstance(entry, str) else entry[0]: fields[ours]
+        for ours, entry in family.entries.items()
+    }
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     values |= {
-        family.sizes["activation"][0]: activations[config.activation],
+        family.entries["activation"][0]: activations[config.activation],
         "model_type": name,
         "architectures": [family.architecture],
     }

@@ -109,7 +109,7 @@ def fill_huggingface(model: nn.Module, source: str | os.PathLike[str] | nn.Modul
 
 
 # Parts of a configuration on which the parameters depend, but for their shapes, which are compared.
-_SHAPING = ("num_layers", "encoder_layers", "tied", "num_experts")
+_SHAPING = ("num_layers", "tied", "num_experts")
 
 
 def _opened(source: Any, stack: ExitStack) -> tuple[TransformerConfig, _Checkpoint]:
@@ -120,7 +120,12 @@ def _opened(source: Any, stack: ExitStack) -> tuple[TransformerConfig, _Checkpoi
         values = config_values(source.config)
         weights: Mapping[str, torch.Tensor] = source.state_dict()
     else:
-        folder = _folder(source)
+        if not isinstance(source, (str, os.PathLike)):
+            checks.fail_type("load_huggingface", "source", "a folder or a model", source)
+        folder = Path(source)
+        if not folder.is_dir():
+            expected = "a folder with config.json and safetensors (nothing is downloaded)"
+            checks.fail("load_huggingface", "source", expected, repr(str(source)))
         values, weights = config_values(folder / "config.json"), _Files(folder, stack)
     ours = from_config(values)
     checkpoint = _Checkpoint(weights, FAMILIES[values["model_type"]])
@@ -160,29 +165,71 @@ def save_huggingface(
     checks.integer("save_huggingface", "max_file_bytes", max_file_bytes, least=1)
     values = to_config(model.config)
     values["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    tensors = _their_tensors(engine, FAMILIES[values["model_type"]].rows(model.config))
+    if _is_first():
+        _write_files(Path(folder), _in_files(tensors, max_file_bytes), values)
+    else:
+        dict(tensors)  # sends its part
+
+
+def _their_tensors(engine: TrainEngine, rows: Iterator[Row]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint on the process that writes; on others nothing."""
     parameters = ParameterGatherer(engine)
-    rows = FAMILIES[values["model_type"]].rows(model.config)
-    writer = _Writer(Path(folder), max_file_bytes) if _is_first() else None
     for row in rows:
-        tensors = [parameters.read(name) for name in row.ours]
-        if writer is not None:
-            present = [tensor for tensor in tensors if tensor is not None]
-            for name, tensor in zip(row.theirs, row.write(present), strict=True):
-                writer.add(name, tensor)
+        tensors: list[Any] = [parameters.read(name) for name in row.ours]
+        if _is_first():
+            for name, tensor in zip(row.theirs, row.write(tensors), strict=True):
+                yield name, tensor
                 if row.twin is not None:
-                    writer.add(row.twin, tensor.clone())  # safetensors refuses shared memory
-    if writer is not None:
-        writer.finish(values)
+                    yield row.twin, tensor.clone()  # safetensors refuses shared memory
 
 
-def _folder(source: Any) -> Path:
-    if not isinstance(source, (str, os.PathLike)):
-        checks.fail_type("load_huggingface", "source", "a folder or a model", source)
-    folder = Path(source)
-    if not folder.is_dir():
-        expected = "a folder with config.json and safetensors (nothing is downloaded)"
-        checks.fail("load_huggingface", "source", expected, repr(str(source)))
-    return folder
+def _in_files(
+    tensors: Iterator[tuple[str, torch.Tensor]], limit: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of each file, none larger than ``limit`` bytes unless one tensor is."""
+    file: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if file and sum(other.nbytes for other in file.values()) + tensor.nbytes > limit:
+            yield file
+            file = {}
+        file[name] = tensor.contiguous()
+    yield file
+
+
+def _write_files(
+    folder: Path, files: Iterator[dict[str, torch.Tensor]], values: dict[str, Any]
+) -> None:
+    """Write files under other names; when all are complete, give them theirs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names_of_files, total = [], 0
+    for index, file in enumerate(files):
+        part = folder / f"{_WHOLE}.part{index}"
+        _safetensors().torch.save_file(file, part, metadata={"format": "pt"})
+        names_of_files.append(list(file))
+        total += sum(tensor.nbytes for tensor in file.values())
+    count = len(names_of_files)
+    written = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    written = [_WHOLE] if count == 1 else written
+    places: dict[str, str] = {}
+    for index, (name, names) in enumerate(zip(written, names_of_files, strict=True)):
+        os.replace(folder / f"{_WHOLE}.part{index}", folder / name)
+        places |= dict.fromkeys(names, name)
+    if count > 1:
+        _write_json(folder, _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        written.append(_INDEX)
+    # An older checkpoint here may have had the other form or more files.
+    for pattern in (_WHOLE, _INDEX, _SHARD, f"{_WHOLE}.part*"):
+        for path in folder.glob(pattern):
+            if path.name not in written:
+                path.unlink()
+    _write_json(folder, "config.json", values)
+
+
+def _write_json(folder: Path, name: str, values: dict[str, Any]) -> None:
+    part = folder / f"{name}.part"
+    part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, folder / name)
 
 
 class _Files(Mapping[str, torch.Tensor]):
@@ -310,63 +357,6 @@ def _fill(model: nn.Module, config: TransformerConfig, checkpoint: _Checkpoint) 
         others = f" and {len(left) - 1} more" if len(left) > 1 else ""
         expected = "a checkpoint of this model alone"
         checks.fail("load_huggingface", "source", expected, f"also {min(left)}{others}")
-
-
-class _Writer:
-    """Files of weights, none larger than asked; an incomplete file has another name."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.size = 0
-        self.files: list[list[str]] = []
-        self.total = 0
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self.tensors and self.size + size > self.limit:
-            self._flush()
-        self.tensors[name] = tensor.contiguous()
-        self.size += size
-        self.total += size
-
-    def _part(self, index: int) -> Path:
-        return self.folder / f"{_WHOLE}.part{index}"
-
-    def _flush(self) -> None:
-        path = self._part(len(self.files))
-        _safetensors().torch.save_file(self.tensors, path, metadata={"format": "pt"})
-        self.files.append(list(self.tensors))
-        self.tensors, self.size = {}, 0
-
-    def finish(self, values: dict[str, Any]) -> None:
-        """Give the files their names, the configuration the last."""
-        self._flush()
-        count = len(self.files)
-        numbers = range(1, count + 1)
-        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in numbers]
-        names = [_WHOLE] if count == 1 else names
-        for index, name in enumerate(names):
-            os.replace(self._part(index), self.folder / name)
-        if count > 1:
-            places: dict[str, str] = {}
-            for name, file in zip(names, self.files, strict=True):
-                places |= dict.fromkeys(file, name)
-            sizes = {"total_size": self.total}
-            self._write(_INDEX, {"metadata": sizes, "weight_map": places})
-        # An older checkpoint here may have had the other form or more files.
-        written = {*names, *([_INDEX] if count > 1 else [])}
-        for pattern in (_WHOLE, _INDEX, _SHARD, f"{_WHOLE}.part*"):
-            for path in self.folder.glob(pattern):
-                if path.name not in written:
-                    path.unlink()
-        self._write("config.json", values)
-
-    def _write(self, name: str, values: dict[str, Any]) -> None:
-        part = self.folder / f"{name}.part"
-        part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        os.replace(part, self.folder / name)
 
 
 def _is_first() -> bool:

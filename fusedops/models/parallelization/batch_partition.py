@@ -10,8 +10,12 @@ from torch import distributed as dist
 
 from fusedops._core import philox
 from fusedops.models.config import TransformerConfig
-from fusedops.models.dropout_seeds import DropoutSeeds, call_seeds, with_offsets
-from fusedops.models.forward_context import BatchPartition
+from fusedops.models.forward_context import (
+    BatchPartition,
+    DropoutSeeds,
+    call_seeds,
+    with_offsets,
+)
 from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.parallel.comm.seeds import agreed_seed
 from fusedops.parallel.context import ContextCore, context_core

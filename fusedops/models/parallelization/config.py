@@ -6,15 +6,16 @@ refused on a machine with one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.models.config import TransformerConfig
 from fusedops.parallel.pipeline.schedules import SCHEDULES, check_schedule
-from fusedops.parallel.pipeline.split import at, balanced, check_layers
+from fusedops.parallel.pipeline.split import at, check_layers
 from fusedops.parallel.sizes import (
     DENSE,
     Sizes,
@@ -26,21 +27,22 @@ from fusedops.parallel.sizes import (
 )
 
 _OP = "ParallelConfig"
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("explicit", "data", "manual"),
-    "context": ("ring", "all_to_all"),
-    "router_loss": ("global", "local"),
-    "ep_reduce": ("source", "node"),
-    "pipeline_schedule": tuple(SCHEDULES),
-    "pipeline_balance": ("operations", "measured", "layers"),
-}
-_DTYPES = {
-    "param_dtype": ("bfloat16", "float16"),
-    "reduce_dtype": ("float32", "bfloat16", "float16"),
-}
 _OFFLOADS = ("optimizer", "activations", "experts")
 _RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 _MAX_CHUNKS = 8  # of expert_parallel
+_COUNTS = (*DENSE, "ep", "ep_chunks", "ep_nodes", "microbatches", "recompute_layers", "shard_ranks")
+_RULES: dict[str, checks.Rule] = {
+    **dict.fromkeys(_COUNTS, partial(checks.integer, least=1)),
+    **dict.fromkeys(("zero", "bucket_bytes", "shard_threshold"), partial(checks.integer, least=0)),
+    "mode": partial(checks.choice, choices=("explicit", "data", "manual")),
+    "context": partial(checks.choice, choices=("ring", "all_to_all")),
+    "router_loss": partial(checks.choice, choices=("global", "local")),
+    "ep_reduce": partial(checks.choice, choices=("source", "node")),
+    "pipeline_schedule": partial(checks.choice, choices=tuple(SCHEDULES)),
+    "pipeline_balance": partial(checks.choice, choices=("operations", "layers")),
+    "param_dtype": partial(checks.choice, choices=("bfloat16", "float16")),
+    "reduce_dtype": partial(checks.choice, choices=("float32", "bfloat16", "float16")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +81,8 @@ class ParallelConfig:
             ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
             ``"dualpipev"``.
         pipeline_virtual: stages of a rank; by default the schedule's own number, 1 or 2.
-        pipeline_balance: cost that stages balance: ``"operations"`` of a token, seconds that are
-            ``"measured"`` on process 0, or the number of ``"layers"``.
+        pipeline_balance: cost that stages balance: ``"operations"`` of a token, or the number of
+            ``"layers"``.
         pipeline_cuts: instead of a balance: first layers of the stages after the first.
         mode: ``"explicit"``: the sizes as they stand; ``"data"``: all processes are ``dp``;
             ``"manual"``: the model calls the primitives of ``fusedops.parallel`` itself, and only
@@ -164,26 +166,30 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", _words("offload", self.offload))
         object.__setattr__(self, "not_sharded", _words("not_sharded", self.not_sharded))
-        for name in (*DENSE, "ep", "ep_chunks", "ep_nodes", "microbatches"):
-            checks.integer(_OP, name, getattr(self, name), least=1)
-        for name in ("zero", "bucket_bytes", "shard_threshold"):
-            checks.integer(_OP, name, getattr(self, name), least=0)
-        checks.flags(_OP, self)
-        if self.zero > 3:
-            checks.fail(_OP, "zero", "0, 1, 2 or 3", self.zero)
-        for name, choices in _CHOICES.items():
-            checks.choice(_OP, name, getattr(self, name), choices)
-        for name, choices in _DTYPES.items():
+        for name in ("bucket_layers", "pipeline_cuts"):
             if getattr(self, name) is not None:
-                checks.choice(_OP, name, getattr(self, name), choices)
+                layers = checks.sizes(_OP, name, getattr(self, name))
+                object.__setattr__(self, name, layers)
+        checks.fields(_OP, self, _RULES)
         for word in self.offload:
             checks.choice(_OP, "offload", word, _OFFLOADS)
-        _check_recompute(self)
-        _check_buckets(self)
-        _check_modes(self)
-        _check_pipeline(self)
+        if not isinstance(self.recompute, str):
+            checks.fail_type(_OP, "recompute", "a str", self.recompute)
+        for word in self.recompute.split("+"):
+            checks.choice(_OP, "recompute", word, _RECOMPUTE)
+        for is_refused, name, expected, reason in _refusals(self):
+            if is_refused:
+                got = checks.shown(getattr(self, name))
+                raise UnsupportedError(f"{_OP}: {name} must be {expected}, got {got}: {reason}")
+        for is_wrong, name, expected in _relations(self):
+            if is_wrong:
+                checks.fail(_OP, name, expected, getattr(self, name))
+        if self.pp > 1:
+            check_schedule(
+                _OP, self.pipeline_schedule, self.pp, self.microbatches, self.pipeline_virtual
+            )
         _ = self.sizes
-        _check_exchange(self)
+        check_divides(_OP, "ep_nodes", self.ep_nodes, self.ep, "ep")
 
     @property
     def sizes(self) -> Sizes:
@@ -231,105 +237,65 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _check_recompute(config: ParallelConfig) -> None:
-    if not isinstance(config.recompute, str):
-        checks.fail_type(_OP, "recompute", "a str", config.recompute)
+def _relations(config: ParallelConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yield whether fields do not fit together, one of them, and what it must be."""
+    yield config.zero > 3, "zero", "0, 1, 2 or 3"
     words = config.recompute.split("+")
-    for word in words:
-        checks.choice(_OP, "recompute", word, _RECOMPUTE)
-    if len(words) > 1 and {"none", "full"} & set(words):
-        expected = "none or full alone, or others joined by +"
-        checks.fail(_OP, "recompute", expected, config.recompute)
-    if config.recompute_layers is not None:
-        checks.integer(_OP, "recompute_layers", config.recompute_layers, least=1)
-        if config.recompute == "none":
-            expected = "None with recompute 'none', which recomputes no layer"
-            checks.fail(_OP, "recompute_layers", expected, config.recompute_layers)
-    if config.recompute_slice_activation:
-        if config.recompute != "full":
-            expected = "False unless recompute is 'full'"
-            checks.fail(_OP, "recompute_slice_activation", expected, True)
-        if config.sp:
-            expected = "False with sp, which has cut the inputs of layers already"
-            checks.fail(_OP, "recompute_slice_activation", expected, True)
+    joined = len(words) > 1 and not {"none", "full"}.isdisjoint(words)
+    yield joined, "recompute", "none or full alone, or others joined by +"
+    unused = config.recompute_layers is not None and config.recompute == "none"
+    yield unused, "recompute_layers", "None with recompute 'none', which recomputes no layer"
+    name, slices = "recompute_slice_activation", config.recompute_slice_activation
+    yield slices and config.recompute != "full", name, "False unless recompute is 'full'"
+    yield slices and config.sp, name, "False with sp, which has cut the inputs of layers already"
+    starts = (-1, *(config.bucket_layers or (0,)))
+    ascending = all(a < b for a, b in zip(starts, starts[1:], strict=False))
+    wrong = config.bucket_layers == () or not ascending
+    yield wrong, "bucket_layers", "layers in ascending order, such as (0, 4, 8)"
+    for name in ("dp", "tp", "cp", "pp", "ep"):
+        given = config.mode == "data" and getattr(config, name) != 1
+        yield given, name, "1 with mode 'data', in which every process is data parallel"
+    unused = config.shard_ranks is not None and config.zero == 0
+    yield unused, "shard_ranks", "None with zero 0, which divides nothing"
+    name, overlaps = "overlap_microbatches", config.overlap_microbatches
+    expected = "False with mode 'manual', in which the model orders what it computes itself"
+    yield overlaps and config.mode == "manual", name, expected
+    expected = "False with tp 1 and ep 1, where no communication could be overlapped"
+    yield overlaps and config.tp == config.ep == 1, name, expected
+    unused = config.pp == 1 and config.pipeline_virtual not in (None, 1)
+    yield unused, "pipeline_virtual", "None or 1 with pp 1"
+    yield config.ep_chunks > _MAX_CHUNKS, "ep_chunks", f"from 1 to {_MAX_CHUNKS}"
+    unused = config.ep_chunks > 1 and config.ep == 1
+    yield unused, "ep_chunks", "1 with ep 1, where no token travels"
+    unused = config.ep_reduce == "node" and config.ep_nodes == 1
+    yield unused, "ep_reduce", "'source' with ep_nodes 1"
+    odd = config.ep_deterministic and config.ep & (config.ep - 1) != 0
+    yield odd, "ep", "a power of two with ep_deterministic, whose sums are of pairs"
+    given = config.ep_deterministic and config.shard_ranks is not None
+    yield given, "shard_ranks", "None with ep_deterministic"
 
 
-def _check_buckets(config: ParallelConfig) -> None:
-    if config.bucket_layers is None:
-        return
-    starts = checks.sizes(_OP, "bucket_layers", config.bucket_layers)
-    object.__setattr__(config, "bucket_layers", starts)
-    if not starts or starts[0] < 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
-        checks.fail(_OP, "bucket_layers", "layers in ascending order, such as (0, 4, 8)", starts)
-
-
-def _check_modes(config: ParallelConfig) -> None:
-    if config.mode == "data":
-        for name in ("dp", "tp", "cp", "pp", "ep"):
-            if getattr(config, name) != 1:
-                expected = "1 with mode 'data', in which every process is data parallel"
-                checks.fail(_OP, name, expected, getattr(config, name))
-    if config.shard_ranks is not None:
-        checks.integer(_OP, "shard_ranks", config.shard_ranks, least=1)
-        if config.zero == 0:
-            expected = "None with zero 0, which divides nothing"
-            checks.fail(_OP, "shard_ranks", expected, config.shard_ranks)
-    if not config.overlap_microbatches:
-        return
-    if config.mode == "manual":
-        expected = "False with mode 'manual', in which the model orders what it computes itself"
-        checks.fail(_OP, "overlap_microbatches", expected, True)
-    if config.ep_deterministic:
-        raise UnsupportedError(
-            f"{_OP}: overlap_microbatches must be False with ep_deterministic: each half adds a "
-            "gradient of its own, which changes the order of the sums"
-        )
-    if "experts" in config.offload:
-        raise UnsupportedError(
-            f"{_OP}: overlap_microbatches must be False with offload 'experts': the weights of "
-            "chosen experts would be copied to the device once for each half"
-        )
-    if config.tp == 1 and config.ep == 1:
-        expected = "False with tp 1 and ep 1, where no communication could be overlapped"
-        checks.fail(_OP, "overlap_microbatches", expected, True)
-
-
-def _check_pipeline(config: ParallelConfig) -> None:
-    if config.pipeline_cuts is not None:
-        cuts = checks.sizes(_OP, "pipeline_cuts", config.pipeline_cuts)
-        object.__setattr__(config, "pipeline_cuts", cuts)
-    parts, virtual = config.microbatches, config.pipeline_virtual
-    if config.pp == 1:
-        if virtual not in (None, 1):
-            checks.fail(_OP, "pipeline_virtual", "None or 1 with pp 1", virtual)
-        return
-    check_schedule(_OP, config.pipeline_schedule, config.pp, parts, virtual)
-    if config.mode == "manual":
-        raise UnsupportedError(
-            f"{_OP}: pp must be 1 with mode 'manual', got {config.pp}: only its author "
-            "knows where a model of any kind can be cut; fusedops.parallel.pipeline runs stages "
-            "of your own"
-        )
-
-
-def check_stored(op: str, model: TransformerConfig, config: ParallelConfig, device: str) -> None:
-    """Raise unless experts can be offloaded to host memory.
-
-    Raises:
-        ValueError: the model has no experts.
-        UnsupportedError: their gradients are summed, or their weights gathered, on devices.
-    """
-    if "experts" not in config.offload:
-        return
-    if not model.sparse_layers:
-        checks.fail(op, "offload", "without 'experts' for a model that has none", config.offload)
-    replicas = config.sizes.edp * config.tp
-    if replicas > 1 and (config.zero or device != "cpu"):
-        raise UnsupportedError(
-            f"{op}: offload must be without 'experts' where {replicas} processes have the same "
-            "experts and zero divides them, or devices add their gradients: with ep = dp x cp and "
-            "tp 1 each expert is on one process"
-        )
+def _refusals(config: ParallelConfig) -> Iterator[tuple[bool, str, str, str]]:
+    """Yield whether fields ask for what does not exist, one, what it must be, and why."""
+    overlaps, deterministic = config.overlap_microbatches, config.ep_deterministic
+    reason = "each half adds a gradient of its own, which changes the order of the sums"
+    refused = overlaps and deterministic
+    yield refused, "overlap_microbatches", "False with ep_deterministic", reason
+    reason = "the weights of chosen experts would be copied to the device once for each half"
+    refused = overlaps and "experts" in config.offload
+    yield refused, "overlap_microbatches", "False with offload 'experts'", reason
+    reason = (
+        "only its author knows where a model of any kind can be cut; fusedops.parallel.pipeline "
+        "runs stages of your own"
+    )
+    yield config.pp > 1 and config.mode == "manual", "pp", "1 with mode 'manual'", reason
+    reason = "it splits the tokens of a rank, or sums, in another way"
+    for name in ("tp", "pp", "ep_chunks", "ep_nodes"):
+        refused = deterministic and getattr(config, name) != 1
+        yield refused, name, "1 with ep_deterministic", reason
+    reason = "each sum would be rounded; use torch.autocast"
+    refused = deterministic and config.param_dtype is not None
+    yield refused, "param_dtype", "None with ep_deterministic", reason
 
 
 def _check_exchange(config: ParallelConfig) -> None:
@@ -367,19 +333,9 @@ def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> N
         return
     stages = config.pp * config.virtual
     fixed = SCHEDULES[config.pipeline_schedule].fixed
-    check_layers(op, model.depth, stages, config.virtual, fixed=fixed)
+    check_layers(op, model.num_layers, stages, config.virtual, fixed=fixed)
     if config.pipeline_cuts is not None:
-        at(config.pipeline_cuts, model.depth, stages, op)
-
-
-def layer_runs(model: TransformerConfig, config: ParallelConfig) -> list[range] | None:
-    """Return the layers of each stage where a configuration alone decides them, else ``None``."""
-    stages = config.pp * config.virtual
-    if config.pipeline_cuts is not None:
-        return at(config.pipeline_cuts, model.num_layers, stages)
-    if config.pipeline_balance == "layers":
-        return balanced([1.0] * model.num_layers, stages)
-    return None
+        at(config.pipeline_cuts, model.num_layers, stages, op)
 
 
 def check_split(op: str, model: TransformerConfig, *, tp: int, ep: int, data: int) -> None:

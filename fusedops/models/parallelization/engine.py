@@ -6,7 +6,6 @@ reduces losses and norms over the processes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,9 +19,9 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.config import TransformerConfig
+from fusedops.models.inputs import MicroBatch
 from fusedops.models.parallelization import balancing
 from fusedops.models.parallelization.config import ParallelConfig
-from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.models.transformer import Loss
 from fusedops.optim import AdamW, OffloadedAdamW, global_norm
 from fusedops.optim.norms import clip_coefficient, scale_gradients
@@ -66,29 +65,6 @@ class TrainEngine:
     mesh: Mesh | None = None
     data: GradientSync | None = None
     pipeline: PipelineEngine | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, which ``parallelize`` returned before (deprecated)."""
-        if name.startswith("__") or name == "model":
-            raise AttributeError(name)
-        value = getattr(self.model, name)
-        warnings.warn(
-            f"parallelize returns a TrainEngine: {name} is an attribute of its model, "
-            f"engine.model.{name}; the former use goes with the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return value
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Call the model, which ``parallelize`` returned before (deprecated)."""
-        warnings.warn(
-            "parallelize returns a TrainEngine: call engine.model(...); the former use goes with "
-            "the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.model(*args, **inputs)
 
     @property
     def data_rank(self) -> int:
@@ -239,10 +215,9 @@ class TrainEngine:
             group = None if self.mesh is None else dist.group.WORLD
             seed = agreed_seed(shards[0].tokens.device, group)
         sizes = [len(shard.tokens) for shard in shards]
-        before = [self.data_ranks * size for size in accumulate(sizes, initial=0)]
         return [
-            {"seed": seed, "first_sequence": first + self.data_rank * size}
-            for first, size in zip(before, sizes, strict=False)
+            {"seed": seed, "first_sequence": self.data_ranks * before + self.data_rank * size}
+            for before, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
         ]
 
     def _check_microbatches(self, shards: Sequence[MicroBatch]) -> None:
@@ -365,28 +340,6 @@ class TrainEngine:
         if self.mesh is None:
             return values
         return collectives.all_reduce(values, self.mesh.group(name), label="loss").wait()
-
-
-def parallelized(model: nn.Module | TrainEngine) -> TrainEngine:
-    """Return the engine of a model; the former way to what ``parallelize`` returns now.
-
-    Args:
-        model: what ``parallelize`` returned, or a model that one process trains alone.
-
-    Raises:
-        TypeError: ``model`` is no engine, and there are several processes.
-    """
-    warnings.warn(
-        "parallelized(model): parallelize returns the TrainEngine now; the former function goes "
-        "with the next release",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    if isinstance(model, TrainEngine):
-        return model
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        checks.fail_type("parallelized", "model", "what parallelize returned", model)
-    return TrainEngine(model)
 
 
 def _routes(model: nn.Module) -> bool:

@@ -25,19 +25,16 @@ from fusedops.models.parallelization.config import (
     ParallelConfig,
     check_split,
     check_stages,
-    check_stored,
 )
-from fusedops.models.parallelization.data_parallel import (
-    reduce_gradients,
-    shard_parameters,
-    store_replicas,
-    unsharded_names,
-)
+from fusedops.models.parallelization.data_parallel import DataParallel
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.memory_policy import apply_memory_policy
 from fusedops.models.parallelization.microbatch_overlap import overlap_microbatches
-from fusedops.models.parallelization.pipeline import PipelineEngine
-from fusedops.models.parallelization.stages import Stage, split_into_stages
+from fusedops.models.parallelization.pipeline import (
+    PipelineEngine,
+    Stage,
+    split_into_stages,
+)
 from fusedops.models.parallelization.tensor_parallel import apply_plan, tensor_parallel_plan
 from fusedops.models.transformer import Transformer
 from fusedops.nn import MoE
@@ -114,21 +111,22 @@ def parallelize(
             if config.overlap_microbatches:
                 overlap_microbatches(part)
             apply_memory_policy(part, config, mesh)
-    unsharded = unsharded_names(model, config, mesh)
-    store_replicas(model, unsharded, config)
-    data = shard_parameters(parts, unsharded, config, mesh)
+    data_parallel = DataParallel(model, config, mesh)
+    data_parallel.store_replicas()
+    data = data_parallel.shard(parts)
     if any(parameter.is_meta for parameter in model.parameters()):
         _allocate(parts, device, config)
         if weights is not None:
             weights(model)
+        elif seed is None and mesh is not None:
+            device_of_mesh = torch.device(mesh.dense.device_type)
+            initialize(model, int(agreed_seed(device_of_mesh, dist.group.WORLD)[0]))
         else:
-            if seed is None and mesh is not None:
-                seed = int(agreed_seed(torch.device(mesh.dense.device_type), dist.group.WORLD)[0])
             initialize(model, seed)
     # A stage may have no layer with experts.
     if "experts" in config.offload and any(isinstance(module, MoE) for module in model.modules()):
         memory.store_experts(model, device)
-    reduce_gradients(data, parts, unsharded, config, mesh)
+    data_parallel.reduce_gradients(data, parts)
     if not stages or mesh is None or not isinstance(model, Transformer):
         return TrainEngine(model, config, mesh, data[0])
     pipeline = PipelineEngine.of(model, config, mesh, stages, dict(zip(stages, data, strict=True)))
@@ -155,22 +153,21 @@ def _validated(
             f"{_OP}: torch.distributed is not initialised: start with torchrun and call "
             "torch.distributed.init_process_group() first"
         )
+    kind = _device_type(model) if device is None else torch.device(device).type
+    kind = kind if mesh is None else mesh.dense.device_type
     if isinstance(model, Transformer):
-        _check_model(model.config, config)
+        _check_model(model.config, config, kind)
     if config.shard_ranks is not None and config.sizes.data % config.shard_ranks:
         expected = f"a divisor of dp x cp = {config.sizes.data}"
         checks.fail(_OP, "shard_ranks", expected, config.shard_ranks)
     if mesh is not None and mesh.sizes != config.sizes:
         checks.fail(_OP, "mesh", f"one of {config.sizes}", mesh.sizes)
-    kind = _device_type(model) if device is None else torch.device(device).type
     if mesh is None and dist.is_available() and dist.is_initialized():
         mesh = make_mesh(config.sizes, device_type=kind)
-    if isinstance(model, Transformer):
-        check_stored(_OP, model.config, config, kind if mesh is None else mesh.dense.device_type)
     return config, mesh
 
 
-def _check_model(model: TransformerConfig, config: ParallelConfig) -> None:
+def _check_model(model: TransformerConfig, config: ParallelConfig, device: str) -> None:
     check_split(_OP, model, tp=config.tp, ep=config.ep, data=config.sizes.data)
     if config.context == "all_to_all" and config.cp > 1:
         heads = model.num_heads // config.tp
@@ -181,6 +178,17 @@ def _check_model(model: TransformerConfig, config: ParallelConfig) -> None:
     starts = config.bucket_layers or ()
     if any(layer >= model.num_layers for layer in starts):
         checks.fail(_OP, "bucket_layers", f"below the {model.num_layers} layers", starts)
+    if "experts" not in config.offload:
+        return
+    if not model.sparse_layers:
+        checks.fail(_OP, "offload", "without 'experts' for a model that has none", config.offload)
+    replicas = config.sizes.edp * config.tp
+    if replicas > 1 and (config.zero or device != "cpu"):
+        raise checks.UnsupportedError(
+            f"{_OP}: offload must be without 'experts' where {replicas} processes have the same "
+            "experts and zero divides them, or devices add their gradients: with ep = dp x cp and "
+            "tp 1 each expert is on one process"
+        )
 
 
 def _device_type(model: nn.Module) -> str:
@@ -235,9 +243,7 @@ def _check_hosts(group: dist.ProcessGroup | None, nodes: int) -> None:
 def _allocate(parts: list[nn.Module], device: torch.device | str, config: ParallelConfig) -> None:
     """Give parameters and buffers on ``meta`` memory; offloaded experts get theirs on the host."""
     for part in parts:
-        offloaded: list[Any] = []
-        if "experts" in config.offload:
-            offloaded = [module.experts for module in part.modules() if isinstance(module, MoE)]
+        experts = {module.experts for module in part.modules() if isinstance(module, MoE)}
         for module in part.modules():
-            is_offloaded = any(module is experts for experts in offloaded)
+            is_offloaded = "experts" in config.offload and module in experts
             module.to_empty(device="cpu" if is_offloaded else device, recurse=False)

@@ -16,24 +16,31 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops.models.config import TransformerConfig
+from fusedops.models.forward_context import ForwardContext
 from fusedops.models.parallelization.config import ParallelConfig
-from fusedops.models.parallelization.vocab_parallel_head import VocabParallelHead
+from fusedops.models.parts import Head
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel.tensor.layers import (
     ColumnLinear,
     ParallelGatedMLP,
     ParallelMLP,
     RowLinear,
+    distribute,
+    local,
     to_tensor_parallel,
 )
 from fusedops.parallel.tensor.replicated import allreduce_gradients, local_chunk
-from fusedops.parallel.tensor.sequence import SequenceNorm
-from fusedops.parallel.tensor.vocabulary import VocabularyEmbedding
+from fusedops.parallel.tensor.vocabulary import (
+    VocabParallelProjection,
+    VocabularyEmbedding,
+    vocab_parallel_cross_entropy,
+)
 
 _LOG = logging.getLogger("fusedops")
 
@@ -62,8 +69,8 @@ def tensor_parallel_plan(
         "layers.*.attention.key": partial(column, heads=model.kv_heads),
         "layers.*.attention.value": partial(column, heads=model.kv_heads),
         "layers.*.attention.output": partial(RowLinear.of, sequence=sp, overlap=overlap),
-        "layers.*.attention.query_norm": replicate_norm,
-        "layers.*.attention.key_norm": replicate_norm,
+        "layers.*.attention.query_norm": sum_gradients,
+        "layers.*.attention.key_norm": sum_gradients,
         "layers.*.feed_forward": partial(
             shard_feed_forward, sequence=sp, overlap=overlap, recompute=recompute
         ),
@@ -76,13 +83,13 @@ def tensor_parallel_plan(
         plan |= {
             "embedding.positions": shard_positions,
             "embedding.token_types": shard_positions,
-            "embedding.norm": replicate_norm,
-            "layers.*.attention_norm": replicate_norm,
-            "layers.*.feed_forward_norm": replicate_norm,
-            "norm": replicate_norm,
+            "embedding.norm": sum_gradients,
+            "layers.*.attention_norm": sum_gradients,
+            "layers.*.feed_forward_norm": sum_gradients,
+            "norm": sum_gradients,
             "query_positions": shard_positions,
             "head.transform": sum_gradients,
-            "head.norm": replicate_norm,
+            "head.norm": sum_gradients,
         }
     return plan
 
@@ -133,13 +140,8 @@ def shard_feed_forward(
     return ParallelMLP.of(module, mesh, sequence=sequence, overlap=overlap and not recompute)
 
 
-def replicate_norm(norm: Any, mesh: DeviceMesh) -> nn.Module:
-    """Sum the gradients of a norm over ranks that give it other tokens, or other heads."""
-    return norm if isinstance(norm, nn.Identity) else SequenceNorm.of(norm, mesh)
-
-
 def sum_gradients(module: Any, mesh: DeviceMesh) -> nn.Module:
-    """Replicate a module over ranks that give it other tokens, and sum its gradients."""
+    """Replicate a module over ranks that give it other tokens or heads, and sum its gradients."""
     allreduce_gradients(module, mesh)
     return module
 
@@ -154,3 +156,52 @@ def shard_positions(table: Any, mesh: DeviceMesh) -> nn.Module:
 def _shard_indices(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
     """Return the indices of this rank's tokens: ``[..., S]`` to ``[..., s]``."""
     return (local_chunk(args[0], group, -1),)
+
+
+class VocabParallelHead(Head):
+    """A ``Head`` whose ``weight`` and ``bias`` are ``Shard(0)``; made by ``VocabParallelHead.of``.
+
+    Attributes:
+        projection: computes the logits of this rank's shard of the vocabulary, and gathers them.
+    """
+
+    projection: VocabParallelProjection
+    _group: dist.ProcessGroup
+    _sequence: bool
+
+    @classmethod
+    def of(
+        cls, head: Head, mesh: DeviceMesh, vocab_size: int, *, sequence: bool
+    ) -> VocabParallelHead:
+        """Return a head with its vocabulary sharded; hooks are not copied."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.transform, self.norm, self.recompute = head.transform, head.norm, head.recompute
+        for name in ("weight", "bias"):
+            parameter: Any = getattr(head, name)
+            parameter = distribute("parallelize", f"head.{name}", parameter, mesh, 0, uneven=True)
+            self.register_parameter(name, parameter)
+        self._group, self._sequence = mesh.get_group(), sequence
+        self.projection = VocabParallelProjection(self._group, vocab_size)
+        return self.train(head.training)
+
+    def logits(self, x_BSH: torch.Tensor, weight: Any, context: ForwardContext) -> torch.Tensor:
+        """Return logits of the whole vocabulary, or of this rank's shard."""
+        x_BSH = to_tensor_parallel(x_BSH, self._group, sequence=self._sequence)
+        if context.logits_to_keep is not None:
+            x_BSH = x_BSH[:, context.logits_to_keep]
+        shard = self.projection.local_logits(x_BSH, weight, self.bias)
+        return self.projection.gather_logits(shard) if context.gather_logits else shard
+
+    def loss(self, x_BSH: torch.Tensor, weight: Any, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the targets' cross-entropies, the same on every rank."""
+        return vocab_parallel_cross_entropy(
+            to_tensor_parallel(x_BSH, self._group, sequence=self._sequence),
+            local(weight),
+            labels_BS,
+            self._group,
+            local(self.bias),
+            vocab_size=self.projection.vocab_size,
+            reduction="sum",
+            recompute=self.recompute,
+        )

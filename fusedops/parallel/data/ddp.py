@@ -1,12 +1,12 @@
 """Data parallelism with replicated parameters: gradients are summed over ranks in buckets.
 
-Each rank has all parameters and sees other tokens. Sums are not divided by the number of ranks: the
-caller divides the loss by the number of all tokens. ``fsdp.py`` shards parameters instead.
+Sums are not divided by the number of ranks: the caller divides the loss by the number of all
+tokens. ``fsdp.py`` shards parameters instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,10 @@ _OP = "BucketedAllReduce"
 
 
 def by_bytes(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Return parameters in buckets of about ``limit`` bytes, each of one dtype and device.
+    """Return parameters in buckets of about ``limit`` reduced bytes, each of one dtype and device.
 
     ``parameters`` are in the order of the forward, and the buckets in reverse: the last gradients
-    are ready first. A bucket ends with the parameter whose local shard reaches the limit. Bytes are
-    those that are reduced, of float32 for half precision.
+    are ready first. A bucket ends with the parameter whose local shard reaches the limit.
     """
     unfinished: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     buckets = []
@@ -42,8 +41,7 @@ def by_bytes(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
 
 def local_bytes(parameter: torch.Tensor) -> int:
     """Return the bytes of this process's shard of a parameter."""
-    shard = _local(parameter)
-    return shard.numel() * shard.element_size()
+    return _local(parameter).nbytes
 
 
 def _reduced_dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -53,35 +51,31 @@ def _reduced_dtype(parameter: nn.Parameter) -> torch.dtype:
 class _Bucket:
     """Parameters whose gradients are one all-reduce, and its state in the current backward.
 
-    ``buffer`` has their gradients one after another, of which ``views`` are the parts, then a 1 for
-    each that exists on this rank. With ``in_place`` these parts are the gradients of the parameters
-    from the first micro-batch on.
+    ``buffer`` has their gradients one after another, then a 1 for each that exists on this rank.
+    With ``in_place`` its parts are the gradients of the parameters from the first micro-batch on.
     """
 
-    def __init__(self, number: int, parameters: list[nn.Parameter], *, in_place: bool) -> None:
-        self.number = number
-        self.parameters = parameters
+    def __init__(self, parameters: list[nn.Parameter], *, in_place: bool) -> None:
         self.missing: set[nn.Parameter] = set()
         self.pending: collectives.Pending | None = None
-        shards = [_local(parameter) for parameter in parameters]
-        self._sizes = [*(shard.numel() for shard in shards), len(shards)]
+        self._shapes = [_local(parameter).shape for parameter in parameters]
         dtype = _reduced_dtype(parameters[0])
         self.in_place = in_place and dtype == parameters[0].grad_dtype
-        self.buffer = torch.zeros(sum(self._sizes), dtype=dtype, device=shards[0].device)
-        views, _ = self._split(self.buffer)
-        self._views = dict(zip(parameters, views, strict=True))
+        size = sum(shape.numel() for shape in self._shapes) + len(parameters)
+        self.buffer = torch.zeros(size, dtype=dtype, device=parameters[0].device)
+        self.views = dict(zip(parameters, self._split(self.buffer)[0], strict=True))
 
     def _split(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the gradients in a buffer, in the shapes of the parameters, and the marks."""
-        *parts, exists = buffer.split(self._sizes)
-        shapes = [_local(parameter).shape for parameter in self.parameters]
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)], exists
+        sizes = [shape.numel() for shape in self._shapes]
+        *parts, exists = buffer.split([*sizes, len(sizes)])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)], exists
 
     @torch.no_grad()
     def move(self, parameter: nn.Parameter) -> None:
         """Copy a gradient into the buffer; ``in_place`` its part there is the gradient then."""
         grad: Any = parameter.grad
-        shard, view = _local(grad), self._views[parameter]
+        shard, view = _local(grad), self.views[parameter]
         if _is_in(grad, view):
             return
         view.copy_(shard)
@@ -92,28 +86,27 @@ class _Bucket:
     @torch.no_grad()
     def pack(self) -> torch.Tensor:
         """Return the buffer with all gradients, and with zeros for those that do not exist."""
-        for parameter, view in self._views.items():
+        for parameter, view in self.views.items():
             if parameter.grad is None:
                 view.zero_()
             else:
                 self.move(parameter)
-        exists = [float(parameter.grad is not None) for parameter in self.parameters]
+        exists = [float(parameter.grad is not None) for parameter in self.views]
         self.buffer[-len(exists) :] = device_tensor(exists, self.buffer.dtype, self.buffer.device)
         return self.buffer
 
-    @torch.no_grad()
     def unpack(self, buffer: torch.Tensor) -> None:
         """Write sums into the gradients; create those that only other ranks have."""
         # Collectives write without autograd's knowledge: who compares versions must see it.
         torch.autograd.graph.increment_version(buffer)
         sums, exists = self._split(buffer)
-        if any(parameter.grad is None for parameter in self.parameters):
-            for parameter, count in zip(self.parameters, exists.tolist(), strict=True):
+        if any(parameter.grad is None for parameter in self.views):
+            for parameter, count in zip(self.views, exists.tolist(), strict=True):
                 if parameter.grad is None and count:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         pairs = [
             (_local(parameter.grad), part)
-            for parameter, part in zip(self.parameters, sums, strict=True)
+            for parameter, part in zip(self.views, sums, strict=True)
             if parameter.grad is not None and not _is_in(parameter.grad, part)
         ]
         if pairs:
@@ -147,9 +140,8 @@ class BucketedAllReduce:
     Note:
         Gradients of several micro-batches are accumulated in the buffers that are reduced, which
         exist as long as this object. Half-precision gradients are summed over ranks in float32 and
-        rounded once. Parameters whose ``grad_dtype`` is ``torch.float32`` have float32 gradients:
-        they are accumulated in float32 too, and never rounded. All ranks get the same bits.
-        ``torch.autograd.grad`` accumulates nothing, so nothing is reduced.
+        rounded once; with a ``grad_dtype`` of ``torch.float32`` they are accumulated in float32 and
+        never rounded. All ranks get the same bits. ``torch.autograd.grad`` reduces nothing.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -174,24 +166,18 @@ class BucketedAllReduce:
         checks.flag(_OP, "overlap", overlap)
         checks.flag(_OP, "ordered", ordered)
         if not isinstance(group, dist.ProcessGroup):
-            got = checks.type_name(group)
-            raise TypeError(f"{_OP}: group must be a torch.distributed.ProcessGroup, got {got}")
-        self.group = group
-        self.overlap = overlap
-        self.ordered = ordered
-        self.synchronize = True
-        self._deferred = False
+            checks.fail_type(_OP, "group", "a torch.distributed.ProcessGroup", group)
+        self.group, self.overlap, self.ordered = group, overlap, ordered
+        self.synchronize, self._deferred = True, False
         self._backward = -1  # autograd's number of the backward whose gradients are reduced
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         trained = [[p for p in bucket if p.requires_grad] for bucket in buckets]
         _check_buckets(trained)
         # Ordered sums are added to those of earlier micro-batches, which need their own memory.
-        self._buckets = [
-            _Bucket(number, parameters, in_place=not ordered)
-            for number, parameters in enumerate(filter(None, trained))
-            if group.size() > 1  # else the gradients are the sums
-        ]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        # On one rank the gradients are the sums.
+        trained = [parameters for parameters in trained if parameters and group.size() > 1]
+        self._buckets = [_Bucket(parameters, in_place=not ordered) for parameters in trained]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)
             for parameter in self._bucket_of
@@ -206,10 +192,7 @@ class BucketedAllReduce:
         self.synchronize = last or self.ordered
 
     def recover(self) -> None:
-        """Discard what a backward that raised has left; without one this does nothing.
-
-        All ranks must have raised: a reduction that started on some ranks alone does not end.
-        """
+        """Discard what a backward that raised, on all ranks, has left; without one do nothing."""
         self._earlier.clear()
         for bucket in self._buckets:
             if bucket.pending is not None:
@@ -219,14 +202,13 @@ class BucketedAllReduce:
     def defer(self) -> None:
         """Let the caller end the reductions of a step by ``start`` and ``finish``.
 
-        The last backward starts those whose gradients it has completed, and waits for none. In a
-        backward that comes in two parts hooks are not called, and ``start`` starts all.
+        The last backward starts what it completes; if it comes in two parts, it starts nothing.
         """
         self._deferred, self.synchronize = True, False
 
     def start(self) -> None:
         """Start to reduce what the last backward did not; ``finish`` waits."""
-        self._start(lambda bucket: True)
+        self._start()
         self.synchronize = False
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
@@ -239,7 +221,7 @@ class BucketedAllReduce:
         self._begin_backward()
         bucket.missing.discard(parameter)
         if self.overlap:
-            self._start(lambda bucket: not bucket.missing)
+            self._start(complete=True)
 
     def _begin_backward(self, *_: Any) -> None:
         """Prepare for the gradients of a backward, at the first of them."""
@@ -249,38 +231,32 @@ class BucketedAllReduce:
         self._backward = backward
         self.recover()
         for bucket in self._buckets:
-            bucket.missing = set(bucket.parameters)
+            bucket.missing = set(bucket.views)
         for parameter in self._bucket_of if self.ordered else ():
             if parameter.grad is not None:
                 self._earlier[parameter], parameter.grad = parameter.grad, None
         if not self._deferred:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
-    def _start(self, ready: Callable[[_Bucket], bool]) -> None:
-        """Start buckets in order, up to the first that is not ready."""
-        for bucket in self._buckets:
+    def _start(self, *, complete: bool = False) -> None:
+        """Start buckets in order; with ``complete`` up to the first that misses gradients."""
+        for number, bucket in enumerate(self._buckets):
             if bucket.pending is None:
-                if not ready(bucket):
+                if complete and bucket.missing:
                     return
-                label = f"gradients {bucket.number}"
+                label = f"gradients {number}"
                 add = collectives.all_reduce_ordered if self.ordered else collectives.all_reduce
                 bucket.pending = add(bucket.pack(), self.group, label=label)
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Start what is left, wait for all reductions, and write the sums."""
-        try:
-            self._start(lambda bucket: True)
-            for bucket in self._buckets:
-                assert bucket.pending is not None
-                bucket.unpack(bucket.pending.wait())
-            self._add_earlier()
-        finally:
-            for bucket in self._buckets:
-                bucket.pending = None
-
-    @torch.no_grad()
-    def _add_earlier(self) -> None:
-        """Add the sums of earlier micro-batches, in whose order autograd would have added."""
+        self._start()
+        for bucket in self._buckets:
+            pending, bucket.pending = bucket.pending, None
+            assert pending is not None
+            bucket.unpack(pending.wait())
+        # Sums of earlier micro-batches, in whose order autograd would have added.
         while self._earlier:
             parameter, earlier = self._earlier.popitem()
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
@@ -289,10 +265,9 @@ class BucketedAllReduce:
 def _check_buckets(buckets: list[list[nn.Parameter]]) -> None:
     seen: set[nn.Parameter] = set()
     for bucket in buckets:
-        kinds = {(parameter.dtype, parameter.device) for parameter in bucket}
+        kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in bucket}
         if len(kinds) > 1:
-            names = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            checks.fail(_OP, "buckets", "of one dtype and device each", names)
+            checks.fail(_OP, "buckets", "of one dtype and device each", ", ".join(sorted(kinds)))
         if seen & set(bucket):
             checks.fail(_OP, "buckets", "apart", "a parameter that is in two")
         seen |= set(bucket)

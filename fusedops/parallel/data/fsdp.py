@@ -5,13 +5,13 @@ gradients as well, 3 weights as well. Sums of gradients are not divided by the n
 caller divides the loss by the number of all tokens.
 
 All use of FSDP2's private interface is in this file: ``gather_weights``, ``release_weights`` and
-``finish_backward`` do what its hooks do, for a backward that comes in two parts; ``recover`` knows
-where they were interrupted.
+``finish_backward`` do what its hooks do, for a backward that comes in two parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,6 @@ from fusedops.parallel.comm import collectives
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
 
 
 def shard(
@@ -89,48 +88,37 @@ def shard(
             mesh=mesh,
             # None: all but the model itself, whose own parameters the backward needs first.
             reshard_after_forward=None if stage == 3 and gather_again else False,
-            shard_placement_fn=lambda parameter: Shard(_shard_dim(parameter, mesh.size(-1))),
+            shard_placement_fn=lambda parameter: Shard(shard_dim(parameter, mesh.size(-1)) or 0),
             mp_policy=precision,
             ignored_params=ignored_params,
         )
-        first: FSDPModule = block[0] if isinstance(block, list) else block  # type: ignore[assignment]
+        first: Any = block[0] if isinstance(block, list) else block
         first.set_gradient_divide_factor(1.0)
         first.set_force_sum_reduction_for_comms(True)
-        first.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
-        first.set_custom_reduce_scatter(_ReduceScatter(ordered))  # type: ignore[arg-type]
+        first.set_custom_all_gather(_AllGather())
+        first.set_custom_reduce_scatter(_ReduceScatter(ordered))
     if isinstance(blocks[-1], nn.Module):
         blocks[-1].register_forward_hook(_after_forward)
 
 
-def divides(parameter: torch.Tensor, ranks: int) -> bool:
-    """Whether ``shard`` can shard a parameter over so many ranks.
+def shard_dim(parameter: torch.Tensor, ranks: int) -> int | None:
+    """Return the dim that ``shard`` divides over so many ranks, ``None`` if it cannot.
 
-    It cannot if two meshes would shard one dim unevenly, such as a bias of 19 entries on 2 ranks of
-    tensor parallelism: torch does not gather such shards.
+    The first one if no mesh shards it yet, else one that is not sharded and that the ranks divide.
+    Torch does not gather what two meshes shard unevenly, such as a bias of 19 entries on 2 ranks of
+    tensor parallelism.
     """
-    shards = _shards_by_dim(parameter)
-    dim = _shard_dim(parameter, ranks)
-    return dim not in shards or parameter.shape[dim] % (shards[dim] * ranks) == 0
-
-
-def _shard_dim(parameter: torch.Tensor, ranks: int) -> int:
-    """Return the first dim that is not sharded yet and that ``ranks`` divide, else dim 0."""
-    shards = _shards_by_dim(parameter)
-    if 0 in shards:
-        for dim, size in enumerate(parameter.shape):
-            if dim not in shards and size % ranks == 0:
-                return dim
-    return 0
-
-
-def _shards_by_dim(parameter: torch.Tensor) -> dict[int, int]:
-    """Return the number of shards of each dim that is sharded."""
     shards: dict[int, int] = {}
     if isinstance(parameter, DTensor):
         for size, place in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
             if isinstance(place, Shard):
                 shards[place.dim] = shards.get(place.dim, 1) * size
-    return shards
+    if 0 not in shards:
+        return 0
+    for dim, size in enumerate(parameter.shape):
+        if dim not in shards and size % ranks == 0:
+            return dim
+    return 0 if parameter.shape[0] % (shards[0] * ranks) == 0 else None
 
 
 def gather_weights(root: nn.Module) -> None:
@@ -143,9 +131,8 @@ def gather_weights(root: nn.Module) -> None:
 def _after_forward(model: nn.Module, *_: Any) -> None:
     """Release the weights after a forward that no backward follows.
 
-    FSDP2 keeps those of the root, and with stages 1 and 2 all of them, for the backward. Until
-    then, the model's parameters would have no gradients, and the next forward would use the
-    gathered weights, whatever the optimizer does to the sharded ones.
+    FSDP2 keeps those of the root, and with stages 1 and 2 all of them, for a backward: the next
+    forward would use them, whatever the optimizer does to the sharded ones.
     """
     if not torch.is_grad_enabled() and model._get_fsdp_state()._is_root:  # type: ignore[operator]
         release_weights(model)
@@ -165,8 +152,8 @@ def finish_backward(root: nn.Module) -> None:
 def recover(root: nn.Module) -> None:
     """Discard what a forward or a backward that raised has left; without one do nothing.
 
-    Gradients are discarded as well: ``zero_grad`` of the model does not reach those of sharded
-    weights while weights are gathered, and that of an optimizer not those of gathered ones.
+    Also gradients: ``zero_grad`` of a model or an optimizer reaches only those of the weights that
+    are its parameters now, gathered ones or sharded ones.
     """
     context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
     if not context.post_backward_final_callback_queued and context.iter_forward_root is None:
@@ -184,45 +171,26 @@ def _parameter_groups(root: nn.Module) -> list[Any]:
     return [group for state in states for group in state._fsdp_param_groups]
 
 
+# FSDP2 calls these by names of arguments; they wait, which it takes for synchronous.
 class _Buffers:
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
         """Return memory for a communication."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _AllGather(_Buffers):
-    """FSDP2's all-gather, by ``collectives``. It waits, which FSDP2 takes for synchronous."""
-
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
     ) -> None:
         collectives.all_gather(input_tensor, group, out=output_tensor, label="weights").wait()
 
 
 class _ReduceScatter(_Buffers):
-    """FSDP2's reduce-scatter, by ``collectives``."""
-
     def __init__(self, ordered: bool) -> None:
-        self._ordered = ordered
+        self._scatter = partial(collectives.reduce_scatter, label="gradients", ordered=ordered)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op
-        ordered = self._ordered
-        pending = collectives.reduce_scatter(
-            input_tensor, group, label="gradients", ordered=ordered
-        )
-        summed = pending.wait()
-        output_tensor.copy_(summed.view_as(output_tensor))
+        output_tensor.copy_(self._scatter(input_tensor, group).wait().view_as(output_tensor))

@@ -22,9 +22,8 @@ class GradientSync:
     def begin(self, *, last: bool) -> None:
         """Prepare for the forward and backward of a micro-batch; ``last``: of a step.
 
-        Before the last one, replicated parameters and stage 1 accumulate gradients and communicate
-        nothing; stages 2 and 3 reduce in each, because they keep gradients sharded. Stages 1 and 2
-        keep weights unsharded until the backward of the last one.
+        Before the last one, only stages 2 and 3 reduce gradients, because they keep them sharded.
+        Stages 1 and 2 keep weights unsharded until the backward of the last one.
         """
         self.recover()
         for reducer in self.reducers:
@@ -32,10 +31,7 @@ class GradientSync:
         self._set(last, sync=last or self.stage > 1, reshard=last or self.stage == 3)
 
     def recover(self) -> None:
-        """Discard what a forward or a backward that raised on all ranks has left.
-
-        Gradients are incomplete then: make the step again after the optimizer's ``zero_grad``.
-        """
+        """Discard what a step that raised on all ranks has left; ``zero_grad`` follows."""
         for reducer in self.reducers:
             reducer.recover()
         for root in self.sharded[-1:]:
@@ -47,20 +43,16 @@ class GradientSync:
             fsdp.release_weights(root)
 
     def begin_part(self) -> None:
-        """Prepare for a part of a backward that comes in two.
+        """Prepare for a part of a backward that comes in two, both of which read all weights.
 
-        FSDP2's hooks run where gradients of inputs pass, and the gradients of weights come later:
-        during a part the hooks do nothing. All weights are gathered, because both parts read them.
+        FSDP2's hooks do nothing: they run with gradients of inputs, those of weights come later.
         """
         self._set(False, sync=False, reshard=False)
         for root in self.sharded[-1:]:
             fsdp.gather_weights(root)
 
     def end_part(self, *, weights: bool, last: bool) -> None:
-        """Do what FSDP2's hooks do in an undivided backward.
-
-        ``weights``: the part computed the gradients of weights. ``last``: of the step.
-        """
+        """Do what FSDP2's hooks do in an undivided backward; ``weights``: their gradients exist."""
         if weights:
             self.begin(last=last)
         for root in self.sharded[-1:]:

@@ -3,8 +3,7 @@
 The lists are those of ``schedules.py``. Torch's own runtime is not used, its split of a backward
 is: that runtime keeps a buffer for each micro-batch from step to step, starts by two passes that
 only learn shapes, and its second half of a backward bypasses the hooks of data parallelism. Here
-memory for a receive lives from its post to its backward; a stage is notified when its last gradient
-is ready; and ``computing`` marks each action, so that a recorded log is a timeline.
+``computing`` marks each action, so that a recorded log is a timeline.
 
 A stage returns, besides the input of the next one, a scalar: its share of the loss (of the last
 stage the loss, of any stage the losses of its routers), whose gradient is 1. It is a second root of
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import distributed as dist
@@ -26,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from fusedops._core.device_tensors import device_tensor
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.comm.collectives import Pending
+from fusedops.parallel.data.grad_sync import GradientSync
 from fusedops.parallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
@@ -43,38 +43,11 @@ from fusedops.parallel.pipeline.schedules import (
 _HEADER = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-
 # Of stage, micro-batch and input: the input of the next stage, ``None`` of the last one, and this
 # stage's share of the loss, ``None`` where there is no share.
 Computes: TypeAlias = Callable[
     [int, int, "torch.Tensor | None"], tuple["torch.Tensor | None", "torch.Tensor | None"]
 ]
-
-
-# By stage and micro-batch.
-_Received: TypeAlias = "dict[tuple[int, int], Pending | torch.Tensor]"
-
-
-class Reduces(Protocol):
-    """What sums the gradients of a stage over its replicas: ``data.grad_sync.GradientSync``."""
-
-    def begin(self, *, last: bool) -> None:
-        """Prepare for an undivided backward; ``last``: the stage's last one of the step."""
-
-    def recover(self) -> None:
-        """Discard what a step that raised has left."""
-
-    def begin_part(self) -> None:
-        """Prepare for a part of a backward."""
-
-    def end_part(self, *, weights: bool, last: bool) -> None:
-        """Finish a part; ``weights``: it computed the gradients of weights."""
-
-    def start(self) -> None:
-        """Start to sum replicated gradients: all gradients of the stage are ready."""
-
-    def finish(self) -> None:
-        """Wait for the sums."""
 
 
 @dataclass
@@ -96,14 +69,11 @@ class Driver:
     # The modules of this rank, by number of the stage: whose parameters get gradients
     stages: Mapping[int, nn.Module]
     # For each of them, what sums its gradients; nothing for stages without replicas
-    data: Mapping[int, Reduces] = field(default_factory=dict)
-    # By stage, the most micro-batches that were in flight at a time in the last step
-    most_alive: Counter[int] = field(default_factory=Counter)
+    data: Mapping[int, GradientSync] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._rank = self.group.rank()
-        self._lists = self.table.with_transfers()[self._rank]
-        self._forwards = self.table.forwards()[self._rank]
+        rank = self.group.rank()
+        self._lists, self._forwards = self.table.with_transfers()[rank], self.table.forwards()[rank]
         self._split = {(stage, part) for kind, stage, part in self._lists if kind == INPUT}
         self._known: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
 
@@ -117,7 +87,6 @@ class Driver:
         """
         for sync in self.data.values():
             sync.recover()
-        self.most_alive.clear()
         _Step(self, compute, device, key).run(self._lists)
         for sync in self.data.values():
             sync.finish()
@@ -139,11 +108,9 @@ class _Step:
     device: torch.device
     key: Callable[[int], Hashable]
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
-    alive: Counter[int] = field(default_factory=Counter)
     backwards: Counter[int] = field(default_factory=Counter)
-    # From other stages: tensors of this rank's own, and pending receives.
-    forward: _Received = field(default_factory=dict)
-    backward: _Received = field(default_factory=dict)
+    # From other stages, by direction and place: tensors of this rank's own, and pending receives.
+    arrived: dict[tuple[str, int, int], Pending | torch.Tensor] = field(default_factory=dict)
     outgoing: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     sent: dict[str, Pending] = field(default_factory=dict)
 
@@ -154,63 +121,33 @@ class _Step:
         for pending in self.sent.values():
             pending.wait()
         self.sent.clear()
-        assert not (self.in_flight or self.forward or self.backward or self.outgoing)
+        assert not (self.in_flight or self.arrived or self.outgoing)
 
     def _run_action(self, action: Action) -> None:
         kind, stage, microbatch = action
-        place = stage, microbatch
         if kind in (SEND_FORWARD, SEND_BACKWARD):
             self._send(action)
         elif kind == RECEIVE_FORWARD:
-            self.forward[place] = self._receive(action, stage - 1)
+            self.arrived[FORWARD, stage, microbatch] = self._receive(action, stage - 1)
         elif kind == RECEIVE_BACKWARD:
-            self.backward[place] = self._receive(action, stage + 1)
+            self.arrived[BACKWARD, stage, microbatch] = self._receive(action, stage + 1)
         else:
-            received = self._wait(kind, place)
+            received: Pending | torch.Tensor | None = None
+            if kind != WEIGHT:
+                direction = FORWARD if kind == FORWARD else BACKWARD
+                received = self.arrived.pop((direction, stage, microbatch), None)
+            received = received.wait() if isinstance(received, Pending) else received
+            run = self._run_forward if kind == FORWARD else self._run_backward
             with collectives.computing(str(action)):
-                self._run(kind, place, received)
+                run(action, received)
             if kind in (BACKWARD, WEIGHT):
-                self._ended(stage)
+                self.backwards[stage] += 1
+                data = self.driver.data.get(stage)
+                if data is not None and self.backwards[stage] == self.driver.table.microbatches:
+                    data.start()
 
-    def _wait(self, kind: str, place: tuple[int, int]) -> torch.Tensor | None:
-        """Return the tensor of another stage that this action needs."""
-        stage = place[0]
-        received: Pending | torch.Tensor | None = None
-        if kind == FORWARD:
-            received = self.forward.pop(place) if stage else None
-        elif kind != WEIGHT and stage < self.driver.table.stages - 1:
-            received = self.backward.pop(place)
-        return received.wait() if isinstance(received, Pending) else received
-
-    def _run(self, kind: str, place: tuple[int, int], received: torch.Tensor | None) -> None:
-        if kind == FORWARD:
-            self._run_forward(place, received)
-            return
-        state = self.in_flight[place] if kind == INPUT else self.in_flight.pop(place)
-        if received is not None:
-            state.grads.insert(0, received)
-        if kind == INPUT and state.input is None:  # the first stage has no gradient of an input
-            return
-        stage = place[0]
-        data = self.driver.data.get(stage)
-        last = self.backwards[stage] == self.driver.table.microbatches - 1
-        if data is not None and kind == BACKWARD:
-            data.begin(last=last)
-        elif data is not None:
-            data.begin_part()
-        if kind == INPUT:
-            self._run_input(stage, state)
-        elif kind == WEIGHT and state.groups is not None:
-            self._run_weight(stage, state.groups)
-        else:
-            torch.autograd.backward(state.roots, state.grads)
-        if kind != WEIGHT:
-            self._pass_back(place, state)
-        if data is not None and kind != BACKWARD:
-            data.end_part(weights=kind == WEIGHT, last=last)
-
-    def _run_forward(self, place: tuple[int, int], input: torch.Tensor | None) -> None:
-        stage, microbatch = place
+    def _run_forward(self, action: Action, input: torch.Tensor | None) -> None:
+        _, stage, microbatch = action
         training = torch.is_grad_enabled()
         if input is not None:
             input = input.detach().requires_grad_(training)
@@ -218,65 +155,61 @@ class _Step:
         if passed is not None:
             if training and passed._is_view():  # the split backward cuts its roots off in place
                 passed = passed.clone()
-            self._put(self.forward, (stage + 1, microbatch), passed.detach(), place)
+            self._pass(action, FORWARD, stage + 1, passed.detach())
         if not training:
             return
         roots: list[Any] = [r for r in (passed, share) if r is not None and r.requires_grad]
         grads = [torch.ones_like(share)] if share is not None and share.requires_grad else []
-        if place not in self.driver._split:
+        if (stage, microbatch) not in self.driver._split:
             # What is sent need not live until its backward, which starts from the edges.
             roots = [get_gradient_edge(root) for root in roots]
-        self.in_flight[place] = _InFlight(input, roots, grads)
-        self.alive[stage] += 1
-        most = self.driver.most_alive
-        most[stage] = max(most[stage], self.alive[stage])
+        self.in_flight[stage, microbatch] = _InFlight(input, roots, grads)
 
-    def _run_input(self, stage: int, state: _InFlight) -> None:
-        from torch.distributed.pipelining._backward import stage_backward_input
+    def _run_backward(self, action: Action, received: torch.Tensor | None) -> None:
+        from torch.distributed.pipelining import _backward
 
-        weights = self.driver.stages[stage].parameters()
-        _, state.groups = stage_backward_input(state.roots, state.grads, [state.input], weights)
-        state.roots, state.grads = [], []
-
-    def _run_weight(self, stage: int, groups: list[dict[str, Any]]) -> None:
-        from torch.distributed.pipelining._backward import stage_backward_weight
-
-        stage_backward_weight(self.driver.stages[stage].parameters(), groups)
-
-    def _pass_back(self, place: tuple[int, int], state: _InFlight) -> None:
-        stage, microbatch = place
-        if state.input is not None:
-            assert state.input.grad is not None
-            self._put(self.backward, (stage - 1, microbatch), state.input.grad, place)
-            state.input = None
-
-    def _put(
-        self,
-        here: _Received,
-        target: tuple[int, int],
-        tensor: torch.Tensor,
-        place: tuple[int, int],
-    ) -> None:
-        """Keep a tensor for another stage of this rank, or for the send that follows."""
-        if target[0] in self.driver.stages:
-            here[target] = tensor
+        kind, stage, microbatch = action
+        take = self.in_flight.__getitem__ if kind == INPUT else self.in_flight.pop
+        state = take((stage, microbatch))
+        if received is not None:
+            state.grads.insert(0, received)
+        if kind == INPUT and state.input is None:  # the first stage has no gradient of an input
+            return
+        data, weights = self.driver.data.get(stage), self.driver.stages[stage].parameters()
+        is_last = self.backwards[stage] == self.driver.table.microbatches - 1
+        if data is not None and kind == BACKWARD:
+            data.begin(last=is_last)
+        elif data is not None:
+            data.begin_part()
+        if kind == INPUT:
+            _, state.groups = _backward.stage_backward_input(
+                state.roots, state.grads, [state.input], weights
+            )
+            state.roots, state.grads = [], []
+        elif kind == WEIGHT and state.groups is not None:
+            _backward.stage_backward_weight(weights, state.groups)
         else:
-            self.outgoing[place] = tensor
+            torch.autograd.backward(state.roots, state.grads)
+        if kind != WEIGHT and state.input is not None:
+            assert state.input.grad is not None
+            self._pass(action, BACKWARD, stage - 1, state.input.grad)
+            state.input = None
+        if data is not None and kind != BACKWARD:
+            data.end_part(weights=kind == WEIGHT, last=is_last)
 
-    def _ended(self, stage: int) -> None:
-        """Note the end of a backward; after the last one gradients are summed."""
-        self.alive[stage] -= 1
-        self.backwards[stage] += 1
-        data = self.driver.data.get(stage)
-        if data is not None and self.backwards[stage] == self.driver.table.microbatches:
-            data.start()
+    def _pass(self, action: Action, direction: str, target: int, tensor: torch.Tensor) -> None:
+        """Keep a tensor for another stage of this rank, or for the send that follows."""
+        _, stage, microbatch = action
+        if target in self.driver.stages:
+            self.arrived[direction, target, microbatch] = tensor
+        else:
+            self.outgoing[stage, microbatch] = tensor
 
     def _send(self, action: Action) -> None:
         """Send the result of the previous action, after the previous send of this kind ended."""
         kind, stage, microbatch = action
-        group = self.driver.group
+        group, forward = self.driver.group, kind == SEND_FORWARD
         tensor = self.outgoing.pop((stage, microbatch)).contiguous()
-        forward = kind == SEND_FORWARD
         to = self.driver.table.rank_of(stage + 1 if forward else stage - 1)
         if kind in self.sent:
             self.sent.pop(kind).wait()

@@ -13,12 +13,12 @@ cycle, even if a send ends only when it is received.
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 from torch import nn
 
@@ -28,8 +28,6 @@ from fusedops.parallel.sizes import refuse
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 SEND_FORWARD, RECEIVE_FORWARD = "send F", "receive F"
 SEND_BACKWARD, RECEIVE_BACKWARD = "send B", "receive B"
-
-_OP = "pipeline"
 
 
 class Action(NamedTuple):
@@ -104,10 +102,7 @@ class ScheduleTable:
         return sum(self.rank_of(stage) != rank for stage in inside)
 
     def needs(self, action: Action) -> list[Action]:
-        """Return the actions of which at least one must be done before.
-
-        Empty: the action needs nothing.
-        """
+        """Return the actions of which at least one must be done before, if any."""
         kind, stage, microbatch = action
         if kind == FORWARD:
             return [Action(FORWARD, stage - 1, microbatch)] if stage else []
@@ -120,20 +115,44 @@ class ScheduleTable:
     @cached_property
     def in_order(self) -> tuple[tuple[int, Action], ...]:
         """Ranks and actions of all ranks, in an order in which they can run one by one."""
-        return tuple(_in_order(self, self.actions))
+        left = [deque(actions) for actions in self.actions]
+        done: dict[Action, int] = {}
+        while any(left):
+            before = len(done)
+            for rank, waiting in enumerate(left):
+                needs = self.needs(waiting[0]) if waiting else []
+                if waiting and (not needs or any(need in done for need in needs)):
+                    done[waiting.popleft()] = rank
+            assert len(done) > before, f"{self.schedule.name} waits in a circle"
+        return tuple((rank, action) for action, rank in done.items())
 
     def with_transfers(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of each rank with sends and receives."""
-        return _with_transfers(self, self.in_order)
+        return self._with_transfers(self.in_order)
 
     def forwards(self) -> tuple[tuple[Action, ...], ...]:
         """Return the forwards alone, with transfers: for validation."""
-        microbatches = range(self.microbatches)
-        actions = [
-            [Action(FORWARD, stage, i) for i in microbatches for stage in self.stages_of(rank)]
-            for rank in range(self.ranks)
-        ]
-        return _with_transfers(self, _in_order(self, actions))
+        places = product(range(self.microbatches), range(self.stages))
+        return self._with_transfers(
+            (self.rank_of(stage), Action(FORWARD, stage, i)) for i, stage in places
+        )
+
+    def _with_transfers(
+        self, in_order: Iterable[tuple[int, Action]]
+    ) -> tuple[tuple[Action, ...], ...]:
+        """Return the actions, each send after what is sent, each receive at the same moment."""
+        ordered: list[list[Action]] = [[] for _ in range(self.ranks)]
+        for rank, action in in_order:
+            ordered[rank].append(action)
+            kind, stage, microbatch = action
+            send, receive, other = SEND_BACKWARD, RECEIVE_BACKWARD, stage - 1
+            if kind == FORWARD:
+                send, receive, other = SEND_FORWARD, RECEIVE_FORWARD, stage + 1
+            if kind == WEIGHT or not 0 <= other < self.stages or self.rank_of(other) == rank:
+                continue
+            ordered[rank].append(Action(send, stage, microbatch))
+            ordered[self.rank_of(other)].append(Action(receive, other, microbatch))
+        return tuple(map(tuple, ordered))
 
 
 def table(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> ScheduleTable:
@@ -155,11 +174,11 @@ def table(name: str, ranks: int, microbatches: int, virtual: int | None = None) 
         >>> print(*table("1f1b", ranks=2, microbatches=3).actions[0])
         0F0 0F1 0B0 0F2 0B1 0B2
     """
-    schedule = check_schedule(_OP, name, ranks, microbatches, virtual)
+    schedule = check_schedule("pipeline", name, ranks, microbatches, virtual)
     virtual = schedule.virtual if virtual is None else virtual
     if schedule.torch is None:
-        make = _gpipe if name == "gpipe" else _one_forward_one_backward
-        actions = [make(rank, ranks, microbatches) for rank in range(ranks)]
+        ahead = [microbatches if name == "gpipe" else ranks - rank for rank in range(ranks)]
+        actions = [_in_turns(rank, ahead[rank], microbatches) for rank in range(ranks)]
     else:
         actions = _of_torch(schedule.torch, ranks, microbatches, virtual)
     return ScheduleTable(schedule, ranks, microbatches, virtual, tuple(map(tuple, actions)))
@@ -184,34 +203,24 @@ def check_schedule(
         expected = f"at least {2 * ranks}, the stages of {name!r} on pp = {ranks} ranks"
         hint = "; '1f1b' takes any number"
         checks.fail(op, "microbatches", expected, f"{microbatches}{hint}")
-    if name in ("interleaved", "zero_bubble"):
-        _check_rounds(op, name, ranks, microbatches)
+    # Numbers of micro-batches that are complete rounds of at least ``ranks`` each.
+    near = [n for n in range(1, 2 * microbatches + ranks) if n % max(1, n // ranks) == 0]
+    if name in ("interleaved", "zero_bubble") and microbatches not in near:
+        expected = f"a multiple of pp = {ranks}, or of its rounds, with {name!r}"
+        refuse(op, "microbatches", expected, microbatches, near)
     return schedule
 
 
-def _check_rounds(op: str, name: str, ranks: int, microbatches: int) -> None:
-    """Raise unless micro-batches form complete rounds of at least ``ranks`` each."""
+def _in_turns(stage: int, ahead: int, microbatches: int) -> list[Action]:
+    """Return backwards and forwards in turns; the forwards are up to ``ahead`` micro-batches ahead.
 
-    def fits(number: int) -> bool:
-        return number % max(1, number // ranks) == 0
-
-    if not fits(microbatches):
-        near = [number for number in range(1, 2 * microbatches + ranks) if fits(number)]
-        expected = f"a multiple of pp = {ranks}, or of its rounds, with {name!r}"
-        refuse(op, "microbatches", expected, microbatches, near)
-
-
-def _gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    return [Action(kind, rank, i) for kind in (FORWARD, BACKWARD) for i in range(microbatches)]
-
-
-def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    ahead = min(microbatches, ranks - rank)
-    actions = [Action(FORWARD, rank, i) for i in range(ahead)]
+    GPipe runs all of them ahead.
+    """
+    actions = [Action(FORWARD, stage, i) for i in range(min(ahead, microbatches))]
     for i in range(microbatches):
-        actions.append(Action(BACKWARD, rank, i))
+        actions.append(Action(BACKWARD, stage, i))
         if ahead + i < microbatches:
-            actions.append(Action(FORWARD, rank, ahead + i))
+            actions.append(Action(FORWARD, stage, ahead + i))
     return actions
 
 
@@ -230,58 +239,19 @@ class _StageStub:
 @cache
 def _of_torch(name: str, ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
     """Return the computations of one of torch's schedules."""
-    module = importlib.import_module("torch.distributed.pipelining.schedules")
-    kind = getattr(module, f"Schedule{name}")
+    from torch.distributed.pipelining import schedules
+
+    kind = getattr(schedules, f"Schedule{name}")
     stubs = [_StageStub(lap * ranks, ranks * virtual, ranks) for lap in range(virtual)]
     # The sends and receives that it would insert are not used, and take longer than all the rest.
     plain = type(kind.__name__, (kind,), {"_prepare_schedule_with_comms": lambda *_: None})
     order = plain(stubs, microbatches).pipeline_order
-    return [list(_flat(order[rank])) for rank in range(ranks)]
-
-
-def _flat(actions: Iterable[Any]) -> Iterable[Action]:
-    """Yield torch's actions as ours; those that it pairs one after the other."""
-    for action in actions:
-        if action is None:
-            continue
-        if action.sub_actions is not None:
-            yield from _flat(action.sub_actions)
-        else:
-            yield Action(action.computation_type.value, action.stage_index, action.microbatch_index)
-
-
-def _in_order(
-    table: ScheduleTable, actions: Iterable[Iterable[Action]]
-) -> Iterator[tuple[int, Action]]:
-    """Yield ranks and actions of all ranks, in an order in which they can run one by one."""
-    left = [deque(of_rank) for of_rank in actions]
-    done: set[Action] = set()
-    while any(left):
-        before = len(done)
-        for rank, waiting in enumerate(left):
-            needs = table.needs(waiting[0]) if waiting else []
-            if not waiting or (needs and not done.intersection(needs)):
-                continue
-            done.add(waiting[0])
-            yield rank, waiting.popleft()
-        assert len(done) > before, f"{table.schedule.name} waits in a circle"
-
-
-def _with_transfers(
-    table: ScheduleTable, in_order: Iterable[tuple[int, Action]]
-) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions, each send after what is sent, each receive at the same moment."""
-    ordered: list[list[Action]] = [[] for _ in range(table.ranks)]
-    for rank, action in in_order:
-        ordered[rank].append(action)
-        kind, stage, microbatch = action
-        forward = kind == FORWARD
-        other = stage + 1 if forward else stage - 1
-        if kind == WEIGHT or not 0 <= other < table.stages or table.rank_of(other) == rank:
-            continue
-        send, receive = SEND_BACKWARD, RECEIVE_BACKWARD
-        if forward:
-            send, receive = SEND_FORWARD, RECEIVE_FORWARD
-        ordered[rank].append(Action(send, stage, microbatch))
-        ordered[table.rank_of(other)].append(Action(receive, other, microbatch))
-    return tuple(map(tuple, ordered))
+    return [
+        [
+            Action(part.computation_type.value, part.stage_index, part.microbatch_index)
+            for action in order[rank]
+            if action is not None
+            for part in action.sub_actions or (action,)  # torch pairs some
+        ]
+        for rank in range(ranks)
+    ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import inf
 
 from fusedops._core import checks
 from fusedops.parallel.pipeline.schedules import ScheduleTable
@@ -60,15 +61,13 @@ def _last_run(
     cost: Callable[[int, int], float],
 ) -> tuple[float, float, tuple[int, ...]]:
     """Return the best split of the layers before ``end``, of the best ones with a stage less."""
-    least: tuple[float, float, tuple[int, ...]] | None = None
+    least: tuple[float, float, tuple[int, ...]] = (inf, inf, ())
     for begin in reversed([begin for begin in best if begin < end]):
         own = cost(begin, end)
-        if least is not None and own > least[0]:
+        if own > least[0]:
             break  # longer runs cost more
         slowest, squares, cuts = best[begin]
-        split = max(slowest, own), squares + own**2, (*cuts, end)
-        least = split if least is None else min(least, split)
-    assert least is not None, "check_layers left a layer for each stage"
+        least = min(least, (max(slowest, own), squares + own**2, (*cuts, end)))
     return least
 
 
@@ -154,14 +153,9 @@ def at(starts: Sequence[int], layers: int, stages: int, op: str = "pipeline") ->
 def check_layers(
     op: str, layers: int, stages: int, virtual: int = 1, *, fixed: bool = False
 ) -> None:
-    """Raise unless each stage can have a layer.
+    """Raise unless each of the stages of all ranks can have a layer.
 
-    Args:
-        op: what refuses.
-        layers: of the model.
-        stages: of all ranks together.
-        virtual: stages of a rank.
-        fixed: whether the schedule exists for no other number of them.
+    ``virtual`` are the stages of a rank, ``fixed`` if the schedule exists for no other number.
     """
     if layers >= stages:
         return

@@ -1,7 +1,6 @@
 """What ran when on each rank of a pipeline, as numbers and as a plot.
 
-Of a step that was recorded (``comm.collectives.recorded``), or computed from a schedule and the
-costs of its actions, without running anything.
+Of a recorded step, or computed from a schedule and the costs of its actions.
 """
 
 from __future__ import annotations
@@ -62,10 +61,9 @@ class Timeline:
         return 1.0 - busy / (len(self.spans) * (self.end - self.begin))
 
     def alive(self) -> list[float]:
-        """Return the most micro-batches of which each rank kept activations.
+        """Return the most micro-batches of which each rank kept activations at a time.
 
-        From a stage's forward to the end of its backward; of a rank with several stages each counts
-        for its share.
+        Of a rank with several stages each counts for its share.
         """
         peaks = []
         for rank in self.spans:
@@ -81,8 +79,7 @@ class Timeline:
     def svg(self) -> str:
         """Return the plot: a row for each rank, a box for each action, bubbles left white."""
         height = _TOP + _ROW * len(self.spans) + 8
-        title = f"{self.title}: " if self.title else ""
-        caption = f"{title}{100 * self.bubble():.1f} % bubbles"
+        caption = ": ".join(filter(None, (self.title, f"{100 * self.bubble():.1f} % bubbles")))
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 10} {height}"'
             f' role="img" aria-label="{caption}" font-family="sans-serif" font-size="12">',
@@ -166,11 +163,11 @@ def timeline(
         >>> round(timeline("1f1b", ranks=4, microbatches=8).bubble(), 4)
         0.2727
     """
-    if isinstance(source, (str, ScheduleTable)):
-        if isinstance(source, str):
-            if ranks is None or microbatches is None:
-                checks.fail("timeline", "ranks and microbatches", "given with a schedule", None)
-            source = table(source, ranks, microbatches, virtual)
+    if isinstance(source, str):
+        if ranks is None or microbatches is None:
+            checks.fail("timeline", "ranks and microbatches", "given with a schedule", None)
+        source = table(source, ranks, microbatches, virtual)
+    if isinstance(source, ScheduleTable):
         return _computed(source, costs or {}, stages, transfer)
     return Timeline(tuple(_recorded(log) for log in source))
 

@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from fusedops.parallel.spatial.halo import fetch_rows
-from fusedops.parallel.spatial.partition import Cut, Partition, single, uncut
-from fusedops.parallel.spatial.tensor import (
-    SpatialTensor,
-    replicated,
-    unsupported,
-    unwrap,
-    wrap,
-)
+from fusedops.parallel.spatial.partition import Axis, Cut, Partition, single, uncut
+from fusedops.parallel.spatial.refusals import refuse
+from fusedops.parallel.spatial.tensor import SpatialTensor, replicated, unwrap, wrap
 
 
 def partition_of(x: Tensor) -> Partition:
@@ -52,14 +47,10 @@ class _Gather(torch.autograd.Function):
         return slice_dim(grad, ctx.dim, ctx.cut), None, None
 
 
-def gather_dim(local: Tensor, dim: int, cut: Cut, *, partial: bool = False) -> Tensor:
+def _gather_dim(local: Tensor, dim: int, cut: Cut, *, partial: bool = False) -> Tensor:
     """Return all rows of a dim on every rank.
 
-    Args:
-        local: this rank's part.
-        dim: of it.
-        cut: of the dim.
-        partial: whether each rank uses the result for other outputs, so that gradients are added.
+    ``partial``: each rank uses the result for other outputs, so that gradients are added.
     """
     return _fetch_all(local, dim, cut) if partial else _Gather.apply(local, dim, cut)
 
@@ -72,7 +63,7 @@ def gathered(x: Any, dims: Iterable[int] | None = None) -> Any:
     for dim in partition.cut_dims() if dims is None else dims:
         cut = partition.cuts[dim]
         if cut is not None:
-            local = gather_dim(local, dim, cut)
+            local = _gather_dim(local, dim, cut)
             partition = partition.replaced(dim, cut.size)
     return wrap(local, partition)
 
@@ -82,47 +73,41 @@ def slice_dim(local: Tensor, dim: int, cut: Cut) -> Tensor:
     return local.narrow(dim, cut.own[0], cut.extent)
 
 
-def fit_dim(
+def _fit_dim(
     op: str, local: Tensor, dim: int, has: Cut | None, target: Cut | None, *, partial: bool = False
 ) -> Tensor:
-    """Bring a dim of one operand to the cut of another one of the same extent.
-
-    Args:
-        op: for messages.
-        local: this rank's part.
-        dim: of it.
-        has: its cut.
-        target: the cut that the result has.
-        partial: as ``gather_dim`` takes it.
-    """
+    """Bring a dim of one operand to the cut ``target`` of another one of the same extent."""
     if target is None:
-        return local if has is None else gather_dim(local, dim, has, partial=partial)
+        return local if has is None else _gather_dim(local, dim, has, partial=partial)
     if has is None:
         return slice_dim(local, dim, target)
     if has.axis != target.axis:
-        unsupported(
-            f"the operands of {op} are cut by the axes {has.axis.name!r} and {target.axis.name!r} "
-            "in one dim; spatial.gather one of them, or scatter both with the same dims"
-        )
+        names = f"{has.axis.name!r} and {target.axis.name!r}"
+        refuse(f"{op} of operands that the axes {names} cut in one dim")
     return move_bounds(local, dim, has, target)
 
 
-def fit(op: str, x: Any, target: Partition) -> Any:
-    """Return an operand's part for a result of this partition; its size may broadcast."""
+def fit(op: str, x: Any, target: Partition, axes: Sequence[Axis] | None = None) -> Any:
+    """Return an operand's part for a result of this partition; its size may broadcast.
+
+    ``axes`` are those over which ranks compute different parts, so that gradients are added: by
+    default those that cut the result.
+    """
     if not isinstance(x, Tensor):
         return x
-    has = partition_of(x)
-    local = replicated(unwrap(x), [axis for axis in target.axes if axis not in has.axes])
+    has, axes = partition_of(x), target.axes if axes is None else axes
+    local = replicated(unwrap(x), [axis for axis in axes if axis not in has.axes])
     for dim in range(-x.dim(), 0):
         is_broadcast = has.shape[dim] == 1 and target.shape[dim] != 1
         before, cut = has.cuts[dim], None if is_broadcast else target.cuts[dim]
-        partial = before is not None and before.axis in target.axes
-        local = fit_dim(op, local, dim % x.dim(), before, cut, partial=partial)
+        partial = before is not None and before.axis in axes
+        local = _fit_dim(op, local, dim % x.dim(), before, cut, partial=partial)
     return local
 
 
-def common(partitions: Sequence[Partition]) -> Partition:
+def common(operands: Iterable[Partition]) -> Partition:
     """Return the partition of the result of a function that broadcasts."""
+    partitions = list(operands)
     result = uncut(torch.broadcast_shapes(*[partition.shape for partition in partitions]))
     for dim in range(-len(result.shape), 0):
         candidates = [
@@ -132,11 +117,6 @@ def common(partitions: Sequence[Partition]) -> Partition:
         ]
         cut = next((cut for cut in candidates if cut is not None), None)
         if cut is not None and cut.axis in result.axes:
-            unsupported("one mesh axis cuts different dims of the operands; gather one of them")
+            refuse("a function of operands of which one mesh axis cuts different dims")
         result = result.replaced(dim, result.shape[dim], cut)
     return result
-
-
-def common_of(tensors: Iterable[Any]) -> Partition:
-    """Return ``common`` of the tensors among these arguments."""
-    return common([partition_of(x) for x in tensors if isinstance(x, Tensor)])

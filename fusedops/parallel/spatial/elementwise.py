@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.parallel.spatial.align import common_of, fit
+from fusedops.parallel.spatial.align import common, fit, partition_of
 from fusedops.parallel.spatial.partition import Partition
 from fusedops.parallel.spatial.refusals import refuse
 from fusedops.parallel.spatial.tensor import (
-    RULES,
     SpatialTensor,
+    function_name,
     replace_local,
     rule,
     unwrap,
@@ -25,14 +25,13 @@ _aten: Any = torch.ops.aten
 # Elementwise, and no pointwise operator of their own.
 _POINTWISE = {
     *("hardswish", "softsign", "tanhshrink", "logsigmoid", "hardshrink", "hardtanh", "relu6"),
-    *("floor_divide", "rtruediv", "rpow", "rsub", "floordiv", "rfloordiv", "clip", "isclose"),
+    *("floor_divide", "rdiv", "rmod", "rpow", "rsub", "floordiv", "rfloordiv", "clip", "isclose"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "fill_", "zero_", "copy_"),
     *("type_as", "int", "long", "bool"),
 }
 
 
-def is_pointwise(name: str) -> bool:
-    """Whether a torch function acts on every element."""
+def _is_pointwise(name: str) -> bool:
     base = name.removesuffix("_")
     if name in _POINTWISE or base in _POINTWISE:
         return True
@@ -45,32 +44,22 @@ def is_pointwise(name: str) -> bool:
         return False
 
 
-def pointwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Align the operands and run a function on the parts."""
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    in_place = name.endswith("_") or kwargs.get("inplace") or kwargs.get("out") is not None
+@rule("")
+def _pointwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run a function that has no rule of its own, if it is elementwise."""
+    if not _is_pointwise(name):
+        return refuse(name)
     if kwargs.get("out") is not None:
         refuse(f"{name} with out=")
-    target: Any = args[0] if in_place else None
-    if in_place and not isinstance(target, SpatialTensor):
+    target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
+    if target is not None and not isinstance(target, SpatialTensor):
         refuse(f"{name} into a tensor that is not cut")
-    partition = target._partition if in_place else common_of(tensors)
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    partition = common(map(partition_of, tensors)) if target is None else target._partition
     local_args = [fit(name, x, partition) for x in args]
     local_kwargs = {key: fit(name, x, partition) for key, x in kwargs.items()}
     result = func(*local_args, **local_kwargs)
-    if in_place and target is not None:
-        return replace_local(target, result)
-    return wrap(result, partition)
-
-
-def _any(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run a function that has no rule of its own; ``NotImplemented`` if it is not elementwise."""
-    if is_pointwise(name):
-        return pointwise(func, name, args, kwargs)
-    return NotImplemented
-
-
-RULES[""] = _any
+    return wrap(result, partition) if target is None else replace_local(target, result)
 
 
 @rule("prelu")
@@ -80,7 +69,8 @@ def _prelu(func: Any, input: Any, weight: Any) -> Any:
     return torch.where(input > 0, input, input * weight)
 
 
-@rule("clone", "contiguous", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type")
+@rule("clone", "contiguous", "detach")
+@rule("to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type")
 def _converted(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(input, SpatialTensor):
         return func(input, *map(unwrap, args), **kwargs)
@@ -89,32 +79,20 @@ def _converted(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return input if result is local else wrap(result, input._partition)
 
 
-@rule("detach")
-def _detach(func: Any, input: Any) -> Any:
-    return SpatialTensor(input._local.detach(), input._partition)
-
-
-@rule("dropout", "dropout_")
+@rule("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d")
 def _dropout(
     func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     if not training or p == 0.0:
         return input
+    if function_name(func).endswith("d"):  # of channels: a factor for each, alike on all ranks
+        ones = [1] * (input.dim() - 2)
+        factors = torch.ones((*input.shape[:2], *ones), dtype=input.dtype, device=input.device)
+        return input * func(factors, p)
     local = unwrap(input)
     with _own_numbers(input._partition, local.device):
         result = func(local, p, training, inplace)
     return replace_local(input, result) if inplace else wrap(result, input._partition)
-
-
-@rule("dropout1d", "dropout2d", "dropout3d", "feature_dropout")
-def _dropout_channels(
-    func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    if not training or p == 0.0:
-        return input
-    shape = [*input.shape[:2], *[1] * (input.dim() - 2)]
-    keep = torch.empty(shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
-    return input * (keep / (1 - p))
 
 
 @contextmanager
@@ -165,9 +143,3 @@ def _backward(func: Any, input: Any, gradient: Any = None, *args: Any, **kwargs:
         refuse("backward of a tensor that is not a scalar")
     local = fit("backward", gradient, input._partition)
     return func(unwrap(input), local, *args, **kwargs)
-
-
-@rule("requires_grad_")
-def _requires_grad(func: Any, input: Any, requires_grad: bool = True) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(input, requires_grad)

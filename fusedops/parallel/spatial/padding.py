@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedops._core import checks
 from fusedops._core.device_tensors import device_tensor
-from fusedops.parallel.spatial.halo import extend, fetch_rows, window
+from fusedops.parallel.spatial.halo import extend, fetch_rows, span_window
 from fusedops.parallel.spatial.partition import Cut, Interval, merged, overlap
 from fusedops.parallel.spatial.tensor import rule, unwrap, wrap
 
@@ -26,20 +26,13 @@ def padded_rows(
 ) -> Tensor:
     """Return padded positions of a cut dim, those of this rank's span; differentiable.
 
-    Args:
-        op: for messages.
-        local: this rank's part.
-        dim: of it.
-        cut: of the dim.
-        spans: for each rank, positions that may lie outside of the tensor.
-        mode: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        value: of a constant.
+    ``spans`` are those of all ranks, and may lie outside of the tensor.
     """
     low = max([-start for start, stop in spans if start < stop], default=0)
     high = max([stop - cut.size for start, stop in spans if start < stop], default=0)
     check_padding(op, mode, cut.size, low, high)
     if mode == "constant":
-        return extend(local, [window(dim, cut, spans)], fill=value, label=op)
+        return extend(local, [span_window(dim, cut, spans)], fill=value, label=op)
     sources = [_sources(span, cut.size, mode) for span in spans]
     needs = tuple(
         merged([inside, *((row, row + 1) for row in (*before, *behind))])
@@ -105,23 +98,16 @@ def _pad(
     func: Any, input: Any, pad: Any, mode: str = "constant", value: float | None = None
 ) -> Any:
     """Pad; rows move only where a mode takes them from the other end of the tensor."""
-    partition, local = input._partition, unwrap(input)
-    amounts = {
-        input.dim() - 1 - index: (int(pad[2 * index]), int(pad[2 * index + 1]))
-        for index in range(len(pad) // 2)
-    }
-    rest = list(pad)
-    for dim, (low, high) in amounts.items():
-        cut = partition.cuts[dim]
+    partition, local, rest = input._partition, unwrap(input), list(pad)
+    for index in range(len(pad) // 2):
+        dim, low, high = input.dim() - 1 - index, int(pad[2 * index]), int(pad[2 * index + 1])
+        cut, size = partition.cuts[dim], partition.shape[dim] + low + high
         if cut is None:
-            size = partition.shape[dim] + low + high
             partition = partition.replaced(dim, size)
             continue
-        place = 2 * (input.dim() - 1 - dim)
-        rest[place : place + 2] = [0, 0]
+        rest[2 * index : 2 * index + 2] = [0, 0]
         if (low, high) == (0, 0):
             continue
-        size = cut.size + low + high
         if size < 0:
             checks.fail("pad", "pad", f"at least -{cut.size} in sum for dim {dim}", (low, high))
         inner = [min(max(bound + low, 0), size) for bound in cut.bounds[1:-1]]

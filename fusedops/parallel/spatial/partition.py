@@ -10,14 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Interval = tuple[int, int]
 # What each rank needs of a dim: disjoint intervals of global positions, in ascending order.
@@ -41,18 +39,14 @@ class Axis:
 class Cut:
     """Where a dim is cut over the ranks of an axis.
 
-    Attributes:
-        axis: of the mesh.
-        bounds: of the parts of all ranks.
-        origin: the bounds of the tensor that the first layer was given, before strides. A result of
-            another extent is cut at the same fractions of it, so that tensors of one extent and one
-            origin have one cut: the skip connection of a U-Net meets its decoder without a row
-            being sent.
+    A result of another extent is cut at the same fractions of the origin, so that tensors of one
+    extent and one origin have one cut: the skip connection of a U-Net meets its decoder without a
+    row being sent.
     """
 
     axis: Axis
-    bounds: tuple[int, ...]
-    origin: tuple[int, ...]
+    bounds: tuple[int, ...]  # of the parts of all ranks
+    origin: tuple[int, ...]  # the bounds of the first layer's input, before strides
 
     @property
     def size(self) -> int:
@@ -143,14 +137,7 @@ def balanced(size: int, ranks: int) -> tuple[int, ...]:
 
 
 def checked_dims(op: str, mesh: DeviceMesh, dims: Any) -> dict[int, Axis]:
-    """Return the axis of each dim; the dims themselves are checked where a tensor is known.
-
-    Raises:
-        TypeError: ``mesh`` is no DeviceMesh, or ``dims`` no mapping of ints.
-        ValueError: ``dims`` is empty, names an axis that the mesh lacks, or one axis twice.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
+    """Return the axis of each dim; the dims themselves are checked where a tensor is known."""
     if not isinstance(dims, Mapping):
         checks.fail_type(op, "dims", "a dict of tensor dims to mesh axes, such as {2: 'y'}", dims)
     if not dims:
@@ -173,11 +160,7 @@ def checked_dims(op: str, mesh: DeviceMesh, dims: Any) -> dict[int, Axis]:
 
 
 def placed(op: str, axes: Mapping[int, Axis], ndim: int) -> dict[int, Axis]:
-    """Return the axes by dims from 0 on, for a tensor of ``ndim`` dims.
-
-    Raises:
-        ValueError: a dim is outside of the tensor, or named twice.
-    """
+    """Return the axes by dims from 0 on, for a tensor of ``ndim`` dims."""
     result: dict[int, Axis] = {}
     for dim, axis in axes.items():
         if not -ndim <= dim < ndim:
@@ -188,13 +171,20 @@ def placed(op: str, axes: Mapping[int, Axis], ndim: int) -> dict[int, Axis]:
     return result
 
 
+def at_bounds(
+    shape: Sequence[int], axes: Mapping[int, Axis], bounds: Mapping[int, tuple[int, ...]]
+) -> Partition:
+    """Return the partition of a tensor whose cut dims have these bounds, whatever its extent."""
+    partition = uncut(shape)
+    for dim, axis in axes.items():
+        partition = partition.replaced(dim, bounds[dim][-1], Cut(axis, bounds[dim], bounds[dim]))
+    return partition
+
+
 def evenly(op: str, shape: Sequence[int], axes: Mapping[int, Axis]) -> Partition:
     """Return the partition of a full tensor in balanced parts."""
-    partition = uncut(shape)
-    for dim, axis in placed(op, axes, len(shape)).items():
-        bounds = balanced(shape[dim], axis.size)
-        partition = partition.replaced(dim, shape[dim], Cut(axis, bounds, bounds))
-    return partition
+    axes = placed(op, axes, len(shape))
+    return at_bounds(shape, axes, {d: balanced(shape[d], axis.size) for d, axis in axes.items()})
 
 
 def single(spans: Sequence[Interval]) -> Needs:

@@ -6,6 +6,7 @@ dim needs bounds at multiples of the inner size; rows move where they are not.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.parallel.spatial.align import (
-    common,
-    fit,
-    gathered,
-    move_bounds,
-    partition_of,
-)
+from fusedops.parallel.spatial.align import common, fit, gathered, move_bounds, partition_of
 from fusedops.parallel.spatial.halo import fetch_rows
 from fusedops.parallel.spatial.partition import Cut, Partition, single
 from fusedops.parallel.spatial.refusals import refuse
@@ -98,11 +93,8 @@ def _groups(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[i
 def _split_dim(x: Any, dim: int, inner: int, size: int) -> tuple[Any, Cut]:
     """Return the tensor, and the cut of a dim of ``size`` rows that replaces a cut dim.
 
-    Args:
-        x: a SpatialTensor.
-        dim: of it.
-        inner: the elements behind each of its rows that the view merges with it.
-        size: a row of the result may have several rows of the dim.
+    A row of the result may have several rows of the dim, or a part of one: each row of the dim has
+    ``inner`` elements that the view merges with it.
     """
     cut = x._partition.cuts[dim]
     target = cut.size * inner // max(1, size)  # elements behind each row of the result
@@ -127,10 +119,7 @@ def _flatten(func: Any, input: Any, start_dim: int = 0, end_dim: int = -1) -> An
 
 @rule("unflatten")
 def _unflatten(func: Any, input: Any, dim: int, sizes: Any, *_: Any) -> Any:
-    dim, shape = dim % input.dim(), list(input.shape)
-    sizes = list(sizes)
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = shape[dim] // -math.prod(sizes)
+    dim, shape = dim % input.dim(), input.shape
     return input.view(*shape[:dim], *sizes, *shape[dim + 1 :])
 
 
@@ -219,11 +208,8 @@ def _stack(func: Any, tensors: Any, dim: int = 0) -> Any:
 def _split(func: Any, input: Any, sizes: Any, dim: int = 0) -> Any:
     dim = dim % input.dim()
     counts = [part.shape[0] for part in func(torch.empty(input.shape[dim], device="meta"), sizes)]
-    result, start = [], 0
-    for count in counts:
-        result.append(_interval(input, dim, start, start + count, 1))
-        start += count
-    return tuple(result)
+    bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+    return tuple(_interval(input, dim, start, stop, 1) for start, stop in bounds)
 
 
 @rule("narrow")
@@ -246,22 +232,12 @@ def _unbind(func: Any, input: Any, dim: int = 0) -> Any:
     return tuple(_one(input, dim, index) for index in range(input.shape[dim]))
 
 
-@rule("iter")
-def _iter(func: Any, input: Any) -> Any:
-    return iter(_unbind(func, input))
-
-
-@rule("len")
-def _len(func: Any, input: Any) -> int:
-    return input.shape[0]
-
-
 def _interval(x: Any, dim: int, start: int, stop: int, step: int) -> Any:
     """Return rows of one dim, cut at the same fractions as before."""
     size = x.shape[dim]
     if (start, step) == (0, 1) and stop >= size:
         return x
-    partition, local = x._partition, unwrap(x)
+    partition, local = partition_of(x), unwrap(x)
     cut = partition.cuts[dim]
     if cut is None:
         local = local[(slice(None),) * dim + (slice(start, stop, step),)]
@@ -283,9 +259,8 @@ def _one(x: Any, dim: int, index: int) -> Any:
     size = x.shape[dim]
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of range for dim {dim} of {size} rows")
-    if isinstance(x, SpatialTensor) and x._partition.is_cut(dim):
-        x = gathered(_interval(x, dim, index % size, index % size + 1, 1), [dim])
-        return x.squeeze(dim)
+    if partition_of(x).is_cut(dim):
+        return gathered(_interval(x, dim, index % size, index % size + 1, 1), [dim]).squeeze(dim)
     others = [d for d in range(x.dim()) if d != dim]
     return wrap(unwrap(x).select(dim, index), partition_of(x).selected(others))
 
@@ -310,11 +285,7 @@ def _getitem(func: Any, input: Any, index: Any) -> Any:
             start, stop, step = item.indices(x.shape[dim])
             if step < 0:
                 refuse("a slice with a negative step")
-            x = (
-                _interval(x, dim, start, stop, step)
-                if isinstance(x, SpatialTensor)
-                else x[(slice(None),) * dim + (item,)]
-            )
+            x = _interval(x, dim, start, stop, step)
             dim += 1
         elif isinstance(item, int):
             x = x.select(dim, item)
@@ -325,15 +296,11 @@ def _getitem(func: Any, input: Any, index: Any) -> Any:
 
 @rule("pixel_shuffle", "pixel_unshuffle")
 def _pixel_shuffle(func: Any, input: Any, factor: int) -> Any:
-    *batch, channels, height, width = input.shape
-    ndim, lead = input.dim(), list(range(input.dim() - 3))
-    if function_name(func) == "pixel_shuffle":
-        x = input.view(*batch, channels // factor**2, factor, factor, height, width)
-        x = x.permute(*lead, ndim - 3, ndim, ndim - 2, ndim + 1, ndim - 1)
-        return x.reshape(*batch, channels // factor**2, height * factor, width * factor)
-    x = input.view(*batch, channels, height // factor, factor, width // factor, factor)
-    x = x.permute(*lead, ndim - 3, ndim - 1, ndim + 1, ndim - 2, ndim)
-    return x.reshape(*batch, channels * factor**2, height // factor, width // factor)
+    if function_name(func) == "pixel_shuffle":  # [..., C, y, x, H, W] to [..., C, H, y, W, x]
+        x = input.unflatten(-3, (-1, factor, factor)).movedim((-4, -3), (-3, -1))
+        return x.flatten(-2).flatten(-3, -2)
+    x = input.unflatten(-1, (-1, factor)).unflatten(-3, (-1, factor))
+    return x.movedim((-3, -1), (-4, -3)).flatten(-5, -3)
 
 
 @rule("channel_shuffle")

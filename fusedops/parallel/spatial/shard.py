@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks
 from fusedops._core.device_tensors import device_tensor
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.spatial.align import gathered, slice_dim
 from fusedops.parallel.spatial.padding import padded_rows
-from fusedops.parallel.spatial.partition import (
-    Axis,
-    Cut,
-    checked_dims,
-    evenly,
-    placed,
-    uncut,
-)
+from fusedops.parallel.spatial.partition import Axis, at_bounds, checked_dims, evenly, placed
 from fusedops.parallel.spatial.tensor import SpatialTensor, replicated, unwrap, wrap
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 MODES = ("none", "zeros", "reflect", "replicate", "circular")
 
@@ -59,38 +50,29 @@ def scatter(tensor: Tensor, mesh: DeviceMesh, dims: Mapping[int, str]) -> Spatia
     return wrap(local.clone(memory_format=torch.preserve_format), partition)
 
 
-def gather(
-    tensor: Tensor, mesh: DeviceMesh | None = None, dims: Mapping[int, str] | None = None
-) -> Tensor:
+def gather(tensor: Tensor, dims: Iterable[int] | None = None) -> Tensor:
     """Return the complete tensor on every process.
 
     Args:
-        tensor: a ``SpatialTensor``, or a plain part of this process. A plain tensor that has none
-            of the dims, or comes without them, is complete already and returned.
-        mesh: needed for a plain part.
-        dims: the same; of a ``SpatialTensor``, the cut dims to gather (by default all).
+        tensor: a ``SpatialTensor``; a plain tensor is complete already and returned. Of a plain
+            part, ``from_parts`` makes a ``SpatialTensor``.
+        dims: the cut dims to gather (by default all).
 
     Returns:
         The tensor; its gradient must be the same on all ranks, as that of any replicated tensor.
 
     Raises:
-        ValueError: parts do not fit together, or ``dims`` do not fit the tensor.
+        ValueError: a dim is outside of the tensor.
         TypeError: an argument has another type.
     """
     checks.tensor("gather", "tensor", tensor, floating=False)
-    if not isinstance(tensor, SpatialTensor):
-        if mesh is None or dims is None:
-            return tensor
-        axes = checked_dims("gather", mesh, dims)
-        if not any(-tensor.dim() <= dim < tensor.dim() for dim in axes):
-            return tensor
-        return gathered(partitioned("gather", tensor, placed("gather", axes, tensor.dim())))
-    if mesh is not None and dims is not None:
-        cut = placed("gather", checked_dims("gather", mesh, dims), tensor.dim())
-        if all(dim in cut for dim in tensor._partition.cut_dims()):
-            return gathered(tensor)
-        return gathered(tensor, [dim for dim in cut if tensor._partition.is_cut(dim)])
-    return gathered(tensor)
+    if dims is None:
+        return gathered(tensor)
+    for dim in dims:
+        checks.integer("gather", "a dim of dims", dim)
+        if not -tensor.dim() <= dim < tensor.dim():
+            checks.fail("gather", "a dim of dims", f"one of the {tensor.dim()} dims", dim)
+    return gathered(tensor, {dim % tensor.dim() for dim in dims})
 
 
 def from_parts(
@@ -123,74 +105,50 @@ def from_parts(
         raise TypeError("from_parts: part is a SpatialTensor already; pass it on unchanged")
     axes = placed(op, checked_dims(op, mesh, dims), part.dim())
     if extents is None:
-        return partitioned(op, part, axes)
+        return _partitioned(op, part, axes)
     if sorted(dim % part.dim() for dim in extents) != sorted(axes):
         checks.fail(op, "extents", f"given for dims {sorted(axes)}", sorted(extents))
     by_dim = {dim % part.dim(): tuple(sizes) for dim, sizes in extents.items()}
     for dim, axis in axes.items():
-        sizes = by_dim[dim]
-        if len(sizes) != axis.size:
-            checks.fail(op, f"extents of dim {dim}", f"{axis.size} numbers, one a rank", sizes)
-        for size in sizes:
-            checks.integer(op, f"an extent of dim {dim}", size, least=0)
-        if sizes[axis.rank] != part.shape[dim]:
-            here = f"{sizes[axis.rank]} for rank {axis.rank}, whose part has {part.shape[dim]} rows"
-            checks.fail(op, f"extents of dim {dim}", "the extents of the parts", here)
-    return _of_extents(part, axes, by_dim)
+        sizes, rows = by_dim[dim], part.shape[dim]
+        are_rows = all(isinstance(size, int) and size >= 0 for size in sizes)
+        if not are_rows or len(sizes) != axis.size or sizes[axis.rank] != rows:
+            own = f"{rows} for rank {axis.rank}, whose part has as many rows"
+            expected = f"{axis.size} integers >= 0, one for each rank, with {own}"
+            checks.fail(op, f"extents of dim {dim}", expected, sizes)
+    return _partitioned(op, part, axes, by_dim)
 
 
-def partitioned(op: str, part: Tensor, axes: Mapping[int, Axis]) -> SpatialTensor:
-    """Return a SpatialTensor of plain parts, whose extents the ranks gather.
+def _partitioned(op: str, part: Tensor, axes: Mapping[int, Axis], extents: Any = None) -> Any:
+    """Return a SpatialTensor of plain parts, whose extents the ranks gather if they are unknown."""
+    extents = _gathered_extents(op, part, axes) if extents is None else extents
+    bounds = {dim: tuple(itertools.accumulate((0, *sizes))) for dim, sizes in extents.items()}
+    return wrap(part, at_bounds(part.shape, axes, bounds))
 
-    Args:
-        op: for messages.
-        part: this process's part.
-        axes: by dim from 0 on, the axis that cuts it.
-    """
+
+def _gathered_extents(op: str, part: Tensor, axes: Mapping[int, Axis]) -> dict[int, list[int]]:
     extents = {}
     for dim, axis in axes.items():
-        shape = device_tensor(part.shape, torch.int64, part.device)
-        received = collectives.all_gather(shape, axis.group, label="extents").wait()
+        own_shape = device_tensor(part.shape, torch.int64, part.device)
+        received = collectives.all_gather(own_shape, axis.group, label="extents").wait()
         shapes = received.view(axis.size, -1).tolist()
-        for rank, sizes in enumerate(shapes):
-            for place, size in enumerate(sizes):
-                if place not in axes and size != part.shape[place]:
-                    checks.fail(
-                        op,
-                        f"dim {place}, which is not cut,",
-                        f"alike on all ranks of {axis.name!r}",
-                        f"{part.shape[place]} here and {size} on rank {rank}",
-                    )
-        extents[dim] = [sizes[dim] for sizes in shapes]
-    return _of_extents(part, axes, extents)
-
-
-def _of_extents(
-    part: Tensor, axes: Mapping[int, Axis], extents: Mapping[int, Sequence[int]]
-) -> SpatialTensor:
-    partition = uncut(part.shape)
-    for dim, axis in axes.items():
-        bounds = tuple(itertools.accumulate(extents[dim], initial=0))
-        partition = partition.replaced(dim, bounds[-1], Cut(axis, bounds, bounds))
-    result: SpatialTensor = wrap(part, partition)
-    return result
+        for place in sorted(set(range(part.dim())) - set(axes)):
+            sizes = [shape[place] for shape in shapes]
+            if len(set(sizes)) > 1:
+                ranks = f"alike on all ranks of {axis.name!r}"
+                checks.fail(op, f"dim {place}, which is not cut,", ranks, sizes)
+        extents[dim] = [shape[dim] for shape in shapes]
+    return extents
 
 
 def halo_exchange(
-    tensor: Tensor,
-    mesh: DeviceMesh,
-    dims: Mapping[int, str],
-    halo: Mapping[int, tuple[int, int]],
-    *,
-    mode: str = "none",
+    tensor: SpatialTensor, halo: Mapping[int, tuple[int, int]], *, mode: str = "none"
 ) -> Tensor:
     """Return this process's part with rows of its neighbours around it.
 
     Args:
-        tensor: a ``SpatialTensor``, or a plain part.
-        mesh: with named axes.
-        dims: which dim is cut over which axis.
-        halo: by dim, the rows before and behind the part; maybe more than a neighbour has.
+        tensor: of ``scatter`` or ``from_parts``.
+        halo: by cut dim, the rows before and behind the part; maybe more than a neighbour has.
         mode: what is at the borders of the complete tensor: ``"none"`` (nothing is added),
             ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
 
@@ -200,33 +158,31 @@ def halo_exchange(
 
     Raises:
         ValueError: a halo is negative or wider than the mode allows, or a dim is not cut.
+        TypeError: the tensor is plain.
     """
     op = "halo_exchange"
     checks.choice(op, "mode", mode, MODES)
-    axes = checked_dims(op, mesh, dims)
-    x: Any = tensor
-    if not isinstance(x, SpatialTensor):
-        checks.tensor(op, "tensor", tensor)
-        x = partitioned(op, tensor, placed(op, axes, tensor.dim()))
-    by_dim = placed(op, axes, tensor.dim())
-    partition, local = x._partition, unwrap(x)
-    for dim, (low, high) in halo.items():
-        if dim % tensor.dim() not in by_dim:
-            checks.fail(op, "a dim of halo", f"one of dims {sorted(by_dim)}", dim)
-        checks.integer(op, f"the halo of dim {dim}", low, least=0)
-        checks.integer(op, f"the halo of dim {dim}", high, least=0)
-        cut = partition.cuts[dim % tensor.dim()]
-        assert cut is not None
-        spans = [(start - low, stop + high) for start, stop in cut.spans()]
+    if not isinstance(tensor, SpatialTensor):
+        checks.fail_type(op, "tensor", "a SpatialTensor, as from_parts makes of a part", tensor)
+    local = unwrap(tensor)
+    by_dim = {dim % tensor.dim(): widths for dim, widths in halo.items()}
+    for dim, widths in by_dim.items():
+        for width in widths:
+            checks.integer(op, f"the halo of dim {dim}", width, least=0)
+        cut = tensor._partition.cuts[dim]
+        if cut is None:
+            cut_dims = tensor._partition.cut_dims()
+            checks.fail(op, "a dim of halo", f"one of the cut dims {cut_dims}", dim)
+        spans = [(start - widths[0], stop + widths[1]) for start, stop in cut.spans()]
         if mode == "none":
             spans = [(max(0, start), min(cut.size, stop)) for start, stop in spans]
         kind = "constant" if mode in ("none", "zeros") else mode
-        local = padded_rows(op, local, dim % tensor.dim(), cut, spans, kind)
+        local = padded_rows(op, local, dim, cut, spans, kind)
     return local
 
 
 class SpatialModule(nn.Module):
-    """Mixed into the class of a sharded module: plain inputs are parts, compilers stay outside."""
+    """Mixed into the class of a sharded module: plain inputs are parts, and it is not compiled."""
 
     _spatial_axes: dict[int, Axis]
 
@@ -243,7 +199,7 @@ class SpatialModule(nn.Module):
         axes = self._spatial_axes
         if any(not -x.dim() <= dim < x.dim() for dim in axes):
             return x
-        return partitioned("shard", x, placed("shard", axes, x.dim()))
+        return _partitioned("shard", x, placed("shard", axes, x.dim()))
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, *, dims: Mapping[int, str]) -> Any:

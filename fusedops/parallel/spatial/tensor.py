@@ -15,6 +15,7 @@ pass through torch functions: custom functions, hooks of FSDP2, recomputation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,30 +23,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedops._core import checks, dtypes
+from fusedops._core import dtypes
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.spatial.partition import Axis, Partition
 from fusedops.parallel.spatial.refusals import refuse
 
 Rule = Callable[..., Any]
-# By the name of a torch function, without the underscores of special methods.
+# By the name of a torch function, without the underscores of special methods; "" is for all others.
 RULES: dict[str, Rule] = {}
 
-_SPECIAL_WORDS = """
-    add sub mul pow neg abs eq ne lt le gt ge matmul getitem setitem len floordiv rsub rtruediv rpow
-    rmatmul contains iter repr deepcopy format hash rfloordiv radd:add rmul:mul truediv:div
-    mod:remainder invert:bitwise_not and:bitwise_and or:bitwise_or xor:bitwise_xor iadd:add_
-    isub:sub_ imul:mul_ itruediv:div_ pos:clone bool:item float:item int:item index:item
-"""
-_SPECIAL = {word.partition(":")[0]: word.rpartition(":")[2] for word in _SPECIAL_WORDS.split()}
+# Of special methods, where the name between the underscores is not the function's.
+_SPECIAL = dict.fromkeys(("bool", "float", "int", "index"), "item") | {
+    name: f"bitwise_{name}" for name in ("and", "or", "xor")
+}
+_SPECIAL["invert"] = "bitwise_not"
 _METADATA = {
     *("dtype", "device", "shape", "ndim", "grad_fn", "grad", "names", "output_nr", "layout"),
     *("itemsize", "nbytes", "retains_grad", "requires_grad"),
 }
 _METADATA_CALLS = {
     *("size", "dim", "numel", "nelement", "ndimension", "hash", "element_size", "get_device"),
-    *("stride", "_is_view", "storage_offset", "dim_order", "retain_grad"),
+    *("stride", "_is_view", "storage_offset", "dim_order", "retain_grad", "requires_grad_", "len"),
 }
 
 
@@ -116,10 +114,7 @@ class SpatialTensor(torch.Tensor):
         if name in _METADATA_CALLS or name.startswith("is_"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        fallback = RULES[""](func, name, args, kwargs)
-        if fallback is not NotImplemented:
-            return fallback
-        refuse(name)
+        return RULES[""](func, name, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -135,7 +130,7 @@ def function_name(func: Any) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return name
     if name.startswith("__") and name.endswith("__"):
-        return _SPECIAL.get(name[2:-2], name)
+        return _SPECIAL.get(name[2:-2], name[2:-2])
     return name
 
 
@@ -194,22 +189,31 @@ def replace_local(x: Any, local: Tensor) -> Any:
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+    def forward(ctx: Any, axes: tuple[Axis, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.axes = axes
-        return x.view_as(x)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_reduced(grad, ctx.axes, label="replicated grad"), None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *gradient_sum(grads, ctx.axes)()
+
+
+def replicated_all(tensors: Sequence[Any], axes: Sequence[Axis]) -> list[Any]:
+    """Return tensors that are replicated over axes, for use in parts.
+
+    Their gradients are added, in one communication. What is no tensor is unchanged.
+    """
+    required = [isinstance(x, Tensor) and x.requires_grad for x in tensors]
+    if not (axes and any(required) and torch.is_grad_enabled()):
+        return list(tensors)
+    results = iter(_Replicated.apply(tuple(axes), *itertools.compress(tensors, required)))
+    pairs = zip(tensors, required, strict=True)
+    return [next(results) if is_required else x for x, is_required in pairs]
 
 
 def replicated(x: Any, axes: Sequence[Axis]) -> Any:
-    """Return a tensor that is replicated over axes, for use in parts; gradients are added."""
-    if not isinstance(x, Tensor) or not axes:
-        return x
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    return _Replicated.apply(x, tuple(axes))
+    """Return ``replicated_all`` of one tensor."""
+    return replicated_all([x], axes)[0]
 
 
 class _Summed(torch.autograd.Function):
@@ -235,38 +239,34 @@ def all_reduced(x: Tensor, axes: Sequence[Axis], *, op: str = "sum", label: str 
     return x
 
 
-class ReplicatedGradientSum:
-    """Sums over axes of gradients of replicated tensors, in one communication that starts here.
+def gradient_sum(
+    gradients: Sequence[Tensor | None], axes: Sequence[Axis]
+) -> Callable[[], list[Tensor | None]]:
+    """Start to add gradients of replicated tensors over axes, in one communication.
 
     Gradients in half precision are added in float32 and rounded once.
+
+    Returns:
+        A function that waits for the sums, in the order and with the dtypes of the gradients.
     """
+    present = [grad for grad in gradients if grad is not None]
+    if not axes or not present:
+        return lambda: list(gradients)
+    wide = dtypes.statistics_dtype(present[0].dtype)
+    total = torch.cat([grad.reshape(-1).to(wide) for grad in present])
+    first = collectives.all_reduce(total, axes[0].group, label="replicated grad")
 
-    def __init__(self, gradients: Sequence[Tensor | None], axes: Sequence[Axis]) -> None:
-        self._gradients, self._axes = gradients, list(axes)
-        self._pending: Pending | None = None
-        flat = [grad.reshape(-1) for grad in gradients if grad is not None]
-        if axes and flat:
-            wide = dtypes.statistics_dtype(flat[0].dtype)
-            self._start(torch.cat([part.to(wide) for part in flat]))
-
-    def _start(self, flat: Tensor) -> None:
-        group = self._axes.pop(0).group
-        self._pending = collectives.all_reduce(flat, group, label="replicated grad")
-
-    def wait(self) -> list[Tensor | None]:
-        """Return the sums, in the order and with the dtypes of the gradients."""
-        if self._pending is None:
-            return list(self._gradients)
-        flat = self._pending.wait()
-        while self._axes:
-            self._start(flat)
-            flat = self._pending.wait()
-        sizes = [grad.numel() for grad in self._gradients if grad is not None]
-        parts = iter(flat.split(sizes))
+    def wait() -> list[Tensor | None]:
+        flat = first.wait()
+        for axis in axes[1:]:
+            flat = collectives.all_reduce(flat, axis.group, label="replicated grad").wait()
+        parts = iter(flat.split([grad.numel() for grad in present]))
         return [
             None if grad is None else next(parts).view(grad.shape).to(grad.dtype)
-            for grad in self._gradients
+            for grad in gradients
         ]
+
+    return wait
 
 
 def _attribute(func: Any, x: Any) -> Any:
@@ -320,8 +320,3 @@ def _engine_call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _part(x: Any) -> Any:
     return x._local if isinstance(x, SpatialTensor) else x
-
-
-def unsupported(message: str) -> Any:
-    """Raise an UnsupportedError of this package."""
-    raise checks.UnsupportedError(f"spatial: {message}")

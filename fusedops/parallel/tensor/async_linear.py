@@ -19,7 +19,7 @@ Deep Learning Models, ASPLOS 2023.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,49 +74,41 @@ class _GatherProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         part, *parameters = tensors
         keep = any(ctx.needs_input_grad)
-        ranks = group.size()
-        results: list[Any] = [None] * ranks
-        for rank, block in _arriving(part, group):
-            with computing(f"block {rank}"):
-                results[rank] = _op(op)(block, *parameters, activation, keep)
+
+        def product(rank: int, block: torch.Tensor) -> Any:
+            return _op(op)(block, *parameters, activation, keep)
+
+        results = _arriving(part, group, "block", product)
         output, *saved = (_joined(blocks) for blocks in zip(*results, strict=True))
-        ctx.op, ctx.group, ctx.activation, ctx.keep = op, group, activation, keep
+        ctx.op, ctx.group, ctx.options = op, group, (activation, keep)
         ctx.save_for_backward(part, *parameters, *saved)
-        ctx.parameters = len(parameters)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad, group = grads[0], ctx.group
-        part, *saved = ctx.saved_tensors
-        parameters, saved = saved[: ctx.parameters], saved[ctx.parameters :]
-        numbers = (ctx.activation, ctx.keep)
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _, _, _, needs_input, *needed = ctx.needs_input_grad
-        none = [False] * len(needed)
+        group, (part, *tensors) = ctx.group, ctx.saved_tensors
+        parameters, saved = tensors[: len(needed)], tensors[len(needed) :]
         backward = _op(f"{ctx.op}_backward")
-        again = None
+        again = leaving = None
         if any(needed):
             again = collectives.all_gather(part, group, dim=_DIM, label="input comes again")
-        grad_parameters: list[Any] = [None] * len(needed)
-        leaving = None
         if needs_input:
 
             def product(rank: int) -> torch.Tensor:
-                block = _block(grad, rank, group)
-                z = [_block(tensor, rank, group) for tensor in saved]
-                with computing(f"gradient of block {rank}"):
-                    return backward(block, part, *parameters, *z, *numbers, [True, *none])[0]
+                block, *z = (_block(tensor, rank, group) for tensor in (grad, *saved))
+                mask = [True, *(False for _ in needed)]
+                return backward(block, part, *parameters, *z, *ctx.options, mask)[0]
 
-            leaving = _leaving(product, group)
+            leaving = _leaving(group, "gradient of block", product)
+        grads: list[Any] = [None] * len(needed)
         if again is not None:
             input = again.wait()
             with computing("gradients of the parameters"):
-                _, *grad_parameters = backward(
-                    grad, input, *parameters, *saved, *numbers, [False, *needed]
-                )
-        grad_input = leaving.wait() if leaving is not None else None
-        return None, None, None, grad_input, *grad_parameters
+                mask = [False, *needed]
+                _, *grads = backward(grad, input, *parameters, *saved, *ctx.options, mask)
+        return None, None, None, None if leaving is None else leaving.wait(), *grads
 
 
 class _ProductScatter(torch.autograd.Function):
@@ -129,68 +121,78 @@ class _ProductScatter(torch.autograd.Function):
 
         def product(rank: int) -> torch.Tensor:
             block = _block(input, rank, group)
-            with computing(f"block {rank}"):
-                return _op("linear_act")(block, weight, None, "identity", False)[0]
+            return _op("linear_act")(block, weight, None, "identity", False)[0]
 
-        return _leaving(product, group).wait()
+        return _leaving(group, "block", product).wait()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         input, weight = ctx.saved_tensors
         group, (_, needs_input, needs_weight) = ctx.group, ctx.needs_input_grad
-        backward, none = _op("linear_act_backward"), input.new_empty(0)
-        results: list[Any] = [None] * group.size()
-        blocks: list[Any] = [None] * group.size()
-        for rank, grad in _arriving(grads[0], group):
-            blocks[rank] = grad
-            if needs_input:
-                with computing(f"gradient of block {rank}"):
-                    here = (grad, _block(input, rank, group), weight, None, none, "identity", False)
-                    results[rank] = backward(*here, [True, False, False])[0]
+        options = (weight, None, input.new_empty(0), "identity", False)
+        backward = _op("linear_act_backward")
+
+        def product(rank: int, block: torch.Tensor) -> Any:
+            if not needs_input:
+                return block, None
+            mask = [True, False, False]
+            return block, backward(block, _block(input, rank, group), *options, mask)[0]
+
+        results = _arriving(grad, group, "gradient of block", product)
+        blocks, grads = zip(*results, strict=True)
         grad_weight = None
         if needs_weight:
             with computing("gradient of the weight"):
-                here = (_joined(blocks), input, weight, None, none, "identity", False)
-                grad_weight = backward(*here, [False, True, False])[1]
-        return None, _joined(results) if needs_input else None, grad_weight
+                mask = [False, True, False]
+                grad_weight = backward(_joined(blocks), input, *options, mask)[1]
+        return None, _joined(grads) if needs_input else None, grad_weight
 
 
-def _arriving(part: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield rank and block of every rank, our own first; the next block is under way meanwhile.
+def _arriving(
+    part: torch.Tensor,
+    group: dist.ProcessGroup,
+    label: str,
+    compute: Callable[[int, torch.Tensor], Any],
+) -> list[Any]:
+    """Compute with rank and block of every rank, our own first; the next one is under way.
 
     Step k receives the block of the rank k behind, and sends ours to the rank k ahead.
     """
-    sent, rank, ranks = part.contiguous(), group.rank(), group.size()
+    sent, block, own, ranks = part.contiguous(), part, group.rank(), group.size()
+    results: list[Any] = [None] * ranks
+    for step in range(ranks):
+        rank, following = (own - step) % ranks, (own - step - 1) % ranks
+        if step + 1 < ranks:
+            arriving = f"block {following} comes"
+            pending = collectives.shift(sent, group, by=step + 1, label=arriving)
+        with computing(f"{label} {rank}"):
+            results[rank] = compute(rank, block)
+        if step + 1 < ranks:
+            block = pending.wait()
+    return results
 
-    def start(step: int) -> Pending:
-        label = f"block {(rank - step) % ranks} comes"
-        return collectives.shift(sent, group, by=step, label=label)
 
-    pending = start(1) if ranks > 1 else None
-    yield rank, part
-    for step in range(1, ranks):
-        assert pending is not None
-        block = pending.wait()
-        pending = start(step + 1) if step + 1 < ranks else None
-        yield (rank - step) % ranks, block
-
-
-def _leaving(product: Callable[[int], torch.Tensor], group: dist.ProcessGroup) -> Pending:
+def _leaving(
+    group: dist.ProcessGroup, label: str, product: Callable[[int], torch.Tensor]
+) -> Pending:
     """Send each rank its block, a partial sum that ``product`` computes, our own last.
 
     The result is the ordered sum of the blocks that arrive here and of our own, rounded once.
     """
-    rank, ranks = group.rank(), group.size()
+    own, ranks = group.rank(), group.size()
     arriving: dict[int, Pending] = {}
-    for step in range(1, ranks):
-        target, source = (rank + step) % ranks, (rank - step) % ranks
-        label = f"block {target} leaves"
-        arriving[source] = collectives.shift(product(target), group, by=step, label=label)
-    own = product(rank)
+    for step in range(1, ranks + 1):
+        rank = (own + step) % ranks
+        with computing(f"{label} {rank}"):
+            block = product(rank)
+        if step < ranks:
+            leaving = f"block {rank} leaves"
+            pending = collectives.shift(block, group, by=step, label=leaving)
+            arriving[(own - step) % ranks] = pending
 
     def finish() -> torch.Tensor:
-        blocks = {source: pending.wait() for source, pending in arriving.items()} | {rank: own}
+        blocks = {source: pending.wait() for source, pending in arriving.items()} | {own: block}
         return collectives.ordered_sum([blocks[source] for source in sorted(blocks)])
 
     return Pending(finish)

@@ -10,8 +10,8 @@ sequence:
     reduce_from              all-reduce       nothing          from_tensor_parallel
     gather_from_sequence     all-gather       reduce-scatter   to_tensor_parallel, sequence parallel
     scatter_to_sequence      reduce-scatter   all-gather       from_tensor_parallel, seq. parallel
-    gather_tokens            all-gather       own chunk        replicated.py
-    scatter_tokens           own chunk        all-gather       replicated.py
+    gather_tokens            all-gather       own chunk        tokens of experts
+    scatter_tokens           own chunk        all-gather       tokens of experts
 
 A layer is made from a plain one by ``of``: names and ``state_dict`` keys stay, parameters become
 DTensors on the mesh, and the forward uses their local shards. Nothing here knows a model.
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,10 +52,7 @@ def communicate(
 
 
 def reduce_in_place(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what ``reduce_from`` does, in the memory of ``partial`` where autograd allows it.
-
-    Autograd treats it as an in-place operation: a backward that needs ``partial`` raises.
-    """
+    """Return what ``reduce_from`` does, in place where autograd allows it."""
     # A view or a leaf may be the caller's; an operator and a compiler take no written arguments.
     is_free = not partial._is_view() and not partial.is_leaf and partial.is_contiguous()
     if not is_free or _is_intercepted() or torch.compiler.is_compiling():
@@ -98,12 +96,10 @@ def start(name: str, input: torch.Tensor, group: dist.ProcessGroup, dim: int = -
         return Pending(lambda: input.view_as(input))
     if name == "reduce_from":
         return collectives.all_reduce(input.clone(memory_format=torch.contiguous_format), group)
-    if name == "gather_from_sequence":
+    if name in ("gather_from_sequence", "gather_tokens"):
         return collectives.all_gather(input, group, dim=dim)
     if name == "scatter_to_sequence":
         return collectives.reduce_scatter(input, group, dim=dim)
-    if name == "gather_tokens":
-        return collectives.all_gather(input, group, dim=dim, label="tokens")
     return Pending(lambda: input.chunk(group.size(), dim)[group.rank()].contiguous())
 
 
@@ -221,14 +217,17 @@ class ParallelLayer(nn.Module):
         TypeError: it is no mesh, or ``sequence`` or ``overlap`` no bool.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    activation: str
+    _bias_name = "bias"  # of the bias that is added after a reduction
     _cache: dict[str, Any] | None = None
 
     def __init__(self, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False) -> None:
         super().__init__()
         op = type(self).__name__
         if not isinstance(mesh, DeviceMesh):
-            got = checks.type_name(mesh)
-            raise TypeError(f"{op}: mesh must be a torch.distributed.DeviceMesh, got {got}")
+            checks.fail_type(op, "mesh", "a torch.distributed.DeviceMesh", mesh)
         if mesh.ndim != 1:
             checks.fail(op, "mesh", "of one dim: pass mesh['tp']", f"{mesh.ndim} dims")
         checks.flag(op, "sequence", sequence)
@@ -267,14 +266,15 @@ class ParallelLayer(nn.Module):
             return reduce_in_place(partial, self.group)
         return from_tensor_parallel(partial, self.group, sequence=True)
 
-    def add_bias(self, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Add a replicated bias; with a sharded sequence each rank adds it to its own tokens."""
+    def biased(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Add the replicated bias; with a sharded sequence each rank adds it to its own tokens."""
+        bias = getattr(self, self._bias_name)
         if bias is None:
-            return output
+            return reduced
         added = self.cached(
             "bias", lambda: replicated(bias, self.group, partial_grad=self.sequence)
         )
-        return output + added.to(output.dtype)
+        return reduced + added.to(reduced.dtype)
 
     def extra_repr(self) -> str:
         """Return the number of ranks, and whether the sequence is sharded."""
@@ -288,9 +288,6 @@ class ColumnLinear(ParallelLayer):
     activation runs in the product as in ``fusedops.linear_act``.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    activation: str
     communicate: bool
     repeats: int  # ranks that have the same head
 
@@ -349,9 +346,7 @@ class ColumnLinear(ParallelLayer):
 
     def _rows(self, parameter: Any) -> Any:
         """Return the rows of a parameter that make this rank's outputs."""
-        if parameter is None:
-            return None
-        if self.repeats == 1:
+        if parameter is None or self.repeats == 1:
             return local(parameter)
         all_rows = replicated(parameter, self.group, partial_grad=True)
         heads = self.mesh.size() // self.repeats
@@ -364,9 +359,6 @@ class RowLinear(ParallelLayer):
     Made by ``RowLinear.of``. ``weight`` ``[H, F]`` is ``Shard(1)``; ``bias`` is replicated and
     added once, after the reduction.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     @classmethod
     def of(
@@ -402,10 +394,6 @@ class RowLinear(ParallelLayer):
         """Return this rank's part of the sum that ``forward`` reduces."""
         return linear_act(input, local(self.weight), activation="identity")
 
-    def biased(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Return the output: the reduced sum plus the bias."""
-        return self.add_bias(reduced, self.bias)
-
 
 class ParallelMLP(ParallelLayer):
     """A feed-forward layer whose hidden features are sharded over the ranks.
@@ -419,9 +407,9 @@ class ParallelMLP(ParallelLayer):
     b1: nn.Parameter | None
     w2: nn.Parameter
     b2: nn.Parameter | None
-    activation: str
     recompute: bool
     keep_hidden: bool
+    _bias_name = "b2"
 
     @classmethod
     def of(
@@ -451,9 +439,9 @@ class ParallelMLP(ParallelLayer):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape and sharding of ``input``."""
         if self.overlap:
-            parameters = local(self.w1), local(self.b1)
+            first = local(self.w1), local(self.b1)
             hidden = all_gather_product(
-                "linear_act", input, self.group, *parameters, activation=self.activation
+                "linear_act", input, self.group, *first, activation=self.activation
             )
             return self.biased(linear_reduce_scatter(hidden, local(self.w2), self.group))
         x = to_tensor_parallel(input, self.group, sequence=self.sequence)
@@ -473,10 +461,6 @@ class ParallelMLP(ParallelLayer):
         w1, b1 = local(self.w1), local(self.b1)
         return mlp(inner, w1, b1, w2, None, activation=self.activation, recompute=self.recompute)
 
-    def biased(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Return the output: the reduced sum plus the bias."""
-        return self.add_bias(reduced, self.b2)
-
     @property
     def _in_two(self) -> bool:
         return self.keep_hidden and not self.recompute
@@ -492,7 +476,6 @@ class ParallelGatedMLP(ParallelLayer):
     gate_proj: ColumnLinear
     up_proj: ColumnLinear
     down_proj: RowLinear
-    activation: str
 
     @classmethod
     def of(
@@ -504,10 +487,7 @@ class ParallelGatedMLP(ParallelLayer):
         if overlap and module.gate_proj.bias is not None:
             checks.fail(cls.__name__, "overlap", "False where the gate has a bias", overlap)
         self.activation = module.activation
-
-        def column(projection: LinearAct) -> ColumnLinear:
-            return ColumnLinear.of(projection, mesh, sequence=sequence, communicate=False)
-
+        column = partial(ColumnLinear.of, mesh=mesh, sequence=sequence, communicate=False)
         self.gate_proj, self.up_proj = column(module.gate_proj), column(module.up_proj)
         self.down_proj = RowLinear.of(module.down_proj, mesh, sequence=sequence, overlap=overlap)
         return self.train(module.training)
@@ -519,10 +499,9 @@ class ParallelGatedMLP(ParallelLayer):
             hidden = all_gather_product(
                 "linear_glu", input, self.group, *weights, activation=self.activation
             )
-            return self.down_proj(hidden)
-        return self.down_proj(
-            self.inner(to_tensor_parallel(input, self.group, sequence=self.sequence))
-        )
+        else:
+            hidden = self.inner(to_tensor_parallel(input, self.group, sequence=self.sequence))
+        return self.down_proj(hidden)
 
     def inner(self, input: torch.Tensor) -> torch.Tensor:
         """Return the hidden features of this rank, of the full input."""
@@ -531,14 +510,6 @@ class ParallelGatedMLP(ParallelLayer):
             weights = local(gate.weight), local(up.weight)
             return linear_glu(input, *weights, activation=self.activation)
         return gate(input) * up(input)
-
-    def product(self, inner: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sum that ``forward`` reduces."""
-        return self.down_proj.product(inner)
-
-    def biased(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Return the output: the reduced sum plus the bias."""
-        return self.down_proj.biased(reduced)
 
 
 def _activation_of(op: str, module: Any) -> str:

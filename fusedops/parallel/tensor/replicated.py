@@ -1,11 +1,14 @@
-"""Replicated modules that act on each token alone, where every rank has other tokens.
+"""Replicated modules that act on each token or head alone, where every rank has other ones.
 
-Position tables and routers: each rank has all of their parameters, applies them to its own tokens,
-and the gradients are summed (norms: ``sequence.py``). ``scatter_tokens`` and ``gather_tokens`` lead
-activations that all ranks have into such a region and out of it; ``layers.py`` has the pair for
-activations that are parts of a sum.
+Norms, position tables and routers: each rank has all of their parameters, applies them to its own
+tokens, and one all-reduce per module sums the gradients. ``scatter_tokens`` and ``gather_tokens``
+lead activations that all ranks have into such a region and out of it; ``layers.py`` has the pair
+for activations that are parts of a sum.
 
 Shape suffixes: B sequences, S tokens of each, s this rank's of them, H hidden size.
+
+Reference: Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models,
+arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from fusedops._core import dtypes
+from fusedops.parallel.comm import collectives
 from fusedops.parallel.tensor.layers import communicate, distribute, local
-from fusedops.parallel.tensor.sequence import replicated_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,18 +33,39 @@ if TYPE_CHECKING:
 def allreduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Sum the gradients of a replicated module's parameters over ranks, in the backward.
 
-    Each rank calls it with other tokens. Its parameters become DTensors, ``Replicate``; names,
-    hooks and ``state_dict`` stay.
+    Each rank calls it with other tokens, or other heads. Its parameters become DTensors,
+    ``Replicate``; names, hooks and ``state_dict`` stay.
 
     Raises:
         TypeError: a parameter is a DTensor already.
     """
-    group = mesh.get_group()
-    for owner, name, parameter in list(parameters_of(module)):
+    group, named = mesh.get_group(), list(parameters_of(module))
+    for owner, name, parameter in named:
         setattr(owner, name, distribute("allreduce_gradients", name, parameter, mesh, None))
+    if not named:
+        return
     module.forward = ParameterSubstitution(
-        module, lambda parameters: replicated_parameters([local(p) for p in parameters], group)
+        module, lambda parameters: _ReplicatedParameters.apply(group, *map(local, parameters))
     )
+
+
+class _ReplicatedParameters(torch.autograd.Function):
+    """The node ``copy_to`` of several parameters: gradients are summed in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *parameters: torch.Tensor) -> Any:
+        ctx.group = group
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # Zeros of a parameter that no token of this rank used: it may have a gradient elsewhere.
+        wide = dtypes.statistics_dtype(grads[0].dtype)
+        flat = torch.cat([grad.flatten().to(wide) for grad in grads])
+        summed = collectives.all_reduce(flat, ctx.group).wait()
+        parts = zip(summed.split([grad.numel() for grad in grads]), grads, strict=True)
+        return None, *(part.view_as(grad).to(grad.dtype) for part, grad in parts)
 
 
 @dataclass(eq=False)
@@ -57,31 +82,37 @@ class ParameterSubstitution:
     make: Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
     # ``call(forward, *args, **kwargs)`` runs the module; ``None`` calls ``forward``.
     call: Callable[..., Any] | None = None
-    _is_substituted: bool = field(default=False, init=False)
+    _tensors: dict[Any, Any] | None = field(default=None, init=False)  # of calls that share them
+
+    def __post_init__(self) -> None:
+        # Found there by micro-batch overlap, which gives the module another ``forward``.
+        self.module.__dict__["substitution"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        with nullcontext() if self._is_substituted else self.reuse_parameters():
+        with self.reuse_parameters() if self._tensors is None else nullcontext():
             if self.call is not None:
                 return self.call(self.plain, *args, **kwargs)
             return self.plain(*args, **kwargs)
 
     @contextmanager
     def reuse_parameters(self) -> Iterator[None]:
-        """Substitute the parameters once for all calls inside."""
-        parameters = list(parameters_of(self.module))
-        tensors = self.make([parameter for *_, parameter in parameters])
-        names = [(owner, name) for owner, name, _ in parameters]
-        with substituted(dict(zip(names, tensors, strict=True))):
-            self._is_substituted = True
-            try:
-                yield
-            finally:
-                self._is_substituted = False
+        """Make the tensors once, in the first of all calls inside."""
+        self._tensors = {}
+        try:
+            yield
+        finally:
+            self._tensors = None
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, inside of ``reuse_parameters``."""
-        return type(self.module).forward(self.module, *args, **kwargs)
+        if not self._tensors:
+            parameters = list(parameters_of(self.module))
+            tensors = self.make([parameter for *_, parameter in parameters])
+            names = [(owner, name) for owner, name, _ in parameters]
+            self._tensors = dict(zip(names, tensors, strict=True))
+        with substituted(self._tensors):
+            return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -29,18 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks
 from fusedops._core.labels import IGNORE_INDEX
-from fusedops.nn import LinearCrossEntropyLoss
 from fusedops.ops import _cross_entropy_math as math_of
 from fusedops.ops.linear_cross_entropy import DEFAULT_CHUNK, check_chunks, keeps_logits
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.tensor.async_linear import lowered
-from fusedops.parallel.tensor.layers import (
-    ParallelLayer,
-    check_type,
-    distribute,
-    local,
-    to_tensor_parallel,
-)
+from fusedops.parallel.tensor.layers import ParallelLayer, check_type, distribute, local
 
 # Local targets that are in the range of another rank, or ignored.
 _ELSEWHERE, _IGNORED = -1, -2
@@ -163,9 +156,8 @@ class VocabularyEmbedding(ParallelLayer):
     divide the vocabulary.
     """
 
-    weight: nn.Parameter
     vocab_size: int
-    padding_idx: int | None
+    padding_idx: Any  # int or ``None``
 
     @classmethod
     def of(
@@ -200,91 +192,23 @@ class VocabularyEmbedding(ParallelLayer):
                 checks.fail("VocabularyEmbedding", "tokens", f"in [0, {self.vocab_size})", got)
         elsewhere = (tokens < vocab.start) | (tokens >= vocab.stop)
         rows = (tokens - vocab.start).masked_fill(elsewhere, 0)
-        padding = self.padding_idx
-        if padding is not None:
-            padding = padding - vocab.start if padding in vocab else None
+        padding = self.padding_idx - vocab.start if self.padding_idx in vocab else None
         output = F.embedding(rows, local(self.weight), padding)
         output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return self.reduce(output)
 
 
-class VocabularyCrossEntropy(ParallelLayer):
-    """A language model's head and its loss, the vocabulary sharded over the ranks.
-
-    Made by ``VocabularyCrossEntropy.of``. ``weight`` ``[V, H]`` and ``bias`` ``[V]`` are
-    ``Shard(0)``; the ranks need not divide the vocabulary.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    vocab_size: int
-    options: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, module: LinearCrossEntropyLoss, mesh: DeviceMesh, *, sequence: bool = False
-    ) -> VocabularyCrossEntropy:
-        """Return ``module`` with its vocabulary sharded.
-
-        Raises:
-            ValueError: a rank would have no rows.
-            TypeError: ``module`` is no ``fusedops.nn.LinearCrossEntropyLoss``.
-        """
-        self = cls(mesh, sequence=sequence)
-        op = cls.__name__
-        check_type(op, module, LinearCrossEntropyLoss)
-        self.weight = distribute(op, "weight", module.weight, mesh, 0, uneven=True)
-        self.bias = distribute(op, "bias", module.bias, mesh, 0, uneven=True)
-        self.vocab_size = module.vocab_size
-        names = ["ignore_index", "label_smoothing", "z_loss", "softcap", "reduction"]
-        names += ["chunk_size", "recompute"]
-        self.options = {name: getattr(module, name) for name in names}
-        return self.train(module.training)
-
-    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of ``hidden`` ``[B, S, H]`` (or ``[B, s, H]``) and ``target`` ``[B, S]``.
-
-        It is float32 and the same on every rank.
-        """
-        return vocab_parallel_cross_entropy(
-            to_tensor_parallel(hidden, self.group, sequence=self.sequence),
-            local(self.weight),
-            target,
-            self.group,
-            local(self.bias),
-            vocab_size=self.vocab_size,
-            **self.options,
-        )
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``[B, S, V]``, soft-capped, on every rank; without gradients."""
-        project = VocabParallelProjection(self.group, self.vocab_size, sequence=self.sequence)
-        logits = project(hidden, self.weight, self.bias)
-        softcap = self.options["softcap"]
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
 class VocabParallelProjection:
-    """How a head with a sharded vocabulary computes logits; called as ``Head.project`` is.
+    """How a head with a sharded vocabulary computes logits.
 
     ``vocab`` is the range of this rank, and ``max_local_size`` the size of the largest range.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, vocab_size: int, *, sequence: bool = False
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.vocab = vocab_range(group.rank(), group.size(), vocab_size)
         self.max_local_size = len(vocab_range(0, group.size(), vocab_size))
-        self._group, self._sequence = group, sequence
-
-    def __call__(self, hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-        """Return the logits of the vocabulary ``[B, S, V]``, the same on every rank."""
-        return self.gather_logits(self.local_logits(self.gather_hidden(hidden), weight, bias))
-
-    def gather_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of all tokens ``[B, S, H]``."""
-        return to_tensor_parallel(hidden, self._group, sequence=self._sequence)
+        self._group = group
 
     @torch.no_grad()
     def local_logits(self, hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:

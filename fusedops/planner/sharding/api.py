@@ -13,24 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fusedops._core import checks
-from fusedops._core.checks import UnsupportedError
 from fusedops.planner.device import Device, load_device
-from fusedops.planner.sharding.cost import MeshCosts, Placements, StepCost
-from fusedops.planner.sharding.evaluate import (
-    DATA_NAMES,
-    Evaluator,
-    batch_of,
-    data_dims,
-    evaluator_for,
-)
-from fusedops.planner.sharding.plan import (
-    PlannedParameter,
-    PlanTotals,
-    ShardingPlan,
-    checked_placements,
-    matching_names,
-)
-from fusedops.planner.sharding.run import call_key
+from fusedops.planner.sharding.cost import Placements
+from fusedops.planner.sharding.evaluate import DATA_NAMES, Evaluator, data_dims, evaluator_for
+from fusedops.planner.sharding.plan import ShardingPlan, checked_placements, matching_names
+from fusedops.planner.sharding.run import TracedModel, call_key
 from fusedops.planner.sharding.solver import Solution, solve, units_of
 from fusedops.planner.sharding.trace import OP, FakeModel
 from fusedops.planner.sizes import show_bytes
@@ -81,7 +68,7 @@ def auto_parallel(
         TypeError: the model, the mesh or a placement is something else.
         ValueError: the mesh has more than two dimensions or no names, the batch cannot be divided,
             a name is unknown, a size cannot be divided, or nothing fits the limit.
-        UnsupportedError: the model cannot be exported (and the mode is not ``"data"``).
+        UnsupportedError: the model cannot be exported.
 
     Example:
         >>> import fusedops, torch
@@ -99,47 +86,22 @@ def auto_parallel(
     """
     args, kwargs = _inputs(example_inputs)
     _check(model, mesh, mode, memory_limit, marked)
-    batch_of(args, kwargs, mesh)
     device = load_device(device) if isinstance(device, str) else device
-    parameters = {
-        name: PlannedParameter(
-            tuple(parameter.shape), parameter.element_size(), parameter.requires_grad
-        )
-        for name, parameter in model.named_parameters()
-    }
-    fixed = _fixed(model, parameters, mesh, marked or {})
-    traced = None
-    if mode != "data" or not _has_batch_norm(model):
-        try:
-            evaluator = evaluator_for(
-                FakeModel(model, mesh.device_type), mesh, device, args, kwargs
-            )
-            traced = (call_key(model, args, kwargs)[1], evaluator)
-        except UnsupportedError:
-            if mode != "data":
-                raise
-    placements: dict[str, Placements] = dict.fromkeys(parameters, (Replicate(),) * mesh.ndim)
+    fake = FakeModel(model, mesh.device_type)
+    evaluator = evaluator_for(fake, mesh, device, args, kwargs)
+    fixed = _fixed(model, evaluator, mesh, marked or {})
+    placements: dict[str, Placements] = dict.fromkeys(
+        evaluator.parameters, evaluator.placer.replicated
+    )
     exact = True
     if mode != "data":
-        assert traced is not None
-        solution = _searched(traced[1], placements, fixed, mode, memory_limit)
+        solution = _searched(evaluator, placements, fixed, mode, memory_limit)
         placements |= {**fixed, **solution.placements}
         exact = solution.exact
-    plan = ShardingPlan(
-        mode=mode,
-        mesh_shape=tuple(mesh.shape),
-        mesh_dims=tuple(mesh.mesh_dim_names or ()),
-        device_type=mesh.device_type,
-        parameters=parameters,
-        placements=placements,
-        local=traced is None,
-        exact=exact,
-        totals=_totals_without_graph(model, parameters, MeshCosts(mesh, device), mesh),
-        traced=traced,
-        _mesh=mesh,
-    )
-    if memory_limit is not None and plan.totals.memory > memory_limit:
-        raise ValueError(_too_large(plan.totals.memory, memory_limit, mode))
+    key = call_key(model, args, kwargs)[1]
+    plan = ShardingPlan(mode, mesh, placements, exact, TracedModel(fake, key, evaluator))
+    if memory_limit is not None and plan.memory > memory_limit:
+        raise ValueError(_too_large(plan.memory, memory_limit, mode))
     return plan
 
 
@@ -186,12 +148,8 @@ def _check(
 
 
 def _fixed(
-    model: nn.Module,
-    parameters: Mapping[str, PlannedParameter],
-    mesh: DeviceMesh,
-    marked: Mapping[str, Any],
+    model: nn.Module, evaluator: Evaluator, mesh: DeviceMesh, marked: Mapping[str, Any]
 ) -> dict[str, Placements]:
-    """Return the marked placements by name of the parameter."""
     fixed: dict[str, Placements] = {}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {
@@ -200,22 +158,14 @@ def _fixed(
     }
     for pattern, placements in marked.items():
         for name in matching_names(f"{OP}: marked", pattern, aliases):
-            shape, given = parameters[aliases[name]].shape, placements
+            shape, given = evaluator.parameters[aliases[name]].shape, placements
             of_module = not fnmatch.fnmatchcase(name, pattern)
             if of_module and isinstance(given, (tuple, list)):
                 absent = [getattr(place, "dim", -1) >= len(shape) for place in given]
                 given = [Replicate() if no else p for no, p in zip(absent, given, strict=True)]
-            fixed[aliases[name]] = checked_placements(
-                f"{OP}: {aliases[name]}", given, shape, mesh.shape, mesh.mesh_dim_names or ()
-            )
+            what = f"{OP}: {aliases[name]}"
+            fixed[aliases[name]] = checked_placements(what, given, shape, mesh)
     return fixed
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-        for module in model.modules()
-    )
 
 
 def _searched(
@@ -257,15 +207,3 @@ def _too_large(memory: float, limit: float, mode: str) -> str:
         f"{OP}: the least that mode {mode!r} needs per rank is {show_bytes(math.ceil(memory))}, "
         f"more than the limit of {show_bytes(math.ceil(limit))}; what helps is {help_text}"
     )
-
-
-def _totals_without_graph(
-    model: nn.Module, parameters: Mapping[str, PlannedParameter], costs: MeshCosts, mesh: DeviceMesh
-) -> PlanTotals:
-    """Return what replicated parameters cost: an all-reduce of their gradients."""
-    cost, memory = StepCost(), sum(buffer.nbytes for buffer in model.buffers())
-    for parameter in parameters.values():
-        memory += parameter.nbytes * (4 if parameter.trained else 1)
-        for dim in data_dims(mesh) if parameter.trained else ():
-            cost += costs.collective("all-reduce", parameter.nbytes, dim)
-    return PlanTotals(memory, {"all-reduce": cost.sent[0]}, cost.seconds)

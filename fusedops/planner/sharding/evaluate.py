@@ -34,21 +34,6 @@ def data_dims(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(dim for dim, name in enumerate(names) if name in DATA_NAMES)
 
 
-def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> int:
-    """Return the number of rows of the inputs, which the data dimension must divide."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
-    if not rows:
-        raise ValueError(f"{OP}: the inputs have no tensor with the batch in dim 0")
-    for dim in data_dims(mesh):
-        if rows[0] % mesh.size(dim):
-            raise ValueError(
-                f"{OP}: a batch of {rows[0]} cannot be divided by the {mesh.size(dim)} ranks of "
-                f"{(mesh.mesh_dim_names or ())[dim]!r}"
-            )
-    return int(rows[0])
-
-
 def evaluator_for(
     fake: FakeModel,
     mesh: DeviceMesh,
@@ -56,10 +41,18 @@ def evaluator_for(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Evaluator:
-    """Trace a model for inputs, and return the costs of its graph."""
-    batch = batch_of(args, kwargs, mesh)
-    graph = fake.trace(args, kwargs)
-    return Evaluator(Placer(graph, mesh, MeshCosts(mesh, device), data_dims(mesh)), batch)
+    """Trace a model for inputs, whose rows the data dimensions divide; return its graph's costs."""
+    leaves, dims = pytree.tree_leaves((args, kwargs)), data_dims(mesh)
+    rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if not rows:
+        raise ValueError(f"{OP}: the inputs have no tensor with the batch in dim 0")
+    for dim in dims:
+        if rows[0] % mesh.size(dim):
+            raise ValueError(
+                f"{OP}: a batch of {rows[0]} cannot be divided by the {mesh.size(dim)} ranks of "
+                f"{(mesh.mesh_dim_names or ())[dim]!r}"
+            )
+    return Evaluator(Placer(fake.trace(args, kwargs), mesh, MeshCosts(mesh, device), dims), rows[0])
 
 
 @dataclass
@@ -71,12 +64,17 @@ class WalkState:
 
 
 class Evaluator:
-    """Costs of placements of the parameters of one graph, for inputs of so many rows."""
+    """Costs of placements of the parameters of one graph, for inputs of so many rows.
+
+    ``parameters`` has their shapes and dtypes by name.
+    """
 
     def __init__(self, placer: Placer, batch: int) -> None:
         self.placer = placer
         self.graph = placer.graph
         self.batch = batch
+        names = self.graph.parameters
+        self.parameters = {name: self.graph.values[number] for number, name in names.items()}
         self._data = placer.data_dims
         self._saved = self._saved_values()
 

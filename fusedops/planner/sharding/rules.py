@@ -88,24 +88,12 @@ def _convolution(tensors: list[ValueMeta], arguments: dict[str, Any]) -> Iterato
     if arguments["groups"] == 1:
         yield (REPLICATE, *[0] * (len(tensors) - 1)), (1,)
         yield (1, 1, *[PARTIAL] * bias), (PARTIAL,)
-    elif tensors[1].shape[1] == 1 and arguments["groups"] == tensors[0].shape[1]:
-        yield (1, *[0] * (len(tensors) - 1)), (1,)
 
 
 def _batch_norm(tensors: list[ValueMeta], arguments: dict[str, Any]) -> Iterator[Sharding]:
     if not arguments.get("training"):
         yield (0, *[REPLICATE] * (len(tensors) - 1)), (0,)
     yield (1, *[0] * (len(tensors) - 1)), (1,)
-
-
-def _recurrent(tensors: list[ValueMeta], arguments: dict[str, Any]) -> Iterator[Sharding]:
-    """The batch: dim 0 or 1 of the sequence, dim 1 of the states."""
-    if "batch_sizes" in arguments or len(tensors[0].shape) != 3:
-        return
-    batch = 0 if arguments["batch_first"] else 1
-    states = 2 if isinstance(arguments["hx"], (tuple, list)) else 1
-    weights = len(tensors) - 1 - states
-    yield (batch, *[1] * states, *[REPLICATE] * weights), (batch, *[1] * states)
 
 
 def _along(dims: Callable[[int, dict[str, Any]], Iterable[int]]) -> OperatorRule:
@@ -132,7 +120,6 @@ _by_rule: dict[OperatorRule, str] = {
     _cross_entropy: "cross_entropy_loss",
     _convolution: "conv1d conv2d conv3d",
     _batch_norm: "batch_norm",
-    _recurrent: "lstm gru rnn_tanh rnn_relu",
     _norm: "layer_norm rms_norm",
     _softmax: "softmax log_softmax",
     _along(lambda rank, _: (0,)): "group_norm",
@@ -191,19 +178,9 @@ def _mean_over_all_rows(
     return summed / count
 
 
-def _depthwise(op: Any, arguments: dict[str, Any], place: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-    """A depthwise convolution has one group for each local channel."""
-    if arguments["groups"] > 1 and Shard(1) in place:
-        arguments = {**arguments, "groups": arguments["input"].shape[1]}
-    return op(*arguments.values())
-
-
 LOCAL_FORMS: dict[str, LocalForm] = {
     "view": _reshape,
     "_unsafe_view": _reshape,
     "embedding": _rows_of_table,
     "cross_entropy_loss": _mean_over_all_rows,
-    "conv1d": _depthwise,
-    "conv2d": _depthwise,
-    "conv3d": _depthwise,
 }

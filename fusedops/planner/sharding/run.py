@@ -3,14 +3,13 @@
 The forward runs the steps of the traced graph on each rank's local tensors; tensors are moved where
 the plan says, through DTensor's differentiable redistribution. Gradients therefore arrive in the
 placements of the parameters. Every kind of input (shapes, dtypes, train or eval) is traced once,
-when it first comes. Without a graph the plain model runs on each rank's rows.
+when it first comes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,17 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from fusedops._core import checks
 from fusedops._core.device_tensors import device_tensor
-from fusedops.planner.device import load_device
 from fusedops.planner.sharding.cost import Placements
-from fusedops.planner.sharding.evaluate import (
-    Evaluator,
-    WalkState,
-    batch_of,
-    data_dims,
-    evaluator_for,
-)
+from fusedops.planner.sharding.evaluate import Evaluator, WalkState, evaluator_for
 from fusedops.planner.sharding.rules import LOCAL_FORMS
 from fusedops.planner.sharding.strategies import StepPlacement
 from fusedops.planner.sharding.trace import (
@@ -46,23 +37,20 @@ from fusedops.planner.sharding.trace import (
 _LARGEST_SEED = 2**62
 
 
-def apply_placements(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    placements: Mapping[str, Placements],
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    local: bool,
-    traced: tuple[Any, Evaluator] | None,
-) -> nn.Module:
-    """Distribute a model's parameters, of these shapes, replace its forward, and return it.
+class TracedModel(NamedTuple):
+    """A model without data, and the costs of its graph for one kind of inputs."""
 
-    ``traced`` is a graph that exists, with the kind of inputs that it is for; with ``local`` the
-    plain forward runs on each rank's rows, without a graph.
-    """
-    _check(model, shapes)
+    fake: FakeModel
+    key: Any  # of ``call_key``: what the graph depends on
+    evaluator: Evaluator
+
+
+def apply_placements(
+    model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placements], traced: TracedModel
+) -> nn.Module:
+    """Distribute a model's parameters, replace its forward, and return it."""
+    _check(model, {name: meta.shape for name, meta in traced.evaluator.parameters.items()})
     distribute: Any = distribute_tensor  # sends the values of the mesh's first rank
-    fake = None if local else FakeModel(model, mesh.device_type)
     everywhere = tuple(Replicate() for _ in range(mesh.ndim))
     seed = device_tensor([torch.initial_seed() % _LARGEST_SEED], torch.int64, mesh.device_type)
     agreed_seed = int(distribute(seed, mesh, everywhere).to_local())
@@ -79,30 +67,22 @@ def apply_placements(
             with torch.no_grad():
                 first = distribute(buffer.detach().clone(), mesh, everywhere)
                 buffer.copy_(first.to_local())
-    forward: Any
-    if fake is None:
-        forward = LocalForward(model, mesh)
-    else:
-        forward = PlannedForward(model, mesh, fake, placements, traced, agreed_seed)
+    forward: Any = PlannedForward(model, mesh, placements, traced, agreed_seed)
     model.forward = forward
     return model
 
 
 def _check(model: nn.Module, planned: Mapping[str, tuple[int, ...]]) -> None:
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor):
+    own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for name in {**own, **planned}:
+        if isinstance(parameters.get(name), DTensor):
             raise ValueError(f"{OP}: {name} is a DTensor already: apply a plan to a plain model")
-        if name not in planned:
-            near = checks.nearest(name, list(planned))
-            hint = f", which has {near}" if near else ""
-            raise ValueError(f"{OP}: the model has a parameter {name} that the plan lacks{hint}")
-        shape = tuple(parameter.shape)
-        if shape != planned[name]:
-            raise ValueError(f"{OP}: {name} has the shape {shape}, in the plan {planned[name]}")
-    missing = [name for name in planned if name not in parameters]
-    if missing:
-        raise ValueError(f"{OP}: the plan has a parameter {missing[0]} that the model lacks")
+        if own.get(name) != planned.get(name):
+            shapes = (shape.get(name, "no such parameter") for shape in (own, planned))
+            raise ValueError(
+                f"{OP}: the model and the plan differ in {name}: {' and '.join(map(str, shapes))}"
+            )
 
 
 def call_key(model: nn.Module, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
@@ -131,31 +111,14 @@ class _Share(torch.autograd.Function):
         return grad, None
 
 
-class _MeshForward:
-    """The forward of a model whose parameters are DTensors, and moves of tensors on its mesh."""
-
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        self._model = model
-        self._mesh = mesh
-        self._replicated = tuple(Replicate() for _ in range(mesh.ndim))
-
-    def _wrapped(self, tensor: torch.Tensor, placements: Placements, **sizes: Any) -> DTensor:
-        return DTensor.from_local(tensor, self._mesh, placements, run_check=False, **sizes)
-
-    def _full(self, value: DTensor) -> torch.Tensor:
-        return value.redistribute(placements=self._replicated).to_local(
-            grad_placements=self._replicated
-        )
-
-
 class _PlacedGraph(NamedTuple):
     evaluator: Evaluator
     choices: list[StepPlacement]  # one for each step
     last_use: dict[int, int]  # by value: the step after which it is not needed
 
 
-class PlannedForward(_MeshForward):
-    """The forward of a model to which a plan has been applied; ``fake`` traces it for new inputs.
+class PlannedForward:
+    """The forward of a model to which a plan has been applied; new kinds of inputs are traced.
 
     Random operators draw from generators that are made of the seed, the same on all ranks.
     """
@@ -164,18 +127,27 @@ class PlannedForward(_MeshForward):
         self,
         model: nn.Module,
         mesh: DeviceMesh,
-        fake: FakeModel,
         placements: Mapping[str, Placements],
-        traced: tuple[Any, Evaluator] | None,
+        traced: TracedModel,
         seed: int,
     ) -> None:
-        super().__init__(model, mesh)
-        self._fake = fake
+        self._model = model
+        self._mesh = mesh
+        self._replicated = traced.evaluator.placer.replicated
+        self._fake = traced.fake
         self._placements = dict(placements)
-        self._device = load_device("h100") if traced is None else traced[1].placer.costs.device
+        self._device = traced.evaluator.placer.costs.device
         self._seed = seed
         self._calls = itertools.count()
-        self._graphs = {} if traced is None else {traced[0]: self._placed(traced[1])}
+        self._graphs = {traced.key: self._placed(traced.evaluator)}
+
+    def _wrapped(self, tensor: torch.Tensor, placements: Placements, **sizes: Any) -> DTensor:
+        return DTensor.from_local(tensor, self._mesh, placements, run_check=False, **sizes)
+
+    def _full(self, value: DTensor) -> torch.Tensor:
+        return value.redistribute(placements=self._replicated).to_local(
+            grad_placements=self._replicated
+        )
 
     def _placed(self, evaluator: Evaluator) -> _PlacedGraph:
         graph = evaluator.graph
@@ -229,14 +201,10 @@ class PlannedForward(_MeshForward):
             random = self._random(choice, call, index) if step.random else contextlib.nullcontext()
             with random:
                 results = self._local(step, choice, tensors)
-            for number, result, place, means in zip(
-                step.outputs, results, choice.outputs, choice.averaged, strict=True
-            ):
+            for number, result, place in zip(step.outputs, results, choice.outputs, strict=True):
                 if number >= 0:
                     meta = graph.values[number]
                     shape = torch.Size(meta.shape)
-                    for dim in means:
-                        result = result / self._mesh.size(dim)
                     values[number] = self._wrapped(result, place, shape=shape, stride=meta.stride)
             for number in step.inputs:
                 if placed.last_use[number] == index:
@@ -305,52 +273,3 @@ class PlannedForward(_MeshForward):
         with torch.random.fork_rng(devices, device_type="cuda" if device == "cpu" else device):
             torch.manual_seed(hash((self._seed, call, index, *part)) % _LARGEST_SEED)
             yield
-
-
-class LocalForward(_MeshForward):
-    """Data parallelism without a graph: the plain model on each rank's rows.
-
-    Outputs with rows are gathered. A scalar is the mean of the ranks' scalars, which is the loss of
-    the batch where each rank's loss is a mean over equally many elements.
-    """
-
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        super().__init__(model, mesh)
-        self._plain = model.forward
-        dims = data_dims(mesh)
-        self._rows = tuple(Shard(0) if dim in dims else Replicate() for dim in range(mesh.ndim))
-        self._sums = tuple(Partial() if dim in dims else Replicate() for dim in range(mesh.ndim))
-        self._ranks = math.prod(mesh.size(dim) for dim in dims)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on this rank's rows of full tensors; return full tensors."""
-        batch = batch_of(args, kwargs, self._mesh)
-
-        def local_rows(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.shape[0] != batch:
-                return leaf
-            value = self._wrapped(leaf, self._replicated)
-            return value.redistribute(placements=self._rows).to_local()
-
-        def full(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if leaf.ndim and leaf.shape[0] == batch // self._ranks:
-                return self._full(self._wrapped(leaf, self._rows))
-            if not leaf.ndim and leaf.dtype.is_floating_point:
-                return self._full(self._wrapped(leaf / self._ranks, self._sums))
-            return leaf
-
-        args, kwargs = pytree.tree_map(local_rows, (args, kwargs))
-        local: dict[str, torch.Tensor] = {}
-        for name, parameter in self._model.named_parameters():
-            sharded: Any = parameter
-            summed = sharded.redistribute(placements=self._replicated)
-            local[name] = summed.to_local(grad_placements=self._sums)
-        self._model.forward = self._plain
-        try:
-            outputs = torch.func.functional_call(self._model, local, args, kwargs)
-        finally:
-            forward: Any = self
-            self._model.forward = forward
-        return pytree.tree_map(full, outputs)

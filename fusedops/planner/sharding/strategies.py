@@ -53,7 +53,6 @@ class StepPlacement:
     inputs: tuple[Placements, ...]
     gradients: tuple[Placements, ...]  # of the inputs, as the step's backward gives them
     outputs: tuple[Placements, ...]
-    averaged: tuple[tuple[int, ...], ...]  # dims on which an output is a mean of the ranks' results
     args: tuple[Any, ...] | None  # with the sizes of a rank; ``None``: those of the graph
     op: Any
     replicated: bool = False  # whether the operator has no rule
@@ -272,18 +271,12 @@ class Placer:
         args: tuple[Any, ...] | None,
         op: Any,
     ) -> StepPlacement:
-        averaged = tuple(
-            tuple(dim for dim, place in enumerate(row) if place == Partial("avg"))
-            for row in outputs
-        )
-        read, returned = tuple(map(_summed, inputs)), tuple(map(_summed, outputs))
-        gradients = tuple(gradient_placements(read, returned))
-        return StepPlacement(read, gradients, returned, averaged, args, op)
+        gradients = tuple(gradient_placements(inputs, outputs))
+        return StepPlacement(tuple(inputs), gradients, tuple(outputs), args, op)
 
     def _priced(
         self, step: GraphStep, current: tuple[Placements, ...], placed: StepPlacement
     ) -> StepPlacement:
-        """Add what the placements cost."""
         moves, sums = [], []
         for index, number in enumerate(step.inputs):
             value = self.graph.values[number]
@@ -311,14 +304,9 @@ def _placement(word: Any) -> Any:
     return Partial() if word == PARTIAL else Shard(int(word))
 
 
-def _summed(row: Sequence[Any]) -> Placements:
-    """Return placements with sums where they have means: the step divides its result."""
-    return tuple(Partial() if isinstance(place, Partial) else place for place in row)
-
-
 def _is_plain(placement: Any) -> bool:
     if isinstance(placement, Partial):
-        return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+        return type(placement) is Partial and placement.reduce_op == "sum"
     return isinstance(placement, (Shard, Replicate)) and not isinstance(placement, _StridedShard)
 
 

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusedops._core.checks import UnsupportedError
 
 OP = "auto_parallel"
+_WITHOUT_GRAPH = "torch.nn.parallel.DistributedDataParallel needs no graph"
 _TORCH = str(Path(torch.__file__).parent)
 # Calls that compute nothing which a later one reads.
 _CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_")
@@ -107,7 +108,7 @@ class FakeModel:
         except Exception as error:
             raise UnsupportedError(
                 f"{OP}: a {type(model).__name__} cannot be copied ({_one_line(error)}); "
-                'mode "data" needs no copy'
+                f"{_WITHOUT_GRAPH}"
             ) from None
 
     def _fake(self, like: Any) -> torch.Tensor:
@@ -133,7 +134,7 @@ class FakeModel:
         except Exception as error:
             raise UnsupportedError(
                 f"{OP}: torch.export cannot trace {self._place(error)}: {_one_line(error)}; "
-                'mode "data" needs no graph'
+                f"{_WITHOUT_GRAPH}"
             ) from None
         return _Reader(self.module, program, self._measured).graph
 
@@ -281,8 +282,7 @@ class _Reader:
             if node.op == "call_function":
                 what = f"calls {op}, which is no operator"
             raise UnsupportedError(
-                f"{OP}: {(stack and stack[-1][0]) or 'the model'} {what}; "
-                'mode "data" needs no graph'
+                f"{OP}: {(stack and stack[-1][0]) or 'the model'} {what}; {_WITHOUT_GRAPH}"
             )
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
         values, inputs = self.graph.values, tuple(references((args, kwargs)))

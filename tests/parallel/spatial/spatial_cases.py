@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import dtypes
 from fusedops.parallel import spatial
+from fusedops.testing import threads
 
-KINDS = {
-    **{(n, False): kind for n, kind in ((1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d))},
-    (1, True): nn.ConvTranspose1d,
-    (2, True): nn.ConvTranspose2d,
-    (3, True): nn.ConvTranspose3d,
-}
 MODES = ("zeros", "zeros", "reflect", "replicate", "circular")
 
 
@@ -36,8 +33,8 @@ class ConvCase:
 
     def layer(self) -> nn.Module:
         torch.manual_seed(len(self.shape))
-        kind: Any = KINDS[len(self.shape) - 2, self.transposed]
-        return kind(*self.arguments, **dict(self.options)).double()
+        name = f"Conv{'Transpose' * self.transposed}{len(self.shape) - 2}d"
+        return getattr(nn, name)(*self.arguments, **dict(self.options)).double()
 
 
 def draw(rng: random.Random, ranks: int) -> ConvCase:
@@ -87,6 +84,19 @@ MESHES = {
 }
 
 
+def on_threads(ranks: int) -> Callable[[Callable[[int], None]], Callable[[], None]]:
+    """Make a test of what every rank does."""
+
+    def decorated(body: Callable[[int], None]) -> Callable[[], None]:
+        def test() -> None:
+            threads.run(body, ranks)
+
+        test.__doc__ = body.__doc__
+        return test
+
+    return decorated
+
+
 def mesh_of(shape: tuple[int, ...]) -> Any:
     """Return a mesh of the first ranks: dp, then y, x, z."""
     size = torch.Size(shape).numel()
@@ -104,8 +114,6 @@ def assert_equal(name: str, actual: torch.Tensor, expected: torch.Tensor, what: 
 
 def compare(module: nn.Module, x: torch.Tensor, mesh: Any, dims: dict[int, str], what: Any) -> None:
     """Compare output and all gradients of a module on parts with those of one process."""
-    import copy
-
     single = copy.deepcopy(module)
     x_single = x.clone().requires_grad_()
     expected = single(x_single)
@@ -113,7 +121,7 @@ def compare(module: nn.Module, x: torch.Tensor, mesh: Any, dims: dict[int, str],
     expected.backward(grad)
     sharded = spatial.shard(module, mesh, dims=dims)
     part = spatial.scatter(x, mesh, dims).requires_grad_()
-    out = spatial.gather(sharded(part), mesh)
+    out = spatial.gather(sharded(part))
     out.backward(grad)
     assert_equal("output", out.detach(), expected.detach(), what)
     assert part.grad is not None and x_single.grad is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,59 +14,45 @@ from torch.nn import functional as F
 
 from fusedops.testing import threads
 
+Function = Callable[..., torch.Tensor]
+
 
 class Fn(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+    """A function of the input and of parameters of these shapes."""
+
+    def __init__(self, function: Function, *shapes: tuple[int, ...]) -> None:
         super().__init__()
         self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x)
-
-
-class ChannelsLastLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.n = nn.LayerNorm(4)
-        self.l = nn.Linear(4, 9)
-        self.g = nn.Parameter(torch.randn(9))
+        self.weights = nn.ParameterList(torch.empty(shape) for shape in shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.l(self.n(x.permute(0, 2, 3, 1))) * self.g).permute(0, 3, 1, 2)
+        return self.function(x, *self.weights)
 
 
-class SqueezeExcite(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(4, 4, 1)
-        self.p = nn.AdaptiveAvgPool2d(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.a(self.p(x)).sigmoid()
+def tokens(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(2).transpose(1, 2)
 
 
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.randn(1, 143, 4))
-        self.q = nn.Parameter(torch.randn(13, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + self.q).flatten(2).transpose(1, 2) + self.p
+def attention(x: torch.Tensor) -> torch.Tensor:
+    weights = (tokens(x) @ x.flatten(2)).softmax(-1)
+    return (weights @ tokens(x)).transpose(1, 2).reshape(x.shape)
 
 
-class ClassToken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c = nn.Parameter(torch.randn(1, 1, 4))
-        self.p = nn.Parameter(torch.randn(1, 144, 4))
+def class_token(x: torch.Tensor, c: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    embedded = torch.cat([c.expand(x.shape[0], -1, -1), tokens(x)], 1) + p
+    return F.scaled_dot_product_attention(embedded, embedded, embedded)[:, 0]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = (
-            torch.cat([self.c.expand(x.shape[0], -1, -1), x.flatten(2).transpose(1, 2)], 1) + self.p
-        )
-        tokens = F.scaled_dot_product_attention(tokens, tokens, tokens)
-        return tokens[:, 0]
+
+def channels_last(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *linear: torch.Tensor
+) -> torch.Tensor:
+    weight, bias, gain = linear
+    normed = F.layer_norm(x.permute(0, 2, 3, 1), [4], scale, shift)
+    return (F.linear(normed, weight, bias) * gain).permute(0, 3, 1, 2)
+
+
+def squeeze_excite(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return x * F.conv2d(F.adaptive_avg_pool2d(x, 1), weight, bias).sigmoid()
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -86,52 +73,48 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "admax": lambda: nn.AdaptiveMaxPool2d(1),
     "adx": lambda: nn.AdaptiveAvgPool2d((None, 4)),
     "ps": lambda: nn.PixelShuffle(2),
-    "pu": lambda: Fn(lambda x: F.pixel_unshuffle(x[:, :, :12, :10], 2)),
-    "in place": lambda: Fn(
-        lambda x: F.pad((x * 1)[:, :, 1:12].relu_()[:, :, 2:], (0, 0, 1, 0)).mul_(2)
-    ),
-    "slice": lambda: Fn(lambda x: x[:, :, 1:, ::2] * 2),
-    "tv": lambda: Fn(lambda x: (x[:, :, 1:] - x[:, :, :-1]).abs()),
-    "mean": lambda: Fn(lambda x: x.mean((2, 3), keepdim=True) * x),
-    "meanw": lambda: Fn(lambda x: x.mean(3, keepdim=True) * x),
-    "var": lambda: Fn(lambda x: x.var((2, 3))),
-    "softmin": lambda: Fn(lambda x: F.softmin(x, 1)),
-    "amax": lambda: Fn(lambda x: x - x.amax((2, 3), True)),
-    "cat": lambda: Fn(lambda x: torch.cat([x, x * 2], 1)),
-    "catcut": lambda: Fn(lambda x: torch.cat([x, x * 2], 2)),
-    "chunk": lambda: Fn(lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)),
-    "chunkcut": lambda: Fn(lambda x: x.chunk(3, 2)[1]),
-    "row": lambda: Fn(lambda x: x * x[:, :, 3:4] + x[:, :, :, 2:3]),
-    "sel": lambda: Fn(lambda x: x[:, :, 3] + x[:, :, -1]),
-    "attn": lambda: Fn(
-        lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3)
-    ),
-    "attn2": lambda: Fn(
-        lambda x: (
-            (
-                (x.flatten(2).transpose(1, 2) @ x.flatten(2)).softmax(-1)
-                @ x.flatten(2).transpose(1, 2)
-            )
-            .transpose(1, 2)
-            .reshape(x.shape)
-        )
-    ),
-    "linattn": lambda: Fn(
-        lambda x: (x.flatten(2) @ x.flatten(2).transpose(1, 2)).softmax(-1) @ x.flatten(2)
-    ),
-    "permln": lambda: ChannelsLastLayers(),
+    "shuffle": lambda: nn.ChannelShuffle(2),
     "lin": lambda: nn.Linear(11, 7),
     "head": lambda: nn.Sequential(nn.Flatten(1), nn.Linear(4 * 13 * 11, 5)),
-    "split": lambda: Fn(lambda x: x[:, :, :12, :9].reshape(2, 4, 4, 3, 3, 3).amax((3, 5))),
-    "se": lambda: SqueezeExcite(),
-    "pos": lambda: Positions(),
-    "cls": lambda: ClassToken(),
-    **{
-        f"pad_{m}": (lambda m=m: Fn(lambda x: F.pad(x, (2, 3, 4, 1), mode=m)))
-        for m in ("constant", "reflect", "replicate", "circular")
-    },
-    "crop": lambda: Fn(lambda x: F.pad(x, (-2, 3, -4, -1))),
     "d2": lambda: nn.Dropout2d(0.0),
+    "permln": lambda: Fn(channels_last, (4,), (4,), (9, 4), (9,), (9,)),
+    "se": lambda: Fn(squeeze_excite, (4, 4, 1, 1), (4,)),
+    "pos": lambda: Fn(lambda x, p, q: tokens(x + q) + p, (1, 143, 4), (13, 1)),
+    "cls": lambda: Fn(class_token, (1, 1, 4), (1, 144, 4)),
+}
+FUNCTIONS: dict[str, Function] = {
+    "max1": lambda x: F.max_pool1d(x.flatten(0, 1), 3, 2, 1),
+    "avg1": lambda x: F.avg_pool1d(x.flatten(0, 1), 3, 2, 1),
+    "pu": lambda x: F.pixel_unshuffle(x[:, :, :12, :10], 2),
+    "in place": lambda x: F.pad((x * 1)[:, :, 1:12].relu_()[:, :, 2:], (0, 0, 1, 0)).mul_(2),
+    "slice": lambda x: x[:, :, 1:, ::2] * 2,
+    "tv": lambda x: (x[:, :, 1:] - x[:, :, :-1]).abs(),
+    "mean": lambda x: x.mean((2, 3), keepdim=True) * x,
+    "meanw": lambda x: x.mean(3, keepdim=True) * x,
+    "var": lambda x: x.var((2, 3)),
+    "special": lambda x: torch.where(
+        (x > 0) & ~(x > 1), 2 / (x.abs() + 1), 5 % (x.detach().abs() + 1)
+    ),
+    "norm": lambda x: x * x.norm(dim=(2, 3), keepdim=True),
+    # A norm of zeros has the gradient zero.
+    "norm0": lambda x: (x * torch.eye(4)[0].view(4, 1, 1)).norm(dim=(2, 3)),
+    "softmin": lambda x: F.softmin(x, 1),
+    "amax": lambda x: x - x.amax((2, 3), True),
+    "cat": lambda x: torch.cat([x, x * 2], 1),
+    "catcut": lambda x: torch.cat([x, x * 2], 2),
+    "chunk": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "chunkcut": lambda x: x.chunk(3, 2)[1],
+    "row": lambda x: x * x[:, :, 3:4] + x[:, :, :, 2:3],
+    "sel": lambda x: x[:, :, 3] + x[:, :, -1],
+    "attn": lambda x: F.scaled_dot_product_attention(*[tokens(x)] * 3),
+    "attn2": attention,
+    "linattn": lambda x: (x.flatten(2) @ tokens(x)).softmax(-1) @ x.flatten(2),
+    "split": lambda x: x[:, :, :12, :9].reshape(2, 4, 4, 3, 3, 3).amax((3, 5)),
+    "crop": lambda x: F.pad(x, (-2, 3, -4, -1)),
+    **{
+        f"pad_{mode}": partial(F.pad, pad=(2, 3, 4, 1), mode=mode)
+        for mode in ("constant", "reflect", "replicate", "circular")
+    },
 }
 
 RESIZES: list[tuple[str, bool | None]] = [
@@ -143,16 +126,12 @@ RESIZES: list[tuple[str, bool | None]] = [
 ]
 
 
-def resize(mode: str, align: bool | None, size: Any) -> nn.Module:
-    options: dict[str, Any] = {"mode": mode, "align_corners": align}
-    options["size" if isinstance(size, tuple) else "scale_factor"] = size
-    return Fn(lambda x: F.interpolate(x, **options))
-
-
 for _mode, _align in RESIZES:
     for _size in (2, (20, 7), 0.61, 1.7):
-        _name = f"resize {_mode} {_align} {_size}"
-        LAYERS[_name] = lambda arguments=(_mode, _align, _size): resize(*arguments)
+        _argument = "size" if isinstance(_size, tuple) else "scale_factor"
+        _options: dict[str, Any] = {"mode": _mode, "align_corners": _align, _argument: _size}
+        FUNCTIONS[f"resize {_mode} {_align} {_size}"] = partial(F.interpolate, **_options)
+LAYERS |= {name: partial(Fn, function) for name, function in FUNCTIONS.items()}
 
 WORLDS = {
     2: ((1, 2), {2: "y"}),

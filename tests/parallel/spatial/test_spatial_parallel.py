@@ -7,13 +7,14 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from process_pool import World
-from spatial_cases import assert_equal, compare, mesh_of
+from spatial_cases import assert_equal, compare, mesh_of, on_threads
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -124,17 +125,14 @@ class Recomputed(nn.Module):
         return checkpoint(self.net, x, use_reentrant=self.reentrant)
 
 
-def _recomputed(rank: int) -> None:
+@on_threads(4)
+def test_recomputation(rank: int) -> None:
     mesh = mesh_of((1, 2, 2))
     for reentrant in (False, True):
         compare(Recomputed(reentrant).double(), image(), mesh, DIMS, f"reentrant {reentrant}")
 
 
-def test_recomputation() -> None:
-    threads.run(_recomputed, 4)
-
-
-def _compiled(rank: int) -> None:
+def _compiled(world: World) -> None:
     mesh = mesh_of((1, 2))
     module = spatial.shard(network().double(), mesh, dims={2: "y"})
     x = spatial.scatter(image(), mesh, {2: "y"})
@@ -145,14 +143,11 @@ def _compiled(rank: int) -> None:
 
 @pytest.mark.distributed
 def test_compiled_equals_eager(on_two_ranks: OnRanks) -> None:
-    on_two_ranks(_on_two_processes)
+    on_two_ranks(_compiled)
 
 
-def _on_two_processes(world: World) -> None:
-    _compiled(world.rank)
-
-
-def _formats(rank: int) -> None:
+@on_threads(4)
+def test_channels_last_autocast_and_checkpoints(rank: int) -> None:
     mesh = mesh_of((1, 2, 2))
     single = network()
     x = image().float()
@@ -169,11 +164,8 @@ def _formats(rank: int) -> None:
     single.load_state_dict(state)
 
 
-def test_channels_last_autocast_and_checkpoints() -> None:
-    threads.run(_formats, 4)
-
-
-def _plain_parts(rank: int) -> None:
+@on_threads(3)
+def test_plain_parts_of_any_extent(rank: int) -> None:
     """A loader that reads its own part, at bounds of its own, gives plain tensors."""
     mesh = mesh_of((1, 3))
     x, bounds = image(), [0, 3, 4, 19]
@@ -186,16 +178,13 @@ def _plain_parts(rank: int) -> None:
     assert out.local.shape[2] == part.shape[2]
     assert_equal("parts", spatial.gather(out).detach(), expected.detach(), "parts")
     weight = layer.weight.detach()
-    convolved = F.conv2d(spatial.from_parts(part, mesh, {2: "y"}), weight, padding=2).local
+    cut = spatial.from_parts(part, mesh, {2: "y"})
+    convolved = spatial.from_parts(F.conv2d(cut, weight, padding=2).local, mesh, {2: "y"})
     expected = F.conv2d(x, weight, padding=2)
-    assert_equal("conv", spatial.gather(convolved, mesh, {2: "y"}), expected, "conv")
-    rows = spatial.halo_exchange(part, mesh, {2: "y"}, {2: (4, 5)}, mode="circular")
+    assert_equal("conv", spatial.gather(convolved, [2]), expected, "conv")
+    rows = spatial.halo_exchange(cut, {2: (4, 5)}, mode="circular")
     index = torch.arange(bounds[rank] - 4, bounds[rank + 1] + 5) % 19
     assert_equal("halo", rows, x[:, :, index], "halo")
-
-
-def test_plain_parts_of_any_extent() -> None:
-    threads.run(_plain_parts, 3)
 
 
 class HostReads(TorchFunctionMode):
@@ -233,7 +222,8 @@ def test_known_extents_need_no_collective_and_no_host_read() -> None:
         assert all(map(torch.equal, with_gather[2], without[2]))
 
 
-def _full_input(rank: int) -> None:
+@on_threads(8)
+def test_gradient_of_a_full_input(rank: int) -> None:
     """A sub-mesh, a copied module, and a full input that requires a gradient."""
     mesh = mesh_of((2, 2, 2))["y", "x"]
     module = copy.deepcopy(spatial.shard(network().double(), mesh, dims=DIMS))
@@ -244,67 +234,50 @@ def _full_input(rank: int) -> None:
     assert_equal("full input", x.grad, single.grad, "scatter")
 
 
-def test_gradient_of_a_full_input() -> None:
-    threads.run(_full_input, 8)
-
-
-def _unbatched(rank: int) -> None:
+@on_threads(4)
+def test_input_without_a_batch(rank: int) -> None:
     mesh = mesh_of((1, 2, 2))
     conv = nn.Conv2d(2, 3, (3, 4), padding="same", padding_mode="reflect").double()
     compare(conv, image()[0], mesh, {1: "y", -1: "x"}, "unbatched")
 
 
-def test_input_without_a_batch() -> None:
-    threads.run(_unbatched, 4)
-
-
-def _bad_input(rank: int) -> None:
+@on_threads(2)
+def test_bad_input_is_one_sentence(rank: int) -> None:
     mesh = mesh_of((1, 2))
     x = image()
     part = spatial.scatter(x, mesh, {2: "y"})
 
-    def refused(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
-        with pytest.raises(kind, match=words):
-            call()
-
-    refused(
-        ValueError, "did you mean 'y'|one of 'dp', 'y'", lambda: spatial.scatter(x, mesh, {2: "yy"})
-    )
-    refused(ValueError, r"in \[-4, 4\)", lambda: spatial.scatter(x, mesh, {4: "y"}))
-    refused(ValueError, "at least one dim", lambda: spatial.scatter(x, mesh, {}))
-    refused(ValueError, "an axis cuts one dim", lambda: spatial.scatter(x, mesh, {2: "y", 3: "y"}))
-    refused(TypeError, "DeviceMesh", lambda: spatial.scatter(x, None, {2: "y"}))
+    plain, two = part.local[:, :, :8], {2: "y"}
+    other, weight = spatial.scatter(x, mesh, {3: "y"}), torch.ones(1, 2, 25, 1).double()
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "mean 'y'|one of 'dp', 'y'", lambda: spatial.scatter(x, mesh, {2: "yy"})),
+        (ValueError, r"in \[-4, 4\)", lambda: spatial.scatter(x, mesh, {4: "y"})),
+        (ValueError, "at least one dim", lambda: spatial.scatter(x, mesh, {})),
+        (ValueError, "an axis cuts one dim", lambda: spatial.scatter(x, mesh, {2: "y", 3: "y"})),
+        (TypeError, "DeviceMesh", lambda: spatial.scatter(x, None, two)),
+        (TypeError, "cut already", lambda: spatial.scatter(part, mesh, two)),
+        (TypeError, "as from_parts makes", lambda: spatial.halo_exchange(x, {2: (1, 1)})),
+        (ValueError, r"cut dims \[2\]", lambda: spatial.halo_exchange(part, {3: (1, 1)})),
+        (ValueError, "at least 0|>= 0", lambda: spatial.halo_exchange(part, {2: (1, -1)})),
+        (ValueError, "one of the 4 dims", lambda: spatial.gather(part, [4])),
+        (ValueError, "smaller than the 19 rows", lambda: F.pad(part, (0, 0, 19, 0), "reflect")),
+        (ValueError, "at most the 19 rows", lambda: F.pad(part, (0, 0, 0, 20), "circular")),
+        (ValueError, "at least 25", lambda: F.conv2d(part, weight)),
+        (UnsupportedError, "cumsum has no rule", lambda: part.cumsum(2)),
+        (UnsupportedError, "one mesh axis cuts different dims", lambda: part + other),
+        (UnsupportedError, "Sync", lambda: spatial.shard(nn.SyncBatchNorm(2), mesh, dims=two)),
+    ]
     for extents, words in (
         ({3: (10, 9)}, r"dims \[2\]"),
-        ({2: (19,)}, "2 numbers, one a rank"),
+        ({2: (19,)}, "2 integers >= 0, one for each rank"),
         ({2: (9, 9)}, "whose part has"),
-        ({2: (-1, 20)}, "at least 0|>= 0"),
+        ({2: (-1, 20)}, "integers >= 0"),
     ):
-        plain = part.local
-        refused(
-            ValueError,
-            words,
-            lambda: spatial.from_parts(plain[:, :, :8], mesh, {2: "y"}, extents=extents),  # noqa: B023
-        )
-    refused(TypeError, "cut already", lambda: spatial.scatter(part, mesh, {2: "y"}))
-    refused(ValueError, "smaller than the 19 rows", lambda: F.pad(part, (0, 0, 19, 0), "reflect"))
-    refused(ValueError, "at most the 19 rows", lambda: F.pad(part, (0, 0, 0, 20), "circular"))
-    refused(ValueError, "at least 25", lambda: F.conv2d(part, torch.ones(1, 2, 25, 1).double()))
-    refused(UnsupportedError, "cumsum has no rule", lambda: part.cumsum(2))
-    refused(
-        UnsupportedError,
-        "one mesh axis cuts different dims",
-        lambda: part + spatial.scatter(x, mesh, {3: "y"}),
-    )
-    refused(
-        UnsupportedError,
-        "SyncBatchNorm",
-        lambda: spatial.shard(nn.SyncBatchNorm(2), mesh, dims={2: "y"}),
-    )
-
-
-def test_bad_input_is_one_sentence() -> None:
-    threads.run(_bad_input, 2)
+        make = partial(spatial.from_parts, plain, mesh, two, extents=extents)
+        refused.append((ValueError, words, make))
+    for kind, words, call in refused:
+        with pytest.raises(kind, match=words):
+            call()
 
 
 def _saved_bytes(module: nn.Module, x: torch.Tensor) -> int:

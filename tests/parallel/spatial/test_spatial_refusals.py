@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import pytest
 import torch
-from spatial_cases import mesh_of
+from spatial_cases import mesh_of, on_threads
 from torch.nn import functional as F
 
 from fusedops import UnsupportedError
@@ -17,13 +19,19 @@ from fusedops.parallel.spatial.refusals import REFUSED
 from fusedops.testing import threads
 
 Call = Callable[[Any], Any]
-POOLS = {
-    n: {
-        name: getattr(F, f"{name}{n}d")
-        for name in ("lp_pool", "max_pool", "max_unpool", "adaptive_max_pool")
-    }
-    for n in (1, 2, 3)
-}
+# Functions of pooling in 1 to 3 dims: the option of the key, and the arguments behind the input.
+POOLS: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("lp_pool", "", (2, 2)),
+    ("max_pool", "_with_indices", (1, 1, 0, 1, False, True)),
+    ("max_unpool", "", (torch.zeros(2, 4, 8, dtype=torch.int64), 2)),
+    ("adaptive_max_pool", "_with_indices", (1, True)),
+    ("adaptive_max_pool", " to more than one value", (2,)),
+]
+
+
+def _pool(x: Any, name: str, ndim: int, arguments: tuple[Any, ...]) -> Any:
+    shaped = {1: lambda: x.select(3, 0), 2: lambda: x, 3: lambda: x.unsqueeze(-1)}[ndim]()
+    return getattr(F, f"{name}{ndim}d")(shaped, *arguments)
 
 
 def _set(x: Any) -> None:
@@ -43,29 +51,13 @@ CALLS: dict[str, Call] = {
     "grid_sample": lambda x: F.grid_sample(x, torch.zeros(2, 8, 6, 2)),
     "fold": lambda x: F.fold(x.select(3, 0), (3, 3), 2),
     "unfold": lambda x: F.unfold(x, 3),
-    "sort": lambda x: x.sort(2),
-    "argsort": lambda x: x.argsort(2),
-    "topk": lambda x: x.topk(2, 2),
-    "cumsum": lambda x: x.cumsum(2),
-    "cumprod": lambda x: x.cumprod(2),
-    "median": lambda x: x.median(),
-    "mode": lambda x: x.mode(2),
-    "kthvalue": lambda x: x.kthvalue(2, 2),
-    "prod": lambda x: x.prod(),
     "any": lambda x: (x > 0).any(),
     "all": lambda x: (x > 0).all(),
     "count_nonzero": lambda x: torch.count_nonzero(x),
-    "nansum": lambda x: x.nansum(),
-    "logsumexp": lambda x: x.logsumexp(1),
     "var_mean": lambda x: torch.var_mean(x),
     "std_mean": lambda x: torch.std_mean(x),
-    "softmax along a cut dim": lambda x: x.softmax(2),
     "softmin along a cut dim": lambda x: F.softmin(x, 2),
-    "log_softmax along a cut dim": lambda x: x.log_softmax(2),
-    "argmax along a cut dim": lambda x: x.argmax(2),
     "argmin along a cut dim": lambda x: x.argmin(),
-    "max along a cut dim": lambda x: x.max(2),
-    "min along a cut dim": lambda x: x.min(2),
     "a view that merges the batch with a cut dim": lambda x: x.permute(0, 2, 3, 1).reshape(-1, 4),
     "a view that separates rows of a cut dim": lambda x: x[:, 0, :, :3].reshape(2, 12, 2),
     "cat along a dim that different axes cut": lambda x: torch.cat(
@@ -74,17 +66,8 @@ CALLS: dict[str, Call] = {
     "expand of a cut dim": lambda x: x[:, :, :1].expand(-1, -1, 5, -1),
     "einsum": lambda x: torch.einsum("bchw,bdhw->bcd", x, x),
     "multi_head_attention_forward": lambda x: torch.nn.MultiheadAttention(6, 2)(*[x[0]] * 3),
-    "repeat": lambda x: x.repeat(1, 2, 1, 1),
-    "tile": lambda x: x.tile(1, 2, 1, 1),
-    "repeat_interleave": lambda x: x.repeat_interleave(2, 2),
-    "flip": lambda x: x.flip(2),
-    "roll": lambda x: x.roll(1, 2),
-    "unbind of a cut dim": lambda x: x.unbind(2),
     "indexing by a tensor": lambda x: x[:, torch.tensor([0, 1])],
     "setitem": _set,
-    "item": lambda x: x.item(),
-    "tolist": lambda x: x.tolist(),
-    "numpy": lambda x: x.numpy(),
     "layer_norm over a cut dim": lambda x: F.layer_norm(x, [4, 8, 6]),
     "rms_norm over a cut dim": lambda x: F.rms_norm(x, [8, 6]),
     "local_response_norm": lambda x: F.local_response_norm(x, 2),
@@ -93,34 +76,27 @@ CALLS: dict[str, Call] = {
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
     "grad": lambda x: torch.autograd.grad(x.sum(), x),
 }
-
-
-def _pooling(ndim: int) -> dict[str, Call]:
-    """Return the calls of one number of dims."""
-    functions = POOLS[ndim]
-
-    def shaped(x: Any) -> Any:
-        return {1: x.select(3, 0), 2: x, 3: x.unsqueeze(-1)}[ndim]
-
-    return {
-        f"lp_pool{ndim}d": lambda x: functions["lp_pool"](shaped(x), 2, 2),
-        f"max_pool{ndim}d_with_indices": lambda x: functions["max_pool"](
-            shaped(x), 1, return_indices=True
-        ),
-        f"max_unpool{ndim}d": lambda x: functions["max_unpool"](
-            shaped(x), torch.zeros(shaped(x).shape, dtype=torch.int64), 2
-        ),
-        f"adaptive_max_pool{ndim}d_with_indices": lambda x: functions["adaptive_max_pool"](
-            shaped(x), 1, return_indices=True
-        ),
-        f"adaptive_max_pool{ndim}d to more than one value": lambda x: functions[
-            "adaptive_max_pool"
-        ](shaped(x), 2),
-    }
-
-
-for _ndim in POOLS:
-    CALLS |= _pooling(_ndim)
+# Methods by their arguments; what the key says behind the name.
+METHODS: list[tuple[tuple[int, ...], str, str]] = [
+    ((), "", "median prod nansum item tolist numpy"),
+    ((2,), "", "sort argsort cumsum cumprod mode flip"),
+    ((2, 2), "", "topk kthvalue repeat_interleave"),
+    ((1,), "", "logsumexp"),
+    ((1, 2), "", "roll"),
+    ((1, 2, 1, 1), "", "repeat tile"),
+    ((2,), " along a cut dim", "softmax log_softmax argmax max min"),
+    ((2,), " of a cut dim", "unbind"),
+]
+CALLS |= {
+    f"{name}{option}": methodcaller(name, *arguments)
+    for arguments, option, names in METHODS
+    for name in names.split()
+}
+CALLS |= {
+    f"{name}{ndim}d{option}": partial(_pool, name=name, ndim=ndim, arguments=arguments)
+    for name, option, arguments in POOLS
+    for ndim in (1, 2, 3)
+}
 
 
 def _refused(rank: int, name: str) -> None:
@@ -141,11 +117,8 @@ def test_refused_by_name_with_what_to_do_instead(name: str) -> None:
     threads.run(_refused, 2, name)
 
 
-def _unknown(rank: int) -> None:
+@on_threads(2)
+def test_a_function_that_no_table_knows_is_refused_too(rank: int) -> None:
     x = spatial.scatter(torch.ones(2, 4, 8, 6), mesh_of((1, 2)), {2: "y"})
     with pytest.raises(UnsupportedError, match=r"cummax has no rule .* spatial.gather\(tensor\)"):
         x.cummax(2)
-
-
-def test_a_function_that_no_table_knows_is_refused_too() -> None:
-    threads.run(_unknown, 2)

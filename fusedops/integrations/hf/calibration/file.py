@@ -1,8 +1,8 @@
 """What calibration found, on file: ``patch(model, example=batch, calibrate="FILE.json")``.
 
 Every process that reads the file makes the same choices and measures only what is not in it, so
-that runs on one machine compute the same bits. Entries hold for a device architecture, as those of
-a tuning table do (docs/tuning.md), and for one minor version of torch.
+that runs on one machine compute the same bits. Entries hold for one device architecture and for
+one minor version of torch.
 """
 
 from __future__ import annotations

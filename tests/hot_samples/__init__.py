@@ -1,0 +1,155 @@
+"""Calls that launch the kernel configurations which users run, three blocks deep.
+
+``docs/reports/triton_kernels.csv`` records the machine code of the configurations in
+``tools/kernel_cases``. A hot sample is a call of a public op
+that launches one of them, with grids and loops of at least three blocks in each direction: the
+kernel's own tiles, full blocks and a last one that is not full. It is derived from the case, so
+that new tile sizes change the samples; ``tests/ops/test_hot_coverage.py`` launches all of them on a
+fake GPU and names each configuration that none of them reaches.
+
+    for hot in samples("attention", torch.bfloat16, torch.device("cuda")):
+        result = hot.run()
+
+Importing a kernel file needs Triton, and nothing here launches anything before ``run``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from kernel_cases import CASES
+
+from fusedops.specs import all_specs
+from fusedops.specs.comparison import ComparisonResult, fresh, incoming
+from fusedops.specs.comparison import run as run_sample
+from fusedops.specs.spec import Sample, Spec
+from hot_samples import attention, elementwise, experts, lists, products, rows
+from hot_samples.call import HotCall, ReportCase
+
+__all__ = ["ReportCase", "HotCall", "HotSample", "calls", "cases", "made", "ops", "samples"]
+
+# Kernel file -> the call that launches one of its cases.
+_CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
+    **attention.CALLS,
+    **elementwise.CALLS,
+    **experts.CALLS,
+    **lists.CALLS,
+    **products.CALLS,
+    **rows.CALLS,
+}
+
+
+@dataclass(frozen=True)
+class HotSample:
+    """One call of an op that launches configurations of the static report.
+
+    Attributes:
+        op: the public op, or the operator over lists of tensors, that is called.
+        sample: its arguments, on the device and in the dtype asked for.
+        buffers: keyword argument that a gradient is added to (``grad_weight_into``) -> position of
+            the argument that it is the gradient of.
+    """
+
+    op: str
+    sample: Sample
+    buffers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What tells the sample from others of its op."""
+        return self.sample.name
+
+    @property
+    def spec(self) -> Spec | None:
+        """The op's spec; an operator over lists of tensors has none of this kind."""
+        return all_specs().get(self.op)
+
+    def run(self) -> ComparisonResult:
+        """Call the op and differentiate it; the sample's tensors are used as they lie in memory.
+
+        What was added to a buffer takes the place of the gradient that it is. An operator over
+        lists of tensors is called: its result is empty where it returns nothing.
+        """
+        spec = self.spec
+        if spec is None:
+            found = getattr(torch.ops.fusedops, self.op)(*self.sample.args)
+            return ComparisonResult([] if found is None else [found], [])
+        if not self.buffers:
+            return run_sample(spec.op, self.sample)
+        output = spec.op(*self.sample.args, **self.sample.kwargs)
+        leaves = self.sample.leaves
+        (given,) = incoming((output,))
+        found = list(torch.autograd.grad(output, leaves, given, allow_unused=True))
+        for name, position in self.buffers.items():
+            leaf = self.sample.args[position]
+            place = next(i for i, each in enumerate(leaves) if each is leaf)
+            assert found[place] is None, f"{name} was given, and the gradient came as well"
+            found[place] = self.sample.kwargs[name].to(leaf.dtype)
+        return ComparisonResult([output.detach()], found)
+
+    def plain(self) -> Sample:
+        """Return the same call without buffers, with new leaves: what gives the truth."""
+        kwargs = {k: v for k, v in self.sample.kwargs.items() if k not in self.buffers}
+        return fresh(Sample(self.sample.name, self.sample.args, kwargs, self.sample.random))
+
+
+def ops() -> list[str]:
+    """Return the kernel files that hot samples are derived from, sorted by name."""
+    return sorted(_CALLS)
+
+
+def cases(op: str, capability: int | None = None) -> list[ReportCase]:
+    """Return the configurations of a kernel file that the static report has.
+
+    Args:
+        op: name of the file in ``fusedops/kernels``.
+        capability: only those of a GPU (80, 90, 100 or 120).
+    """
+    known = map(ReportCase, CASES[op]())
+    return [case for case in known if capability is None or case.runs_on(capability)]
+
+
+def calls(
+    op: str, dtype: torch.dtype = torch.bfloat16, capability: int | None = None
+) -> list[HotCall]:
+    """Return the calls that launch a kernel file's configurations, each once, not yet made.
+
+    Args:
+        op: name of the file in ``fusedops/kernels``, one of ``ops()``.
+        dtype: of the data: bfloat16 or float16 for the configurations of half precision, float32
+            for those that the report has of float32.
+        capability: only what the report has for a GPU (80, 90, 100 or 120); all by default, as a
+            GPU runs the call of another's configuration with tiles of its own.
+    """
+    if op not in _CALLS:
+        raise ValueError(f"hot samples of {op!r}: there are some for {', '.join(ops())}")
+    found: dict[str, HotCall] = {}
+    for case in cases(op, capability):
+        if case.is_float32 == (dtype == torch.float32):
+            call = _CALLS[op](case)
+            found.setdefault(f"{call.op} {call.name}", call)
+    return list(found.values())
+
+
+def made(call: HotCall, dtype: torch.dtype, device: torch.device) -> HotSample:
+    """Return the sample of a call, with random tensors of a dtype on a device."""
+    args: Any = call.make(device, dtype)
+    kwargs: dict[str, Any] = {}
+    if isinstance(args[-1], dict):
+        args, kwargs = args
+    sample = Sample(call.name, tuple(args), kwargs, call.random)
+    return HotSample(call.op, sample, call.buffers)
+
+
+def samples(
+    op: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
+    capability: int | None = None,
+) -> list[HotSample]:
+    """Return the samples of all ``calls``, on the CPU by default; arguments are theirs."""
+    where = device or torch.device("cpu")
+    return [made(call, dtype, where) for call in calls(op, dtype, capability)]

@@ -1,0 +1,135 @@
+"""Configurations that are compiled for the static report: norms, softmax and cross-entropy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fusedops.kernels import _add_norm, _launch, _norm, cross_entropy, scaled_masked_softmax
+from kernel_cases.case import report_case
+
+
+def norm_cases(centred: bool) -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
+    types |= {"eps": "fp32", "weight_offset": "fp32"}
+    present = {"HAS_WEIGHT": True, "HAS_BIAS": centred, "CENTRED": centred}
+    present |= {"ROUND_FIRST": not centred}
+    wants = {"WANTS_INPUT": True, "WANTS_WEIGHT": True, "WANTS_BIAS": centred}
+    wants |= {"HAS_WEIGHT": True, "CENTRED": centred}
+    long = {"BLOCK_N": _norm._LONG_BLOCK}
+    cases: list[tuple[Any, dict[str, Any], int]] = []
+    for cols in (1024, 4096, 8192, 16384):
+        rows = max(1, 1024 // cols)
+        blocks = {"BLOCK_M": rows, "BLOCK_N": cols}
+        cases.append((_norm._forward_kernel, present | blocks, rows * cols))
+    for cols in (1024, 4096, 8192):
+        cases.append((_norm._backward_kernel, wants | {"BLOCK_N": cols}, 2 * cols))
+    cases += [
+        (_norm._forward_long_kernel, present | long, _norm._LONG_BLOCK),
+        (_norm._backward_input_long_kernel, wants | long, _norm._LONG_BLOCK),
+        (_norm._backward_parameters_long_kernel, wants | {"BLOCK_N": 1024}, 1024),
+    ]
+    label = "centred" if centred else "not centred"
+    reports = []
+    for kernel, constants, elements in cases:
+        options = _launch.row_options(elements)
+        walks = kernel is _norm._backward_kernel
+        resident = _launch.resident(options["num_warps"]) if walks else None
+        case = report_case(kernel, types, constants, options, suffix=label, resident=resident)
+        reports.append(case)
+    return reports
+
+
+def add_norm_cases(centred: bool) -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
+    types |= dict.fromkeys(("eps", "scale", "weight_offset"), "fp32") | {"seed_ptr": "*i64"}
+    present = {"CENTRED": centred, "ROUND_FIRST": not centred}
+    present |= {"HAS_WEIGHT": True, "HAS_BIAS": centred, "HAS_DSUMMED": True}
+    present |= {f"WANTS_{name}": True for name in ("RESIDUAL", "WEIGHT")}
+    present |= {"WANTS_BIAS": centred}
+    cases = []
+    for mode in ("none", "draw"):
+        drawn: dict[str, Any] = present | {"DROPOUT": mode, "BLOCK_M": 1}
+        # Without dropout the gradient of input is that of residual.
+        drawn |= {"WANTS_INPUT": mode != "none"}
+        label = f"{'centred' if centred else 'not centred'}, dropout {mode}"
+        case = functools.partial(report_case, types=types, suffix=label)
+        for cols in (1024, 4096, 8192, 16384):
+            sizes, options = drawn | {"BLOCK_N": cols}, _launch.row_options(cols)
+            cases.append(case(_add_norm._forward_kernel, constexprs=sizes, options=options))
+        # Rows of 8192 have launch options of their own on sm_120.
+        of_chips = ((1024, None), (4096, None), (8192, (80, 90, 100)), (8192, (120,)))
+        for cols, chips in of_chips:
+            sizes = drawn | {"BLOCK_N": cols}
+            options = _add_norm._backward_options(cols, newest=chips == (120,))
+            resident = _launch.resident(options["num_warps"])
+            more: dict[str, Any] = {"resident": resident, "capabilities": chips}
+            cases.append(
+                case(_add_norm._backward_kernel, constexprs=sizes, options=options, **more)
+            )
+    return cases
+
+
+def scaled_masked_softmax_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = {"scale": "fp32"}
+    cases = []
+    for cols in (256, 2048, 16384):
+        blocks, options = scaled_masked_softmax._tile(cols)
+        for mask, causal in (("none", True), ("keep", False), ("additive", False)):
+            kind = types | ({"mask_ptr": "*u8"} if mask == "keep" else {})
+            chosen = {"MASK": mask, "MASK_COL": int(mask != "none"), "CAUSAL": causal} | blocks
+            cases.append(
+                report_case(
+                    scaled_masked_softmax._forward_kernel, kind, chosen, options, label=mask
+                )
+            )
+        cases.append(report_case(scaled_masked_softmax._backward_kernel, types, blocks, options))
+        chosen = {"WANTS_INPUT": True, "BLOCK_N": cols}
+        options = _launch.row_options(2 * cols)
+        cases.append(
+            report_case(scaled_masked_softmax._backward_mask_kernel, types, chosen, options)
+        )
+    long = {"BLOCK_N": scaled_masked_softmax._LONG_BLOCK}
+    chosen = {"MASK": "additive", "MASK_COL": 1, "CAUSAL": True} | long
+    options = _launch.row_options(scaled_masked_softmax._LONG_BLOCK)
+    cases.append(report_case(scaled_masked_softmax._forward_long_kernel, types, chosen, options))
+    for chips in ((80, 90, 120), (100,)):
+        options = scaled_masked_softmax._long_options(chips[0] // 10)
+        case = report_case(
+            scaled_masked_softmax._backward_long_kernel, types, long, options, capabilities=chips
+        )
+        cases.append(case)
+    return cases
+
+
+def cross_entropy_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    sums = ("loss", "statistics", "largest", "others", "values", "label", "dloss", "total", "count")
+    types = {f"{name}_ptr": "*fp32" for name in sums} | {"target_ptr": "*i64"}
+    types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
+    options = cross_entropy._options(cross_entropy._BLOCK)
+    cases = []
+    for capped in (False, True):
+        # Pieces are products that linear_cross_entropy made, unrounded.
+        for piece in (False, True):
+            launch = cross_entropy._sums_launch(cross_entropy._BLOCK, smooth=piece, capped=capped)
+            flags: dict[str, Any] = {"FIRST": not piece, "LAST": not piece, "SMOOTH": piece}
+            flags |= {"CAPPED": capped, "BLOCK": launch["BLOCK"]}
+            of_kind = types | ({"x_ptr": "*fp32"} if piece else {})
+            cases.append(report_case(cross_entropy._sums_kernel, of_kind, flags, launch))
+        for logits in ("*bf16", "*fp32"):
+            flags = {"CAPPED": capped, "BLOCK": cross_entropy._BLOCK}
+            of_kind = types | {"x_ptr": logits}
+            cases.append(report_case(cross_entropy._backward_kernel, of_kind, flags, options))
+    cases.append(
+        report_case(
+            cross_entropy._total_kernel,
+            types,
+            {"BLOCK": cross_entropy._SUM_BLOCK},
+            cross_entropy._OPTIONS,
+        )
+    )
+    return cases
