@@ -144,7 +144,7 @@ def _panel(log: Log) -> Panel:
                 panel.turns.append((int(half[-1]), name))
         elif running and event.phase == "start":
             begun[event.number] = panel.turns[-1][0], len(panel.turns) - 1
-        elif event.number in begun and event.label != "expert metadata":
+        elif event.number in begun and event.label not in ("expert metadata", "error vote"):
             half, first = begun[event.number]
             what = f"{event.kind} {event.label}".replace("_", "-").strip()
             panel.travels.append((half, what, first, len(panel.turns) - 1))

@@ -336,6 +336,7 @@ def _operators(world: World) -> None:
             reduce="source",
             payload=None,
             grads=True,
+            validate=True,
             op="moe_dispatch",
             groups=groups,
             level=level,

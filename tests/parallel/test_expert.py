@@ -167,7 +167,7 @@ def _one_is_wrong(
     """Call with something wrong on one rank (or with ranks that disagree) and return the error."""
     group = world.group(*shape)
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    input, plan, reduce = mine.input, mine.plan(), "source"
+    input, plan, reduce, validate = mine.input, mine.plan(), "source", fault == "result"
     if world.rank == wrong:
         if fault == "mismatch":
             input = input[:-1]
@@ -193,15 +193,22 @@ def _one_is_wrong(
             chunks = 9
         elif fault == "reduce":
             reduce = "node"
+        elif fault == "validate":
+            validate = True
     if fault == "divides":
         plan = RoutingPlan.from_choices(mine.ids, mine.probs, 12)
+
+    def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        return rows[1:] if world.rank == wrong and fault == "result" else rows
+
+    options: Any = {"chunks": chunks, "reduce": reduce, "validate": validate}
     try:
         with mock.patch.object(all_to_all, "moe_pack", _pack_in_bounds):
-            expert_parallel(input, plan, lambda rows, _: rows, group, chunks=chunks, reduce=reduce)
+            expert_parallel(input, plan, here, group, **options)
     except (TypeError, ValueError) as error:
         # The group still works: nobody is left in a collective.
         dist.barrier(world.groups[8])
-        assert_case("uneven", group, (world.rank, 8), torch.float32, depth=999)
+        assert_case("uneven", group, (world.rank, 8), torch.float32)
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -239,12 +246,43 @@ def test_bad_input_on_one_rank_raises_on_all(
         ("hidden", "hidden_size, got [24, 24, 20, 24"),
         ("dtype", "dtype, got [torch.float32, torch.float32, torch.float64"),
         ("grad", "requires_grad, got [1, 1, 0, 1"),
+        ("validate", "validate, got [0, 0, 1, 0"),
         ("divides", "size that divides the plan's 12 experts, got 8"),
     ],
 )
 def test_ranks_that_disagree_all_raise(on_ranks: OnRanks, fault: str, names: str) -> None:
     for error in on_ranks(_one_is_wrong, fault):
         assert error.startswith("ValueError") and names in error, error
+
+
+def _bad_result(world: World, fault: str) -> str:
+    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
+    rows, _, handle = moe_dispatch(mine.input, mine.plan(), world.groups[8], validate=True)
+    results: Any = rows
+    if world.rank == 5:
+        results = {"shape": rows[:-1], "dtype": rows.double(), "type": None}[fault]
+    try:
+        moe_combine(results, handle)
+    except (TypeError, ValueError) as error:
+        dist.barrier(world.groups[8])
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("fault", "own"),
+    [
+        ("shape", "ValueError: moe_combine: output must be of shape"),
+        ("dtype", "TypeError: moe_combine: output must have the dtype of the rows"),
+        ("type", "TypeError: moe_combine: output must be a torch.Tensor"),
+    ],
+)
+def test_bad_results_on_one_rank_raise_on_all(on_ranks: OnRanks, fault: str, own: str) -> None:
+    for rank, error in enumerate(on_ranks(_bad_result, fault)):
+        if rank == 5:
+            assert error.startswith(own), error
+        else:
+            assert error.startswith("ValueError: moe_combine: rank 5"), error
 
 
 @pytest.mark.parametrize(
@@ -292,12 +330,17 @@ def test_a_group_of_another_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("fault", ["mismatch", "negative ids", "hidden", "reduce"])
+@pytest.mark.parametrize("fault", ["mismatch", "negative ids", "hidden", "reduce", "result"])
 def test_bad_input_on_one_rank_raises_on_all_ranks_of_all_nodes(
     on_ranks: OnRanks, fault: str, chunks: int
 ) -> None:
-    for error in on_ranks(_one_is_wrong, fault, (2, 4), 6, chunks):
+    errors = on_ranks(_one_is_wrong, fault, (2, 4), 6, chunks)
+    for error in errors:
         assert error.startswith("ValueError"), error
+    if fault == "result":
+        assert "output must be of shape" in errors[6]
+        assert all("a rank of node 1 got" in error for error in errors[:4]), errors
+        assert all("rank 2 of this node got" in errors[rank] for rank in (4, 5, 7)), errors
 
 
 def _experts_that_ignore_their_rows_do_not_hang_the_backward(world: World) -> None:

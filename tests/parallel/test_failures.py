@@ -111,7 +111,7 @@ def test_a_lost_rank_raises_on_all_others(tmp_path: Path, way: str, step: str) -
         assert error.startswith("RuntimeError"), error
 
 
-def test_a_wrong_output_ends_all_ranks(tmp_path: Path) -> None:
+def test_a_wrong_output_that_is_not_validated_ends_all_ranks(tmp_path: Path) -> None:
     """The rank at fault has the reason; the others wait for it until the timeout."""
     errors = _errors(tmp_path, "output", None)
     assert errors.pop(LOST).startswith("ValueError: moe_combine: output must be of shape")

@@ -213,6 +213,7 @@ def start_dispatch(
         requires_grad=grads,
         chunks=len(plans),
         reduce=options.reduce,
+        validate=options.validate,
     )
     group, slots = options.groups[level], []
     if level < len(options.groups) - 1 and options.reduce == "source":

@@ -59,6 +59,7 @@ def moe_dispatch(
     *,
     reduce: str = "source",
     payload: str | None = None,
+    validate: bool = False,
 ) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
     """Send each token to the ranks of its experts.
 
@@ -74,6 +75,11 @@ def moe_dispatch(
             other bits than one process.
         payload: ``"float8"`` sends rows as e4m3 with a power-of-two scale per row (gradients are
             sent in the dtype of ``input``); ``None`` sends them unchanged.
+        validate: makes every rank raise in ``moe_combine`` if the output of one's experts does not
+            fit, by a collective for which the host waits: for the first step of a program, or to
+            search for an error. ``False``: that rank alone raises, and the others reach the timeout
+            of the group. A compiled graph ignores it: the output is checked while the graph is
+            made, and its number of rows when it runs, on that rank alone.
 
     Returns:
         ``(rows, local_plan, handle)``: ``rows`` ``[R, H]`` from all ranks for the experts here,
@@ -113,7 +119,8 @@ def moe_dispatch(
         >>> dist.destroy_process_group()
     """
     groups = groups_of("moe_dispatch", group)
-    return _dispatch(DispatchOptions("moe_dispatch", groups, reduce, payload), input, plan)
+    options = DispatchOptions("moe_dispatch", groups, reduce, payload, validate=validate)
+    return _dispatch(options, input, plan)
 
 
 def moe_combine(
@@ -133,14 +140,17 @@ def moe_combine(
         ``[T, H]``, dtype of ``output``; 0 for a token without a kept slot.
 
     Raises:
-        ValueError: ``output`` does not fit the rows. The other ranks reach the group's timeout.
-        TypeError: it is no tensor, or of another dtype.
+        ValueError: ``output`` does not fit the rows. With ``validate`` of the dispatch every rank
+            raises, with the reason on the one that has it.
+        TypeError: it is no tensor, or of another dtype; with ``validate`` the others raise
+            ValueError.
         RuntimeError: a rank or a link failed; within the group's timeout.
 
     Note:
         One collective for the rows; one in the backward. Over a mesh of two dimensions two of each.
-        Rows return to the positions of their slots and are summed there in float32, rounded once:
-        the same bits for any number of ranks.
+        ``validate`` adds one of a number per pair of ranks, for which the host waits. Rows return
+        to the positions of their slots and are summed there in float32, rounded once: the same bits
+        for any number of ranks.
 
     Example:
         >>> import torch, fusedops, torch.distributed as dist
@@ -170,6 +180,7 @@ def expert_parallel(
     weighted: bool = False,
     reduce: str = "source",
     payload: str | None = None,
+    validate: bool = False,
 ) -> torch.Tensor:
     """Dispatch, compute and combine, with exchange and computation overlapped.
 
@@ -187,6 +198,7 @@ def expert_parallel(
         weighted: as for ``moe_combine``.
         reduce: as for ``moe_dispatch``.
         payload: as for ``moe_dispatch``.
+        validate: as for ``moe_dispatch``.
 
     Returns:
         ``[T, H]``, as ``moe_combine``: the same bits for any number of chunks.
@@ -222,7 +234,7 @@ def expert_parallel(
         >>> dist.destroy_process_group()
     """
     op = "expert_parallel"
-    options = DispatchOptions(op, groups_of(op, group), reduce, payload, chunks)
+    options = DispatchOptions(op, groups_of(op, group), reduce, payload, chunks, validate)
     checks.flag(op, "weighted", weighted)
     if not callable(experts):
         checks.fail_type(op, "experts", "a function of rows and plan", experts)

@@ -27,6 +27,7 @@ class DispatchOptions:
     reduce: str = "source"  # where results are summed
     payload: str | None = None  # ``"float8"`` or ``None``
     chunks: int = 1  # parts of the tokens
+    validate: bool = False  # whether all ranks raise if the output of one's experts does not fit
 
     @property
     def quantized(self) -> bool:
@@ -80,6 +81,7 @@ def _check_options(options: DispatchOptions) -> None:
     checks.choice(op, "reduce", options.reduce, REDUCTIONS)
     if options.reduce == "node" and len(options.groups) == 1:
         checks.fail(op, "reduce", "'source' where the group is no mesh of 2 dims", "'node'")
+    checks.flag(op, "validate", options.validate)
     checks.integer(op, "chunks", chunks)
     if not 1 <= chunks <= MAX_CHUNKS:
         checks.fail(op, "chunks", f"from 1 to {MAX_CHUNKS}", chunks)

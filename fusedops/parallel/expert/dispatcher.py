@@ -17,6 +17,7 @@ import torch
 from fusedops._core import checks
 from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
 from fusedops.parallel.async_exchange import begin, end
+from fusedops.parallel.collective_errors import vote
 from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchResults, start_dispatch
 from fusedops.parallel.expert.arguments import DispatchOptions
@@ -98,10 +99,21 @@ class TokenDispatcher:
         With ``weighted`` the results are multiplied by their probabilities where they are summed.
         """
         rows = self.hops[-1].results().rows
-        checks.like("moe_combine", "output", output, "the rows", rows, dtype=True)
-        if not torch.compiler.is_compiling():  # a graph does not know how many rows arrive
-            checks.shape("moe_combine", "output", output, rows.shape, "that of the rows")
+        try:
+            checks.like("moe_combine", "output", output, "the rows", rows, dtype=True)
+            if not torch.compiler.is_compiling():  # a graph does not know how many rows arrive
+                checks.shape("moe_combine", "output", output, rows.shape, "that of the rows")
+        except (TypeError, ValueError) as error:
+            self._vote(error, rows.device)
+            raise
+        self._vote(None, rows.device)
         return PendingCombine(self.hops, output, weighted)
+
+    def _vote(self, error: Exception | None, device: torch.device) -> None:
+        """With ``validate`` raise on every rank if one has an error."""
+        options = self.hops[0].options
+        if options.validate and not torch.compiler.is_compiling():
+            vote("moe_combine", options.groups[::-1], error, device=device)
 
 
 class PendingCombine:
@@ -172,6 +184,7 @@ def _start(
         reduce=options.reduce,
         payload=options.payload,
         grads=grads,
+        validate=options.validate and not torch.compiler.is_compiling(),
         op=options.op,
         groups=[group.group_name for group in options.groups],
         level=level,

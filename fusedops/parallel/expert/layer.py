@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,17 +98,18 @@ class ExpertExchange:
     """Calls the experts of a layer, sharded over a group.
 
     Rows are sent in the dtype of the experts' products (under autocast its dtype), which is also
-    that of the results.
+    that of the results. The first call is validated on all ranks, later ones are not.
     """
 
     group: Group
     chunks: int
     reduce: str
+    _is_validated: bool = field(default=False, init=False)
 
     def __call__(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]``."""
         (rows,) = lowered(input)
-        options: Any = {"chunks": self.chunks, "reduce": self.reduce}
+        options: Any = {"chunks": self.chunks, "reduce": self.reduce, "validate": self._validates()}
         return expert_parallel(rows, plan, forward, self.group, **options)
 
     def start(
@@ -117,8 +118,15 @@ class ExpertExchange:
         """Start to send the tokens, and return the call whose steps the caller runs."""
         op, (rows,) = "expert_parallel", lowered(input)
         groups = groups_of(op, self.group)
-        options = DispatchOptions(op, groups, self.reduce, chunks=self.chunks)
+        options = DispatchOptions(op, groups, self.reduce, None, self.chunks, self._validates())
         return StagedExpertParallel(options, rows, plan, forward)
+
+    def _validates(self) -> bool:
+        """Return whether this call is validated: never a compiled one."""
+        if torch.compiler.is_compiling() or self._is_validated:
+            return False
+        self._is_validated = True
+        return True
 
 
 def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh | None) -> None:

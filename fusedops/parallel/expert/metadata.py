@@ -34,6 +34,7 @@ class CallSignature(NamedTuple):
     requires_grad: bool
     chunks: int
     reduce: str
+    validate: bool
 
 
 # The fields that are sent as the index of their value.

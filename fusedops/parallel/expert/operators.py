@@ -49,6 +49,7 @@ class DispatchArguments(NamedTuple):
     reduce: str  # where a token's slots are summed
     payload: str | None  # ``"float8"`` or ``None``
     grads: bool  # whether autograd will ask for gradients
+    validate: bool  # of the dispatch; all ranks must agree on it
     op: str  # the name of the public function, for messages
     groups: list[str]  # names of all groups of the dispatch
     level: int  # the index of this exchange's group among them
@@ -62,7 +63,8 @@ class DispatchArguments(NamedTuple):
     @property
     def options(self) -> DispatchOptions:
         """The arguments of the public function."""
-        return DispatchOptions(self.op, list(map(group_of, self.groups)), self.reduce, self.payload)
+        groups = list(map(group_of, self.groups))
+        return DispatchOptions(self.op, groups, self.reduce, self.payload, validate=self.validate)
 
 
 def _dispatch(*args: Any) -> DispatchResults:
@@ -157,8 +159,8 @@ DISPATCH = define_exchange(
     "moe_dispatch_rows",
     "(Tensor input, Tensor probs, Tensor expert_ids, Tensor permutation, Tensor positions,"
     " Tensor offsets, Tensor? dropped, SymInt num_experts, str reduce, str? payload, bool grads,"
-    " str op, str[] groups, int level) -> (Tensor rows, Tensor probs_of_rows, Tensor ids,"
-    " Tensor counts, Tensor dropped_by_rank, Tensor anchor)",
+    " bool validate, str op, str[] groups, int level) -> (Tensor rows, Tensor probs_of_rows,"
+    " Tensor ids, Tensor counts, Tensor dropped_by_rank, Tensor anchor)",
     kernel=_dispatch,
     fake=_dispatch_fake,
     setup_context=_save_dispatch,
