@@ -16,7 +16,7 @@ from fusedops.terminal import files
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusedops.profiler import Finding, RunShape
+    from fusedops.profiler import Finding, RunShape, Timings
     from fusedops.profiler.step_table import GroupTimes, RankTimes
     from fusedops.profiler.traces import TraceFile
 
@@ -129,7 +129,6 @@ def _read(folder: str) -> _Profile:
 
 def _records(folder: str) -> _Profile:
     from fusedops.profiler import read_timings
-    from fusedops.profiler.detection import find_all
     from fusedops.profiler.step_table import group_times, rank_times
 
     timings = read_timings(folder)
@@ -146,6 +145,15 @@ def _records(folder: str) -> _Profile:
         notes=timings.notes,
         memory=_memory(Path(folder)),
     )
+
+
+def find_all(timings: Timings) -> list[Finding]:
+    """Return what the recorded steps of a run show, in their order."""
+    from fusedops.profiler import Detector
+
+    detector = Detector(timings.shape)
+    rows = zip(timings.steps, timings.values, strict=True)
+    return [finding for step, values in rows for finding in detector.update(step, values)]
 
 
 def _memory(run: Path) -> dict[str, Any] | None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from fusedops.cli.profile import find_all
 from fusedops.launch.config_table import InputError
-from fusedops.profiler.detection import find_all, listed
+from fusedops.profiler.detection import listed
 from fusedops.profiler.step_table import GroupTimes, group_times, rank_times, slowest
 from fusedops.profiler.timings import (
     FOLDER,

@@ -119,18 +119,6 @@ def sparse_layer(
     return Budget(calls, 2 * passes * part)
 
 
-def vocabulary_ends(ranks: int, activation: int, statistics: int, *, sequence: bool) -> Budget:
-    """Return the budget of an embedding and a loss over a sharded vocabulary.
-
-    ``statistics`` is the bytes that a rank sends for its vocabulary: four numbers per token.
-    """
-    loss_gather = Budget({"all_gather": 1}, statistics * (ranks - 1))
-    if not sequence:
-        return loss_gather + all_reduces(ranks, [activation] * 2)
-    part = activation * (ranks - 1) // ranks
-    return loss_gather + Budget({"all_gather": 2, "reduce_scatter": 2}, 4 * part)
-
-
 def ring_layer(ranks: int, keys_and_values: int) -> Budget:
     """Return the budget of ring attention; keys that are masked for all are not sent."""
     steps = 3 * (ranks - 1)
@@ -189,15 +177,3 @@ def replicas(ranks: int, parameters: int, marks: int, *, buckets: int) -> Budget
     """
     sent = 2 * (parameters + marks) * (ranks - 1) // ranks
     return Budget({"all_reduce": buckets}, sent)
-
-
-def divided(ranks: int, blocks: Sequence[int], *, again: Sequence[int] = ()) -> Budget:
-    """Return the budget of sharded parameters (``zero`` 1 to 3).
-
-    ``blocks`` are the bytes of parameters that are gathered together, with a row more where the
-    ranks do not divide the rows of one; ``again`` of those gathered again in the backward.
-    """
-    parts = [-(-size // ranks) * (ranks - 1) for size in blocks]
-    more = [-(-size // ranks) * (ranks - 1) for size in again]
-    calls = {"all_gather": len(parts) + len(more), "reduce_scatter": len(parts)}
-    return Budget(calls, 2 * sum(parts) + sum(more))

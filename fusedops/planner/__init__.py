@@ -12,11 +12,11 @@ from fusedops.planner.layout import Layout, TrainingShape, check
 from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.search import LayoutRanking, plan
 from fusedops.planner.shapes import StepShape
-from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
 from fusedops.planner.space import LayoutSpace
 from fusedops.planner.step_time import StepEstimate, step_time
 from fusedops.planner.timed_search import TimedLayout, TimedRanking, fastest, step_shape
 from fusedops.planner.traffic import step_traffic
+from fusedops.terminal.sizes import parse_bytes, show_bytes, show_count
 
 if TYPE_CHECKING:
     from fusedops.planner.sharding import ShardingPlan, auto_parallel

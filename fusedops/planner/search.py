@@ -15,8 +15,8 @@ from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.planner.layout import Layout
 from fusedops.planner.memory import Estimate, estimate_unchecked
-from fusedops.planner.sizes import show_bytes
 from fusedops.planner.space import SCHEDULES, LayoutSpace, fitted, refusal
+from fusedops.terminal.sizes import show_bytes
 
 CRITERION = (
     "what fits first; then without offload, least recomputation, smallest bubbles, least tensor "

@@ -298,13 +298,6 @@ class Detector:
         ]
 
 
-def find_all(timings: Timings) -> list[Finding]:
-    """Return what the recorded steps of a run show, in their order."""
-    detector = Detector(timings.shape)
-    rows = zip(timings.steps, timings.values, strict=True)
-    return [finding for step, values in rows for finding in detector.update(step, values)]
-
-
 def _lower_median(values: torch.Tensor, dim: int) -> torch.Tensor:
     return values.median(dim, keepdim=True).values  # of two the lower
 

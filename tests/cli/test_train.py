@@ -201,7 +201,7 @@ def test_another_model_does_not_go_on(file: str) -> None:
     assert done.output.rstrip().endswith("a new run needs another out")
 
 
-LAYOUT = {"dp": 2, "tp": 1, "micro_batch": 1, "microbatches": 2, "overlap": True}
+LAYOUT = {"dp": 2, "tp": 1, "micro_batch": 1, "microbatches": 2, "optimizer_overlap": True}
 PLANS: dict[str, tuple[Any, str]] = {
     "no table": ([LAYOUT], "has no layout that fits"),
     "no list": ({"layouts": 5}, "has no layout that fits"),

@@ -196,8 +196,8 @@ def _write_text(text: str, path: Path, _: object) -> None:
 def _show_rows(rows: list[CommunicationRow], residuals: list[float], out: Console) -> None:
     from rich.table import Table
 
-    from fusedops.planner.sizes import show_bytes
     from fusedops.terminal.console import number_columns, print_table
+    from fusedops.terminal.sizes import show_bytes
 
     figures = number_columns(
         *("bytes", "min us", "avg us", "max us", "algbw GB/s", "busbw GB/s", "fit", "wrong")
@@ -239,7 +239,7 @@ def _show_links(links: list[LinkRow], out: Console) -> None:
 
 
 def _bytes(text: str) -> int:
-    from fusedops.planner.sizes import parse_bytes
+    from fusedops.terminal.sizes import parse_bytes
 
     try:
         return parse_bytes(text)

@@ -103,8 +103,8 @@ def show_curves(model: CommunicationModel, key: Sequence[str], out: Console) -> 
     """Print the curves; ``key`` names what their keys hold."""
     from rich.table import Table
 
-    from fusedops.planner.sizes import show_bytes
     from fusedops.terminal.console import number_columns, print_table
+    from fusedops.terminal.sizes import show_bytes
 
     figures = number_columns("latency us", "regimes from bytes", "GB/s of each")
     table = Table(*key, *figures, title="time = latency + bytes / bandwidth, by regime")

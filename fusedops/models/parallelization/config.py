@@ -298,35 +298,6 @@ def _refusals(config: ParallelConfig) -> Iterator[tuple[bool, str, str, str]]:
     yield refused, "param_dtype", "None with ep_deterministic", reason
 
 
-def _check_exchange(config: ParallelConfig) -> None:
-    if config.ep_chunks > _MAX_CHUNKS:
-        checks.fail(_OP, "ep_chunks", f"from 1 to {_MAX_CHUNKS}", config.ep_chunks)
-    if config.ep_chunks > 1 and config.ep == 1:
-        expected = "1 with ep 1, where no token travels"
-        checks.fail(_OP, "ep_chunks", expected, config.ep_chunks)
-    check_divides(_OP, "ep_nodes", config.ep_nodes, config.ep, "ep")
-    if config.ep_reduce == "node" and config.ep_nodes == 1:
-        checks.fail(_OP, "ep_reduce", "'source' with ep_nodes 1", config.ep_reduce)
-    if not config.ep_deterministic:
-        return
-    if config.ep & (config.ep - 1):
-        expected = "a power of two with ep_deterministic, whose sums are of pairs"
-        checks.fail(_OP, "ep", expected, config.ep)
-    for name in ("tp", "pp", "ep_chunks", "ep_nodes"):
-        if getattr(config, name) != 1:
-            raise UnsupportedError(
-                f"{_OP}: {name} must be 1 with ep_deterministic, got {getattr(config, name)}: it "
-                "splits the tokens of a rank, or sums, in another way"
-            )
-    if config.shard_ranks is not None:
-        checks.fail(_OP, "shard_ranks", "None with ep_deterministic", config.shard_ranks)
-    if config.param_dtype is not None:
-        raise UnsupportedError(
-            f"{_OP}: param_dtype must be None with ep_deterministic, got {config.param_dtype!r}: "
-            "each sum would be rounded; use torch.autocast"
-        )
-
-
 def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> None:
     """Raise unless a model has enough layers for its stages; the message says what would fit."""
     if config.pp == 1:

@@ -20,7 +20,7 @@ from fusedops.planner.sharding.plan import ShardingPlan, checked_placements, mat
 from fusedops.planner.sharding.run import TracedModel, call_key
 from fusedops.planner.sharding.solver import Solution, solve, units_of
 from fusedops.planner.sharding.trace import OP, FakeModel
-from fusedops.planner.sizes import show_bytes
+from fusedops.terminal.sizes import show_bytes
 
 MODES = ("auto", "data", "semi-auto", "hybrid")
 _ATTEMPTS = 4

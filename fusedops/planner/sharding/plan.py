@@ -19,7 +19,7 @@ from fusedops._core import checks
 from fusedops.models.vectors import pattern_of
 from fusedops.planner.sharding.cost import COLLECTIVES, Placements
 from fusedops.planner.sharding.run import TracedModel, apply_placements
-from fusedops.planner.sizes import show_bytes, show_count
+from fusedops.terminal.sizes import show_bytes, show_count
 
 _OP = "ShardingPlan"
 
